@@ -1,0 +1,280 @@
+// Forward attention for many query rows (prefill, training) on Hopper: o = softmax(mask(score(q k^T))) v.
+//
+// A block computes cfg::tile_q query rows of one head, then takes the next such work, until none is left. Warp 0 loads: the
+// schedule's choice, Q, and the key and value tiles, last one first. Each of cfg::consumers warpgroups multiplies 64 of the rows.
+// While one tile's values are multiplied, the softmax of the next tile runs (FlashAttention 3, arXiv 2407.08608, section 3.2).
+//
+//   barrier            arrives                         waits             protects
+//   work_full[i]       lane 0 of the producer          each consumer     smem.work[i] until read
+//   work_empty[i]      one lane per consumer warp      producer          smem.work[i] until written again
+//   q_full[s]          copy engine (bytes of Q)        each consumer     smem.q[s] until read
+//   q_empty[s]         one lane per consumer warp      producer          smem.q[s] until refilled
+//   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V
+//   turn (named 1 + c) warpgroup before c in the ring  warpgroup c       the order in which warpgroups issue their products,
+//                                                                        which keeps them in different phases
+//
+// A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
+
+#include "config.cuh"  // rendered: cfg, Tensor, Args, QkMma, PvMma, and the choices Element, Rows, Mask, Score, Kv, Schedule, Store
+#include "ptx/barrier.cuh"
+#include "tile/fragment.cuh"
+#include "tile/ring.cuh"
+#include "tile/softmax.cuh"
+#include "tile/tile.cuh"
+#include "variant/interfaces.cuh"
+
+using QTile = Tile<cfg::tile_q, cfg::head_dim>;
+using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
+using VTile = Tile<cfg::tile_kv, cfg::head_dim_v>;
+
+struct Smem {
+    QTile q[cfg::q_stages];
+    KTile k[cfg::stages];
+    VTile v[cfg::stages];
+    ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages];
+    ptx::Mbarrier k_full[cfg::stages], k_empty[cfg::stages];
+    ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
+    ptx::Mbarrier work_full[2], work_empty[2];
+    Work work[2];
+};
+static_assert(ElementChoice<Element>, "variant/element");
+static_assert(RowsChoice<Rows>, "variant/rows");
+static_assert(MaskChoice<Mask>, "variant/mask");
+static_assert(ScoreChoice<Score>, "variant/score");
+static_assert(KvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
+static_assert(ScheduleChoice<Schedule>, "variant/schedule");
+
+// The host launches by these, so that no size is computed twice.
+struct Facts { u32 smem_bytes, args_bytes, threads; };
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers)};
+
+// The key tiles of query rows [q_begin, q_begin + count) of a sequence.
+__device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin, i32 count) {
+    if (q_begin >= rows.q_len) return {0, 0, 0, 0};
+    return mask.tiles(q_begin, min(q_begin + count, rows.q_len));
+}
+
+struct Producer {
+    const Args& args;
+    Smem& smem;
+    Ring<cfg::q_stages> q;
+    Ring<cfg::stages> k, v;
+
+    // One lane: every tile of one work. A tile's V comes after the next tile's K, as they are needed.
+    __device__ void load(const Work& work) {
+        const Rows rows(args, work.batch);
+        const TileRange tiles = tiles_of(Mask(args, rows), rows, work.q_begin, cfg::tile_q);
+        const Kv kv(args, rows, work.head / args.heads_per_kv);
+        for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+            smem.k_empty[k.stage].wait(k.parity ^ 1);
+            kv.load_k(smem.k[k.stage], smem.k_full[k.stage], tile);
+            k.advance();
+            if (tile == tiles.end - 1) load_q(rows, work);
+            else load_v(kv, tile + 1);
+        }
+        if (tiles.begin < tiles.end) load_v(kv, tiles.begin);
+    }
+    __device__ void load_q(const Rows& rows, const Work& work) {
+        smem.q_empty[q.stage].wait(q.parity ^ 1);
+        smem.q_full[q.stage].arrive_expect(QTile::bytes);
+#pragma unroll
+        for (int panel = 0; panel < QTile::panels; ++panel)
+            rows.q.load(smem.q[q.stage].data[panel], args.q, smem.q_full[q.stage], panel * 64, work.q_begin, work.head);
+        q.advance();
+    }
+    __device__ void load_v(const Kv& kv, i32 tile) {
+        smem.v_empty[v.stage].wait(v.parity ^ 1);
+        kv.load_v(smem.v[v.stage], smem.v_full[v.stage], tile);
+        v.advance();
+    }
+};
+
+__device__ void produce(const Args& args, Smem& smem) {
+    ptx::release_registers<cfg::producer_registers>();
+    if (threadIdx.x >= 32) return;
+    Schedule schedule(args);
+    Producer producer{args, smem};
+    Ring<2> ring;
+    Work work;
+    do {
+        work = schedule.next();
+        smem.work_empty[ring.stage].wait(ring.parity ^ 1);
+        if (threadIdx.x == 0) {
+            smem.work[ring.stage] = work;
+            smem.work_full[ring.stage].arrive();
+            if (!work.is_last()) producer.load(work);
+        }
+        __syncwarp();
+        ring.advance();
+    } while (!work.is_last());
+    schedule.finish();
+}
+
+struct Consumer {
+    const Args& args;
+    Smem& smem;
+    const u32 index, lane;  // of this warpgroup, of this thread in it
+    const Operand<QTile> q_rows;
+    const Operand<KTile> k_columns;
+    const Operand<VTile> v_rows;
+    const Score score;
+    Ring<cfg::q_stages> q{};
+    Ring<cfg::stages> kv{};  // the K tile at hand; V of the tile before it is one stage behind
+    float s[QkMma::accumulators], o[PvMma::accumulators];
+    u32 p[QkMma::accumulators / 2];
+
+    __device__ Consumer(const Args& args, Smem& smem)
+        : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
+          q_rows(Operand<QTile>::of_columns(smem.q).rows_from(index * 64)), k_columns(Operand<KTile>::of_columns(smem.k)),
+          v_rows(Operand<VTile>::of_rows(smem.v)), score(args) {}
+
+    // Said by each warp when it has read a stage.
+    __device__ void release(ptx::Mbarrier& empty) const {
+        if (lane % 32 == 0) empty.arrive();
+    }
+    __device__ void take_turn() const {
+        if constexpr (cfg::consumers > 1) ptx::bar_sync(1 + index, 256);
+    }
+    __device__ void pass_turn() const {
+        if constexpr (cfg::consumers > 1) ptx::bar_arrive(1 + (index + 1) % cfg::consumers, 256);
+    }
+
+    __device__ void start_qk() {
+        const Operand<QTile> a = q_rows.stage(q.stage);
+        const Operand<KTile> b = k_columns.stage(kv.stage);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < (cfg::head_dim + 15) / 16; ++i) QkMma::multiply(s, a.columns(i), b.columns(i), i > 0);
+        ptx::wgmma_commit();
+    }
+    __device__ void start_pv(Ring<cfg::stages> at) {
+        smem.v_full[at.stage].wait(at.parity);
+        const Operand<VTile> b = v_rows.stage(at.stage);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::tile_kv / 16; ++i) PvMma::multiply(o, p + 4 * i, b.rows(i), true);
+        ptx::wgmma_commit();
+    }
+    // Tiles that only other warpgroups need.
+    __device__ void skip_k() {
+        smem.k_full[kv.stage].wait(kv.parity);
+        take_turn(), pass_turn();
+        release(smem.k_empty[kv.stage]);
+    }
+    __device__ void skip_v(Ring<cfg::stages> at) {
+        smem.v_full[at.stage].wait(at.parity);
+        release(smem.v_empty[at.stage]);
+    }
+
+    // From dot products to logits, -inf where the mask keeps no key.
+    __device__ void mask_and_score(const Mask& mask, const TileRange& tiles, i32 tile, i32 row) {
+        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < QkMma::accumulators; ++i) s[i] = score(s[i], row + 8 * fragment_row(i), first + fragment_column(i));
+        if (tiles.is_full(tile)) return;
+        const Mask::Row kept[2] = {mask.row(row, first), mask.row(row + 8, first)};
+#pragma unroll
+        for (int i = 0; i < QkMma::accumulators; ++i)
+            if (!kept[fragment_row(i)].keep(fragment_column(i))) s[i] = minus_inf;
+    }
+    __device__ void pack_p() {
+#pragma unroll
+        for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
+    }
+
+    __device__ void attend(const Work& work) {
+        const Rows rows(args, work.batch);
+        const Mask mask(args, rows);
+        const i32 begin = work.q_begin + i32(index) * 64, row = begin + lane / 32 * 16 + lane % 32 / 4;
+        const TileRange block = tiles_of(mask, rows, work.q_begin, cfg::tile_q), own = tiles_of(mask, rows, begin, 64);
+        const i32 last = own.begin < own.end ? own.begin : block.begin, skipped = block.end - max(own.end, last);
+        Softmax softmax(score.scale_log2);
+#pragma unroll
+        for (int i = 0; i < PvMma::accumulators; ++i) o[i] = 0.f;
+        if (block.begin < block.end) smem.q_full[q.stage].wait(q.parity);
+        for (i32 i = 0; i < skipped; ++i, kv.advance()) {
+            skip_k();
+            if (i > 0) skip_v(kv.previous());
+        }
+        if (own.begin < own.end) first_step(mask, own, row, softmax);
+        if (skipped > 0) skip_v(own.begin < own.end ? kv.previous().previous() : kv.previous());
+        for (i32 tile = own.end - 2; tile >= own.begin; --tile) step(mask, own, tile, row, softmax);
+        if (block.begin < block.end) {
+            release(smem.q_empty[q.stage]);
+            q.advance();
+        }
+        if (own.begin < own.end) {
+            start_pv(kv.previous());
+            ptx::wgmma_wait<0>();
+            release(smem.v_empty[kv.previous().stage]);
+        }
+        for (i32 tile = block.begin; tile < last; ++tile, kv.advance()) skip_k(), skip_v(kv);
+        Store::store(args, rows, work.head, row, o, softmax);
+    }
+
+    __device__ void first_step(const Mask& mask, const TileRange& tiles, i32 row, Softmax& softmax) {
+        smem.k_full[kv.stage].wait(kv.parity);
+        take_turn();
+        start_qk();
+        pass_turn();
+        ptx::wgmma_wait<0>();
+        release(smem.k_empty[kv.stage]);
+        kv.advance();
+        mask_and_score(mask, tiles, tiles.end - 1, row);
+        softmax.update(s);
+        pack_p();
+    }
+
+    // Q K^T of this tile and P V of the one before it are issued together; this tile's softmax runs under the latter.
+    __device__ void step(const Mask& mask, const TileRange& tiles, i32 tile, i32 row, Softmax& softmax) {
+        smem.k_full[kv.stage].wait(kv.parity);
+        take_turn();
+        start_qk();
+        start_pv(kv.previous());
+        pass_turn();
+        ptx::wgmma_wait<1>();
+        release(smem.k_empty[kv.stage]);
+        mask_and_score(mask, tiles, tile, row);
+        const bool moved = softmax.update(s);
+        ptx::wgmma_wait<0>();
+        release(smem.v_empty[kv.previous().stage]);
+        kv.advance();
+        pack_p();
+        if (moved) softmax.rescale(o);
+    }
+};
+
+__device__ void consume(const Args& args, Smem& smem) {
+    ptx::acquire_registers<cfg::consumer_registers>();
+    Consumer consumer(args, smem);
+    if (consumer.index == cfg::consumers - 1) consumer.pass_turn();
+    Ring<2> ring;
+    while (true) {
+        smem.work_full[ring.stage].wait(ring.parity);
+        const Work& slot = smem.work[ring.stage];
+        const Work work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin))};
+        consumer.release(smem.work_empty[ring.stage]);
+        ring.advance();
+        if (work.is_last()) return;
+        consumer.attend(work);
+    }
+}
+
+extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn_fwd(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Smem& smem = *reinterpret_cast<Smem*>(raw);
+    if (threadIdx.x == 0) {
+        constexpr u32 readers = 4 * cfg::consumers;
+        ptx::prefetch(args.q.map), ptx::prefetch(args.k.map), ptx::prefetch(args.v.map);
+        for (int i = 0; i < cfg::q_stages; ++i) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers);
+        for (int i = 0; i < cfg::stages; ++i) {
+            smem.k_full[i].init(1), smem.k_empty[i].init(readers);
+            smem.v_full[i].init(1), smem.v_empty[i].init(readers);
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) produce(args, smem);
+    else consume(args, smem);
+}

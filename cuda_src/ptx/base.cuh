@@ -1,0 +1,34 @@
+#pragma once
+// Types and the instructions that belong to no unit. No toolkit header: a number format is its bits.
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+namespace ptx {
+
+__device__ inline u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// The first lane's value, known to the compiler to be the same in the whole warp.
+__device__ inline u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// 2^x, flushing subnormals: https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
+__device__ inline float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x, within one unit in the last place.
+__device__ inline float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Registers of a warpgroup: https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
+template <int count> __device__ void release_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
+template <int count> __device__ void acquire_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
+
+}  // namespace ptx

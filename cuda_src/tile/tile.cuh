@@ -1,0 +1,38 @@
+#pragma once
+// A tile in shared memory: panels of 64 columns, one 128-byte swizzle span wide, the last one filled up with zeros. A panel's
+// rows follow each other, and eight of them make one pattern of the swizzle (1024 bytes), on which tiles are aligned.
+#include "ptx/wgmma.cuh"
+
+template <int rows, int columns>
+struct alignas(1024) Tile {
+    static constexpr int panels = (columns + 63) / 64;
+    static constexpr int panel_bytes = rows * 128;
+    static constexpr int bytes = panels * panel_bytes;
+    u16 data[panels][rows * 64];
+};
+
+// A wgmma operand: the low word of its descriptor, in units of 16 bytes; the high word says 128-byte swizzle and 1024 bytes from
+// eight rows to the next eight. Descriptors are made from a precomputed low word: building each from an address costs some 130
+// uniform instructions a step.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
+template <class T>
+struct Operand {
+    u32 low;
+
+    // Contraction along the columns (Q and K in Q K^T).
+    __device__ static Operand of_columns(const T* tile) { return {ptx::smem_address(tile) >> 4 | 1u << 16}; }
+    // Contraction along the rows (V in P V): the next panel is a panel's bytes away.
+    __device__ static Operand of_rows(const T* tile) { return {ptx::smem_address(tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
+
+    __device__ Operand stage(u32 index) const { return {low + index * (T::bytes / 16)}; }
+    __device__ Operand rows_from(u32 row) const { return {low + row * 8}; }
+    // The k-th sixteen columns, or rows, of the contraction.
+    __device__ u64 columns(int k) const { return descriptor(low + k / 4 * (T::panel_bytes / 16) + k % 4 * 2); }
+    __device__ u64 rows(int k) const { return descriptor(low + k * 128); }
+
+    __device__ static u64 descriptor(u32 low_word) {
+        u64 d;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low_word), "r"(0x40000040));
+        return d;
+    }
+};

@@ -1,0 +1,45 @@
+#pragma once
+// What a kernel may ask of the choice on each axis: the whole contract. A kernel checks its choices here, so that a wrong one
+// fails with one line.
+#include "ptx/mbarrier.cuh"
+#include "tile/range.cuh"
+#include "variant/work.cuh"
+
+// rows: where sequence `batch` lies. q.load(to, tensor, full, column, row, head) starts the copy of a 64-column panel; rows past
+// the sequence's end arrive as zeros.
+template <class R> concept RowsChoice = requires(const R r, const Args& args, i32 i) {
+    R(args, i);
+    r.q_len; r.kv_len;                          // i32
+    r.q.load(nullptr, args.q, *static_cast<ptx::Mbarrier*>(nullptr), i, i, i);
+    r.kv.load(nullptr, args.k, *static_cast<ptx::Mbarrier*>(nullptr), i, i, i);
+    static_cast<i64>(r.o_offset(args, i, i));   // of row, head: elements from args.o
+    static_cast<i64>(r.lse_offset(args, i, i)); // of row, head: elements from args.lse
+};
+// mask: which (query, key) pairs count.
+template <class M> concept MaskChoice = requires(const M m, i32 i) {
+    static_cast<TileRange>(m.tiles(i, i));      // key tiles of query rows [begin, end)
+    m.row(i, i).keep(i);                        // bool: does this query keep the key at first + i
+};
+// score: the logit of a dot product, in units of 1 / scale_log2; a non-decreasing function.
+template <class S> concept ScoreChoice = requires(const S s, const Args& args, float x, i32 i) {
+    S(args);
+    s.scale_log2;                               // float >= 0: logit in log2 units = scale_log2 * s(x, q, kv)
+    static_cast<float>(s(x, i, i));
+};
+// kv: where key and value bytes come from.
+template <class K, class Rows, class KTile, class VTile> concept KvChoice =
+    requires(const K kv, const Args& args, const Rows& rows, KTile& k, VTile& v, ptx::Mbarrier& full, i32 i) {
+    K(args, rows, i);                           // of a head of k and v
+    kv.load_k(k, full, i);                      // starts filling a tile; its bytes complete on the barrier
+    kv.load_v(v, full, i);
+};
+// schedule: which work a block takes next. Called by a whole warp.
+template <class S> concept ScheduleChoice = requires(S s, const Args& args) {
+    S(args);
+    static_cast<Work>(s.next());
+    s.finish();                                 // after the last work
+};
+// element: the number format of q, k, v, o.
+template <class E> concept ElementChoice = requires(float x) {
+    static_cast<u32>(E::pack(x, x));            // two, rounded to nearest even, the first one low
+};

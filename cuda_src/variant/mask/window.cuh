@@ -1,0 +1,21 @@
+#pragma once
+// A band around the query's own position: q + shift - left <= kv <= q + shift + right.
+#include "tile/range.cuh"
+
+struct Window {
+    struct Row {
+        i32 before, room;
+        __device__ bool keep(i32 offset) const { return offset >= before && offset < room; }
+    };
+    i32 shift, kv_len, left, right;
+
+    __device__ Window(const Args& args, const Rows& rows)
+        : shift(cfg::window_to_last * (rows.kv_len - rows.q_len)), kv_len(rows.kv_len), left(args.window_left), right(args.window_right) {}
+
+    __device__ i32 begin(i32 q) const { return max(0, q + shift - left); }
+    __device__ i32 end(i32 q) const { return max(0, min(q + shift + right + 1, kv_len)); }
+    __device__ TileRange tiles(i32 q_begin, i32 q_end) const {
+        return TileRange::of_keys(begin(q_begin), begin(q_end - 1), end(q_begin), end(q_end - 1));
+    }
+    __device__ Row row(i32 q, i32 first) const { return {begin(q) - first, end(q) - first}; }
+};

@@ -1,0 +1,24 @@
+#pragma once
+// Sequences of one length: tensors (batch, length, heads, head_dim), tensor maps (head_dim, length, heads, batch).
+#include "tile/tensor.cuh"
+
+struct Dense {
+    struct Sequence {
+        i32 batch;
+
+        __device__ void load(void* to, const Tensor& tensor, ptx::Mbarrier& full, i32 column, i32 row, i32 head) const {
+            ptx::tma_load(to, tensor.map, full, column, row, head * tensor.head_step, batch * tensor.batch_step);
+        }
+    };
+    i32 q_len, kv_len, batch;
+    Sequence q, kv;
+
+    __device__ Dense(const Args& args, i32 batch) : q_len(args.q_len), kv_len(args.kv_len), batch(batch), q{batch}, kv{batch} {}
+
+    __device__ i64 o_offset(const Args& args, i32 row, i32 head) const {
+        return batch * args.o_stride_batch + row * args.o_stride_row + head * args.o_stride_head;
+    }
+    __device__ i64 lse_offset(const Args& args, i32 row, i32 head) const {
+        return (i64(batch) * args.heads + head) * q_len + row;
+    }
+};

@@ -1,0 +1,209 @@
+"""Arrays of any library, seen as (pointer, shape, strides, element): the only file that knows torch, CuPy, Numba, JAX, NumPy.
+
+torch and CuPy arrays are read by attribute, which costs a microsecond; DLPack would cost thirty. Every other GPU array comes in
+through CuPy, from ``__cuda_array_interface__`` or ``__dlpack__``, which also makes our stream wait for its producer's.
+Nothing is ever copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ProblemError, UnsupportedError
+from .variant.element import ELEMENTS
+
+CPU = -1
+_NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in ELEMENTS.values()} | {np.dtype(np.int32): "int32"}
+_DTYPES = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
+
+
+class Array(NamedTuple):
+    """One array argument. The fields before ``pointer`` are what a plan binds."""
+
+    library: str  # "torch", "cupy" or "numpy"
+    device: int  # CUDA ordinal, or CPU
+    dtype: str  # "bf16", "fp16", "fp32", "fp64", "int32", or the library's own name for another
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    pointer: int
+    object: Any  # the torch tensor, CuPy or NumPy array: keeps the memory alive
+
+
+def _read_torch(x: Any, name: str) -> Array:
+    dtype = _torch_names().get(x.dtype)
+    try:
+        return Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
+
+
+def _strides(x: Any, name: str) -> tuple[int, ...]:
+    size = x.dtype.itemsize
+    if any(s % size for s in x.strides):
+        raise ProblemError(f"{name} has strides of {x.strides} bytes; they must be whole elements of {size} bytes.")
+    return tuple(s // size for s in x.strides)
+
+
+def _read_cupy(x: Any, name: str) -> Array:
+    return Array("cupy", x.device.id, _NUMPY_NAMES.get(x.dtype, str(x.dtype)), x.shape, _strides(x, name), x.data.ptr, x)
+
+
+def _read_numpy(x: Any, name: str) -> Array:
+    if x.dtype.byteorder == ">":
+        raise ProblemError(f"{name} is big-endian ({x.dtype.str}); give it in this machine's byte order.")
+    return Array("numpy", CPU, _NUMPY_NAMES.get(x.dtype, str(x.dtype)), x.shape, _strides(x, name), x.ctypes.data, x)
+
+
+def _import_cupy(what: str) -> Any:
+    try:
+        import cupy
+    except ImportError:
+        raise UnsupportedError(
+            f"{what} needs CuPy, which is not installed: pip install 'rawattn[cuda12]' or 'rawattn[cuda13]'."
+        ) from None
+    return cupy
+
+
+def _read_foreign(x: Any, name: str) -> Array:
+    """An array of a library that this file does not name: in through CuPy or NumPy, without a copy."""
+    if hasattr(x, "__cuda_array_interface__"):
+        return _read_cupy(_import_cupy(f"{name} (a {type(x).__name__})").asarray(x), name)
+    if hasattr(x, "__dlpack_device__"):
+        kind = int(x.__dlpack_device__()[0])
+        try:
+            if kind == 1:
+                return _read_numpy(np.from_dlpack(x), name)
+            if kind in (2, 13):  # CUDA, CUDA managed
+                return _read_cupy(_import_cupy(f"{name} (a {type(x).__name__})").from_dlpack(x), name)
+        except (BufferError, TypeError, RuntimeError) as error:
+            raise ProblemError(f"{name} cannot be read through DLPack without a copy: {error}") from None
+        raise ProblemError(f"{name} lies on a device of DLPack kind {kind}; it must be on a CUDA GPU or the CPU.")
+    raise ProblemError(
+        f"{name} is a {type(x).__name__}; it must be an array: a torch tensor, a CuPy, NumPy or Numba array, or anything with "
+        "__dlpack__."
+    )
+
+
+_readers: dict[type, Callable[[Any, str], Array]] = {}
+
+
+def _reader(cls: type) -> Callable[[Any, str], Array]:
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and issubclass(cls, torch.Tensor):
+        return _read_torch
+    if cupy is not None and issubclass(cls, cupy.ndarray):
+        return _read_cupy
+    return _read_numpy if issubclass(cls, np.ndarray) else _read_foreign
+
+
+def read(x: Any, name: str) -> Array:
+    """What ``x``, the argument ``name``, is. Raises ProblemError where it is no array that can be read in place."""
+    cls = type(x)
+    reader = _readers.get(cls)
+    if reader is None:
+        reader = _readers[cls] = _reader(cls)
+    return reader(x, name)
+
+
+def requires_grad(*objects: Any) -> bool:
+    """Whether autograd would have to follow an operation on these."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in objects)
+
+
+_torch_tables: dict[str, dict[Any, Any]] = {}
+
+
+def _torch_names() -> dict[Any, str]:
+    if not _torch_tables:
+        torch = sys.modules["torch"]
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "int32": torch.int32}
+        _torch_tables["dtypes"] = dtypes
+        _torch_tables["names"] = {dtype: name for name, dtype in dtypes.items()}
+    return _torch_tables["names"]
+
+
+def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new, contiguous array in ``like``'s library and on its device."""
+    if like.library == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=_torch_tables["dtypes"][dtype], device=like.object.device)
+    if like.library == "cupy":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(like.device):
+            return cupy.empty(shape, _DTYPES[dtype])
+    return np.empty(shape, _DTYPES[dtype])
+
+
+def stream(like: Array) -> int:
+    """Handle of the library's current stream on the array's device."""
+    if like.library == "torch":
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(like.device)
+    return sys.modules["cupy"].cuda.get_current_stream(like.device).ptr
+
+
+def give_back(result: Any, original: Any) -> Any:
+    """``result`` (torch, CuPy or NumPy) as an array of the library that ``original`` came from."""
+    if isinstance(original, type(result)):
+        return result
+    root = type(original).__module__.partition(".")[0]
+    if root == "numba":
+        return sys.modules["numba"].cuda.as_cuda_array(result)
+    if root == "torch":
+        return result
+    if hasattr(original, "__array_namespace__"):
+        return original.__array_namespace__().from_dlpack(result)
+    module = sys.modules.get(root)
+    for home in (module, getattr(module, "dlpack", None)):
+        if home is not None and hasattr(home, "from_dlpack"):
+            return home.from_dlpack(result)
+    return result
+
+
+def as_numpy(array: Array) -> npt.NDArray[Any]:
+    """A NumPy view of an array on the CPU, sharing its memory."""
+    if array.library == "numpy":
+        return array.object
+    torch = sys.modules["torch"]
+    x = array.object.detach()
+    if array.dtype == "bf16":
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+class _Places:
+    """An array's layout alone: NumPy can compute with it, whatever device the addresses are of."""
+
+    def __init__(self, array: Array) -> None:
+        size = np.dtype(_DTYPES[array.dtype]).itemsize
+        strides = tuple(s * size for s in array.strides)
+        self.__array_interface__ = {
+            "version": 3, "typestr": f"|V{size}", "shape": tuple(array.shape), "strides": strides, "data": (array.pointer, True)
+        }  # fmt: skip
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b`` whether two elements of it do. Nothing is read."""
+    if 0 in a.shape or 0 in b.shape:
+        return False
+    if a is b:
+        return _overlaps_itself(a)
+    try:
+        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=1 << 20))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _overlaps_itself(array: Array) -> bool:
+    reach = 0  # elements that the dimensions so far span, from the smallest stride up
+    for stride, size in sorted((abs(s), n) for n, s in zip(array.shape, array.strides, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

@@ -1,0 +1,297 @@
+"""Source text to machine code: NVRTC, behind a memory and a disk cache that hold each kernel by the hash of its source.
+
+The cache folder holds
+
+    NAME-KEY.cubin      one kernel: the ELF file of the GPU, JSON text of what is known of it, the ELF file's length, a seal
+    XX.lock             empty; held while a kernel whose key begins with XX is compiled, so that of many processes one does it
+    failed/KEY/         a source that NVRTC refused, as files, with its log
+    numba/              what Numba compiled for the CPU path
+
+An entry is written under a temporary name and renamed, so readers need no lock. NVRTC and CuPy are imported only to compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from .errors import CompileError, UnsupportedError
+
+OPTIONS = (
+    "--std=c++20",
+    "--device-as-default-execution-space",
+    "--no-source-include",  # else a header missing from Source.headers is taken from the current directory
+    "--generate-line-info",  # for profilers and sanitizers: the same machine code in four times the file
+    "--ptxas-options=-v",
+)
+LOCK_SECONDS = 60.0  # longest wait for a process that compiles the same kernel; a kernel takes about one second
+STALE_SECONDS = 3600.0  # age at which a temporary file has lost its writer
+PIP_LINE = "pip install 'rawattn[cuda13]' (NVIDIA driver 580 or newer) or pip install 'rawattn[cuda12]'"
+
+_SEAL_BYTES = 40
+_OURS = re.compile(  # the paths in the cache folder that are rawattn's to remove
+    r"\w+-[0-9a-f]{64}\.cubin(\.[0-9a-f]{32}\.tmp)?|[0-9a-f]{2}\.lock"
+    r"|failed/[0-9a-f]{64}/.+\.(cu|cuh|log)|numba/.+\.nb[ci](\.tmp\.\w+)?"
+)
+
+
+class CacheWarning(RuntimeWarning):
+    """The cache folder cannot be written: kernels are kept in memory only, and each process compiles its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Everything that NVRTC is given: nothing else can reach a compilation.
+
+    ``name`` is the file that ``text`` is from ("attn_fwd.cu"), ``headers`` hold (path as in ``#include``, text) of every
+    header, and ``arch`` is the target ("sm_90a").
+    """
+
+    name: str
+    text: str
+    headers: tuple[tuple[str, str], ...]
+    arch: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """NVRTC's command line."""
+        return (f"--gpu-architecture={self.arch}", *OPTIONS)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """sha256 of all of it, in hexadecimal; NVRTC's version is not in it, so a filled cache serves where there is no NVRTC."""
+        return hashlib.sha256(json.dumps([self.name, self.text, sorted(self.headers), self.options]).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Binary:
+    """A compiled source. ``seconds`` is what NVRTC took, once, and ``nvrtc`` its version; ``origin`` is where it came from."""
+
+    cubin: bytes = dataclasses.field(repr=False)
+    log: str = dataclasses.field(repr=False)
+    nvrtc: str
+    seconds: float
+    origin: Literal["compiled", "disk", "memory"]
+    key: str
+
+    @property
+    def registers(self) -> int:
+        """Registers per thread, of the entry that uses most."""
+        return max(map(int, re.findall(r"Used (\d+) registers", self.log)), default=0)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes per thread of spill stores and spill loads together, over all functions."""
+        return sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", self.log)))
+
+    @property
+    def advisories(self) -> tuple[str, ...]:
+        """The codes of ptxas' messages on wgmma, such as C7510: "instructions are serialized"; none is what a kernel wants."""
+        return tuple(sorted(set(re.findall(r"\((C75\d\d)\)", self.log))))
+
+
+_memory: dict[str, Binary] = {}
+_locks: dict[str, threading.Lock] = {}
+_warned = threading.Event()
+
+
+def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Binary:
+    """The machine code of a source: from memory, from disk, or compiled now. Threads and processes share one compilation.
+
+    ``on_compile`` is called where neither cache has it, before NVRTC runs here or in a process that this call then waits for.
+
+    Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC. Warns once per process with
+    CacheWarning where the cache folder cannot be written.
+    """
+    if source.key in _memory:
+        return _memory[source.key]
+    with _locks.setdefault(source.key, threading.Lock()):
+        if source.key in _memory:
+            return _memory[source.key]
+        binary = _read(source)
+        if binary is None:
+            if on_compile is not None:
+                on_compile()
+            with _sole_process(source.key):
+                binary = _read(source) or _store(source, _run_nvrtc(source))
+        _memory[source.key] = dataclasses.replace(binary, origin="memory")
+    return binary
+
+
+def nvrtc_version() -> str:
+    """The version of the NVRTC that would compile, such as "13.5". Raises UnsupportedError where there is none."""
+    return "{}.{}".format(*_nvrtc().getVersion())
+
+
+def cache_folder() -> pathlib.Path:
+    """Where kernels are kept: the environment variable RAWATTN_CACHE, else the user's cache folder. It need not exist yet."""
+    if folder := os.environ.get("RAWATTN_CACHE"):
+        return pathlib.Path(folder).expanduser().absolute()
+    import platformdirs
+
+    return pathlib.Path(platformdirs.user_cache_dir("rawattn"))
+
+
+def clear() -> tuple[int, int]:
+    """Empties the memory and the disk cache; gives the number of files removed, locks aside, and their size in bytes.
+
+    Only files that rawattn wrote are removed, and then its folders that this leaves empty. A process that compiles at the same
+    time loses at worst its entry. Raises OSError where a file cannot be removed.
+    """
+    _memory.clear()
+    folder = cache_folder()
+    paths = [*folder.glob("*"), *folder.glob("failed/**/*"), *folder.glob("numba/**/*")]
+    count = size = 0
+    for path in paths:
+        if path.is_file() and _OURS.fullmatch(path.relative_to(folder).as_posix()):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                bytes_here = path.stat().st_size
+                path.unlink()
+                size += bytes_here
+                count += path.suffix != ".lock"
+    for path in sorted(paths, reverse=True):  # what lies in a folder sorts behind it
+        if path.is_dir() and path.relative_to(folder).parts[0] in ("failed", "numba"):
+            with contextlib.suppress(OSError):  # not empty: somebody else's file
+                path.rmdir()
+    return count, size
+
+
+def _entry(source: Source) -> pathlib.Path:
+    return cache_folder() / f"{pathlib.PurePath(source.name).stem}-{source.key}.cubin"
+
+
+def _read(source: Source) -> Binary | None:
+    """The entry on disk; None where there is none, or one that is not whole."""
+    try:
+        entry = _entry(source).read_bytes()
+    except OSError:
+        return None
+    data, seal = entry[:-_SEAL_BYTES], entry[-_SEAL_BYTES:]
+    if seal != _seal(data):
+        return None
+    (elf_bytes,) = struct.unpack("<Q", data[-8:])
+    facts = json.loads(data[elf_bytes:-8])
+    return Binary(data[:elf_bytes], origin="disk", **facts) if facts["key"] == source.key else None
+
+
+def _seal(data: bytes) -> bytes:
+    """The end of an entry: a checksum of all before it, and the version of its form."""
+    return hashlib.sha256(data).digest() + b"rawattn1"
+
+
+def _store(source: Source, binary: Binary) -> Binary:
+    """Writes an entry; the same binary comes back, whether that worked or not."""
+    entry = _entry(source)
+    temporary = entry.with_name(f"{entry.name}.{os.urandom(16).hex()}.tmp")
+    facts = {"key": binary.key, "nvrtc": binary.nvrtc, "seconds": binary.seconds, "log": binary.log}
+    data = binary.cubin + json.dumps(facts).encode() + struct.pack("<Q", len(binary.cubin))
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(entry.parent)
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data + _seal(data))
+            temporary.replace(entry)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        if not _warned.is_set():
+            _warned.set()
+            warnings.warn(
+                f"the kernel cache {entry.parent} cannot be written ({error}): kernels stay in memory, and each process compiles "
+                "its own; let RAWATTN_CACHE name a folder that can be written",
+                CacheWarning,
+                stacklevel=3,
+            )
+    return binary
+
+
+def _remove_stale(folder: pathlib.Path) -> None:
+    """Removes the temporary files of writers that died."""
+    for path in folder.glob("*.tmp"):
+        with contextlib.suppress(OSError):  # another process was faster
+            if _OURS.fullmatch(path.name) and path.stat().st_mtime < time.time() - STALE_SECONDS:
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _sole_process(key: str) -> Iterator[None]:
+    """Keeps other processes from compiling the same kernel; goes ahead without a lock where none can be had.
+
+    The system frees the lock of a process that dies. There are 256 lock files at most, whatever is compiled.
+    """
+    import filelock
+
+    lock = filelock.FileLock(cache_folder() / f"{key[:2]}.lock", timeout=LOCK_SECONDS)
+    with contextlib.suppress(OSError, NotImplementedError):  # no folder, no locks in this file system, or LOCK_SECONDS passed
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _nvrtc() -> Any:
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()  # CuPy loads the library at the first call
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedError(f"compiling a kernel needs CuPy and NVRTC ({reason}); {PIP_LINE}") from error
+    return nvrtc
+
+
+def _run_nvrtc(source: Source) -> Binary:
+    nvrtc = _nvrtc()
+    begin = time.perf_counter()
+    paths, texts = [name.encode() for name, _ in source.headers], [text.encode() for _, text in source.headers]
+    program = nvrtc.createProgram(source.text, source.name, texts, paths)
+    try:
+        try:
+            nvrtc.compileProgram(program, source.options)
+        except nvrtc.NVRTCError as error:
+            raise _refused(source, nvrtc.getProgramLog(program), str(error)) from None
+        cubin, log = _whole(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    return Binary(cubin, log, nvrtc_version(), time.perf_counter() - begin, "compiled", source.key)
+
+
+def _refused(source: Source, log: str, status: str) -> CompileError:
+    """The error for a refused source, which is kept as files for the user to read, where that can be done."""
+    lines = [line.strip() for line in log.splitlines()]
+    first = next((line for line in lines if re.search(r"\b(error|fatal)\s*:", line)), status)
+    folder = cache_folder() / "failed" / source.key
+    files = {**dict(source.headers), source.name: source.text, "nvrtc.log": f"{' '.join(source.options)}\n{log}"}
+    try:
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+    except OSError:
+        return CompileError(f"{source.name} for {source.arch}: {first}", log)
+    return CompileError(f"{source.name} for {source.arch}: {first} (all that NVRTC was given is in {folder})", log, str(folder))
+
+
+def _whole(cubin: bytes) -> bytes:
+    """The ELF file, with the last byte that CuPy's getCUBIN takes for the end of a string and drops.
+
+    NVRTC puts one of the file's two tables last, and that ends in the high byte of a 64-bit size or alignment: zero.
+    """
+    program_offset, section_offset = struct.unpack_from("<QQ", cubin, 32)
+    program_size, programs, section_size, sections = struct.unpack_from("<HHHH", cubin, 54)
+    end = max(program_offset + program_size * programs, section_offset + section_size * sections)
+    return cubin + b"\0" if len(cubin) == end - 1 else cubin

@@ -1,0 +1,39 @@
+"""What can go wrong, by whose doing.
+
+RawattnError
+  ProblemError(ValueError)                the call is wrong: the argument, what was given, what is needed
+  UnsupportedError(NotImplementedError)   the call is right, but no kernel serves it: one reason per kernel
+  CompileError(RuntimeError)              NVRTC refused a source: first error, where the source was kept, the whole log
+  DeviceError(RuntimeError)               the driver refused: the call, its code and name
+"""
+
+from __future__ import annotations
+
+
+class RawattnError(Exception):
+    """The root of everything that rawattn raises on purpose."""
+
+
+class ProblemError(RawattnError, ValueError):
+    """The arguments contradict each other or the documentation; the message names the argument and the need."""
+
+
+class UnsupportedError(RawattnError, NotImplementedError):
+    """The arguments are sound, but no kernel computes them; the message has each kernel's reason."""
+
+
+class CompileError(RawattnError, RuntimeError):
+    """NVRTC refused a source. ``log`` is its whole log, ``source`` the folder with what it was given, if it could be kept."""
+
+    def __init__(self, message: str, log: str = "", source: str | None = None) -> None:
+        super().__init__(message)
+        self.log = log
+        self.source = source
+
+
+class DeviceError(RawattnError, RuntimeError):
+    """The CUDA driver refused a call. ``code`` is its CUresult, or None where no driver could be loaded."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,185 @@
+"""attn_fwd.cu: many query rows on Hopper. What it can do, how it may be configured, and what it is launched with."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ..compiler import Source
+from ..device import Device
+from ..problem import Problem
+from ..render import config_header, source, wgmma
+from ..variant import Choice, Fields, element, kv, rows, schedule, store
+
+name = "attn_fwd"
+file = "attn_fwd.cu"
+arch = "sm_90a"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile sizes in rows, stages of the K and V rings and of Q; registers follow from the number of consumer warpgroups."""
+
+    tile_q: int = 128
+    tile_kv: int = 128
+    stages: int = 2
+    q_stages: int = 1
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups, 64 query rows each."""
+        return self.tile_q // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
+        part of them (multiples of 8), and what the producer gives up the consumers take."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    """None if this kernel computes the problem on the device, else the reason why not."""
+    if device.arch != arch:
+        return f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}"
+    if problem.element not in (element.BF16, element.FP16):
+        return f"it takes bf16 and fp16, not {problem.element.name}"
+    for which in ("head_dim", "head_dim_v"):
+        size = getattr(problem, which)
+        if size % 8 or not 8 <= size <= 256:
+            return f"{which} is {size}; it takes multiples of 8 from 8 to 256"
+    if problem.total_q * problem.heads >= 1 << 37:
+        return f"{problem.total_q * problem.heads} query rows are more than it can count tiles for"
+    return problem.tma_misfit
+
+
+def panels(columns: int) -> int:
+    """Panels of 64 columns that a tile row takes in shared memory."""
+    return -(-columns // 64)
+
+
+def smem_bytes(config: Config, problem: Problem) -> int:
+    """Shared memory of a block, at most: tiles, barriers (8 bytes each) and two works."""
+    q = config.q_stages * config.tile_q * panels(problem.head_dim)
+    kv_rows = config.stages * config.tile_kv
+    tiles = 128 * (q + kv_rows * (panels(problem.head_dim) + panels(problem.head_dim_v)))
+    barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
+    return -(-(tiles + barriers) // 1024) * 1024
+
+
+def accumulators(config: Config, problem: Problem) -> int:
+    """Registers of a consumer thread that hold S, P and O."""
+    return config.tile_kv // 2 + config.tile_kv // 4 + problem.head_dim_v // 2
+
+
+def legal(config: Config, problem: Problem, device: Device) -> str | None:
+    """None if the configuration can be compiled and run for the problem, else the reason why not."""
+    if config.tile_q not in (64, 128, 192):
+        return f"tile_q is {config.tile_q}; it must be 64, 128 or 192"
+    if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
+        return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
+    if config.stages < 2 or config.q_stages not in (1, 2):
+        return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
+    if smem_bytes(config, problem) > device.smem_bytes:
+        return f"it needs {smem_bytes(config, problem)} bytes of shared memory; a block has {device.smem_bytes}"
+    limit = {1: 208, 2: 200, 3: 128}[config.consumers]
+    if accumulators(config, problem) > limit:
+        return f"its accumulators take {accumulators(config, problem)} registers of a thread; above {limit} it spills"
+    return None
+
+
+def candidates(problem: Problem, device: Device) -> list[Config]:
+    """Every legal configuration, with the deepest rings that fit."""
+    found = []
+    for tile_q in (128, 192):
+        for tile_kv in range(32, 257, 16):
+            for q_stages in (1, 2):
+                fitting = [Config(tile_q, tile_kv, stages, q_stages) for stages in (4, 3, 2)]
+                found += [c for c in fitting if legal(c, problem, device) is None][:1]
+    return found
+
+
+def cost(config: Config, problem: Problem, device: Device) -> float:
+    """Estimated seconds, to compare configurations.
+
+    Per key tile of a block the tensor cores take 64 * tile_kv * (head_dim + head_dim_v) / 2048 clocks a warpgroup, the
+    exponentials 64 * tile_kv / 16 clocks, of which a warpgroup hides what another's products cover; a step costs some 250 clocks
+    besides, a query tile some 3000 for its first and last step and the store.
+    """
+    head_dim = -(-problem.head_dim // 16) * 16
+    products = config.consumers * 64 * config.tile_kv * (head_dim + problem.head_dim_v) / 2048
+    exponentials = config.consumers * 64 * config.tile_kv / 16
+    step = max(products, 0.9 * exponentials) + 0.1 * exponentials + 250 / config.consumers * (2 if config.stages < 2 else 1)
+    q_tiles = max(1, -(-problem.q_len // config.tile_q))
+    kv_tiles = problem.pairs / max(1, problem.q_len) / config.tile_kv
+    ragged = 0.5 * (config.tile_q - 64) / config.tile_kv + 0.5 if problem.pairs < 0.9 * problem.q_len * problem.kv_len else 0.0
+    overhead = 2200 if config.q_stages == 2 else 3000
+    tile = (math.ceil(kv_tiles) + ragged) * step + overhead
+    works = q_tiles * problem.heads * problem.batch
+    return max(works / device.units, 1.0) * tile / 1.6e9 + (tile / 1.6e9 if works > device.units else 0.0) * 0.5
+
+
+def choices(problem: Problem) -> dict[str, Choice]:
+    """The choice on each axis, by the name that the kernel has for it."""
+    return {
+        "Element": problem.element,
+        "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
+        "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
+        "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Kv": kv.Strided(),
+        "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
+        "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
+    }
+
+
+def fields(problem: Problem) -> Fields:
+    """The fields of struct Args, in order."""
+    common = (("q", "Tensor"), ("k", "Tensor"), ("v", "Tensor"), ("scale", "float"), ("heads", "i32"), ("heads_per_kv", "i32"))
+    return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
+
+
+def render(problem: Problem, config: Config) -> Source:
+    """The source of one configuration; problems that differ in run-time values alone share it."""
+    producer, consumer = config.registers
+    constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
+    constants |= {"consumer_registers": consumer, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    products = [
+        wgmma("QkMma", problem.element, config.tile_kv, a_in_registers=False, b_by_rows=False, negate=problem.scale < 0),
+        wgmma("PvMma", problem.element, problem.head_dim_v, a_in_registers=True, b_by_rows=True),
+    ]
+    return source(file, config_header(constants, fields(problem), products, choices(problem)), arch)
+
+
+def head_group(problem: Problem, device: Device) -> int:
+    """Query heads whose tiles are taken together, so that their keys and values (at most 32 MB of the 50 MB L2) stay in L2."""
+    per_head = problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize
+    kv_heads = max(1, int(0.64 * device.l2_bytes) // max(1, per_head))
+    return min(kv_heads * problem.heads_per_kv, problem.heads * problem.batch)
+
+
+def values(problem: Problem, config: Config, device: Device) -> dict[str, float]:
+    """The fields of Args that follow from the problem alone."""
+    found: dict[str, float] = {
+        "scale": abs(problem.scale),
+        "heads": problem.heads,
+        "heads_per_kv": problem.heads_per_kv,
+        "batches": problem.batch,
+        **problem.mask.values,
+        **problem.score.values,
+    }
+    if problem.varlen:
+        return found | {"total_q": problem.total_q}
+    q_tiles = -(-problem.q_len // config.tile_q)
+    return found | {"q_len": problem.q_len, "kv_len": problem.kv_len, "q_tiles": q_tiles, "head_group": head_group(problem, device)}
+
+
+def grid(problem: Problem, config: Config, device: Device) -> int:
+    """Blocks: one for each multiprocessor, or for each query tile where those are fewer."""
+    tiles = -(-problem.q_len // config.tile_q) * problem.batch
+    if problem.varlen:
+        tiles = min(tiles, problem.total_q // config.tile_q + problem.batch)
+    return min(device.units, tiles * problem.heads)
+
+
+def boxes(problem: Problem, config: Config) -> dict[str, int]:
+    """Rows of the box that a tensor map of q, k and v brings at a time; each is 64 columns wide."""
+    return {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}

@@ -1,0 +1,336 @@
+"""The loops of the CPU path: attention for a tile of rows, in Numba, on vectors of lanes.
+
+``Lanes`` is a Numba type of our own: one vector of 64 bytes, which LLVM lays on whatever vector registers the machine has.
+Each lane is a row of q, so nothing is ever reduced across lanes, and a row's result does not depend on its neighbours. The
+products broadcast one number of K or V against a vector of lanes, ``BLOCK`` numbers at a time, their sums in registers: the
+register tile of BLIS (Van Zee and van de Geijn, ACM TOMS 41(3), 2015).
+
+Numba is imported here, so only ``cpu.py`` imports this file, and only for a call.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import pathlib
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, models, overload, register_model
+
+BYTES = 64  # of a vector: two AVX registers, one of AVX-512, four of NEON
+BLOCK = 6  # sums of 64 bytes that a product keeps in registers: 12 of the 16 that AVX has
+FUSE = ("contract",)  # a multiplication and an addition may become one instruction; nothing is reordered
+
+
+class Lanes(types.Type):
+    """A vector of float32 or float64."""
+
+    def __init__(self, scalar: types.Float) -> None:
+        self.scalar = scalar
+        super().__init__(f"Lanes({scalar})")
+
+
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, lanes: Lanes) -> None:
+        scalar = manager.lookup(lanes.scalar).get_value_type()
+        super().__init__(manager, lanes, ir.VectorType(scalar, BYTES * 8 // lanes.scalar.bitwidth))
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, to: Any = None) -> Any:
+    data = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+    return data if to is None else builder.bitcast(data, to.as_pointer())
+
+
+def _broadcast(builder: Any, vector: Any, x: Any) -> Any:
+    i32, undefined = ir.IntType(32), ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, x, i32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(i32, vector.count), [0] * vector.count))
+
+
+@intrinsic
+def load(typing: Any, array: Any, index: Any) -> Any:
+    """The vector that begins at array[index]."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = context.get_value_type(signature.return_type)
+        return builder.load(_address(context, builder, array, *args, to=vector), align=array.dtype.bitwidth // 8)
+
+    return Lanes(array.dtype)(array, types.intp), emit
+
+
+@intrinsic
+def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
+    """Write x to where array[index] begins."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to = _address(context, builder, array, *args[:2], to=args[2].type)
+        builder.store(args[2], to, align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, x), emit
+
+
+@intrinsic
+def spread(typing: Any, array: Any, index: Any) -> Any:
+    """array[index] in every lane."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = builder.load(_address(context, builder, array, *args))
+        return _broadcast(builder, context.get_value_type(signature.return_type), number)
+
+    return Lanes(array.dtype)(array, types.intp), emit
+
+
+@intrinsic
+def fill(typing: Any, like: Any, x: Any) -> Any:
+    """The number x in every lane of a vector such as ``like``."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _broadcast(builder, args[0].type, context.cast(builder, args[1], x, like.scalar))
+
+    return like(like, x), emit
+
+
+@intrinsic
+def less(typing: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
+    """x where a < b, else y, also where a or b is NaN."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
+
+    return a(a, a, a, a), emit
+
+
+def _operator(op: Any, instruction: str) -> None:
+    @intrinsic
+    def apply(typing: Any, a: Any, b: Any) -> Any:
+        return a(a, b), lambda context, builder, signature, args: getattr(builder, instruction)(*args, flags=FUSE)
+
+    @overload(op, strict=False)
+    def typed(a: Any, b: Any) -> Any:
+        return (lambda a, b: apply(a, b)) if isinstance(a, Lanes) and a == b else None
+
+
+for _op, _instruction in {"add": "fadd", "iadd": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}.items():
+    _operator(getattr(operator, _op), _instruction)
+
+
+def _exp2(minus_one: bool) -> Any:
+    @intrinsic
+    def power(typing: Any, x: Any) -> Any:
+        bits, mantissa, bias, degree = (32, 23, 127, 7) if x.scalar == types.float32 else (64, 52, 1023, 13)
+
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def constant(value: float, kind: Any = args[0].type) -> Any:
+                return ir.Constant(kind, [value] * kind.count)
+
+            def fma(a: Any, b: Any, c: Any) -> Any:
+                return builder.fadd(builder.fmul(a, b, flags=FUSE), c, flags=FUSE)
+
+            integer = ir.VectorType(ir.IntType(bits), args[0].type.count)
+            low, round_bits = constant(-float(bias)), constant(1.5 * 2.0**mantissa)
+            clamped = builder.select(builder.fcmp_ordered("<", args[0], low), low, args[0])  # 2^low becomes 0; NaN stays
+            shifted = builder.fadd(clamped, round_bits)  # the nearest integer n is in the low bits
+            fraction = builder.fsub(clamped, builder.fsub(shifted, round_bits))
+            taylor = [math.log(2) ** k / math.factorial(k) for k in range(1, degree + 1)]  # |fraction| <= 1/2
+            rest = constant(taylor[-1])
+            for coefficient in taylor[-2::-1]:
+                rest = fma(rest, fraction, constant(coefficient))
+            rest = builder.fmul(rest, fraction)
+            exponent = builder.add(builder.bitcast(shifted, integer), constant(bias, integer))
+            two_n = builder.bitcast(builder.shl(exponent, constant(mantissa, integer)), args[0].type)
+            return fma(rest, two_n, builder.fsub(two_n, constant(1.0)) if minus_one else two_n)
+
+        return x(x), emit
+
+    return power
+
+
+exp2 = _exp2(False)  # 2^x for x < 128, to an ulp or two; exactly 1 at 0 and 0 below -126
+exp2m1 = _exp2(True)  # 2^x - 1, without cancellation near 0
+
+
+@njit(forceinline=True)
+def tanh(x: Any) -> Any:
+    high = fill(x, 64.0)
+    e = exp2m1(less(high, x, high, x))  # x comes multiplied by 2 log2(e)
+    return e / (e + fill(x, 2.0))
+
+
+@njit(forceinline=True)
+def within(lo: Any, hi: Any, position: Any, x: Any, other: Any) -> Any:
+    """x in the lanes with lo <= position < hi, else other."""
+    return less(position, lo, other, less(position, hi, x, other))
+
+
+@intrinsic
+def cell(typing: Any, array: Any, row: Any, column: Any) -> Any:
+    """array[row, column], known to LLVM to be contiguous along the row, which vectorises the loops over it."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        view = context.make_array(array)(context, builder, args[0])
+        step = builder.mul(builder.extract_value(view.strides, 0), args[1])
+        start = builder.inttoptr(builder.add(builder.ptrtoint(view.data, step.type), step), view.data.type)
+        return builder.load(builder.gep(start, [args[2]]), align=1)
+
+    return array.dtype(array, types.intp, types.intp), emit
+
+
+def widen(x: Any, table: Any) -> Any:
+    """x as a number to compute with: 16-bit formats come as their bits and are looked up."""
+    raise NotImplementedError
+
+
+@overload(widen, strict=False)
+def _widen(x: Any, table: Any) -> Any:
+    return (lambda x, table: table[x]) if isinstance(x, types.Integer) else (lambda x, table: x)
+
+
+@njit(forceinline=True)
+def product(a: Any, first: int, row: int, column: int, b: Any, panel: int, depth: int) -> Any:
+    """BLOCK rows of a b: sums over i < depth of a[first + r row + i column] times the i-th vector of b from b[panel]."""
+    lanes = BYTES // a.itemsize
+    s0 = s1 = s2 = s3 = s4 = s5 = fill(load(b, panel), 0.0)
+    for i in range(depth):
+        x = load(b, panel + i * lanes)
+        at = first + i * column
+        s0 += spread(a, at) * x
+        s1 += spread(a, at + row) * x
+        s2 += spread(a, at + 2 * row) * x
+        s3 += spread(a, at + 3 * row) * x
+        s4 += spread(a, at + 4 * row) * x
+        s5 += spread(a, at + 5 * row) * x
+    return s0, s1, s2, s3, s4, s5
+
+
+def attend(
+    q: Any, k: Any, v: Any, begin: Any, end: Any, scale: float, cap: float, tile_kv: int, table: Any, o: Any, lse: Any
+) -> None:
+    """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
+
+    q (rows, head_dim), o (rows, head_dim_v) and lse (rows) are contiguous, in the format that is computed with; k (kv_len,
+    head_dim) and v (kv_len, head_dim_v) have contiguous rows. ``scale`` and ``cap`` make logits of base 2: scale holds a factor
+    log2(e) where ``cap`` is 0; else the logit is cap * tanh of half of q.k * scale / log2(e), with log2(e) in cap.
+    """
+    rows, head_dim = q.shape
+    kv_len, head_dim_v = v.shape
+    lanes = BYTES // q.itemsize
+    panels = (rows + lanes - 1) // lanes  # a panel is one vector of rows
+    width = (head_dim_v + BLOCK - 1) // BLOCK * BLOCK
+
+    panel_q = np.zeros(panels * head_dim * lanes, q.dtype)  # (panel, head_dim, lane)
+    panel_o = np.zeros(panels * width * lanes, q.dtype)  # (panel, width, lane)
+    tile_k = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype)
+    tile_v = np.zeros(tile_kv * width, q.dtype)
+    s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)  # (key, lane): logits, then their powers
+    m = np.full(panels * lanes, -np.inf, q.dtype)
+    l = np.zeros(panels * lanes, q.dtype)
+    lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
+    some_begin, some_end = np.zeros(panels, np.int64), np.zeros(panels, np.int64)  # keys that at least one row of a panel keeps
+    every_begin, every_end = np.zeros(panels, np.int64), np.zeros(panels, np.int64)  # keys that each of its rows keeps
+
+    for row in range(rows):
+        for i in range(head_dim):
+            panel_q[row // lanes * head_dim * lanes + i * lanes + row % lanes] = q[row, i] * scale
+    lowest, highest = kv_len, 0
+    for panel in range(panels):
+        some_begin[panel] = every_end[panel] = kv_len
+        for row in range(panel * lanes, min(panel * lanes + lanes, rows)):
+            if begin[row] < end[row]:
+                some_begin[panel], some_end[panel] = min(some_begin[panel], begin[row]), max(some_end[panel], end[row])
+            every_begin[panel], every_end[panel] = max(every_begin[panel], begin[row]), min(every_end[panel], end[row])
+        lowest, highest = min(lowest, some_begin[panel]), max(highest, some_end[panel])
+
+    minus_infinity, zero = fill(load(m, 0), -np.inf), fill(load(m, 0), 0.0)
+    for first in range(lowest // tile_kv * tile_kv, highest, tile_kv):
+        keys = min(tile_kv, kv_len - first)
+        finite = True
+        for j in range(keys):
+            for i in range(head_dim):
+                tile_k[j * head_dim + i] = widen(cell(k, first + j, i), table)
+            for i in range(head_dim_v):
+                x = widen(cell(v, first + j, i), table)
+                tile_v[j * width + i] = x
+                finite &= x - x == 0
+        for panel in range(panels):
+            if some_begin[panel] >= first + keys or some_end[panel] <= first:
+                continue
+            masked = every_begin[panel] > first or every_end[panel] < first + keys
+
+            for j in range(0, keys, BLOCK):
+                sums = product(tile_k, j * head_dim, head_dim, 1, panel_q, panel * head_dim * lanes, head_dim)
+                for r in range(BLOCK):
+                    store(s, (j + r) * lanes, sums[r])
+            if cap != 0:
+                for j in range(keys):
+                    store(s, j * lanes, tanh(load(s, j * lanes)) * fill(zero, cap))
+            if masked:
+                for lane in range(lanes):
+                    row = panel * lanes + lane
+                    lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < rows else (0, 0)
+                for j in range(keys):
+                    kept = within(load(lo, 0), load(hi, 0), fill(zero, j), load(s, j * lanes), minus_infinity)
+                    store(s, j * lanes, kept)
+
+            old = new = load(m, panel * lanes)
+            for j in range(keys):
+                x = load(s, j * lanes)
+                new = less(new, x, x, new)
+            store(m, panel * lanes, new)
+            new = less(minus_infinity, new, new, zero)  # no logit above -inf yet: -inf - 0 and not -inf - -inf
+            shrink = exp2(old - new)
+            total = zero
+            for j in range(keys):
+                x = exp2(load(s, j * lanes) - new)
+                total += x
+                store(s, j * lanes, x)
+            store(l, panel * lanes, load(l, panel * lanes) * shrink + total)
+
+            if finite or not masked:
+                for i in range(0, width, BLOCK):
+                    sums = product(tile_v, i, 1, width, s, 0, keys)
+                    for r in range(BLOCK):
+                        at = (panel * width + i + r) * lanes
+                        store(panel_o, at, load(panel_o, at) * shrink + sums[r])
+            else:  # 0 times a masked inf or NaN would be NaN
+                for i in range(head_dim_v):
+                    total = zero
+                    for j in range(keys):
+                        x = load(s, j * lanes) * spread(tile_v, j * width + i)
+                        total += within(load(lo, 0), load(hi, 0), fill(zero, j), x, zero)
+                    at = (panel * width + i) * lanes
+                    store(panel_o, at, load(panel_o, at) * shrink + total)
+
+    for row in range(rows):
+        empty = l[row] == 0
+        lse[row] = -np.inf if empty else (m[row] + math.log2(l[row])) * math.log(2)
+        for i in range(head_dim_v):
+            x = panel_o[row // lanes * width * lanes + i * lanes + row % lanes]
+            o[row, i] = 0 if empty else x / l[row]
+
+
+def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:
+    """``attend`` for k and v of the NumPy dtype ``storage``, computed in ``number``: about five seconds, or read from ``folder``.
+
+    Numba keeps its entries in files of one index each, which processes that compile different things overwrite for each other;
+    hence a folder for each.
+    """
+    config, saved = numba.config, numba.config.CACHE_DIR
+    if folder is not None:
+        config.CACHE_DIR = str(folder / "-".join((storage, numba.__version__, llvmlite.binding.get_host_cpu_name())))
+    try:
+        loops = njit(nogil=True, cache=folder is not None)(attend)
+    finally:
+        config.CACHE_DIR = saved
+    x, y = getattr(types, number), getattr(types, storage)
+    row, rows, bounds = types.Array(x, 1, "C"), types.Array(x, 2, "C"), types.Array(types.int64, 1, "C")
+    kv = types.Array(y, 2, "A", readonly=True, aligned=False)  # what every array of two dimensions may be passed as
+    loops.compile((rows, kv, kv, bounds, bounds, x, x, types.intp, row, rows, row))
+    loops.disable_compile()
+    return loops

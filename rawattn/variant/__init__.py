@@ -1,0 +1,51 @@
+"""The choices of each axis of variation: the Python face of ``cuda_src/variant/``.
+
+A choice is a frozen value. It names the C++ type that takes its place in the kernel, the files that define that type, the
+constants it adds to ``cfg::`` (compile-time: a new value is a new kernel) and the fields it adds to ``Args`` (run-time: a new
+value compiles nothing). Two choices with the same ``kind`` share one compiled kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+Fields = tuple[tuple[str, str], ...]  # (name, C++ type) of run-time arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One choice on one axis; subclasses set the class variables and hold the run-time values as fields."""
+
+    type: ClassVar[str]
+    source: ClassVar[str]
+
+    @property
+    def cuda_type(self) -> str:
+        """The C++ type, as it stands in a ``using`` line."""
+        return self.type
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The files of ``cuda_src/`` that define the type."""
+        return (self.source,)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What it adds to ``namespace cfg``."""
+        return {}
+
+    @property
+    def fields(self) -> Fields:
+        """What it adds to ``struct Args``."""
+        return ()
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The value of each of ``fields``."""
+        return {}
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What a compiled kernel depends on: everything but the run-time values."""
+        return (self.cuda_type, tuple(self.constants.items()))

@@ -1,0 +1,47 @@
+"""The number formats of q, k, v and o."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from . import Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Element(Choice):
+    """One number format; ``wgmma`` is its name in PTX, None where the tensor cores of Hopper do not take it."""
+
+    name: str
+    dtype: npt.DTypeLike
+    wgmma: str | None = None
+    type: ClassVar[str] = "Element"
+    source: ClassVar[str] = ""
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (f"variant/element/{self.name}.cuh",)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (self.name,)
+
+    @property
+    def lse_dtype(self) -> npt.DTypeLike:
+        """The dtype of lse: float64 for float64 inputs, else float32."""
+        return np.float64 if self.name == "fp64" else np.float32
+
+
+BF16 = Element("bf16", ml_dtypes.bfloat16, "bf16")
+FP16 = Element("fp16", np.float16, "f16")
+FP32 = Element("fp32", np.float32)
+FP64 = Element("fp64", np.float64)
+ELEMENTS = {element.name: element for element in (BF16, FP16, FP32, FP64)}

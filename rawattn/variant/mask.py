@@ -1,0 +1,188 @@
+"""Which (query, key) pairs count.
+
+Every mask here keeps one run of keys per query. ``interval`` says which, and is the whole definition: the reference, the CPU
+path and the brute-force tests of the CUDA files all read it.
+
+``align`` says where a query stands among the keys when the lengths differ: ``"bottom_right"`` puts the last query on the last
+key (flash-attn, decoding with a cache), ``"top_left"`` the first on the first (torch's ``is_causal``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ProblemError
+from . import Choice, Fields
+
+Ints = npt.NDArray[np.int64]
+UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fits an int32
+ALIGNMENTS = ("bottom_right", "top_left")
+
+
+class Mask(Protocol):
+    """A choice that is also a set of (query, key) pairs."""
+
+    @property
+    def kind(self) -> tuple[object, ...]: ...
+    @property
+    def cuda_type(self) -> str: ...
+    @property
+    def sources(self) -> tuple[str, ...]: ...
+    @property
+    def constants(self) -> dict[str, int]: ...
+    @property
+    def fields(self) -> Fields: ...
+    @property
+    def values(self) -> dict[str, float]: ...
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        """First and one past the last key that each query in ``q`` keeps; empty where begin >= end."""
+
+
+def _check_align(align: str) -> None:
+    if align not in ALIGNMENTS:
+        raise ProblemError(f"align is {align!r}; it must be one of {', '.join(map(repr, ALIGNMENTS))}.")
+
+
+def _shift(align: str, q_len: int, kv_len: int) -> int:
+    return kv_len - q_len if align == "bottom_right" else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Choice):
+    """Every query keeps every key.
+
+    >>> rawattn.attention(q, k, v, mask=rawattn.mask.Full())  # the default
+    """
+
+    type: ClassVar[str] = "Full"
+    source: ClassVar[str] = "variant/mask/full.cuh"
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        return np.zeros_like(q), np.full_like(q, kv_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Choice):
+    """A query keeps the keys up to its own position: key <= query + shift, where shift is kv_len - q_len for
+    ``align="bottom_right"`` and 0 for ``align="top_left"``. A query before the first key keeps none.
+
+    >>> rawattn.attention(q, k, v, mask=rawattn.mask.Causal(align="top_left"))
+    """
+
+    align: str = "bottom_right"
+    type: ClassVar[str] = "Causal"
+    source: ClassVar[str] = "variant/mask/causal.cuh"
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"causal_to_last": int(self.align == "bottom_right")}
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        return np.zeros_like(q), np.clip(q + _shift(self.align, q_len, kv_len) + 1, 0, kv_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Choice):
+    """A query keeps ``left`` keys before its own position, that key, and ``right`` after it; None is unbounded.
+
+    ``Window(left=4095, right=0)`` is a causal sliding window of 4096 keys.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    align: str = "bottom_right"
+    type: ClassVar[str] = "Window"
+    source: ClassVar[str] = "variant/mask/window.cuh"
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+        for name, side in (("left", self.left), ("right", self.right)):
+            if side is None:
+                continue
+            if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
+                raise ProblemError(f"window {name} is {side!r}; it must be an int >= 0, or None for unbounded.")
+            if side < 0:
+                raise ProblemError(f"window {name} is {side}; it must be >= 0, or None for unbounded.")
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"window_to_last": int(self.align == "bottom_right")}
+
+    @property
+    def fields(self) -> Fields:
+        return (("window_left", "i32"), ("window_right", "i32"))
+
+    @property
+    def values(self) -> dict[str, float]:
+        def reach(side: int | None) -> int:
+            return UNBOUNDED if side is None else min(int(side), UNBOUNDED)
+
+        return {"window_left": reach(self.left), "window_right": reach(self.right)}
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        own = q + _shift(self.align, q_len, kv_len)
+        return np.clip(own - self.values["window_left"], 0, kv_len).astype(np.int64), np.clip(
+            own + self.values["window_right"] + 1, 0, kv_len
+        ).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Choice):
+    """A key counts when both masks keep it.
+
+    >>> rawattn.mask.Both(rawattn.mask.Causal(), rawattn.mask.Window(left=1024))  # what causal=True, window=(1024, None) builds
+    """
+
+    a: Mask
+    b: Mask
+    type: ClassVar[str] = "Both"
+    source: ClassVar[str] = "variant/mask/both.cuh"
+
+    def __post_init__(self) -> None:
+        for name, part in (("a", self.a), ("b", self.b)):
+            if not hasattr(part, "interval"):
+                raise ProblemError(f"{name} of Both is {part!r}; it must be a mask, such as rawattn.mask.Causal().")
+        shared = set(self.a.constants) & set(self.b.constants) | {n for n, _ in self.a.fields} & {n for n, _ in self.b.fields}
+        if shared:
+            raise ProblemError(f"Both({self.a}, {self.b}) has one kind of mask twice; write their intersection as one mask.")
+
+    @property
+    def cuda_type(self) -> str:
+        return f"Both<{self.a.cuda_type}, {self.b.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.a.sources, *self.b.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {**self.a.constants, **self.b.constants}
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.a.fields, *self.b.fields)
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {**self.a.values, **self.b.values}
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        (a_begin, a_end), (b_begin, b_end) = self.a.interval(q, q_len, kv_len), self.b.interval(q, q_len, kv_len)
+        return np.maximum(a_begin, b_begin), np.minimum(a_end, b_end)
+
+
+def kept_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
+    """Number of (query, key) pairs that the mask keeps; long sequences are sampled at 4096 queries."""
+    if q_len == 0:
+        return 0
+    q = np.unique(np.linspace(0, q_len - 1, min(q_len, 4096)).astype(np.int64))
+    begin, end = mask.interval(q, q_len, kv_len)
+    return round(float(np.maximum(end - begin, 0).mean()) * q_len)

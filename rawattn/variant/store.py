@@ -1,0 +1,32 @@
+"""What leaves a block."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from . import Choice, Fields
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreO(Choice):
+    """The output rows."""
+
+    type: ClassVar[str] = "StoreO"
+    source: ClassVar[str] = "variant/store/o.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (("o", "Element*"), ("o_stride_batch", "i64"), ("o_stride_row", "i64"), ("o_stride_head", "i64"))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreOLse(StoreO):
+    """The output rows and the logarithm of each row's sum of exponentials."""
+
+    type: ClassVar[str] = "StoreOLse"
+    source: ClassVar[str] = "variant/store/o_lse.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*super().fields, ("lse", "float*"))

@@ -1,0 +1,434 @@
+"""The compiler and its cache, on kernels of a few lines: no GPU is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import filelock
+import pytest
+
+from rawattn import compiler
+from rawattn.errors import CompileError, RawattnError, UnsupportedError
+
+TEXT = """\
+#include "config.cuh"
+#include "ptx/twice.cuh"
+extern "C" __global__ void kernel(float* x) { x[threadIdx.x] = twice(x[threadIdx.x]) + cfg::shift; }
+"""
+HEADERS = (
+    ("ptx/twice.cuh", "#pragma once\n__device__ float twice(float x) { return 2 * x; }\n"),
+    ("config.cuh", "#pragma once\nnamespace cfg { constexpr int shift = 1; }\n"),
+)
+SOURCE = compiler.Source("kernel.cu", TEXT, HEADERS, "sm_90a")
+BROKEN = dataclasses.replace(SOURCE, text=TEXT + "#warning not yet\n__device__ int broken() { return missing; }\n")
+
+# Imports compiler.py and compiles SOURCE as this file does, in a process that starts with `prelude`.
+PROCESS = """\
+import sys, pathlib, time, json
+{prelude}
+from rawattn import compiler
+source = compiler.Source(*json.loads(sys.argv[1]))
+source = compiler.Source(source.name, source.text, tuple(map(tuple, source.headers)), source.arch)
+print("ready", flush=True)
+sys.stdin.readline()
+binary = compiler.compile(source)
+print(binary.origin, len(binary.cubin), any("nvrtc" in name or "cupy" in name for name in sys.modules))
+"""
+
+
+def process(source: compiler.Source, prelude: str = "", **environment: str) -> subprocess.Popen[str]:
+    """A Python process that is ready to compile: it does when it reads a line, and prints origin, bytes, CuPy imported."""
+    command = [sys.executable, "-c", PROCESS.format(prelude=prelude), json.dumps(dataclasses.astuple(source))]
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environment})
+    assert started.stdout is not None and started.stdout.readline() == "ready\n"
+    return started
+
+
+def answer(started: subprocess.Popen[str]) -> list[str]:
+    out, err = started.communicate("\n", timeout=100)
+    assert started.returncode == 0, err
+    return out.split()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An empty cache, in memory and on disk."""
+    monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path / "cache"))
+    forget()
+    return tmp_path / "cache"
+
+
+def forget() -> None:
+    compiler._memory.clear()
+    compiler._warned.clear()
+
+
+def entries(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.glob("*.cubin"))
+
+
+def instructions(cubin: pathlib.Path) -> str:
+    """What nvdisasm reads in a file; it refuses a damaged one."""
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    tool = find_nvidia_binary_utility("nvdisasm")
+    if tool is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    return subprocess.run([tool, "-c", cubin], check=True, capture_output=True, text=True).stdout
+
+
+def test_origins_and_hook(folder: pathlib.Path) -> None:
+    calls: list[None] = []
+    origins = []
+    for _ in range(2):
+        origins += [compiler.compile(SOURCE, lambda: calls.append(None)).origin for _ in range(2)]
+        forget()
+    assert origins == ["compiled", "memory", "disk", "memory"]
+    assert len(calls) == 1
+    assert [path.name for path in entries(folder)] == [f"kernel-{SOURCE.key}.cubin"]
+
+
+def test_disk_gives_back_what_was_compiled() -> None:
+    compiled = compiler.compile(SOURCE)
+    forget()
+    assert dataclasses.replace(compiler.compile(SOURCE), origin="compiled") == compiled
+    assert compiled.nvrtc == compiler.nvrtc_version()
+    assert 0 < compiled.seconds < 60
+
+
+def test_cubin_is_a_whole_elf_file(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "plain.cubin").write_bytes(compiler.compile(SOURCE).cubin)
+    code = instructions(tmp_path / "plain.cubin")
+    assert "FADD" in code or "FFMA" in code
+    assert instructions(entries(folder)[0]) == code
+
+
+def test_missing_last_byte() -> None:
+    cubin = compiler.compile(SOURCE).cubin
+    assert cubin[-1:] == b"\0"
+    assert compiler._whole(cubin) == compiler._whole(cubin[:-1]) == cubin
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"name": "other.cu"},
+        {"text": TEXT + "\n"},
+        {"headers": HEADERS[:1]},
+        {"headers": (HEADERS[0], ("config.cuh", HEADERS[1][1].replace("1", "2")))},
+        {"headers": (("ptx/thrice.cuh", HEADERS[0][1]), HEADERS[1])},
+        {"arch": "sm_80"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_any_change_is_another_key(changed: dict[str, object]) -> None:
+    assert dataclasses.replace(SOURCE, **changed).key != SOURCE.key
+
+
+def test_options_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "--use_fast_math"))
+    assert dataclasses.replace(SOURCE).key != SOURCE.key
+
+
+def test_order_of_headers_is_not_in_the_key() -> None:
+    assert dataclasses.replace(SOURCE, headers=HEADERS[::-1]).key == SOURCE.key
+
+
+def test_header_change_compiles_anew(folder: pathlib.Path) -> None:
+    shifted = dataclasses.replace(SOURCE, headers=(HEADERS[0], ("config.cuh", HEADERS[1][1].replace("1", "5"))))
+    assert compiler.compile(SOURCE).cubin != compiler.compile(shifted).cubin
+    assert len(entries(folder)) == 2
+
+
+def test_only_given_headers_are_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.cuh").write_text(HEADERS[1][1])
+    with pytest.raises(CompileError, match=r"config\.cuh"):
+        compiler.compile(dataclasses.replace(SOURCE, headers=HEADERS[:1]))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:20],
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1],
+        lambda data: data + b"\0",
+        lambda data: data[:1000] + bytes([data[1000] ^ 1]) + data[1001:],
+        lambda data: data[:-200] + bytes([data[-200] ^ 1]) + data[-199:],
+        lambda data: data[:-30] + bytes([data[-30] ^ 1]) + data[-29:],
+        lambda data: data[:-48] + bytes([data[-48] ^ 1]) + data[-47:],
+        lambda data: data[:-1] + b"0",
+        lambda data: bytes(len(data)),
+        lambda data: os.urandom(4096),
+    ],
+    ids=["empty", "head", "half", "short", "long", "elf bit", "facts bit", "checksum bit", "size bit", "form", "zeros", "noise"],
+)
+def test_damaged_entry_is_rebuilt(folder: pathlib.Path, damage) -> None:
+    whole = compiler.compile(SOURCE)
+    entry = entries(folder)[0]
+    entry.write_bytes(damage(entry.read_bytes()))
+    forget()
+    rebuilt = compiler.compile(SOURCE)
+    assert (rebuilt.origin, rebuilt.cubin) == ("compiled", whole.cubin)
+    forget()
+    assert compiler.compile(SOURCE).origin == "disk"
+
+
+def test_entry_of_another_kernel_is_rebuilt(folder: pathlib.Path) -> None:
+    other = dataclasses.replace(SOURCE, arch="sm_80")
+    compiler.compile(other)
+    entries(folder)[0].rename(folder / f"kernel-{SOURCE.key}.cubin")
+    assert compiler.compile(SOURCE).origin == "compiled"
+
+
+def test_eight_cold_processes_compile_once(folder: pathlib.Path) -> None:
+    started = [process(SOURCE) for _ in range(8)]
+    for each in started:
+        assert each.stdin is not None
+        each.stdin.write("\n")
+        each.stdin.flush()
+    answers = [answer(each) for each in started]
+    assert sorted(origin for origin, _, _ in answers) == ["compiled"] + ["disk"] * 7
+    assert len({size for _, size, _ in answers}) == 1
+    assert sum(imported == "True" for _, _, imported in answers) == 1  # only who compiles imports CuPy
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_eight_threads_compile_once() -> None:
+    barrier, origins = threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        origins.append(compiler.compile(SOURCE).origin)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(origins) == ["compiled"] + ["memory"] * 7
+
+
+def test_killed_process_blocks_nobody(folder: pathlib.Path) -> None:
+    """A process dies while it holds the lock; its temporary file goes when it is old."""
+    hang = "print('held', flush=True), time.sleep(99)"
+    dying = process(SOURCE, f"from rawattn import compiler; compiler._run_nvrtc = lambda _: ({hang})")
+    assert dying.stdin is not None and dying.stdout is not None
+    dying.stdin.write("\n")
+    dying.stdin.flush()
+    assert dying.stdout.readline() == "held\n"
+    old, new = (folder / f"kernel-{SOURCE.key}.cubin.{digit * 32}.tmp" for digit in "01")
+    old.write_bytes(b"half an entry")
+    new.write_bytes(b"half an entry, being written")
+    os.utime(old, (0, time.time() - 2 * compiler.STALE_SECONDS))
+    dying.send_signal(signal.SIGKILL)
+    dying.communicate()
+    begin = time.monotonic()
+    assert compiler.compile(SOURCE).origin == "compiled"
+    assert time.monotonic() - begin < compiler.LOCK_SECONDS / 2
+    assert not old.exists() and new.exists()
+
+
+def test_lock_is_not_waited_for_without_end(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "LOCK_SECONDS", 0.3)
+    folder.mkdir()
+    held = filelock.FileLock(folder / f"{SOURCE.key[:2]}.lock", thread_local=False)
+    holder = threading.Thread(target=held.acquire)  # a thread may not wait for a lock that it has itself
+    holder.start()
+    holder.join()
+    try:
+        assert compiler.compile(SOURCE).origin == "compiled"
+    finally:
+        held.release()
+
+
+def test_lock_files_are_bounded(folder: pathlib.Path) -> None:
+    compiler.compile(SOURCE)
+    locks = list(folder.glob("*.lock"))
+    assert [path.name for path in locks] == [f"{SOURCE.key[:2]}.lock"]
+    assert locks[0].stat().st_size == 0
+
+
+def test_a_hit_writes_nothing(folder: pathlib.Path) -> None:
+    compiler.compile(SOURCE)
+    forget()
+    for lock in folder.glob("*.lock"):
+        lock.unlink()
+    before = {path: path.stat().st_mtime_ns for path in [folder, *folder.iterdir()]}
+    assert compiler.compile(SOURCE).origin == "disk"
+    assert {path: path.stat().st_mtime_ns for path in [folder, *folder.iterdir()]} == before
+
+
+def expect_memory_only() -> None:
+    """Compiling works, with one warning for two kernels, and each then comes from memory."""
+    other = dataclasses.replace(SOURCE, arch="sm_80")
+    with pytest.warns(compiler.CacheWarning, match="RAWATTN_CACHE") as caught:
+        assert [compiler.compile(source).origin for source in (SOURCE, other)] == ["compiled"] * 2
+    assert len(caught) == 1
+    assert pathlib.Path(caught[0].filename).name == pathlib.Path(__file__).name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [compiler.compile(source).origin for source in (SOURCE, other)] == ["memory"] * 2
+
+
+def test_folder_that_is_a_file(folder: pathlib.Path) -> None:
+    folder.write_text("not a folder")
+    expect_memory_only()
+    assert folder.read_text() == "not a folder"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes where it is forbidden")
+def test_read_only_folder(folder: pathlib.Path) -> None:
+    folder.mkdir(mode=0o500)
+    expect_memory_only()
+
+
+def test_full_disk(folder: pathlib.Path) -> None:
+    """No file of this process may pass 4096 bytes: the system stops the write in the middle, as a full disk does."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        expect_memory_only()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not entries(folder) and not list(folder.glob("*.tmp"))
+
+
+def test_copied_cache_needs_no_nvrtc(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    size = len(compiler.compile(SOURCE).cubin)
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    without = "sys.modules['cupy'] = None"
+    assert answer(process(SOURCE, without, RAWATTN_CACHE=str(tmp_path / "elsewhere"))) == ["disk", str(size), "True"]
+    missing = process(SOURCE, without, RAWATTN_CACHE=str(tmp_path / "nowhere"))
+    _, error = missing.communicate("\n", timeout=100)
+    assert missing.returncode == 1
+    assert "UnsupportedError" in error and "rawattn[cuda12]" in error and "rawattn[cuda13]" in error
+
+
+def test_missing_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import nvrtc
+
+    def absent() -> None:
+        raise RuntimeError('Failure finding "libnvrtc.so.13"\nand more')
+
+    monkeypatch.setattr(nvrtc, "getVersion", absent)
+    with pytest.raises(UnsupportedError, match=r"libnvrtc\.so\.13.*pip install 'rawattn\[cuda13\]'"):
+        compiler.compile(SOURCE)
+
+
+def test_clear_removes_only_our_files(folder: pathlib.Path) -> None:
+    kernel_bytes = len(compiler.compile(SOURCE).cubin)
+    with pytest.raises(CompileError):
+        compiler.compile(BROKEN)
+    ours = ["numba/rawattn_1/cpu.loop-1.py311.nbi", "numba/rawattn_1/cpu.loop-1.py311.1.nbc"]
+    foreign = ["notes.txt", "mine.cubin", "uv.lock", "kernel.cu", "failed/mine.cu", "numba/mine.py", "photos/failed/a.nbi"]
+    for name in ours + foreign:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    count, size = compiler.clear()
+    assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()) == sorted(foreign)
+    assert count == 1 + 4 + len(ours)  # the kernel; a source, two headers and a log; Numba's
+    assert size > kernel_bytes
+    assert not (folder / "numba" / "rawattn_1").exists()
+    assert compiler.clear() == (0, 0)
+    assert compiler.compile(SOURCE).origin == "compiled"
+
+
+def test_clear_without_a_folder(folder: pathlib.Path) -> None:
+    assert compiler.clear() == (0, 0)
+    folder.write_text("not a folder")
+    assert compiler.clear() == (0, 0)
+    assert folder.exists()
+
+
+def test_compile_error_shows_what_nvrtc_saw(folder: pathlib.Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        compiler.compile(BROKEN)
+    error = caught.value
+    assert isinstance(error, RawattnError) and isinstance(error, RuntimeError)
+    assert 'kernel.cu(5): error: identifier "missing" is undefined' in str(error)
+    assert "not yet" in error.log and "1 error detected" in error.log
+    assert error.source is not None and error.source in str(error)
+    kept = pathlib.Path(error.source)
+    assert kept == folder / "failed" / BROKEN.key
+    assert {path: (kept / path).read_text() for path, _ in BROKEN.headers} == dict(BROKEN.headers)
+    assert (kept / "kernel.cu").read_text() == BROKEN.text
+    assert "--gpu-architecture=sm_90a" in (kept / "nvrtc.log").read_text() and error.log in (kept / "nvrtc.log").read_text()
+    assert not entries(folder)
+
+
+def test_compile_error_where_nothing_can_be_kept(folder: pathlib.Path) -> None:
+    folder.write_text("not a folder")
+    with pytest.raises(CompileError, match="missing") as caught:
+        compiler.compile(BROKEN)
+    assert caught.value.source is None and "1 error detected" in caught.value.log
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"arch": "sm_1"}, "invalid value for --gpu-architecture"),
+        ({"arch": "sm_90", "text": '__global__ void k() { asm volatile("wgmma.fence.sync.aligned;"); }'}, "wgmma.fence"),
+        ({"text": '#include "none.cuh"\n'}, "none.cuh"),
+    ],
+    ids=["architecture", "instruction", "header"],
+)
+def test_compile_error_has_the_first_error(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        compiler.compile(dataclasses.replace(SOURCE, **changed))
+
+
+def test_log_is_read() -> None:
+    log = """\
+ptxas info    : (C7517) wgmma.wait_group is injected in around line 35 by compiler in function 'k'
+ptxas info    : (C7517) wgmma.wait_group is injected in around line 40 by compiler in function 'k'
+ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized in the function 'k' in line 43
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas         .     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 30 registers, used 0 barriers
+ptxas info    : Compiling entry function 'l' for 'sm_90a'
+ptxas         .     0 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers
+"""
+    binary = compiler.Binary(b"", log, "13.5", 0.0, "compiled", "")
+    assert (binary.registers, binary.spill_bytes, binary.advisories) == (168, 24, ("C7511", "C7517"))
+
+
+def test_spills_and_registers_of_a_real_kernel() -> None:
+    small = compiler.compile(SOURCE)
+    assert 0 < small.registers < 64 and small.spill_bytes == 0 and small.advisories == ()
+    text = """\
+extern "C" __global__ __launch_bounds__(1024, 2) void kernel(float* x) {
+    float a[128];
+    for (int i = 0; i < 128; i++) a[i] = x[i * 1024 + threadIdx.x];
+    for (int n = 0; n < 9; n++)
+        for (int i = 0; i < 128; i++) a[i] = a[i] * a[(i + 1) % 128] + a[(i + 64) % 128];
+    for (int i = 0; i < 128; i++) x[i * 1024 + threadIdx.x] = a[i];
+}
+"""
+    crowded = compiler.compile(compiler.Source("crowded.cu", text, (), "sm_90a"))
+    assert crowded.registers <= 32 and crowded.spill_bytes > 0
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("RAWATTN_CACHE", "~/kernels")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiler.cache_folder() == tmp_path / "kernels"
+    monkeypatch.setenv("RAWATTN_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compiler.cache_folder() == tmp_path / "xdg" / "rawattn"
+    assert not (tmp_path / "xdg").exists()

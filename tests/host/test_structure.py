@@ -1,0 +1,161 @@
+"""The form of the repository, as its design has it: who may include and import whom, and how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from rawattn import compiler
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUDGET = {"rawattn": 3000, "perf": 2500, "cuda_src": 5000}  # lines of .py, .cu and .cuh; to raise one is a decision
+FUNCTION_LINES = 60
+
+# Folder of cuda_src -> the folders that a file in it may include from; a .cu may include from all.
+ARROWS = {"ptx": ["ptx"], "tile": ["ptx", "tile"], "variant": ["ptx", "tile", "variant"]}
+# What is imported -> the only files of rawattn/ that may.
+IMPORTERS = {
+    r"(.*\.)?nvrtc": {"compiler.py"},
+    r"cuda(\..*)?": {"driver.py"},
+    r"(torch|cupy)(\..*)?": {"arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py"},
+}
+CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
+PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))
+PYTHON = sorted({*PACKAGE, *(ROOT / "perf").rglob("*.py"), *(ROOT / "tests").rglob("*.py")})
+
+
+def name(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def lines(path: pathlib.Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("folder", BUDGET)
+def test_size(folder: str) -> None:
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    assert sum(map(lines, files)) < BUDGET[folder], f"largest: {sorted(((lines(f), name(f)) for f in files), reverse=True)[:5]}"
+
+
+@pytest.mark.parametrize("path", CUDA, ids=name)
+def test_cuda_file(path: pathlib.Path) -> None:
+    """Its includes follow the arrows and exist, and it has no directive besides: what varies is a file, not a condition."""
+    directives = re.findall(r"^[ \t]*#[ \t]*(.*?)[ \t]*(?://.*)?$", path.read_text(), re.MULTILINE)
+    includes = [line for line in directives if line.startswith("include")]
+    assert {line for line in directives if line not in includes} <= {"pragma once", "pragma unroll", "pragma unroll 1"}
+    allowed = ARROWS.get(path.relative_to(ROOT / "cuda_src").parts[0], [*ARROWS, "config.cuh"])
+    for line in includes:
+        target = line.removeprefix('include "').removesuffix('"')
+        assert line == f'include "{target}"' and target.endswith(".cuh")
+        assert target.split("/")[0] in allowed
+        assert target == "config.cuh" or (ROOT / "cuda_src" / target).is_file()
+    assert path.suffix == ".cu" or directives[0] == "pragma once"
+
+
+def test_no_macro_comes_from_the_command_line() -> None:
+    assert not [option for option in compiler.OPTIONS if option.startswith(("-D", "--define", "-I", "--include"))]
+
+
+def imports(path: pathlib.Path) -> Iterator[str]:
+    """Every module, and module.name, that a file imports by an absolute name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=name)
+def test_imports(path: pathlib.Path) -> None:
+    for imported in imports(path):
+        for pattern, importers in IMPORTERS.items():
+            assert path.name in importers or not re.fullmatch(pattern, imported), f"{imported} is for {sorted(importers)}"
+    assert path.name == "driver.py" or "libcuda" not in path.read_text()
+
+
+def test_import_is_light() -> None:
+    """The package comes without the libraries that a call may need: they are heavy, or need not be installed."""
+    heavy = {"torch", "cupy", "numba", "hypothesis", "cuda", "matplotlib"}
+    code = f"import sys, rawattn; print(*{heavy} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == []
+
+
+def python_functions(path: pathlib.Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            yield f"{name(path)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+
+
+def cuda_functions(path: pathlib.Path) -> Iterator[tuple[str, int]]:
+    """Every block whose brace follows a parameter list, lambdas too."""
+    blank = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"', re.DOTALL)
+    text = blank.sub(lambda match: "\n" * match[0].count("\n"), path.read_text())
+    opened: list[tuple[str, int]] = []
+    for at, symbol in enumerate(text):
+        if symbol == "{":
+            opened.append((called(text[:at]), at))
+        elif symbol == "}":
+            function, begin = opened.pop()
+            if function:
+                yield f"{name(path)}:{text.count(chr(10), 0, begin) + 1} {function}", text.count("\n", begin, at) + 1
+    assert not opened, f"{name(path)} has a brace too many"
+
+
+def called(head: str) -> str:
+    """The name before the parameter list that ends ``head``: "[]" for a lambda, "" where it is no function's."""
+    head = re.sub(r"\)(\s*(const|mutable|noexcept|->[^()]*))*\s*$", ")", head)
+    if not head.endswith(")"):
+        return ""
+    depth = 0
+    for at in range(len(head) - 1, -1, -1):
+        depth += (head[at] == ")") - (head[at] == "(")
+        if depth == 0:
+            word = re.search(r"(\w+|\])\s*$", head[:at])
+            break
+    else:
+        return ""
+    return "" if word is None or word[1] in ("if", "for", "while", "switch", "requires") else word[1].replace("]", "[]")
+
+
+def test_functions_are_short() -> None:
+    functions = [*(f for path in PYTHON for f in python_functions(path)), *(f for path in CUDA for f in cuda_functions(path))]
+    assert len(functions) > 100
+    assert not [(where, count) for where, count in functions if count > FUNCTION_LINES]
+
+
+def test_cuda_functions_are_found() -> None:
+    path = ROOT / "cuda_src" / "attn_fwd.cu"
+    found = {where.split()[-1]: count for where, count in cuda_functions(path)}
+    assert "attn_fwd" in found, "the entry is a function"
+    assert "for" not in found and "if" not in found
+
+
+def test_names_say_what_is_inside() -> None:
+    empty = {"util", "utils", "common", "helper", "helpers", "misc"}
+    assert not [name(path) for path in PYTHON + CUDA if empty & {part.split(".")[0] for part in path.relative_to(ROOT).parts}]
+
+
+def test_no_path_of_one_machine_in_tracked_text() -> None:
+    try:
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs a git checkout: {error}")
+    found = []
+    for file in filter(os.path.isfile, (ROOT / each for each in listed.split("\0") if each)):
+        try:
+            text = pathlib.Path(file).read_text()
+        except UnicodeDecodeError:
+            continue
+        found += [f"{name(file)}: {match}" for match in re.findall(r"/(?:work|farm|root|home|tmp)/\w+", text)]
+    assert not found
