@@ -139,17 +139,21 @@ struct Consumer {
         if constexpr (cfg::consumers > 1) ptx::bar_arrive(1 + (index + 1) % cfg::consumers, 256);
     }
 
+    // The stages go through uniform(): the compiler does not see that they are, and would move each descriptor by itself from a
+    // register to the uniform registers that wgmma reads (48 moves a step at head_dim 128).
     __device__ void start_qk() {
-        const Operand<QTile> a = q_rows.stage(q.stage);
-        const Operand<KTile> b = k_columns.stage(kv.stage);
+        const Operand<QTile> a = q_rows.stage(ptx::uniform(q.stage));
+        const Operand<KTile> b = k_columns.stage(ptx::uniform(kv.stage));
+        smem.k_full[kv.stage].wait(kv.parity);
+        take_turn();
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < (cfg::head_dim + 15) / 16; ++i) QkMma::multiply(s, a.columns(i), b.columns(i), i > 0);
         ptx::wgmma_commit();
     }
     __device__ void start_pv(Ring<cfg::stages> at) {
+        const Operand<VTile> b = v_rows.stage(ptx::uniform(at.stage));
         smem.v_full[at.stage].wait(at.parity);
-        const Operand<VTile> b = v_rows.stage(at.stage);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::tile_kv / 16; ++i) PvMma::multiply(o, p + 4 * i, b.rows(i), true);
@@ -213,8 +217,6 @@ struct Consumer {
     }
 
     __device__ void first_step(const Mask& mask, const TileRange& tiles, i32 row, Softmax& softmax) {
-        smem.k_full[kv.stage].wait(kv.parity);
-        take_turn();
         start_qk();
         pass_turn();
         ptx::wgmma_wait<0>();
@@ -227,8 +229,6 @@ struct Consumer {
 
     // Q K^T of this tile and P V of the one before it are issued together; this tile's softmax runs under the latter.
     __device__ void step(const Mask& mask, const TileRange& tiles, i32 tile, i32 row, Softmax& softmax) {
-        smem.k_full[kv.stage].wait(kv.parity);
-        take_turn();
         start_qk();
         start_pv(kv.previous());
         pass_turn();

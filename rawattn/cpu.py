@@ -166,7 +166,9 @@ class _Sequence(NamedTuple):
     end: Array
 
 
-def _sequences(problem: Problem, q: Array, k: Array, v: Array, o: Array, lse: Array | None, cu: list[Array]) -> Iterator[_Sequence]:
+def _sequences(
+    problem: Problem, q: Array, k: Array, v: Array, o: Array, lse: Array | None, cu: list[Array]
+) -> Iterator[_Sequence]:
     interval = functools.cache(lambda q_len, kv_len: problem.mask.interval(np.arange(q_len), q_len, kv_len))
     for i in range(problem.batch):
         if cu:
@@ -193,9 +195,7 @@ def _compute(problem: Problem, config: Config, kernel: Kernel, sequence: _Sequen
     scale, cap = problem.scale * math.log2(math.e), 0.0
     if isinstance(problem.score, Softcap):
         scale, cap = 2 * scale / problem.score.cap, problem.score.cap * math.log2(math.e)
-    kernel.attend(
-        q, k.view(kernel.storage), v.view(kernel.storage), begin, end, scale, cap, config.tile_kv, kernel.table, o, lse
-    )
+    kernel.attend(q, k.view(kernel.storage), v.view(kernel.storage), begin, end, scale, cap, config.tile_kv, kernel.table, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, problem.head_dim_v)
     if sequence.lse is not None:
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
@@ -212,7 +212,7 @@ def run(
     cu_seqlens_q: Array | None = None,
     cu_seqlens_kv: Array | None = None,
 ) -> None:
-    """Computes the problem on NumPy arrays of its shapes, writing o and lse in place; the last dimension of each is contiguous."""
+    """Computes the problem on NumPy arrays of its shapes, writing o and lse in place; their last dimensions are contiguous."""
     kernel, step = load(problem.element), _queries(config, problem)
     cu = [c for c in (cu_seqlens_q, cu_seqlens_kv) if c is not None]
     units = [

@@ -209,14 +209,94 @@ def product(a: Any, first: int, row: int, column: int, b: Any, panel: int, depth
     return s0, s1, s2, s3, s4, s5
 
 
+@njit
+def fetch(k: Any, v: Any, first: int, keys: int, table: Any, tile_k: Any, tile_v: Any, width: int) -> bool:
+    """Brings keys into tile_k (key, head_dim) and values into tile_v (key, width); whether the values are finite."""
+    finite = True
+    for j in range(keys):
+        for i in range(k.shape[1]):
+            tile_k[j * k.shape[1] + i] = widen(cell(k, first + j, i), table)
+        for i in range(v.shape[1]):
+            x = widen(cell(v, first + j, i), table)
+            tile_v[j * width + i] = x
+            finite &= x - x == 0
+    return finite
+
+
+@njit
+def logits(tile_k: Any, keys: int, panel_q: Any, panel: int, head_dim: int, cap: float, s: Any) -> None:
+    """s (key, lane) of a panel, in base 2."""
+    lanes = BYTES // s.itemsize
+    for j in range(0, keys, BLOCK):
+        sums = product(tile_k, j * head_dim, head_dim, 1, panel_q, panel * head_dim * lanes, head_dim)
+        for r in range(BLOCK):
+            store(s, (j + r) * lanes, sums[r])
+    if cap != 0:
+        for j in range(keys):
+            x = load(s, j * lanes)
+            store(s, j * lanes, fill(x, cap) * tanh(x))
+
+
+@njit
+def hide(s: Any, keys: int, lo: Any, hi: Any) -> None:
+    """-inf for the keys before lo and from hi on, in each lane."""
+    lanes = BYTES // s.itemsize
+    for j in range(keys):
+        x = load(s, j * lanes)
+        store(s, j * lanes, within(load(lo, 0), load(hi, 0), fill(x, j), x, fill(x, -np.inf)))
+
+
+@njit
+def softmax(s: Any, keys: int, row_max: Any, row_sum: Any, panel: int) -> Any:
+    """Powers of the logits s, in place, below the new maximum; the factor that the earlier sums shrink by."""
+    lanes = BYTES // s.itemsize
+    old = new = load(row_max, panel * lanes)
+    for j in range(keys):
+        x = load(s, j * lanes)
+        new = less(new, x, x, new)
+    store(row_max, panel * lanes, new)
+    new = less(fill(new, -np.inf), new, new, fill(new, 0.0))  # where all is -inf so far: -inf - 0, and not -inf - -inf
+    shrink, total = exp2(old - new), fill(new, 0.0)
+    for j in range(keys):
+        x = exp2(load(s, j * lanes) - new)
+        total += x
+        store(s, j * lanes, x)
+    store(row_sum, panel * lanes, load(row_sum, panel * lanes) * shrink + total)
+    return shrink
+
+
+@njit
+def gather(s: Any, keys: int, tile_v: Any, width: int, shrink: Any, panel_o: Any, panel: int) -> None:
+    """Adds the values, weighted by s, to the shrunken panel_o (panel, width, lane)."""
+    lanes = BYTES // s.itemsize
+    for i in range(0, width, BLOCK):
+        sums = product(tile_v, i, 1, width, s, 0, keys)
+        for r in range(BLOCK):
+            at = (panel * width + i + r) * lanes
+            store(panel_o, at, load(panel_o, at) * shrink + sums[r])
+
+
+@njit
+def gather_kept(s: Any, keys: int, tile_v: Any, width: int, shrink: Any, panel_o: Any, panel: int, lo: Any, hi: Any) -> None:
+    """``gather`` where a masked value is inf or NaN, which 0 times it must not bring in."""
+    lanes = BYTES // s.itemsize
+    for i in range(width):
+        total = fill(shrink, 0.0)
+        for j in range(keys):
+            x = load(s, j * lanes) * spread(tile_v, j * width + i)
+            total += within(load(lo, 0), load(hi, 0), fill(x, j), x, fill(x, 0.0))
+        at = (panel * width + i) * lanes
+        store(panel_o, at, load(panel_o, at) * shrink + total)
+
+
 def attend(
     q: Any, k: Any, v: Any, begin: Any, end: Any, scale: float, cap: float, tile_kv: int, table: Any, o: Any, lse: Any
 ) -> None:
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
     q (rows, head_dim), o (rows, head_dim_v) and lse (rows) are contiguous, in the format that is computed with; k (kv_len,
-    head_dim) and v (kv_len, head_dim_v) have contiguous rows. ``scale`` and ``cap`` make logits of base 2: scale holds a factor
-    log2(e) where ``cap`` is 0; else the logit is cap * tanh of half of q.k * scale / log2(e), with log2(e) in cap.
+    head_dim) and v (kv_len, head_dim_v) have contiguous rows. The logit of base 2 is scale * q.k where cap is 0, and else
+    cap * tanh(scale * q.k / (2 log2(e))).
     """
     rows, head_dim = q.shape
     kv_len, head_dim_v = v.shape
@@ -226,93 +306,49 @@ def attend(
 
     panel_q = np.zeros(panels * head_dim * lanes, q.dtype)  # (panel, head_dim, lane)
     panel_o = np.zeros(panels * width * lanes, q.dtype)  # (panel, width, lane)
-    tile_k = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype)
-    tile_v = np.zeros(tile_kv * width, q.dtype)
-    s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)  # (key, lane): logits, then their powers
-    m = np.full(panels * lanes, -np.inf, q.dtype)
-    l = np.zeros(panels * lanes, q.dtype)
+    tile_k, tile_v = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype), np.zeros(tile_kv * width, q.dtype)
+    s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)
+    row_max, row_sum = np.full(panels * lanes, -np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
     lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
-    some_begin, some_end = np.zeros(panels, np.int64), np.zeros(panels, np.int64)  # keys that at least one row of a panel keeps
-    every_begin, every_end = np.zeros(panels, np.int64), np.zeros(panels, np.int64)  # keys that each of its rows keeps
-
     for row in range(rows):
         for i in range(head_dim):
             panel_q[row // lanes * head_dim * lanes + i * lanes + row % lanes] = q[row, i] * scale
-    lowest, highest = kv_len, 0
-    for panel in range(panels):
-        some_begin[panel] = every_end[panel] = kv_len
-        for row in range(panel * lanes, min(panel * lanes + lanes, rows)):
-            if begin[row] < end[row]:
-                some_begin[panel], some_end[panel] = min(some_begin[panel], begin[row]), max(some_end[panel], end[row])
-            every_begin[panel], every_end[panel] = max(every_begin[panel], begin[row]), min(every_end[panel], end[row])
-        lowest, highest = min(lowest, some_begin[panel]), max(highest, some_end[panel])
 
-    minus_infinity, zero = fill(load(m, 0), -np.inf), fill(load(m, 0), 0.0)
+    some_begin, some_end = np.full(panels, kv_len, np.int64), np.zeros(panels, np.int64)  # keys that a row of the panel keeps
+    every_begin, every_end = np.zeros(panels, np.int64), np.full(panels, kv_len, np.int64)  # keys that all its rows keep
+    lowest, highest = kv_len, 0
+    for row in range(rows):
+        panel = row // lanes
+        if begin[row] < end[row]:
+            some_begin[panel], some_end[panel] = min(some_begin[panel], begin[row]), max(some_end[panel], end[row])
+            lowest, highest = min(lowest, begin[row]), max(highest, end[row])
+        every_begin[panel], every_end[panel] = max(every_begin[panel], begin[row]), min(every_end[panel], end[row])
+
     for first in range(lowest // tile_kv * tile_kv, highest, tile_kv):
         keys = min(tile_kv, kv_len - first)
-        finite = True
-        for j in range(keys):
-            for i in range(head_dim):
-                tile_k[j * head_dim + i] = widen(cell(k, first + j, i), table)
-            for i in range(head_dim_v):
-                x = widen(cell(v, first + j, i), table)
-                tile_v[j * width + i] = x
-                finite &= x - x == 0
+        finite = fetch(k, v, first, keys, table, tile_k, tile_v, width)
         for panel in range(panels):
             if some_begin[panel] >= first + keys or some_end[panel] <= first:
                 continue
+            logits(tile_k, keys, panel_q, panel, head_dim, cap, s)
             masked = every_begin[panel] > first or every_end[panel] < first + keys
-
-            for j in range(0, keys, BLOCK):
-                sums = product(tile_k, j * head_dim, head_dim, 1, panel_q, panel * head_dim * lanes, head_dim)
-                for r in range(BLOCK):
-                    store(s, (j + r) * lanes, sums[r])
-            if cap != 0:
-                for j in range(keys):
-                    store(s, j * lanes, tanh(load(s, j * lanes)) * fill(zero, cap))
             if masked:
                 for lane in range(lanes):
                     row = panel * lanes + lane
                     lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < rows else (0, 0)
-                for j in range(keys):
-                    kept = within(load(lo, 0), load(hi, 0), fill(zero, j), load(s, j * lanes), minus_infinity)
-                    store(s, j * lanes, kept)
-
-            old = new = load(m, panel * lanes)
-            for j in range(keys):
-                x = load(s, j * lanes)
-                new = less(new, x, x, new)
-            store(m, panel * lanes, new)
-            new = less(minus_infinity, new, new, zero)  # no logit above -inf yet: -inf - 0 and not -inf - -inf
-            shrink = exp2(old - new)
-            total = zero
-            for j in range(keys):
-                x = exp2(load(s, j * lanes) - new)
-                total += x
-                store(s, j * lanes, x)
-            store(l, panel * lanes, load(l, panel * lanes) * shrink + total)
-
-            if finite or not masked:
-                for i in range(0, width, BLOCK):
-                    sums = product(tile_v, i, 1, width, s, 0, keys)
-                    for r in range(BLOCK):
-                        at = (panel * width + i + r) * lanes
-                        store(panel_o, at, load(panel_o, at) * shrink + sums[r])
-            else:  # 0 times a masked inf or NaN would be NaN
-                for i in range(head_dim_v):
-                    total = zero
-                    for j in range(keys):
-                        x = load(s, j * lanes) * spread(tile_v, j * width + i)
-                        total += within(load(lo, 0), load(hi, 0), fill(zero, j), x, zero)
-                    at = (panel * width + i) * lanes
-                    store(panel_o, at, load(panel_o, at) * shrink + total)
+                hide(s, keys, lo, hi)
+            shrink = softmax(s, keys, row_max, row_sum, panel)
+            if masked and not finite:
+                gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
+            else:
+                gather(s, keys, tile_v, width, shrink, panel_o, panel)
 
     for row in range(rows):
-        empty = l[row] == 0
-        lse[row] = -np.inf if empty else (m[row] + math.log2(l[row])) * math.log(2)
+        total = row_sum[row]
+        lse[row] = -np.inf if total == 0 else (row_max[row] + math.log2(total)) * math.log(2)
         for i in range(head_dim_v):
             x = panel_o[row // lanes * width * lanes + i * lanes + row % lanes]
-            o[row, i] = 0 if empty else x / l[row]
+            o[row, i] = 0 if total == 0 else x / total
 
 
 def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:

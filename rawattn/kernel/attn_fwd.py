@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+
+import numpy as np
 
 from ..compiler import Source
 from ..device import Device
@@ -98,24 +99,33 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
     return found
 
 
-def cost(config: Config, problem: Problem, device: Device) -> float:
-    """Estimated seconds, to compare configurations.
+# Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
+_CLOCK = 1.7e9  # per second, under load
+_UNHIDDEN = 0.4  # part of the exponentials' time that other warpgroups' products do not cover
+_STRIP = 90.0  # a warpgroup's step besides: hand-over, barriers, the gap between batches of products
+_STEP, _STEP_PER_KEY = 300.0, 12.5  # a step of a lone warpgroup: what no other warpgroup can shorten
+_WORK, _WORK_PER_COLUMN = 2400.0, 8.0  # first and last step of a query tile, and its store
+_LONE_Q = 2500.0  # more of it where the next Q cannot be loaded ahead
 
-    Per key tile of a block the tensor cores take 64 * tile_kv * (head_dim + head_dim_v) / 2048 clocks a warpgroup, the
-    exponentials 64 * tile_kv / 16 clocks, of which a warpgroup hides what another's products cover; a step costs some 250 clocks
-    besides, a query tile some 3000 for its first and last step and the store.
-    """
+
+def cost(config: Config, problem: Problem, device: Device) -> float:
+    """Estimated seconds, to compare configurations: for every query tile the clocks of its steps over key tiles, at the rate of
+    the tensor cores (4096 FLOP a clock) and the exponentials (16 a clock), and what a tile costs besides."""
     head_dim = -(-problem.head_dim // 16) * 16
-    products = config.consumers * 64 * config.tile_kv * (head_dim + problem.head_dim_v) / 2048
-    exponentials = config.consumers * 64 * config.tile_kv / 16
-    step = max(products, 0.9 * exponentials) + 0.1 * exponentials + 250 / config.consumers * (2 if config.stages < 2 else 1)
-    q_tiles = max(1, -(-problem.q_len // config.tile_q))
-    kv_tiles = problem.pairs / max(1, problem.q_len) / config.tile_kv
-    ragged = 0.5 * (config.tile_q - 64) / config.tile_kv + 0.5 if problem.pairs < 0.9 * problem.q_len * problem.kv_len else 0.0
-    overhead = 2200 if config.q_stages == 2 else 3000
-    tile = (math.ceil(kv_tiles) + ragged) * step + overhead
-    works = q_tiles * problem.heads * problem.batch
-    return max(works / device.units, 1.0) * tile / 1.6e9 + (tile / 1.6e9 if works > device.units else 0.0) * 0.5
+    strip = 64 * config.tile_kv * ((head_dim + problem.head_dim_v) / 2048 + _UNHIDDEN / 16) + _STRIP  # a warpgroup's step
+    latency = _STEP + config.tile_kv * (_STEP_PER_KEY + head_dim / 64)
+    q_len, kv_len = max(1, problem.q_len), problem.kv_len
+    first = np.unique(np.linspace(0, (q_len - 1) // config.tile_q, 64).astype(np.int64)) * config.tile_q  # of sampled query tiles
+    rows = np.minimum(first[:, None] + np.arange(0, config.tile_q + 1, 64), q_len)
+    begin = problem.mask.interval(np.minimum(rows[:, :-1], q_len - 1), q_len, kv_len)[0] // config.tile_kv
+    end = -(-problem.mask.interval(np.maximum(rows[:, 1:] - 1, 0), q_len, kv_len)[1] // config.tile_kv)
+    strips = np.where(rows[:, 1:] > rows[:, :-1], np.maximum(end - begin, 0), 0)  # key tiles of each 64 rows
+    work = np.maximum(strips.sum(1) * strip, strips.max(1) * latency)
+    work = work + _WORK + _WORK_PER_COLUMN * problem.head_dim_v + (_LONE_Q if config.q_stages == 1 else 0)
+    count = -(-q_len // config.tile_q) * problem.heads * problem.batch
+    even = work.max() < 1.05 * work.mean()
+    waves = -(-count // device.units) if even else max(1.0, count / device.units + 0.3)
+    return float(waves * work.mean()) / _CLOCK
 
 
 def choices(problem: Problem) -> dict[str, Choice]:
