@@ -1,12 +1,14 @@
 """The loops of the CPU path: attention for a tile of rows, in Numba, on vectors of lanes.
 
-``Lanes`` is a Numba type of our own: one vector of 64 bytes, which LLVM lays on whatever vector registers the machine has.
-Each lane is a row of q, so nothing is ever reduced across lanes, and a row's result does not depend on its neighbours. The
-products broadcast one number of K or V against a vector of lanes, ``BLOCK`` numbers at a time, their sums in registers: the
-register tile of BLIS (Van Zee and van de Geijn, ACM TOMS 41(3), 2015).
+``Lanes`` is a Numba type of our own: a vector of 64 bytes, which LLVM lays on whatever vector registers the machine has. Each
+lane is a row of q, so nothing is reduced across lanes, and a row's result does not depend on its neighbours. The products
+broadcast numbers of k or v against vectors of lanes, ``BLOCK`` sums at a time in registers: the register tile of BLIS (Van Zee
+and van de Geijn, ACM TOMS 41(3), 2015).
 
 Numba is imported here, so only ``cpu.py`` imports this file, and only for a call.
 """
+# mypy: ignore-errors
+# The types here are Numba's, inferred and checked by it.
 
 from __future__ import annotations
 
@@ -23,97 +25,98 @@ from numba import njit, types
 from numba.extending import intrinsic, models, overload, register_model
 
 BYTES = 64  # of a vector: two AVX registers, one of AVX-512, four of NEON
-BLOCK = 6  # sums of 64 bytes that a product keeps in registers: 12 of the 16 that AVX has
+BLOCK = 6  # vectors of sums that a product keeps in registers: 12 of the 16 that AVX has
 FUSE = ("contract",)  # a multiplication and an addition may become one instruction; nothing is reordered
 
 
 class Lanes(types.Type):
     """A vector of float32 or float64."""
 
-    def __init__(self, scalar: types.Float) -> None:
+    def __init__(self, scalar):
         self.scalar = scalar
         super().__init__(f"Lanes({scalar})")
 
 
 @register_model(Lanes)
 class LanesModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, lanes: Lanes) -> None:
+    def __init__(self, manager, lanes):
         scalar = manager.lookup(lanes.scalar).get_value_type()
         super().__init__(manager, lanes, ir.VectorType(scalar, BYTES * 8 // lanes.scalar.bitwidth))
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, to: Any = None) -> Any:
-    data = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
-    return data if to is None else builder.bitcast(data, to.as_pointer())
+def _pointer(context, builder, signature, args):
+    """To args[1] of the array args[0]."""
+    array = context.make_array(signature.args[0])(context, builder, args[0])
+    return builder.gep(array.data, [args[1]])
 
 
-def _broadcast(builder: Any, vector: Any, x: Any) -> Any:
+def _broadcast(builder, vector, x):
     i32, undefined = ir.IntType(32), ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, x, i32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(i32, vector.count), [0] * vector.count))
+    zeros = ir.Constant(ir.VectorType(i32, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(builder.insert_element(undefined, x, i32(0)), undefined, zeros)
 
 
 @intrinsic
-def load(typing: Any, array: Any, index: Any) -> Any:
-    """The vector that begins at array[index]."""
+def load(typing, array, index):
+    """The vector that begins at array[index], which is flat."""
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = context.get_value_type(signature.return_type)
-        return builder.load(_address(context, builder, array, *args, to=vector), align=array.dtype.bitwidth // 8)
+    def emit(context, builder, signature, args):
+        vector = context.get_value_type(signature.return_type).as_pointer()
+        return builder.load(builder.bitcast(_pointer(context, builder, signature, args), vector), align=array.dtype.bitwidth // 8)
 
     return Lanes(array.dtype)(array, types.intp), emit
 
 
 @intrinsic
-def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
-    """Write x to where array[index] begins."""
+def store(typing, array, index, x):
+    """Writes the vector x to where array[index] begins."""
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to = _address(context, builder, array, *args[:2], to=args[2].type)
-        builder.store(args[2], to, align=array.dtype.bitwidth // 8)
+    def emit(context, builder, signature, args):
+        pointer = builder.bitcast(_pointer(context, builder, signature, args), args[2].type.as_pointer())
+        builder.store(args[2], pointer, align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, x), emit
 
 
 @intrinsic
-def spread(typing: Any, array: Any, index: Any) -> Any:
+def spread(typing, array, index):
     """array[index] in every lane."""
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = builder.load(_address(context, builder, array, *args))
+    def emit(context, builder, signature, args):
+        number = builder.load(_pointer(context, builder, signature, args))
         return _broadcast(builder, context.get_value_type(signature.return_type), number)
 
     return Lanes(array.dtype)(array, types.intp), emit
 
 
 @intrinsic
-def fill(typing: Any, like: Any, x: Any) -> Any:
+def fill(typing, like, x):
     """The number x in every lane of a vector such as ``like``."""
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def emit(context, builder, signature, args):
         return _broadcast(builder, args[0].type, context.cast(builder, args[1], x, like.scalar))
 
     return like(like, x), emit
 
 
 @intrinsic
-def less(typing: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
-    """x where a < b, else y, also where a or b is NaN."""
+def less(typing, a, b, x, y):
+    """x where a < b, else y; so y where a or b is NaN."""
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def emit(context, builder, signature, args):
         return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
 
     return a(a, a, a, a), emit
 
 
-def _operator(op: Any, instruction: str) -> None:
+def _operator(op, instruction):
     @intrinsic
-    def apply(typing: Any, a: Any, b: Any) -> Any:
+    def apply(typing, a, b):
         return a(a, b), lambda context, builder, signature, args: getattr(builder, instruction)(*args, flags=FUSE)
 
-    @overload(op, strict=False)
-    def typed(a: Any, b: Any) -> Any:
+    @overload(op)
+    def typed(a, b):
         return (lambda a, b: apply(a, b)) if isinstance(a, Lanes) and a == b else None
 
 
@@ -121,80 +124,81 @@ for _op, _instruction in {"add": "fadd", "iadd": "fadd", "sub": "fsub", "mul": "
     _operator(getattr(operator, _op), _instruction)
 
 
-def _exp2(minus_one: bool) -> Any:
+def _exp2(minus_one):
     @intrinsic
-    def power(typing: Any, x: Any) -> Any:
+    def power(typing, x):
         bits, mantissa, bias, degree = (32, 23, 127, 7) if x.scalar == types.float32 else (64, 52, 1023, 13)
 
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def constant(value: float, kind: Any = args[0].type) -> Any:
+        def emit(context, builder, signature, args):
+            vector = args[0].type
+            integers = ir.VectorType(ir.IntType(bits), vector.count)
+
+            def constant(value, kind=vector):
                 return ir.Constant(kind, [value] * kind.count)
 
-            def fma(a: Any, b: Any, c: Any) -> Any:
+            def fma(a, b, c):
                 return builder.fadd(builder.fmul(a, b, flags=FUSE), c, flags=FUSE)
 
-            integer = ir.VectorType(ir.IntType(bits), args[0].type.count)
-            low, round_bits = constant(-float(bias)), constant(1.5 * 2.0**mantissa)
-            clamped = builder.select(builder.fcmp_ordered("<", args[0], low), low, args[0])  # 2^low becomes 0; NaN stays
-            shifted = builder.fadd(clamped, round_bits)  # the nearest integer n is in the low bits
-            fraction = builder.fsub(clamped, builder.fsub(shifted, round_bits))
+            low, rounder = constant(-float(bias)), constant(1.5 * 2.0**mantissa)
+            y = builder.select(builder.fcmp_ordered("<", args[0], low), low, args[0])  # NaN stays
+            shifted = builder.fadd(y, rounder)  # n, the integer next to y, is in its low bits
+            fraction = builder.fsub(y, builder.fsub(shifted, rounder))
             taylor = [math.log(2) ** k / math.factorial(k) for k in range(1, degree + 1)]  # |fraction| <= 1/2
             rest = constant(taylor[-1])
             for coefficient in taylor[-2::-1]:
                 rest = fma(rest, fraction, constant(coefficient))
-            rest = builder.fmul(rest, fraction)
-            exponent = builder.add(builder.bitcast(shifted, integer), constant(bias, integer))
-            two_n = builder.bitcast(builder.shl(exponent, constant(mantissa, integer)), args[0].type)
-            return fma(rest, two_n, builder.fsub(two_n, constant(1.0)) if minus_one else two_n)
+            exponent = builder.add(builder.bitcast(shifted, integers), constant(bias, integers))
+            two_n = builder.bitcast(builder.shl(exponent, constant(mantissa, integers)), vector)  # 0 for y = low
+            return fma(builder.fmul(rest, fraction), two_n, builder.fsub(two_n, constant(1.0)) if minus_one else two_n)
 
         return x(x), emit
 
     return power
 
 
-exp2 = _exp2(False)  # 2^x for x < 128, to an ulp or two; exactly 1 at 0 and 0 below -126
-exp2m1 = _exp2(True)  # 2^x - 1, without cancellation near 0
+exp2 = _exp2(False)  # 2^x for x < 128, to two units in the last place; 1 for 0, and 0 below -126
+exp2m1 = _exp2(True)  # 2^x - 1, as exact near 0
 
 
 @njit(forceinline=True)
-def tanh(x: Any) -> Any:
+def tanh(x):
+    """Hyperbolic tangent of x / (2 log2(e))."""
     high = fill(x, 64.0)
-    e = exp2m1(less(high, x, high, x))  # x comes multiplied by 2 log2(e)
+    e = exp2m1(less(high, x, high, x))
     return e / (e + fill(x, 2.0))
 
 
 @njit(forceinline=True)
-def within(lo: Any, hi: Any, position: Any, x: Any, other: Any) -> Any:
+def within(lo, hi, position, x, other):
     """x in the lanes with lo <= position < hi, else other."""
     return less(position, lo, other, less(position, hi, x, other))
 
 
 @intrinsic
-def cell(typing: Any, array: Any, row: Any, column: Any) -> Any:
-    """array[row, column], known to LLVM to be contiguous along the row, which vectorises the loops over it."""
+def cell(typing, array, row, column):
+    """array[row, column], where LLVM knows that rows are contiguous, and vectorises."""
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def emit(context, builder, signature, args):
         view = context.make_array(array)(context, builder, args[0])
-        step = builder.mul(builder.extract_value(view.strides, 0), args[1])
-        start = builder.inttoptr(builder.add(builder.ptrtoint(view.data, step.type), step), view.data.type)
+        offset = builder.mul(builder.extract_value(view.strides, 0), args[1])
+        start = builder.inttoptr(builder.add(builder.ptrtoint(view.data, offset.type), offset), view.data.type)
         return builder.load(builder.gep(start, [args[2]]), align=1)
 
     return array.dtype(array, types.intp, types.intp), emit
 
 
-def widen(x: Any, table: Any) -> Any:
-    """x as a number to compute with: 16-bit formats come as their bits and are looked up."""
-    raise NotImplementedError
+def widen(x, table):
+    """x as a number to compute with; 16-bit formats come as their bits, and are looked up."""
 
 
-@overload(widen, strict=False)
-def _widen(x: Any, table: Any) -> Any:
+@overload(widen)
+def _widen(x, table):
     return (lambda x, table: table[x]) if isinstance(x, types.Integer) else (lambda x, table: x)
 
 
 @njit(forceinline=True)
-def product(a: Any, first: int, row: int, column: int, b: Any, panel: int, depth: int) -> Any:
-    """BLOCK rows of a b: sums over i < depth of a[first + r row + i column] times the i-th vector of b from b[panel]."""
+def product(a, first, row, column, b, panel, depth):
+    """For r < BLOCK, the sum over i < depth of a[first + r row + i column] times the i-th vector from b[panel] on."""
     lanes = BYTES // a.itemsize
     s0 = s1 = s2 = s3 = s4 = s5 = fill(load(b, panel), 0.0)
     for i in range(depth):
@@ -210,8 +214,8 @@ def product(a: Any, first: int, row: int, column: int, b: Any, panel: int, depth
 
 
 @njit
-def fetch(k: Any, v: Any, first: int, keys: int, table: Any, tile_k: Any, tile_v: Any, width: int) -> bool:
-    """Brings keys into tile_k (key, head_dim) and values into tile_v (key, width); whether the values are finite."""
+def fetch(k, v, first, keys, table, tile_k, tile_v, width):
+    """Brings keys to tile_k (key, head_dim) and values to tile_v (key, width); whether the values are finite."""
     finite = True
     for j in range(keys):
         for i in range(k.shape[1]):
@@ -224,8 +228,8 @@ def fetch(k: Any, v: Any, first: int, keys: int, table: Any, tile_k: Any, tile_v
 
 
 @njit
-def logits(tile_k: Any, keys: int, panel_q: Any, panel: int, head_dim: int, cap: float, s: Any) -> None:
-    """s (key, lane) of a panel, in base 2."""
+def logits(tile_k, keys, panel_q, panel, head_dim, cap, s):
+    """Writes the logits, of base 2, of a panel: s (key, lane)."""
     lanes = BYTES // s.itemsize
     for j in range(0, keys, BLOCK):
         sums = product(tile_k, j * head_dim, head_dim, 1, panel_q, panel * head_dim * lanes, head_dim)
@@ -238,8 +242,8 @@ def logits(tile_k: Any, keys: int, panel_q: Any, panel: int, head_dim: int, cap:
 
 
 @njit
-def hide(s: Any, keys: int, lo: Any, hi: Any) -> None:
-    """-inf for the keys before lo and from hi on, in each lane."""
+def hide(s, keys, lo, hi):
+    """Writes -inf to s for the keys before lo and from hi on, in each lane."""
     lanes = BYTES // s.itemsize
     for j in range(keys):
         x = load(s, j * lanes)
@@ -247,15 +251,15 @@ def hide(s: Any, keys: int, lo: Any, hi: Any) -> None:
 
 
 @njit
-def softmax(s: Any, keys: int, row_max: Any, row_sum: Any, panel: int) -> Any:
-    """Powers of the logits s, in place, below the new maximum; the factor that the earlier sums shrink by."""
+def softmax(s, keys, row_max, row_sum, panel):
+    """Turns the logits s to powers below the new maximum; gives the factor by which earlier sums shrink."""
     lanes = BYTES // s.itemsize
     old = new = load(row_max, panel * lanes)
     for j in range(keys):
         x = load(s, j * lanes)
         new = less(new, x, x, new)
     store(row_max, panel * lanes, new)
-    new = less(fill(new, -np.inf), new, new, fill(new, 0.0))  # where all is -inf so far: -inf - 0, and not -inf - -inf
+    new = less(fill(new, -np.inf), new, new, fill(new, 0.0))  # while all is -inf: -inf - 0, and not -inf - -inf
     shrink, total = exp2(old - new), fill(new, 0.0)
     for j in range(keys):
         x = exp2(load(s, j * lanes) - new)
@@ -266,8 +270,8 @@ def softmax(s: Any, keys: int, row_max: Any, row_sum: Any, panel: int) -> Any:
 
 
 @njit
-def gather(s: Any, keys: int, tile_v: Any, width: int, shrink: Any, panel_o: Any, panel: int) -> None:
-    """Adds the values, weighted by s, to the shrunken panel_o (panel, width, lane)."""
+def gather(s, keys, tile_v, width, shrink, panel_o, panel):
+    """Shrinks panel_o (panel, width, lane), and adds the values, weighted by s."""
     lanes = BYTES // s.itemsize
     for i in range(0, width, BLOCK):
         sums = product(tile_v, i, 1, width, s, 0, keys)
@@ -277,8 +281,8 @@ def gather(s: Any, keys: int, tile_v: Any, width: int, shrink: Any, panel_o: Any
 
 
 @njit
-def gather_kept(s: Any, keys: int, tile_v: Any, width: int, shrink: Any, panel_o: Any, panel: int, lo: Any, hi: Any) -> None:
-    """``gather`` where a masked value is inf or NaN, which 0 times it must not bring in."""
+def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
+    """``gather`` where some value is inf or NaN, and 0 times it must not count."""
     lanes = BYTES // s.itemsize
     for i in range(width):
         total = fill(shrink, 0.0)
@@ -289,9 +293,7 @@ def gather_kept(s: Any, keys: int, tile_v: Any, width: int, shrink: Any, panel_o
         store(panel_o, at, load(panel_o, at) * shrink + total)
 
 
-def attend(
-    q: Any, k: Any, v: Any, begin: Any, end: Any, scale: float, cap: float, tile_kv: int, table: Any, o: Any, lse: Any
-) -> None:
+def attend(q, k, v, begin, end, scale, cap, tile_kv, table, o, lse):
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
     q (rows, head_dim), o (rows, head_dim_v) and lse (rows) are contiguous, in the format that is computed with; k (kv_len,
@@ -305,20 +307,18 @@ def attend(
     width = (head_dim_v + BLOCK - 1) // BLOCK * BLOCK
 
     panel_q = np.zeros(panels * head_dim * lanes, q.dtype)  # (panel, head_dim, lane)
-    panel_o = np.zeros(panels * width * lanes, q.dtype)  # (panel, width, lane)
+    panel_o = np.zeros(panels * width * lanes, q.dtype)
     tile_k, tile_v = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype), np.zeros(tile_kv * width, q.dtype)
     s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)
     row_max, row_sum = np.full(panels * lanes, -np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
     lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
-    for row in range(rows):
-        for i in range(head_dim):
-            panel_q[row // lanes * head_dim * lanes + i * lanes + row % lanes] = q[row, i] * scale
-
     some_begin, some_end = np.full(panels, kv_len, np.int64), np.zeros(panels, np.int64)  # keys that a row of the panel keeps
     every_begin, every_end = np.zeros(panels, np.int64), np.full(panels, kv_len, np.int64)  # keys that all its rows keep
     lowest, highest = kv_len, 0
     for row in range(rows):
-        panel = row // lanes
+        panel, lane = row // lanes, row % lanes
+        for i in range(head_dim):
+            panel_q[(panel * head_dim + i) * lanes + lane] = q[row, i] * scale
         if begin[row] < end[row]:
             some_begin[panel], some_end[panel] = min(some_begin[panel], begin[row]), max(some_end[panel], end[row])
             lowest, highest = min(lowest, begin[row]), max(highest, end[row])
@@ -347,26 +347,29 @@ def attend(
         total = row_sum[row]
         lse[row] = -np.inf if total == 0 else (row_max[row] + math.log2(total)) * math.log(2)
         for i in range(head_dim_v):
-            x = panel_o[row // lanes * width * lanes + i * lanes + row % lanes]
-            o[row, i] = 0 if total == 0 else x / total
+            o[row, i] = 0 if total == 0 else panel_o[(row // lanes * width + i) * lanes + row % lanes] / total
 
 
 def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:
-    """``attend`` for k and v of the NumPy dtype ``storage``, computed in ``number``: about five seconds, or read from ``folder``.
+    """``attend`` for k and v of the NumPy dtype ``storage``, computed in ``number``: some five seconds, or read from ``folder``.
 
-    Numba keeps its entries in files of one index each, which processes that compile different things overwrite for each other;
-    hence a folder for each.
+    Numba keeps its entries in files with one index, which processes that compile different things overwrite for each other; hence
+    a folder for each.
     """
-    config, saved = numba.config, numba.config.CACHE_DIR
+    saved = numba.config.CACHE_DIR
     if folder is not None:
-        config.CACHE_DIR = str(folder / "-".join((storage, numba.__version__, llvmlite.binding.get_host_cpu_name())))
+        numba.config.CACHE_DIR = str(folder / "-".join((storage, numba.__version__, llvmlite.binding.get_host_cpu_name())))
     try:
         loops = njit(nogil=True, cache=folder is not None)(attend)
     finally:
-        config.CACHE_DIR = saved
-    x, y = getattr(types, number), getattr(types, storage)
-    row, rows, bounds = types.Array(x, 1, "C"), types.Array(x, 2, "C"), types.Array(types.int64, 1, "C")
-    kv = types.Array(y, 2, "A", readonly=True, aligned=False)  # what every array of two dimensions may be passed as
+        numba.config.CACHE_DIR = saved
+    x, row, rows = (
+        getattr(types, number),
+        types.Array(getattr(types, number), 1, "C"),
+        types.Array(getattr(types, number), 2, "C"),
+    )
+    kv = types.Array(getattr(types, storage), 2, "A", readonly=True, aligned=False)  # what any array may be passed as
+    bounds = types.Array(types.int64, 1, "C")
     loops.compile((rows, kv, kv, bounds, bounds, x, x, types.intp, row, rows, row))
     loops.disable_compile()
     return loops

@@ -15,7 +15,7 @@ struct Softmax {
 
     // Finite, so that a row without a key needs no special case, and far above -FLT_MAX when scaled.
     __device__ explicit Softmax(float scale_log2)
-        : scale_log2(scale_log2), lag(lag_log2 / scale_log2), max{-1e37f / fmaxf(1.f, scale_log2), max[0]}, sum{0.f, 0.f} {}
+        : scale_log2(scale_log2), lag(lag_log2 * ptx::reciprocal(scale_log2)), max{-1e37f * ptx::reciprocal(fmaxf(1.f, scale_log2)), max[0]}, sum{0.f, 0.f} {}
 
     // Replaces s by exp2(scale_log2 * (s - max)). True, in the whole warp, when the reference moved.
     template <int n>

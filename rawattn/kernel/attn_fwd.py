@@ -159,11 +159,18 @@ def render(problem: Problem, config: Config) -> Source:
     return source(file, config_header(constants, fields(problem), products, choices(problem)), arch)
 
 
-def head_group(problem: Problem, device: Device) -> int:
-    """Query heads whose tiles are taken together, so that their keys and values (at most 32 MB of the 50 MB L2) stay in L2."""
-    per_head = problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize
-    kv_heads = max(1, int(0.64 * device.l2_bytes) // max(1, per_head))
-    return min(kv_heads * problem.heads_per_kv, problem.heads * problem.batch)
+def head_groups(problem: Problem, config: Config, device: Device) -> tuple[int, int]:
+    """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs them, and
+    the number of such groups before the last one, which takes the rest: enough tiles for every multiprocessor to even out."""
+    heads, q_tiles = problem.heads * problem.batch, -(-problem.q_len // config.tile_q)
+    kv_bytes = problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize
+    group = min(max(1, GROUP_BYTES // max(1, kv_bytes)) * problem.heads_per_kv, heads)
+    last = min(-(-LAST_TILES * device.units // max(1, q_tiles)), heads)
+    return group, max(0, heads - max(last, 1)) // group
+
+
+GROUP_BYTES = 8 << 20
+LAST_TILES = 4
 
 
 def values(problem: Problem, config: Config, device: Device) -> dict[str, float]:
@@ -178,8 +185,9 @@ def values(problem: Problem, config: Config, device: Device) -> dict[str, float]
     }
     if problem.varlen:
         return found | {"total_q": problem.total_q}
-    q_tiles = -(-problem.q_len // config.tile_q)
-    return found | {"q_len": problem.q_len, "kv_len": problem.kv_len, "q_tiles": q_tiles, "head_group": head_group(problem, device)}
+    found |= {"q_len": problem.q_len, "kv_len": problem.kv_len, "q_tiles": -(-problem.q_len // config.tile_q)}
+    found["head_group"], found["last_group"] = head_groups(problem, config, device)
+    return found
 
 
 def grid(problem: Problem, config: Config, device: Device) -> int:

@@ -17,7 +17,7 @@ class LongestFirst(Choice):
 
     @property
     def fields(self) -> Fields:
-        return (("counter", "i32*"), ("batches", "i32"), ("q_tiles", "i32"), ("head_group", "i32"))
+        return (("counter", "i32*"), ("batches", "i32"), ("q_tiles", "i32"), ("head_group", "i32"), ("last_group", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ struct StoreO {
         const u32 lane = threadIdx.x % 4;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float total = softmax.total(r), inverse = total == 0.f ? 0.f : 1.f / total;
+            const float total = softmax.total(r), inverse = total == 0.f ? 0.f : ptx::reciprocal(total);
             Element* out = args.o + rows.o_offset(args, row + 8 * r, head);
 #pragma unroll
             for (int first = 0; first < groups; first += 4) {

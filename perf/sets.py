@@ -1,0 +1,122 @@
+"""Named sets of cases, and what a timing says about a case: a short label, its floating-point operations and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from rawattn.testing import Case
+from rawattn.variant.mask import kept_pairs
+
+MASKS = (False, True)  # causal
+
+
+def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
+    """A case with one length and one head_dim unless ``more`` says otherwise."""
+    fields = {"q_len": length, "kv_len": length, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "head_dim_v": head_dim}
+    return Case(batch=batch, causal=causal, **{**fields, **more})
+
+
+def paper() -> list[Case]:
+    """The grid of the FlashAttention papers: 16k tokens, hidden size 2048."""
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    return [dense(16384 // s, s, 2048 // d, d, causal) for d in (64, 128, 256) for s in lengths for causal in MASKS]
+
+
+def small() -> list[Case]:
+    return [dense(b, s, h, 64, causal) for b, s, h in ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16)) for causal in MASKS]
+
+
+def seeds() -> list[Case]:
+    return [dense(16, 4096, 96, d, causal) for d in (128, 64) for causal in MASKS] + small()
+
+
+def gqa() -> list[Case]:
+    """Grouped heads, windows, softcap: the options that models use."""
+    grouped = [dense(4, 4096, 32, 128, causal, kv_heads=kv_heads) for kv_heads in (8, 1) for causal in MASKS]
+    window = [dense(1, 16384, 16, 128, True, window=(1024, 0)), dense(4, 4096, 32, 128, True, kv_heads=8, window=(1024, 0))]
+    return grouped + window + [dense(4, 4096, 16, 128, causal, softcap=30.0) for causal in MASKS]
+
+
+def varlen() -> list[Case]:
+    """16k tokens cut log-normally into sequences, causal."""
+    return [packed(count, head_dim) for head_dim in (128, 64) for count in (8, 16, 32, 64)]
+
+
+def packed(count: int, head_dim: int, tokens: int = 16384, seed: int = 0) -> Case:
+    """Causal attention of ``count`` sequences whose lengths are log-normal with sigma 1 and sum to ``tokens``."""
+    weights = np.random.default_rng([seed, count]).lognormal(sigma=1.0, size=count)
+    cuts = np.round(np.cumsum(weights) / weights.sum() * tokens).astype(int)
+    lengths = tuple((int(n), int(n)) for n in np.diff(cuts, prepend=0))
+    heads = 2048 // head_dim
+    return Case(heads=heads, kv_heads=heads, head_dim=head_dim, head_dim_v=head_dim, causal=True, lengths=lengths)
+
+
+def heads() -> list[Case]:
+    """Head sizes that are no power of two."""
+    dims = ((80, 80), (96, 96), (112, 112), (192, 192), (192, 128))
+    shapes = ((4, 4096), (1, 16384))
+    return [dense(b, s, 16, d, causal, head_dim_v=dv) for d, dv in dims for b, s in shapes for causal in MASKS]
+
+
+def smoke() -> list[Case]:
+    """Three cases that say in seconds whether everything works."""
+    return [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)]
+
+
+SETS = {function.__name__: function for function in (seeds, paper, gqa, varlen, small, heads, smoke)}
+
+
+def load(names: str, file: str | None) -> list[Case]:
+    """The cases of comma-separated sets, and of a JSON file: a list of objects with the fields of ``rawattn.testing.Case``."""
+    cases = [case for name in filter(None, names.split(",")) for case in SETS[name]()]
+    if file:
+        cases += [from_json(entry) for entry in json.loads(pathlib.Path(file).read_text())]
+    return cases
+
+
+def from_json(fields: dict[str, Any]) -> Case:
+    """A case from what ``to_json`` gave."""
+    tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    if "lengths" in tuples:
+        tuples["lengths"] = tuple(map(tuple, tuples["lengths"]))
+    return Case(**{**fields, **tuples})
+
+
+def to_json(case: Case) -> dict[str, Any]:
+    """The fields that are not the defaults, as JSON can hold them. Raises TypeError for a case with a mask object."""
+    if case.mask is not None:
+        raise TypeError(f"{case.mask} cannot be written; cases for timing say causal and window")
+    return {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if getattr(case, f.name) != f.default}
+
+
+def label(case: Case) -> str:
+    """A case in a few characters, such as ``16x1024 h16 d128 causal``."""
+    length = f"{case.q_len}" if case.q_len == case.kv_len else f"{case.q_len}:{case.kv_len}"
+    shape = f"{len(case.lengths)} seqs" if case.lengths is not None else f"{case.batch}x{length}"
+    count = f"h{case.heads}" if case.heads == case.kv_heads else f"h{case.heads}/{case.kv_heads}"
+    dim = f"d{case.head_dim}" if case.head_dim == case.head_dim_v else f"d{case.head_dim}/{case.head_dim_v}"
+    return " ".join(filter(None, [shape, count, dim, mask_label(case), "" if case.dtype == "bf16" else case.dtype]))
+
+
+def mask_label(case: Case) -> str:
+    parts = ["causal" if case.causal else "full" if case.window is None else ""]
+    parts += [f"window{','.join(map(str, case.window))}"] if case.window is not None else []
+    parts += [f"softcap{case.softcap:g}"] if case.softcap is not None else []
+    return "+".join(filter(None, parts))
+
+
+def flops(case: Case) -> int:
+    """Multiplications and additions of both products over the pairs that the mask keeps, counted for every sequence."""
+    lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
+    kept = {pair: kept_pairs(case.problem.mask, *pair) for pair in set(lengths)}
+    return 2 * (case.head_dim + case.head_dim_v) * case.heads * sum(kept[pair] for pair in lengths)
+
+
+def least_bytes(case: Case) -> int:
+    """Bytes of q, k, v and o, each once."""
+    return dataclasses.replace(case.problem, return_lse=False).bytes

@@ -1,0 +1,190 @@
+"""How GPU work is timed: CUDA events behind a spin, graph replay, host clocks, and the two protocols.
+
+- **burst**: rounds of about 12 ms after 20 ms of rest, contenders interleaved in a shuffled order: the clock is high, as it is
+  for a kernel among others.
+- **sustained**: each contender alone under continuous load for a second after 0.3 s of warm-up, shuffled: power sets the clock,
+  as it does in training.
+
+A spin on the GPU goes ahead of each burst, so that launches queue up behind it and no launch cost enters. Calls too short for
+events (a few microseconds of overhead each) are captured in a graph of ``GRAPH_LAUNCHES`` and the graph's replay is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import time
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+GRAPH_BELOW_US = 60.0  # calls shorter than this are timed in graphs
+GRAPH_LAUNCHES = 20
+MOST_ISSUES = 300  # in a burst: a stream takes about a thousand launches and events ahead
+
+Rounds = list[list[float]]  # microseconds of each launch, by round
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One contender on one case: ``run`` issues the work and gives its output, which ``view`` shows as (..., length, heads, dim)."""
+
+    run: Callable[[], Any]
+    view: Callable[[Any], Any] = lambda output: output
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # around all runs
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A call made ready to be timed: one ``issue`` is ``launches`` runs of it, each about ``us`` long."""
+
+    issue: Callable[[], Any]
+    context: Callable[[], contextlib.AbstractContextManager[Any]]
+    us: float
+    host_us: float  # of one issue
+    launches: int = 1
+
+
+class Clock(typing.Protocol):
+    """What the protocols need of a device."""
+
+    def rest(self, seconds: float) -> None: ...
+    def burst(self, load: Load, seconds: float) -> list[float]: ...
+    def sustain(self, load: Load, warm_up: float, seconds: float) -> list[float]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """Parameters of a protocol; ``rounds`` of all contenders, each ``seconds`` long."""
+
+    name: str
+    rounds: int
+    seconds: float
+    before: float  # seconds: rest for burst, warm-up for sustained
+
+
+BURST = Protocol("burst", 5, 0.012, 0.020)
+SUSTAINED = Protocol("sustained", 3, 1.0, 0.3)
+PROTOCOLS = {protocol.name: protocol for protocol in (BURST, SUSTAINED)}
+
+
+def race(clock: Clock, loads: dict[str, Load], protocol: Protocol, seed: int = 0) -> dict[str, Rounds]:
+    """Times of each contender, by round; the order is shuffled in every round."""
+    times: dict[str, Rounds] = {name: [] for name in loads}
+    shuffle = random.Random(seed)
+    for _ in range(protocol.rounds):
+        for name in shuffle.sample(list(loads), len(loads)):
+            with loads[name].context():
+                if protocol.name == "burst":
+                    clock.rest(protocol.before)
+                    times[name].append(clock.burst(loads[name], protocol.seconds))
+                else:
+                    times[name].append(clock.sustain(loads[name], protocol.before, protocol.seconds))
+    return times
+
+
+class Gpu:
+    """The current CUDA device, by torch's events."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.spin_per_us = 1.98e3  # clock cycles of torch.cuda._sleep; a lower clock spins longer, which does no harm
+
+    def rest(self, seconds: float) -> None:
+        self.torch.cuda.synchronize()
+        time.sleep(seconds)
+
+    def _event(self) -> Any:
+        return self.torch.cuda.Event(enable_timing=True)
+
+    def burst(self, load: Load, seconds: float) -> list[float]:
+        """Microseconds of each launch of as many as fill the seconds, three issues at least."""
+        issues = int(np.clip(seconds * 1e6 / (load.us * load.launches), 3, MOST_ISSUES))
+        events = [self._event() for _ in range(issues + 1)]
+        self.torch.cuda._sleep(int(min(1.5 * issues * load.host_us + 100, 30_000) * self.spin_per_us))
+        events[0].record()
+        for event in events[1:]:
+            load.issue()
+            event.record()
+        self.torch.cuda.synchronize()
+        return [a.elapsed_time(b) * 1e3 / load.launches for a, b in zip(events, events[1:], strict=False)]
+
+    def sustain(self, load: Load, warm_up: float, seconds: float) -> list[float]:
+        """Microseconds of a launch, as the mean of each 10 ms of load after the warm-up. The GPU never waits for the host."""
+        issues = max(1, round(10e3 / (load.us * load.launches)))
+        events = [self._event()]
+        self.torch.cuda.synchronize()
+        events[0].record()
+        while len(events) < 4 or events[0].elapsed_time(events[-3]) < (warm_up + seconds) * 1e3:
+            for _ in range(issues):
+                load.issue()
+            events.append(self._event())
+            events[-1].record()
+            if len(events) > 3:
+                events[-3].synchronize()
+        self.torch.cuda.synchronize()
+        warm = [event for event in events if events[0].elapsed_time(event) >= warm_up * 1e3]
+        return [a.elapsed_time(b) * 1e3 / (issues * load.launches) for a, b in zip(warm, warm[1:], strict=False)]
+
+    def load(self, call: Call) -> Load:
+        """A call, warmed up, with estimates of what it costs."""
+        with call.context():
+            for _ in range(2):
+                call.run()
+            self.torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call.run()
+            host_us = (time.perf_counter() - begin) * 1e6
+            us = float(np.median(self.burst(Load(call.run, call.context, 1e9, host_us), 0.0)))
+        return Load(call.run, call.context, us, host_us)
+
+    def graph(self, call: Call, launches: int = GRAPH_LAUNCHES) -> Load:
+        """The same captured in a graph."""
+        graph, stream = self.torch.cuda.CUDAGraph(), self.torch.cuda.Stream()
+        stream.wait_stream(self.torch.cuda.current_stream())
+        with call.context(), self.torch.cuda.stream(stream):
+            call.run()  # what a library allocates for a new stream, it may not allocate in a capture
+            stream.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for _ in range(launches):
+                    call.run()
+            finally:
+                graph.capture_end()
+        graph.replay()
+        self.torch.cuda.synchronize()
+        load = Load(graph.replay, contextlib.nullcontext, 1e9, 50.0, launches)
+        return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
+
+    def host_us(self, run: Callable[[], Any], us: float) -> float:
+        """Median microseconds that the host spends in a call, the GPU never far behind."""
+        samples = []
+        self.torch.cuda.synchronize()
+        for _ in range(int(np.clip(12e3 / us, 15, 200))):
+            begin = time.perf_counter_ns()
+            run()
+            samples.append((time.perf_counter_ns() - begin) / 1e3)
+        self.torch.cuda.synchronize()
+        return float(np.median(samples))
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        """Memory that a call takes at most, its output included, as torch's allocator counts it."""
+        self.torch.cuda.synchronize()
+        self.torch.cuda.reset_peak_memory_stats()
+        before = self.torch.cuda.memory_allocated()
+        output = run()
+        self.torch.cuda.synchronize()
+        del output
+        return self.torch.cuda.max_memory_allocated() - before
+
+
+def spread(rounds: Sequence[Sequence[float]]) -> float:
+    """How far the rounds' medians lie apart, as a part of their median: the run's own noise."""
+    medians = [float(np.median(samples)) for samples in rounds]
+    return (max(medians) - min(medians)) / float(np.median(medians))
