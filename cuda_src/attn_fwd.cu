@@ -15,7 +15,7 @@
 //
 // A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
 
-#include "config.cuh"  // rendered: cfg, Tensor, Args, QkMma, PvMma, and the choices Element, Rows, Mask, Score, Kv, Schedule, Store
+#include "config.cuh"  // rendered: cfg, MappedTensor, Args, QkMma, PvMma, and the choices Element, Rows, Mask, Score, Kv, Schedule, Store
 #include "ptx/barrier.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
@@ -79,7 +79,7 @@ struct Producer {
         smem.q_full[q.stage].arrive_expect(QTile::bytes);
 #pragma unroll
         for (int panel = 0; panel < QTile::panels; ++panel)
-            rows.q.load(smem.q[q.stage].data[panel], args.q, smem.q_full[q.stage], panel * 64, work.q_begin, work.head);
+            args.q.load(smem.q[q.stage].data[panel], smem.q_full[q.stage], rows.q, panel * 64, work.q_begin, work.head);
         q.advance();
     }
     __device__ void load_v(const Kv& kv, i32 tile) {

@@ -13,7 +13,7 @@ from .choose import Choice, choose
 from .errors import ProblemError
 from .plan import Inputs, Plan
 from .problem import Problem, make_mask, make_scale, make_score
-from .tma import misfit
+from .tma import misaligned, misfit
 from .variant.element import ELEMENTS
 from .variant.mask import Mask
 from .variant.score import Score
@@ -176,15 +176,15 @@ def make_problem(
         raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
     batch, q_len, kv_len = (q.shape[0], q.shape[1], k.shape[1]) if lengths is None else (_batch(inputs), *_lengths(lengths))
     element = ELEMENTS[q.dtype]
-    named = (("q", q), ("k", k), ("v", v))
-    reasons = (misfit(name, x.shape, x.strides, element.itemsize, x.pointer) for name, x in named if x.device != arrays.CPU)
+    places = [(n, x.shape, x.strides, element.itemsize, x.pointer) for n, x in (("q", q), ("k", k), ("v", v)) if x.device != arrays.CPU]
     if not isinstance(return_lse, bool):
         raise ProblemError(f"return_lse is {return_lse!r}; it must be True or False.")
     return Problem(
         element=element, batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=k.shape[-2], head_dim=head_dim,
         head_dim_v=v.shape[-1], scale=make_scale(scale, head_dim), mask=make_mask(causal, window, mask),
         score=make_score(softcap, score), varlen=lengths is not None, total_q=q.shape[0], total_kv=k.shape[0],
-        return_lse=return_lse, tma_misfit=next(filter(None, reasons), None),
+        return_lse=return_lse, tma_misfit=next(filter(None, (misfit(*x) for x in places)), None),
+        misaligned=next(filter(None, (misaligned(*x) for x in places)), None),
     )  # fmt: skip
 
 

@@ -51,6 +51,11 @@ class Config:
     threads: int = 1
 
 
+def runs_on(device: Device) -> bool:
+    """Whether the device is one that this computes on."""
+    return device.is_cpu
+
+
 def supports(problem: Problem, device: Device) -> str | None:
     """None if this kernel computes the problem on the device, else the reason why not."""
     if not device.is_cpu:

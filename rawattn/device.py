@@ -18,6 +18,11 @@ class Device:
     index: int = 0
 
     @property
+    def capability(self) -> int:
+        """The compute capability as one number, such as 90 or 120; 0 for the CPU."""
+        return 0 if self.is_cpu else int(self.arch.removeprefix("sm_").rstrip("a"))
+
+    @property
     def is_cpu(self) -> bool:
         return self.arch == "cpu"
 
@@ -38,5 +43,10 @@ def arch_of(major: int, minor: int) -> str:
 
 # Typical boards, to compile and to choose for where there is no GPU.
 TYPICAL = {
+    "sm_75": Device("T4 (typical)", "sm_75", 40, 65_536, 4 << 20),
+    "sm_80": Device("A100 (typical)", "sm_80", 108, 166_912, 40 << 20),
+    "sm_86": Device("A10 (typical)", "sm_86", 72, 101_376, 6 << 20),
+    "sm_89": Device("L4 (typical)", "sm_89", 58, 101_376, 48 << 20),
     "sm_90a": Device("H200 (typical)", "sm_90a", 132, 232_448, 50 << 20),
+    "sm_120": Device("RTX 5090 (typical)", "sm_120", 170, 101_376, 96 << 20),
 }

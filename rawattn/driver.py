@@ -111,6 +111,10 @@ def current(index: int) -> Iterator[None]:
         call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
 
+# CUfunction_attribute
+_MAX_SMEM_BYTES, _SMEM_CARVEOUT = 8, 9
+
+
 class Function:
     """A kernel, loaded on one device, with the facts that it states about itself."""
 
@@ -123,8 +127,9 @@ class Function:
             call("cuModuleGetGlobal_v2", byref(facts), byref(size), module, b"facts")
             call("cuMemcpyDtoH_v2", numbers, facts, ctypes.sizeof(numbers))
             self.smem_bytes, self.args_bytes, self.threads = numbers
-            if self.smem_bytes > 48 << 10:  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                call("cuFuncSetAttribute", function, 8, self.smem_bytes)
+            if self.smem_bytes > 48 << 10:
+                call("cuFuncSetAttribute", function, _MAX_SMEM_BYTES, self.smem_bytes)
+            call("cuFuncSetAttribute", function, _SMEM_CARVEOUT, 100)  # as many blocks as fit, at the cost of L1
         assert function.value is not None
         self.handle, self.index = function.value, index
 

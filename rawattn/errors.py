@@ -5,6 +5,8 @@ RawattnError
   UnsupportedError(NotImplementedError)   the call is right, but no kernel serves it: one reason per kernel
   CompileError(RuntimeError)              NVRTC refused a source: first error, where the source was kept, the whole log
   DeviceError(RuntimeError)               the driver refused: the call, its code and name
+
+SlowKernelWarning(UserWarning)            a kernel serves the call that is much slower than the best one for the device
 """
 
 from __future__ import annotations
@@ -37,3 +39,7 @@ class DeviceError(RawattnError, RuntimeError):
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+
+
+class SlowKernelWarning(UserWarning):
+    """The call is computed by a kernel that is much slower than the best one for the device; the message says why."""

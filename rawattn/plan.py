@@ -63,16 +63,17 @@ class Plan:
 
     def _load(self, on_compile: Callable[[], None] | None) -> None:
         kernel, problem = self._choice.kernel, self.problem
-        self.binary = compiler.compile(kernel.render(problem, self.config), on_compile)
+        self.binary = compiler.compile(kernel.render(problem, self.config, self.device.arch), on_compile)
         self._function = _function(self.binary, kernel.name, self.device.index)
         self._counters = driver.counters(self.device.index)
-        places, size = render.layout(kernel.fields(problem))
+        fields = kernel.fields(problem)
+        places, size = render.layout(fields)
         names, (offsets, formats) = list(places), zip(*places.values(), strict=True)
         self._record = np.dtype({"names": names, "offsets": offsets, "formats": formats, "itemsize": size})
         self._template = np.zeros((), self._record)
         for name, value in kernel.values(problem, self.config, self.device).items():
             self._template[name] = value
-        self._boxes = kernel.boxes(problem, self.config)
+        self._boxes = kernel.boxes(problem, self.config) if ("q", "MappedTensor") in fields else None
         self._grid = kernel.grid(problem, self.config, self.device)
 
     def run(self, q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *, out: Any = None) -> Any:
@@ -147,7 +148,9 @@ class Plan:
         for name, array in zip(("q", "k", "v"), inputs, strict=False):
             assert array is not None
             record[name] = self._tensor(name, array if 0 not in array.shape else inputs.q)
-        record["counter"], record["o"] = counter, o.pointer
+        if "counter" in (self._record.names or ()):
+            record["counter"] = counter
+        record["o"] = o.pointer
         record["o_stride_batch"] = 0 if packed else o.strides[0]
         record["o_stride_row"], record["o_stride_head"] = o.strides[-3:-1]
         if lse is not None:
@@ -158,9 +161,12 @@ class Plan:
 
     def _tensor(self, name: str, array: Array) -> np.void:
         size = self.problem.element.itemsize
-        reason = tma.misfit(name, array.shape, array.strides, size, array.pointer)
+        reason = self._choice.kernel.misfit(name, array.shape, array.strides, size, array.pointer)
         if reason is not None:
             raise ProblemError(f"{reason}.")
+        if self._boxes is None:
+            batch, (row, head) = 0 if self.problem.varlen else array.strides[0], array.strides[-3:-1]
+            return np.void(np.array([array.pointer, batch * size, row * size, head * size], np.int64).tobytes())
         shape = tma.geometry(array.shape, array.strides, size, self._boxes[name])
         with driver.current(self.device.index):
             encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
@@ -188,9 +194,10 @@ class Plan:
             raise ProblemError(f"out has a stride of {o.strides[-1]} in its last dimension; it must be 1.")
         if arrays.overlap(o, o):
             raise ProblemError("several elements of out share one place in memory (an expanded array?); give a whole array.")
-        aligned = [s for n, s in zip(o.shape[:-1], o.strides, strict=False) if n > 1]
-        if not self.device.is_cpu and (o.pointer % tma.ALIGNMENT or any(s * size % tma.ALIGNMENT for s in aligned)):
-            raise ProblemError(f"out has pointer or strides that are not multiples of {tma.ALIGNMENT} bytes; give an aligned array.")
+        strides = [s * size for n, s in zip(o.shape[:-1], o.strides, strict=False) if n > 1]
+        alignment = size if self.device.is_cpu else self._choice.kernel.alignment
+        if any(place % alignment for place in (o.pointer, *strides)):
+            raise ProblemError(f"out has pointer or strides that are not multiples of {alignment} bytes; give an aligned array.")
         for name, array in zip(_INPUTS, inputs, strict=False):
             if array is not None and arrays.overlap(o, array):
                 raise ProblemError(f"out overlaps {name} in memory; give an array of its own.")

@@ -20,7 +20,7 @@ class Problem:
 
     Lengths are rows: of every sequence when dense, of the longest one (``max_seqlen``) when ``varlen``. ``total_q`` and
     ``total_kv`` are the rows of the whole tensors, batch * length when dense. ``tma_misfit`` says why the copy engine of Hopper
-    cannot read these strides or pointers, None where it can.
+    cannot read these strides or pointers, ``misaligned`` why threads cannot read them 16 bytes at a time; None where they can.
     """
 
     element: Element
@@ -39,6 +39,7 @@ class Problem:
     total_kv: int = -1
     return_lse: bool = False
     tma_misfit: str | None = None
+    misaligned: str | None = None
 
     def __post_init__(self) -> None:
         if not self.varlen:

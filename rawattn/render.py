@@ -20,7 +20,8 @@ FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") i
 
 # C++ type -> (bytes, alignment, NumPy format). Args is laid out as the compiler lays it out; Facts.args_bytes must agree.
 CTYPES = {
-    "Tensor": (192, 64, "V192"),
+    "MappedTensor": (192, 64, "V192"),
+    "StridedTensor": (32, 8, "V32"),
     "Element*": (8, 8, "u8"),
     "float*": (8, 8, "u8"),
     "i32*": (8, 8, "u8"),
@@ -29,6 +30,7 @@ CTYPES = {
     "i32": (4, 4, "i4"),
     "float": (4, 4, "f4"),
 }
+TENSORS = {"MappedTensor": "tile/mapped.cuh", "StridedTensor": "tile/strided.cuh"}  # C++ type -> its file
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -78,7 +80,8 @@ def config_header(constants: Mapping[str, int], fields: Fields, products: Sequen
         constants.update(choice.constants)
     element, *rest = choices.items()
     lines = ["#pragma once", "namespace cfg {", *(f"constexpr int {name} = {value};" for name, value in constants.items()), "}", ""]
-    lines += ['#include "tile/tensor.cuh"', *(f'#include "{source}"' for source in element[1].sources)]
+    includes = [*dict.fromkeys(TENSORS[ctype] for _, ctype in fields if ctype in TENSORS), *element[1].sources]
+    lines += [f'#include "{source}"' for source in includes]
     lines += ["struct Args {", *(f"    {ctype} {name};" for name, ctype in fields), "};", "", *products]
     for axis, choice in rest:
         lines += [*(f'#include "{source}"' for source in choice.sources), f"using {axis} = {choice.cuda_type};"]

@@ -5,13 +5,11 @@
 #include "tile/range.cuh"
 #include "variant/work.cuh"
 
-// rows: where sequence `batch` lies. q.load(to, tensor, full, column, row, head) starts the copy of a 64-column panel; rows past
-// the sequence's end arrive as zeros.
+// rows: where sequence `batch` lies.
 template <class R> concept RowsChoice = requires(const R r, const Args& args, i32 i) {
     R(args, i);
     r.q_len; r.kv_len;                          // i32
-    r.q.load(nullptr, args.q, *static_cast<ptx::Mbarrier*>(nullptr), i, i, i);
-    r.kv.load(nullptr, args.k, *static_cast<ptx::Mbarrier*>(nullptr), i, i, i);
+    r.q; r.kv;                                  // BatchEntry or RowSpan, in q and in k and v
     static_cast<i64>(r.o_offset(args, i, i));   // of row, head: elements from args.o
     static_cast<i64>(r.lse_offset(args, i, i)); // of row, head: elements from args.lse
 };
@@ -33,6 +31,13 @@ template <class K, class Rows, class KTile, class VTile> concept KvChoice =
     kv.load_k(k, full, i);                      // starts filling a tile; its bytes complete on the barrier
     kv.load_v(v, full, i);
 };
+// kv of a kernel whose threads load: a tile is there when the copies of every thread have finished.
+template <class K, class Rows, class KTile, class VTile> concept AsyncKvChoice =
+    requires(const K kv, const Args& args, const Rows& rows, KTile& k, VTile& v, i32 i) {
+    K(args, rows, i);                           // of a head of k and v
+    kv.load_k(k, i);                            // starts this thread's copies of a tile
+    kv.load_v(v, i);
+};
 // schedule: which work a block takes next. Called by a whole warp.
 template <class S> concept ScheduleChoice = requires(S s, const Args& args) {
     S(args);
@@ -42,4 +47,5 @@ template <class S> concept ScheduleChoice = requires(S s, const Args& args) {
 // element: the number format of q, k, v, o.
 template <class E> concept ElementChoice = requires(float x) {
     static_cast<u32>(E::pack(x, x));            // two, rounded to nearest even, the first one low
+    E::multiply(static_cast<float*>(nullptr), static_cast<u32*>(nullptr), static_cast<u32*>(nullptr));  // see ptx/mma.cuh
 };

@@ -10,11 +10,13 @@ from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source, wgmma
+from ..tma import misfit as misfit
 from ..variant import Choice, Fields, element, kv, rows, schedule, store
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
 arch = "sm_90a"
+alignment = 16  # bytes, of the output's pointer and strides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +40,14 @@ class Config:
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
 
 
+def runs_on(device: Device) -> bool:
+    """Whether the device has the instructions."""
+    return device.arch == arch
+
+
 def supports(problem: Problem, device: Device) -> str | None:
     """None if this kernel computes the problem on the device, else the reason why not."""
-    if device.arch != arch:
+    if not runs_on(device):
         return f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}"
     if problem.element not in (element.BF16, element.FP16):
         return f"it takes bf16 and fp16, not {problem.element.name}"
@@ -135,19 +142,19 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
         "Score": problem.score,  # type: ignore[dict-item]  # likewise
-        "Kv": kv.Strided(),
-        "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
+        "Kv": kv.Mapped(),
+        "Schedule": schedule.LongestFirstVarlen(persistent=True) if problem.varlen else schedule.LongestFirst(persistent=True),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
     }
 
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    common = (("q", "Tensor"), ("k", "Tensor"), ("v", "Tensor"), ("scale", "float"), ("heads", "i32"), ("heads_per_kv", "i32"))
+    common = (*((name, "MappedTensor") for name in "qkv"), ("scale", "float"), ("heads", "i32"), ("heads_per_kv", "i32"))
     return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
 
 
-def render(problem: Problem, config: Config) -> Source:
+def render(problem: Problem, config: Config, arch: str = arch) -> Source:
     """The source of one configuration; problems that differ in run-time values alone share it."""
     producer, consumer = config.registers
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
@@ -159,10 +166,10 @@ def render(problem: Problem, config: Config) -> Source:
     return source(file, config_header(constants, fields(problem), products, choices(problem)), arch)
 
 
-def head_groups(problem: Problem, config: Config, device: Device) -> tuple[int, int]:
+def head_groups(problem: Problem, tile_q: int, device: Device) -> tuple[int, int]:
     """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs them, and
     the number of such groups before the last one, which takes the rest: enough tiles for every multiprocessor to even out."""
-    heads, q_tiles = problem.heads * problem.batch, -(-problem.q_len // config.tile_q)
+    heads, q_tiles = problem.heads * problem.batch, -(-problem.q_len // tile_q)
     kv_bytes = problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize
     group = min(max(1, GROUP_BYTES // max(1, kv_bytes)) * problem.heads_per_kv, heads)
     last = min(-(-LAST_TILES * device.units // max(1, q_tiles)), heads)
@@ -186,7 +193,7 @@ def values(problem: Problem, config: Config, device: Device) -> dict[str, float]
     if problem.varlen:
         return found | {"total_q": problem.total_q}
     found |= {"q_len": problem.q_len, "kv_len": problem.kv_len, "q_tiles": -(-problem.q_len // config.tile_q)}
-    found["head_group"], found["last_group"] = head_groups(problem, config, device)
+    found["head_group"], found["last_group"] = head_groups(problem, config.tile_q, device)
     return found
 
 

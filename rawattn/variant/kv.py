@@ -9,8 +9,16 @@ from . import Choice
 
 
 @dataclasses.dataclass(frozen=True)
-class Strided(Choice):
+class Mapped(Choice):
     """Plain strided tensors, read by the copy engine."""
 
-    type: ClassVar[str] = "Strided"
-    source: ClassVar[str] = "variant/kv/strided.cuh"
+    type: ClassVar[str] = "Mapped"
+    source: ClassVar[str] = "variant/kv/mapped.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Async(Choice):
+    """Plain strided tensors, read by every thread with asynchronous copies of 16 bytes."""
+
+    type: ClassVar[str] = "Async"
+    source: ClassVar[str] = "variant/kv/async.cuh"

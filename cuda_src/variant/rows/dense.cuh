@@ -1,17 +1,10 @@
 #pragma once
-// Sequences of one length: tensors (batch, length, heads, head_dim), tensor maps (head_dim, length, heads, batch).
-#include "tile/tensor.cuh"
+// Sequences of one length: tensors (batch, length, heads, head_dim).
+#include "tile/sequence.cuh"
 
 struct Dense {
-    struct Sequence {
-        i32 batch;
-
-        __device__ void load(void* to, const Tensor& tensor, ptx::Mbarrier& full, i32 column, i32 row, i32 head) const {
-            ptx::tma_load(to, tensor.map, full, column, row, head * tensor.head_step, batch * tensor.batch_step);
-        }
-    };
     i32 q_len, kv_len, batch;
-    Sequence q, kv;
+    BatchEntry q, kv;
 
     __device__ Dense(const Args& args, i32 batch) : q_len(args.q_len), kv_len(args.kv_len), batch(batch), q{batch}, kv{batch} {}
 

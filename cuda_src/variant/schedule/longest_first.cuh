@@ -1,22 +1,22 @@
 #pragma once
 // Sequences of one length: groups of heads whose keys and values stay in L2 together; inside a group the last query tiles, which
 // see the most keys under a causal mask, come first. The last group is larger, so that short tiles fill the end of the grid.
-#include "variant/schedule/ticket.cuh"
 #include "variant/work.cuh"
 
+template <class Numbers>
 struct LongestFirst {
     const Args& args;
-    Ticket ticket;
+    Numbers numbers;
 
-    __device__ explicit LongestFirst(const Args& args) : args(args), ticket(args.counter) {}
+    __device__ explicit LongestFirst(const Args& args) : args(args), numbers(args) {}
 
     __device__ Work next() {
-        const i32 id = ticket.draw(), all = args.heads * args.batches;
+        const i32 id = numbers.draw(), all = args.heads * args.batches;
         if (id >= all * args.q_tiles) return {-1, 0, 0};
         const i32 per_group = args.head_group * args.q_tiles, group = min(id / per_group, args.last_group);
         const i32 first = group * args.head_group, size = group == args.last_group ? all - first : args.head_group;
         const i32 rest = id - group * per_group, head = first + rest % size;
         return {head / args.heads, head % args.heads, (args.q_tiles - 1 - rest / size) * cfg::tile_q};
     }
-    __device__ void finish() const { ticket.finish(); }
+    __device__ void finish() const { numbers.finish(); }
 };

@@ -1,19 +1,19 @@
 #pragma once
 // Packed sequences: one sequence after the other, in each the last query tiles first, all heads of a tile together. A warp finds
-// the sequence of its ticket by counting query tiles, 32 sequences at a time; tickets grow, so it goes on from the last one's.
+// the sequence of its number by counting query tiles, 32 sequences at a time; numbers grow, so it goes on from the last one's.
 #include "tile/range.cuh"
-#include "variant/schedule/ticket.cuh"
 #include "variant/work.cuh"
 
+template <class Numbers>
 struct LongestFirstVarlen {
     const Args& args;
-    Ticket ticket;
+    Numbers numbers;
     i32 base = 0, before = 0;  // first sequence of the 32 at hand, query tiles of all before it
 
-    __device__ explicit LongestFirstVarlen(const Args& args) : args(args), ticket(args.counter) {}
+    __device__ explicit LongestFirstVarlen(const Args& args) : args(args), numbers(args) {}
 
     __device__ Work next() {
-        const i32 id = ticket.draw(), tile = id / args.heads, lane = threadIdx.x % 32;
+        const i32 id = numbers.draw(), tile = id / args.heads, lane = threadIdx.x % 32;
         for (; base < args.batches; base += 32) {
             const i32 batch = base + lane;
             const i32 count = batch < args.batches ? ceil_div(max(0, args.cu_seqlens_q[batch + 1] - args.cu_seqlens_q[batch]), cfg::tile_q) : 0;
@@ -32,5 +32,5 @@ struct LongestFirstVarlen {
         }
         return {-1, 0, 0};
     }
-    __device__ void finish() const { ticket.finish(); }
+    __device__ void finish() const { numbers.finish(); }
 };

@@ -1,13 +1,13 @@
 #pragma once
-// Numbers that the blocks of a grid draw, each once: the block's own first, then from a counter in global memory, fetched one
+// The numbers of the works, for a grid that fits the GPU: the block's own first, then from a counter in global memory, fetched one
 // ahead so that nobody waits for it. The last block to finish resets the counter, so a launch needs no memset before it.
 #include "ptx/base.cuh"
 
-struct Ticket {
+struct Drawn {
     i32* counter;  // {drawn, finished}, both 0 between launches
     i32 ahead;     // known to lane 0
 
-    __device__ explicit Ticket(i32* counter) : counter(counter), ahead(blockIdx.x) {}
+    __device__ explicit Drawn(const Args& args) : counter(args.counter), ahead(blockIdx.x) {}
 
     __device__ i32 draw() {
         const i32 id = ptx::uniform(ahead);

@@ -1,20 +1,20 @@
 #pragma once
-// K and V are plain strided tensors: one box of a tensor map per panel of a tile.
-#include "ptx/tma.cuh"
+// K and V are plain strided tensors, which the copy engine reads: one box of a tensor map per panel of a tile.
+#include "tile/mapped.cuh"
 
-struct Strided {
+struct Mapped {
     const Args& args;
     const Rows& rows;
     i32 head;
 
-    __device__ Strided(const Args& args, const Rows& rows, i32 head) : args(args), rows(rows), head(head) {}
+    __device__ Mapped(const Args& args, const Rows& rows, i32 head) : args(args), rows(rows), head(head) {}
 
     template <class Tile>
-    __device__ void load(Tile& tile, const Tensor& tensor, ptx::Mbarrier& full, i32 index) const {
+    __device__ void load(Tile& tile, const MappedTensor& tensor, ptx::Mbarrier& full, i32 index) const {
         full.arrive_expect(Tile::bytes);
 #pragma unroll
         for (int panel = 0; panel < Tile::panels; ++panel)
-            rows.kv.load(tile.data[panel], tensor, full, panel * 64, index * cfg::tile_kv, head);
+            tensor.load(tile.data[panel], full, rows.kv, panel * 64, index * cfg::tile_kv, head);
     }
     template <class Tile>
     __device__ void load_k(Tile& tile, ptx::Mbarrier& full, i32 index) const { load(tile, args.k, full, index); }

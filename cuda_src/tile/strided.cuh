@@ -1,0 +1,12 @@
+#pragma once
+// A tensor that threads read. Its last dimension is contiguous.
+#include "tile/sequence.cuh"
+
+struct StridedTensor {
+    const unsigned char* data;
+    i64 batch_bytes, row_bytes, head_bytes;  // from one to the next
+
+    // A head's first row in a sequence.
+    __device__ const unsigned char* rows(BatchEntry at, i32 head) const { return data + at.index * batch_bytes + head * head_bytes; }
+    __device__ const unsigned char* rows(RowSpan at, i32 head) const { return data + at.first * row_bytes + head * head_bytes; }
+};

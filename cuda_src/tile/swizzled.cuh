@@ -1,0 +1,54 @@
+#pragma once
+// A tile in shared memory for ldmatrix: rows of 16-byte chunks without gaps. Where eight rows on end would have a chunk in the same
+// banks, chunks change places within groups of `period`, by the row, so that reading eight rows takes all 32 banks once.
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+
+template <int rows, int columns>
+struct alignas(128) SwizzledTile {
+    static constexpr int chunks = (columns + 15) / 16 * 2;  // in a row: whole steps of a contraction, the rest zeros
+    static constexpr int row_bytes = chunks * 16;
+    static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : 2;
+    u16 data[rows][chunks * 8];
+
+    // Where a chunk lies, in bytes from the tile's beginning.
+    __device__ static u32 offset(u32 row, u32 chunk) { return row * row_bytes + (chunk ^ row / (8 / period) % period) * 16; }
+
+    // Every thread of the block starts copying its share of rows [first, first + rows) of a matrix. Rows past the last are copies of
+    // it: what they give is masked, and like every number of the tile it is one that the sequence has.
+    __device__ void fill(const unsigned char* matrix, u32 matrix_row_bytes, i32 first, i32 last) {
+        constexpr u32 rows_at_once = cfg::threads / period;
+        const u32 row = threadIdx.x / period, chunk = threadIdx.x % period, to = ptx::smem_address(this) + offset(row, chunk);
+#pragma unroll
+        for (u32 i = 0; i < rows; i += rows_at_once) {
+            if (rows % rows_at_once != 0 && row + i >= rows) break;
+            const unsigned char* from = matrix + u64(u32(min(i32(first + row + i), last))) * matrix_row_bytes + chunk * 16;
+#pragma unroll
+            for (u32 c = 0; c < chunks; c += period) {
+                const bool inside = columns % 16 == 0 || (c + chunk) * 8 < columns;
+                ptx::cp_async(to + i * row_bytes + c * 16, from + c * 16, inside ? 16 : 0);
+            }
+        }
+    }
+};
+
+// A lane's place in the 16 x 16 blocks of a tile that ldmatrix brings: matrices side by side are `columns` of the contraction (Q, K)
+// or of the result (V, transposed).
+template <class T>
+struct BlockReader {
+    u32 address;  // of the lane's row of the first block
+
+    // Matrices in the order of an mma's a, or of the transposed rows of its b: first down, then right.
+    __device__ static BlockReader down(const T& tile) { return of(tile, lane() % 16, lane() / 16); }
+    // In the order of the b of two mma, eight columns of the result each: first right, then down.
+    __device__ static BlockReader right(const T& tile) { return of(tile, lane() / 16 * 8 + lane() % 8, lane() / 8 % 2); }
+
+    // The address in block (i, j) of a tile that lies `shift` bytes on.
+    __device__ u32 block(int i, int j, u32 shift = 0) const {
+        constexpr int blocks = T::period / 2;  // that change places
+        return ((address + shift) ^ j % blocks * 32) + i * 16 * T::row_bytes + j / blocks * blocks * 32;
+    }
+
+    __device__ static u32 lane() { return threadIdx.x % 32; }
+    __device__ static BlockReader of(const T& tile, u32 row, u32 chunk) { return {ptx::smem_address(&tile) + T::offset(row, chunk)}; }
+};

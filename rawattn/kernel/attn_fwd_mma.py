@@ -1,0 +1,163 @@
+"""attn_fwd_mma.cu: many query rows on any GPU from Ampere on. What it can do, how it may be configured, and its launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..compiler import Source
+from ..device import Device
+from ..problem import Problem
+from ..render import config_header, source
+from ..tma import misaligned
+from ..variant import Choice, Fields, element, kv, rows, schedule, store
+from .attn_fwd import head_groups
+
+name = "attn_fwd_mma"
+file = "attn_fwd_mma.cu"
+alignment = 16  # bytes, of the output's pointer and strides
+misfit = misaligned
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile sizes in rows; slots of the ring, which K and V tiles share; slabs of 16 query rows that a warp computes; contraction
+    steps of 16 columns whose Q stays in registers; blocks that share a multiprocessor."""
+
+    tile_q: int = 128
+    tile_kv: int = 64
+    stages: int = 2
+    slabs: int = 2
+    q_kept: int = 0
+    blocks: int = 2
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.tile_q // self.slabs
+
+
+def runs_on(device: Device) -> bool:
+    """Whether the device has the instructions."""
+    return device.capability >= 80
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    """None if this kernel computes the problem on the device, else the reason why not."""
+    if not runs_on(device):
+        return f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}"
+    if problem.element not in (element.BF16, element.FP16):
+        return f"it takes bf16 and fp16, not {problem.element.name}"
+    for which in ("head_dim", "head_dim_v"):
+        size = getattr(problem, which)
+        if size % 8 or not 8 <= size <= 256:
+            return f"{which} is {size}; it takes multiples of 8 from 8 to 256"
+    if grid(problem, Config(tile_q=32), device) >= 1 << 31:
+        return f"{problem.total_q * problem.heads} query rows are more than a grid has blocks for"
+    return problem.misaligned
+
+
+def columns(problem: Problem) -> tuple[int, int]:
+    """Columns of a Q or K tile and of a V tile: whole steps of 16."""
+    return -(-problem.head_dim // 16) * 16, -(-problem.head_dim_v // 16) * 16
+
+
+def smem_bytes(config: Config, problem: Problem) -> int:
+    """Shared memory of a block."""
+    qk, v = columns(problem)
+    return 2 * (config.tile_q * qk + config.stages * config.tile_kv * max(qk, v))
+
+
+def registers(config: Config, problem: Problem) -> int:
+    """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
+    kept = config.q_kept if config.q_kept else 1
+    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + 56
+
+
+def legal(config: Config, problem: Problem, device: Device) -> str | None:
+    """None if the configuration can be compiled and run for the problem, else the reason why not."""
+    if config.slabs not in (1, 2) or config.tile_q % (32 * config.slabs) or not 32 <= config.tile_q <= 256:
+        return f"tile_q is {config.tile_q} and slabs {config.slabs}; they must be a multiple of 32 slabs up to 256, and 1 or 2"
+    if config.tile_kv % 16 or not 16 <= config.tile_kv <= 256:
+        return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 16 to 256"
+    steps = columns(problem)[0] // 16
+    if not 0 <= config.q_kept <= steps:
+        return f"q_kept is {config.q_kept}; it must be from 0 to {steps}, the steps of head_dim {problem.head_dim}"
+    if config.stages < 2 or not 1 <= config.blocks <= 16:
+        return f"stages is {config.stages} and blocks {config.blocks}; they must be at least 2, and from 1 to 16"
+    per_block = smem_bytes(config, problem) + RESERVED_SMEM
+    if per_block * config.blocks > device.smem_bytes + RESERVED_SMEM:
+        return f"{config.blocks} blocks need {per_block * config.blocks} bytes of shared memory; there are {device.smem_bytes}"
+    limit = min(255, 65536 // (config.threads * config.blocks) // 8 * 8)
+    if registers(config, problem) > limit:
+        return f"a thread needs about {registers(config, problem)} registers; above {limit} it spills"
+    return None
+
+
+RESERVED_SMEM = 1024  # bytes that the system takes for each block
+
+
+def candidates(problem: Problem, device: Device) -> list[Config]:
+    """Every legal configuration worth comparing, with as many blocks and then stages as fit."""
+    steps, found = columns(problem)[0] // 16, []
+    for slabs, tile_q in ((2, 128), (1, 64), (1, 128), (2, 64)):
+        for tile_kv in (32, 48, 64, 80, 96, 112, 128):
+            for q_kept in (0, steps):
+                fitting = [Config(tile_q, tile_kv, st, slabs, q_kept, b) for b in (4, 3, 2, 1) for st in (4, 3, 2)]
+                found += [c for c in fitting if legal(c, problem, device) is None][:1]
+    return found
+
+
+def cost(config: Config, problem: Problem, device: Device) -> float:
+    """Estimated seconds, to compare configurations."""
+    return 1.0 / (config.slabs * config.tile_q * config.tile_kv)
+
+
+def choices(problem: Problem) -> dict[str, Choice]:
+    """The choice on each axis, by the name that the kernel has for it."""
+    return {
+        "Element": problem.element,
+        "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
+        "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
+        "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Kv": kv.Async(),
+        "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
+        "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
+    }
+
+
+def fields(problem: Problem) -> Fields:
+    """The fields of struct Args, in order."""
+    common = (*((name, "StridedTensor") for name in "qkv"), ("scale", "float"), ("heads", "i32"), ("heads_per_kv", "i32"))
+    return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
+
+
+def render(problem: Problem, config: Config, arch: str) -> Source:
+    """The source of one configuration; problems that differ in run-time values alone share it."""
+    constants = {**dataclasses.asdict(config), "threads": config.threads}
+    constants |= {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    constants["q_signs"] = -0x7FFF8000 if problem.scale < 0 else 0  # flips the signs of two numbers
+    return source(file, config_header(constants, fields(problem), [], choices(problem)), arch)
+
+
+def values(problem: Problem, config: Config, device: Device) -> dict[str, float]:
+    """The fields of Args that follow from the problem alone."""
+    found: dict[str, float] = {
+        "scale": abs(problem.scale),
+        "heads": problem.heads,
+        "heads_per_kv": problem.heads_per_kv,
+        "batches": problem.batch,
+        **problem.mask.values,
+        **problem.score.values,
+    }
+    if problem.varlen:
+        return found | {"total_q": problem.total_q}
+    found |= {"q_len": problem.q_len, "kv_len": problem.kv_len, "q_tiles": -(-problem.q_len // config.tile_q)}
+    found["head_group"], found["last_group"] = head_groups(problem, config.tile_q, device)
+    return found
+
+
+def grid(problem: Problem, config: Config, device: Device) -> int:
+    """Blocks: one for each query tile; for packed sequences a bound on them."""
+    tiles = -(-problem.q_len // config.tile_q) * problem.batch
+    if problem.varlen:
+        tiles = min(tiles, problem.total_q // config.tile_q + problem.batch)
+    return tiles * problem.heads
