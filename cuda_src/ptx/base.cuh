@@ -27,6 +27,10 @@ __device__ inline float reciprocal(float x) {
     return y;
 }
 
+// For double, the library's: exact to the last place or two.
+__device__ inline double exp2(double x) { return ::exp2(x); }
+__device__ inline double reciprocal(double x) { return 1 / x; }
+
 // Registers of a warpgroup: https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int count> __device__ void release_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count> __device__ void acquire_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }

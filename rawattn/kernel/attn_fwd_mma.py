@@ -69,7 +69,7 @@ def smem_bytes(config: Config, problem: Problem) -> int:
 def registers(config: Config, problem: Problem) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
     kept = config.q_kept if config.q_kept else 1
-    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + 56
+    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + 60
 
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:

@@ -3,6 +3,7 @@
 #include "ptx/mma.cuh"
 
 struct Element {
+    using Number = float;  // what it is computed in
     u16 bits;
 
     __device__ static u32 pack(float low, float high) {
@@ -11,4 +12,11 @@ struct Element {
         return both;
     }
     __device__ static void multiply(float* d, const u32* a, const u32* b) { ptx::mma_bf16(d, a, b); }
+
+    __device__ static float widen(Element x) { return __uint_as_float(u32(x.bits) << 16); }
+    // To nearest even, by hand: GPUs before Ampere have no instruction for it.
+    __device__ static Element narrow(float x) {
+        const u32 bits = __float_as_uint(x);
+        return {u16(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+    }
 };

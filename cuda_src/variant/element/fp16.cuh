@@ -3,6 +3,7 @@
 #include "ptx/mma.cuh"
 
 struct Element {
+    using Number = float;  // what it is computed in
     u16 bits;
 
     __device__ static u32 pack(float low, float high) {
@@ -11,4 +12,15 @@ struct Element {
         return both;
     }
     __device__ static void multiply(float* d, const u32* a, const u32* b) { ptx::mma_fp16(d, a, b); }
+
+    __device__ static float widen(Element x) {
+        float wide;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+        return wide;
+    }
+    __device__ static Element narrow(float x) {
+        Element half;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half.bits) : "f"(x));
+        return half;
+    }
 };

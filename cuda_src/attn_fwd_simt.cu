@@ -1,0 +1,228 @@
+// Forward attention in plain CUDA C: o = softmax(mask(score(q k^T))) v, for any number format, stride and GPU. It computes in the
+// format's own precision (16-bit formats in float32), so the other kernels are tested against it, too.
+//
+// A block computes cfg::tile_q query rows of one head, in groups of 16 threads. Group g has rows g, g + groups, ... of the tile.
+// Lane l of a group has keys l, l + 16, ... of a key tile, and of the result vectors l, l + 16, ... of columns. All threads load,
+// and convert: Q once, then of each key tile K and V, cfg::chunk and cfg::chunk_v columns at a time.
+//
+//   barrier                 arrives        waits          protects
+//   __syncthreads, loaded   every thread   every thread   smem.kv (and at first smem.q) until loaded
+//   __syncthreads, read     every thread   every thread   smem.kv until read
+//   __syncwarp              the warp       the warp       its rows of smem.p until written, and until read
+
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Score, Schedule, Store
+#include "tile/strided.cuh"
+#include "variant/interfaces.cuh"
+
+static_assert(NumberElementChoice<Element>, "variant/element");
+static_assert(RowsChoice<Rows>, "variant/rows");
+static_assert(MaskChoice<Mask>, "variant/mask");
+static_assert(ScoreChoice<Score>, "variant/score");
+static_assert(ScheduleChoice<Schedule>, "variant/schedule");
+
+constexpr int groups = cfg::threads / 16, rows_each = cfg::tile_q / groups, keys_each = cfg::tile_kv / 16;
+constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, chunks_v = (cfg::head_dim_v + cfg::chunk_v - 1) / cfg::chunk_v;
+
+template <int n>
+struct alignas(n * sizeof(Number)) Vector {
+    Number x[n];
+};
+constexpr int widest = 16 / sizeof(Number);  // numbers that one instruction reads from shared memory
+constexpr int width_v = cfg::chunk_v % (16 * widest) == 0 ? widest : 1, vectors_v = cfg::chunk_v / (16 * width_v);
+
+// A tile of numbers. Rows are a vector longer than their columns, so that a column's vectors in eight rows lie in different banks.
+template <int rows, int columns>
+struct alignas(16) Numbers {
+    Number data[rows][columns + widest];
+
+    template <int n>
+    __device__ const Vector<n>& vector(int row, int column) const { return *reinterpret_cast<const Vector<n>*>(&data[row][column]); }
+
+    // Every thread of the block loads its share of rows [first, first + rows), from column `column` of `end`. Columns past the end
+    // are zeros. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
+    __device__ void load(const StridedTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int r = threadIdx.x / 32; r < rows; r += cfg::threads / 32) {
+            const Element* from = reinterpret_cast<const Element*>(head + min(first + r, last) * tensor.row_bytes) + column;
+#pragma unroll
+            for (int i = 0; i < columns; i += 32) {
+                const int c = i + lane;
+                if (c < columns) data[r][c] = column + c < end ? Element::widen(from[c]) : Number(0);
+            }
+        }
+    }
+};
+
+struct Smem {
+    Numbers<cfg::tile_q, chunks * cfg::chunk> q;
+    union {
+        Numbers<cfg::tile_kv, cfg::chunk> k;
+        Numbers<cfg::tile_kv, cfg::chunk_v> v;
+    } kv;
+    Numbers<cfg::tile_q, cfg::tile_kv> p;
+};
+
+struct Facts { u32 smem_bytes, args_bytes, threads; };
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads};
+
+__device__ inline Number group_max(Number x) {
+#pragma unroll
+    for (int d = 1; d < 16; d *= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, d));
+    return x;
+}
+__device__ inline Number group_sum(Number x) {
+#pragma unroll
+    for (int d = 1; d < 16; d *= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
+    return x;
+}
+
+// A thread's rows, keys and columns.
+struct Thread {
+    const int group = threadIdx.x / 16, lane = threadIdx.x % 16;
+    Number s[rows_each][keys_each] = {}, o[rows_each][chunks_v * vectors_v][width_v] = {};
+    Number top[rows_each], sum[rows_each] = {};  // highest logit of the whole row so far, in units of s; this thread's part
+
+    // The highest logit starts finite, so that a row without a key needs no special case.
+    __device__ explicit Thread(const Score& score) {
+#pragma unroll
+        for (Number& x : top) x = Number(-1e37) / max(Number(1), score.scale_log2);
+    }
+    __device__ int row(int i) const { return group + groups * i; }
+
+    // s += q k^T over one chunk of columns.
+    __device__ void multiply_qk(const Smem& smem, int chunk) {
+#pragma unroll 1
+        for (int begin = 0; begin < cfg::chunk; begin += 16)
+#pragma unroll
+            for (int c = begin; c < begin + 16; c += widest) {
+                Vector<widest> q[rows_each], k[keys_each];
+#pragma unroll
+                for (int i = 0; i < rows_each; ++i) q[i] = smem.q.vector<widest>(row(i), chunk * cfg::chunk + c);
+#pragma unroll
+                for (int j = 0; j < keys_each; ++j) k[j] = smem.kv.k.vector<widest>(lane + 16 * j, c);
+#pragma unroll
+                for (int x = 0; x < widest; ++x)
+#pragma unroll
+                    for (int i = 0; i < rows_each; ++i)
+#pragma unroll
+                        for (int j = 0; j < keys_each; ++j) s[i][j] += q[i].x[x] * k[j].x[x];
+            }
+    }
+    // o += p v for one chunk of columns.
+    __device__ void multiply_pv(const Smem& smem, int chunk) {
+#pragma unroll 1
+        for (int begin = 0; begin < cfg::tile_kv; begin += 16)
+#pragma unroll
+            for (int key = begin; key < begin + 16; key += widest) {
+                Vector<widest> p[rows_each];
+#pragma unroll
+                for (int i = 0; i < rows_each; ++i) p[i] = smem.p.vector<widest>(row(i), key);
+#pragma unroll
+                for (int x = 0; x < widest; ++x)
+#pragma unroll
+                    for (int c = 0; c < vectors_v; ++c) {
+                        const Vector<width_v> v = smem.kv.v.vector<width_v>(key + x, (lane + 16 * c) * width_v);
+#pragma unroll
+                        for (int i = 0; i < rows_each; ++i)
+#pragma unroll
+                            for (int y = 0; y < width_v; ++y) o[i][chunk * vectors_v + c][y] += p[i].x[x] * v.x[y];
+                    }
+            }
+    }
+
+    // From dot products to logits, -inf where the mask keeps no key.
+    __device__ void mask_and_score(const Score& score, const Mask& mask, bool full, i32 q_begin, i32 kv_begin) {
+#pragma unroll
+        for (int i = 0; i < rows_each; ++i) {
+            const i32 q = q_begin + row(i), first = kv_begin + lane;
+            const Mask::Row kept = mask.row(q, first);
+#pragma unroll
+            for (int j = 0; j < keys_each; ++j) {
+                s[i][j] = score(s[i][j], q, first + 16 * j);
+                if (!full && !kept.keep(16 * j)) s[i][j] = Number(minus_inf);
+            }
+        }
+    }
+    // smem.p = exp(s - top), and s = 0 for the next tile; o follows the top.
+    __device__ void softmax(Smem& smem, Number scale_log2) {
+#pragma unroll
+        for (int i = 0; i < rows_each; ++i) {
+            Number highest = top[i];
+#pragma unroll
+            for (int j = 0; j < keys_each; ++j) highest = max(highest, s[i][j]);
+            highest = group_max(highest);
+            const Number shrink = ptx::exp2((top[i] - highest) * scale_log2);
+            top[i] = highest, sum[i] *= shrink;
+#pragma unroll
+            for (auto& vector : o[i])
+#pragma unroll
+                for (Number& x : vector) x *= shrink;
+#pragma unroll
+            for (int j = 0; j < keys_each; ++j) {
+                const Number p = ptx::exp2((s[i][j] - highest) * scale_log2);
+                sum[i] += p, s[i][j] = 0;
+                smem.p.data[row(i)][lane + 16 * j] = p;
+            }
+        }
+    }
+    __device__ void store(const Args& args, const Rows& rows, const Work& work, Number scale_log2) const {
+#pragma unroll
+        for (int i = 0; i < rows_each; ++i) {
+            const i32 q = work.q_begin + row(i);
+            const Number total = group_sum(sum[i]), inverse = total == 0 ? Number(0) : 1 / total;
+            if (q >= rows.q_len) continue;
+            if (lane == 0) Store::store_lse(args, rows, work.head, q, (top[i] * scale_log2 + log2(total)) * Number(0.6931471805599453));
+#pragma unroll
+            for (int c = 0; c < chunks_v * vectors_v; ++c)
+#pragma unroll
+                for (int y = 0; y < width_v; ++y) {
+                    const int column = c / vectors_v * cfg::chunk_v + (c % vectors_v * 16 + lane) * width_v + y;
+                    if (column < cfg::head_dim_v) Store::store_o(args, rows, work.head, q, column, o[i][c][y] * inverse);
+                }
+        }
+    }
+};
+
+__device__ void attend(const Args& args, Smem& smem, const Work& work) {
+    const Rows rows(args, work.batch);
+    const Mask mask(args, rows);
+    const Score score(args);
+    const i32 kv_head = work.head / args.heads_per_kv, last = rows.kv_len - 1;
+    const unsigned char *k = args.k.rows(rows.kv, kv_head), *v = args.v.rows(rows.kv, kv_head);
+    TileRange tiles{0, 0, 0, 0};
+    if (work.q_begin < rows.q_len) tiles = mask.tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
+    if (tiles.begin < tiles.end)
+        smem.q.load(args.q, args.q.rows(rows.q, work.head), work.q_begin, rows.q_len - 1, 0, cfg::head_dim);
+    Thread thread(score);
+#pragma unroll 1
+    for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+        const i32 first = tile * cfg::tile_kv;
+#pragma unroll
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            smem.kv.k.load(args.k, k, first, last, chunk * cfg::chunk, cfg::head_dim);
+            __syncthreads();
+            thread.multiply_qk(smem, chunk);
+            __syncthreads();
+        }
+        thread.mask_and_score(score, mask, tiles.is_full(tile), work.q_begin, first);
+        thread.softmax(smem, score.scale_log2);
+        __syncwarp();
+#pragma unroll
+        for (int chunk = 0; chunk < chunks_v; ++chunk) {
+            smem.kv.v.load(args.v, v, first, last, chunk * cfg::chunk_v, cfg::head_dim_v);
+            __syncthreads();
+            thread.multiply_pv(smem, chunk);
+            __syncthreads();
+        }
+    }
+    thread.store(args, rows, work, score.scale_log2);
+}
+
+extern "C" __global__ __launch_bounds__(cfg::threads, cfg::blocks) void attn_fwd_simt(const __grid_constant__ Args args) {
+    extern __shared__ __align__(16) unsigned char raw[];
+    Schedule schedule(args);
+    const Work work = schedule.next();
+    if (!work.is_last()) attend(args, *reinterpret_cast<Smem*>(raw), work);
+    schedule.finish();
+}
