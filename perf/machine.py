@@ -34,7 +34,8 @@ def slug(name: str) -> str:
 def source_hash() -> str:
     """Of all that decides what a kernel is: the package and its CUDA sources. Two equal hashes are one program."""
     digest = hashlib.sha256()
-    for path in sorted(p for folder in ("rawattn", "cuda_src") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh")):
+    files = [path for folder in ("rawattn", "cuda_src") for path in (ROOT / folder).rglob("*")]
+    for path in sorted(path for path in files if path.suffix in (".py", ".cu", ".cuh")):
         digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -28,7 +28,8 @@ def paper() -> list[Case]:
 
 
 def small() -> list[Case]:
-    return [dense(b, s, h, 64, causal) for b, s, h in ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16)) for causal in MASKS]
+    shapes = ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16))
+    return [dense(b, s, h, 64, causal) for b, s, h in shapes for causal in MASKS]
 
 
 def seeds() -> list[Case]:

@@ -129,8 +129,8 @@ class _Formula:
             chosen = self.xp.asarray(chosen, **self.place)
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // k.shape[1])
-                parts = [_cast(x, self.dtype) for x in (q[:, head][chosen], k[low:high, kv_head], v[low:high, kv_head])]
-                o[to, head], lse[head, to] = self.block(*parts, kept)
+                rows = (_cast(x, self.dtype) for x in (q[:, head][chosen], k[low:high, kv_head], v[low:high, kv_head]))
+                o[to, head], lse[head, to] = self.block(*rows, kept=kept)
 
     def block(self, q: Any, k: Any, v: Any, kept: Any) -> Any:
         """o and lse of some queries of one head."""

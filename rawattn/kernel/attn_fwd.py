@@ -170,7 +170,7 @@ def head_groups(problem: Problem, config: Config, device: Device) -> tuple[int, 
 
 
 GROUP_BYTES = 8 << 20
-LAST_TILES = 4
+LAST_TILES = 2
 
 
 def values(problem: Problem, config: Config, device: Device) -> dict[str, float]:
