@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from . import driver
 from .errors import ProblemError, UnsupportedError
 from .variant.element import ELEMENTS
 
@@ -36,6 +37,8 @@ class Array(NamedTuple):
 
 
 def _read_torch(x: Any, name: str) -> Array:
+    if not (x.is_cuda or x.is_cpu):
+        raise ProblemError(f"{name} is on torch's device {x.device}; it must be on a CUDA GPU or the CPU.")
     dtype = _torch_names().get(x.dtype)
     try:
         return Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
@@ -61,12 +64,14 @@ def _read_numpy(x: Any, name: str) -> Array:
 
 
 def _import_cupy(what: str) -> Any:
+    """CuPy, which reads ``what``, where there is a GPU for it."""
     try:
         import cupy
     except ImportError:
         raise UnsupportedError(
             f"{what} needs CuPy, which is not installed: pip install 'rawattn[cuda12]' or 'rawattn[cuda13]'."
         ) from None
+    driver.library()
     return cupy
 
 
@@ -123,7 +128,8 @@ _torch_tables: dict[str, dict[Any, Any]] = {}
 def _torch_names() -> dict[Any, str]:
     if not _torch_tables:
         torch = sys.modules["torch"]
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "int32": torch.int32}
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+        dtypes["int32"] = torch.int32
         _torch_tables["dtypes"] = dtypes
         _torch_tables["names"] = {dtype: name for name, dtype in dtypes.items()}
     return _torch_tables["names"]
@@ -188,14 +194,17 @@ class _Places:
         }  # fmt: skip
 
 
+_WORK: Any = 1 << 20  # candidates that are tried, at most a fraction of a second; NumPy's type stubs know only -1 and 0
+
+
 def overlap(a: Array, b: Array) -> bool:
-    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b`` whether two elements of it do. Nothing is read."""
+    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b`` whether two elements of it do."""
     if 0 in a.shape or 0 in b.shape:
         return False
     if a is b:
         return _overlaps_itself(a)
     try:
-        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=1 << 20))
+        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=_WORK))
     except np.exceptions.TooHardError:
         return True
 

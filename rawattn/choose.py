@@ -26,7 +26,6 @@ class Choice:
     refusals: tuple[tuple[str, str], ...]
 
 
-@functools.lru_cache(maxsize=4096)
 def choose(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Choice:
     """The first kernel that supports the problem, in its cheapest legal configuration; ``kernel`` and ``config`` override.
 
@@ -35,7 +34,14 @@ def choose(problem: Problem, device: Device, kernel: str | None = None, config: 
     names = [k.name for k in KERNELS]
     if kernel is not None and kernel not in names:
         raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
-    refusals = []
+    if config is not None and not isinstance(config, tuple(k.Config for k in KERNELS)):
+        raise ProblemError(f"config is {config!r}; it must be None or {' or '.join(f'{k.__name__}.Config' for k in KERNELS)}.")
+    return _choose(problem, device, kernel, config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: Problem, device: Device, kernel: str | None, config: Any) -> Choice:
+    refusals: list[tuple[str, str]] = []
     for candidate in KERNELS:
         if kernel not in (None, candidate.name):
             continue
@@ -61,4 +67,4 @@ def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tu
         raise UnsupportedError(f"{kernel.name} has no configuration that fits {problem} on {device.name}.")
     best = min(candidates, key=lambda c: kernel.cost(c, problem, device))
     micros = kernel.cost(best, problem, device) * 1e6
-    return best, f"cheapest of {len(candidates)} by the cost model, which expects {micros:.3g} us"
+    return best, f"cheapest of {len(candidates)} by the cost model, which expects {micros:,.0f} us"

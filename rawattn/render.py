@@ -77,7 +77,8 @@ def config_header(constants: Mapping[str, int], fields: Fields, products: Sequen
     for choice in choices.values():
         constants.update(choice.constants)
     element, *rest = choices.items()
-    lines = ["#pragma once", "namespace cfg {", *(f"constexpr int {name} = {value};" for name, value in constants.items()), "}", ""]
+    values = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+    lines = ["#pragma once", "namespace cfg {", *values, "}", ""]
     lines += ['#include "tile/tensor.cuh"', *(f'#include "{source}"' for source in element[1].sources)]
     lines += ["struct Args {", *(f"    {ctype} {name};" for name, ctype in fields), "};", "", *products]
     for axis, choice in rest:

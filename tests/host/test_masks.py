@@ -91,7 +91,9 @@ def check(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, s
         block = visited(first, tile_q)
         for part in range(first, min(first + tile_q, q_len), strip):
             own = visited(part, strip)
-            assert own[0] >= own[1] or (block[0] <= own[0] and own[1] <= block[1]), "a warpgroup waits for a tile that never comes"
+            assert own[0] >= own[1] or (block[0] <= own[0] and own[1] <= block[1]), (
+                "a warpgroup needs a tile that its block does not load"
+            )
 
 
 def masks(sides: list[int | None]) -> list[Mask]:
