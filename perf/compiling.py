@@ -35,7 +35,6 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         self._executor = concurrent.futures.ProcessPoolExecutor(workers or max(1, cores() - 1), mp_context=context)
         self._futures: dict[concurrent.futures.Future[Binary], str] = {}
-        self._seen: set[str] = set()
 
     def __enter__(self) -> Pool:
         return self
@@ -44,11 +43,16 @@ class Pool:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, sources: Iterable[Source]) -> int:
-        """Starts compiling each source not submitted before; gives how many these are."""
-        fresh = {source.key: source for source in sources if source.key not in self._seen}
-        self._seen |= set(fresh)
-        self._futures |= {self._executor.submit(compiler.compile, source): key for key, source in fresh.items()}
-        return len(fresh)
+        """Starts compiling each different source; gives how many these are."""
+        different = {source.key: source for source in sources}
+        self._futures |= {self._executor.submit(compiler.compile, source): key for key, source in different.items()}
+        return len(different)
+
+    def drop(self) -> None:
+        """Forgets what was submitted and not yet given."""
+        for future in self._futures:
+            future.cancel()
+        self._futures.clear()
 
     def results(self) -> Iterator[tuple[str, Binary | CompileError]]:
         """Each submitted source's key with its binary, or with NVRTC's refusal, as they are done."""

@@ -26,9 +26,9 @@ from typing import Any
 
 from rawattn.problem import Problem
 
-from . import report
+from . import machine, report
 
-FOLDER = report.ROOT / "rawattn" / "records"
+FOLDER = machine.ROOT / "rawattn" / "records"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,11 @@ class ShapeClass:
 def shape_class(problem: Problem) -> ShapeClass:
     q_len = max(1, round(problem.total_q / problem.batch)) if problem.varlen and problem.batch else max(1, problem.q_len)
     works = -(-q_len // 128) * problem.batch * problem.heads
+    keys = round(math.log2(max(1.0, problem.pairs / q_len)))
+    kinds = problem.mask.cuda_type, problem.score.cuda_type, problem.varlen
     return ShapeClass(
-        problem.element.name, problem.head_dim, problem.head_dim_v, problem.mask.cuda_type, problem.score.cuda_type, problem.varlen,
-        round(math.log2(max(1.0, problem.pairs / q_len))), min(12, round(math.log2(max(1, works)))),
-    )  # fmt: skip
+        problem.element.name, problem.head_dim, problem.head_dim_v, *kinds, keys, min(12, round(math.log2(max(1, works))))
+    )
 
 
 def read(path: pathlib.Path) -> dict[tuple[str, ShapeClass], dict[str, Any]]:

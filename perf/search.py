@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-PARENTS = 10  # the best so far, from which the next come: no elite is ever lost
-CROSSOVER, STEP = 0.3, 0.7  # probabilities: a child of two; a mutation to the next value, not to any
+PARENTS = 4  # the best so far, from which the next come: no elite is ever lost
+CROSSOVER, STEP = 0.2, 0.5  # probabilities: a child of two; a mutation to the next value, not to any
 
 
 def genes(candidates: Sequence[Any]) -> dict[str, list[Any]]:

@@ -121,3 +121,11 @@ def flops(case: Case) -> int:
 def least_bytes(case: Case) -> int:
     """Bytes of q, k, v and o, each once."""
     return dataclasses.replace(case.problem, return_lse=False).bytes
+
+
+def pick(text: str) -> Case:
+    """One case: ``paper/12`` of a set, or JSON such as ``{"q_len": 4096, "kv_len": 4096, "causal": true}``."""
+    if text.lstrip().startswith("{"):
+        return from_json(json.loads(text))
+    name, _, index = text.partition("/")
+    return SETS[name]()[int(index or 0)]

@@ -5,9 +5,11 @@ python -m perf.tune --set paper --dry --budget 30   no GPU: ranks what compiles 
 
 The first population is what the cost model and the record think best. A candidate must be legal, compile without spills or
 serialized wgmma (in parallel processes, while the GPU times others) and be right before it is timed, in rounds interleaved with
-the incumbent. It takes the incumbent's place if it is 1 % faster and faster than the noise, twice. Winners are written to
-rawattn/records/DEVICE.jsonl (the format is in perf/records.py), trials to perf/record/DEVICE/tune-trials.jsonl: a search that is
-started again passes over the classes it finished for the same sources, and knows what it tried.
+the incumbent. It takes the incumbent's place if it is 1 % faster and faster than the noise, twice.
+
+Winners go to rawattn/records/DEVICE.jsonl as they are found (perf/records.py has the format); a search that is started again
+passes over the classes of shapes that have a record for the same sources. Everything that was tried goes to
+perf/record/DEVICE/tune.json, the leaderboard to tune.md.
 """
 
 from __future__ import annotations
@@ -40,61 +42,30 @@ AHEAD = 1.01  # a winner must be faster by this factor, and by more than the noi
 GENERATION = 6
 
 
-def beats(candidate: statistics.Ratio) -> bool:
+def beats(ratio: statistics.Ratio) -> bool:
     """Whether a ratio of the incumbent's time to a candidate's makes the candidate the incumbent."""
-    return candidate.value >= AHEAD and candidate.low > 1
-
-
-class Trials:
-    """What was tried, as lines of a file, so that a later run need not try it again."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path, self._hash = path, machine.source_hash()
-        lines = path.read_text().splitlines() if path.exists() else []
-        self._known = [trial for trial in map(json.loads, lines) if trial["source_hash"] == self._hash]
-
-    def of(self, label: str) -> dict[str, float]:
-        return {trial["config"]: trial["cost"] for trial in self._known if trial["case"] == label}
-
-    def add(self, label: str, config: str, cost: float, why: str = "") -> None:
-        trial = {"case": label, "config": config, "cost": cost, "why": why, "source_hash": self._hash}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(trial) + "\n")
-
-
-@dataclasses.dataclass
-class Found:
-    """How a search ended."""
-
-    label: str
-    first: str  # the cost model's choice
-    best: str
-    us: float
-    ratio: statistics.Ratio
-    tried: int
-    unfit: int
+    return ratio.value >= AHEAD and ratio.low > 1
 
 
 class Tuner:
-    """The search for one case, of one kernel."""
+    """The search for one case and kernel: what is tried next, and what became of it."""
 
-    def __init__(self, case: Case, kernel: Any, device: Device, trials: Trials, seed: int, recorded: Any = None) -> None:
-        self.case, self.kernel, self.device, self.trials = case, kernel, device, trials
-        self.problem, self.label = without_lse(case.problem), sets.label(case)
+    def __init__(self, case: Case, kernel: Any, device: Device, seed: int = 0, recorded: Any = None) -> None:
+        self.case, self.kernel, self.problem, self.label = case, kernel, without_lse(case.problem), sets.label(case)
+        self.device, self.unfit = device, dict[str, str]()
         candidates = sorted(kernel.candidates(self.problem, device), key=self.cost)
-        seeds = [candidates[0], *([recorded] if recorded is not None else []), *candidates[1:GENERATION]]
-        self.first, self.unfit = candidates[0], 0
+        seeds = [candidates[0], *([recorded] if recorded else []), *candidates[1:GENERATION]]
+        self.first = self.best = candidates[0]
         self.search = Search(seeds, genes(candidates), lambda c: kernel.legal(c, self.problem, device) is None, seed)
-        self.names = {config_name(c): c for c in candidates}
+        self.us, self.ratio = self.cost(self.first), statistics.Ratio(math.nan, math.nan, math.nan)
 
     def cost(self, config: Any) -> float:
-        return self.kernel.cost(config, self.problem, self.device)
+        """Microseconds that the cost model expects."""
+        return float(self.kernel.cost(config, self.problem, self.device)) * 1e6
 
-    def tell(self, config: Any, cost: float, why: str = "") -> None:
-        self.search.tell(config, cost)
-        self.trials.add(self.label, config_name(config), cost, why)
-        self.unfit += cost == math.inf
+    def reject(self, config: Any, why: str) -> None:
+        self.search.tell(config, math.inf)
+        self.unfit[config_name(config)] = why
 
     def submit(self, pool: Pool, count: int) -> dict[str, Any]:
         """Starts compiling the next generation; its configurations by the key of their source."""
@@ -103,45 +74,54 @@ class Tuner:
         return {source.key: config for source, config in found.items()}
 
     def compiled(self, pool: Pool, generation: dict[str, Any]) -> list[Any]:
-        """Those of a generation that are fit to be timed."""
+        """Those of a generation that compile well."""
         fit = []
         for key, binary in pool.results():
-            why = "refused by NVRTC" if isinstance(binary, Exception) else faults(binary)
-            if why:
-                self.tell(generation[key], math.inf, why)
+            if why := "refused by NVRTC" if isinstance(binary, Exception) else faults(binary):
+                self.reject(generation[key], why)
             else:
                 fit.append(generation[key])
-        return sorted(fit, key=self.cost)
+        return fit
 
-    def dry(self, pool: Pool, budget: int) -> Found:
+    def dry(self, pool: Pool, budget: int) -> None:
         """Without a GPU: the cost model's order among what compiles well."""
-        while len(self.search.costs) < budget:
-            generation = self.submit(pool, min(2 * GENERATION, budget - len(self.search.costs)))
-            if not generation:
-                break
+        while generation := self.submit(pool, min(2 * GENERATION, budget - len(self.search.costs))):
             for config in self.compiled(pool, generation):
-                self.tell(config, self.cost(config) * 1e6)
-        best, us = self.search.ranking()[0]
-        ratio = self.cost(self.first) * 1e6 / us
-        return Found(
-            self.label, config_name(self.first), config_name(best), us, statistics.Ratio(ratio, ratio, ratio), *self.counts()
-        )
+                self.search.tell(config, self.cost(config))
+        self.best, self.us = self.search.ranking()[0]
+        ratio = self.cost(self.first) / self.us
+        self.ratio = statistics.Ratio(ratio, ratio, ratio)
 
-    def counts(self) -> tuple[int, int]:
-        return len(self.search.costs), self.unfit
+    def row(self) -> list[str]:
+        tried, interval = str(len(self.search.costs)), f"{self.ratio.low:.3f}..{self.ratio.high:.3f}"
+        names = config_name(self.first), config_name(self.best)
+        return [self.label, *names, f"{self.us:.1f}", f"{self.ratio.value:.3f}", interval, tried, str(len(self.unfit))]
+
+    def record(self, clocks: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
+        """What perf/records.py describes."""
+        where = {"kernel": self.kernel.name, "class": dataclasses.asdict(shape_class(self.problem))}
+        times = {"us": round(self.us, 3), "ratio": round(self.ratio.value, 4), "interval": [self.ratio.low, self.ratio.high]}
+        origin = {name: facts.get(name) for name in ("nvrtc", "source_hash", "commit", "date")}
+        return {
+            **where,
+            "config": dataclasses.asdict(self.best),
+            **times,
+            "case": sets.to_json(self.case),
+            "clocks": clocks,
+            **origin,
+        }
 
 
 class Race:
     """Times configurations of one case on the GPU."""
 
-    def __init__(self, tuner: Tuner, gpu: timing.Clock) -> None:
+    def __init__(self, tuner: Tuner, gpu: timing.Gpu) -> None:
         self.tuner, self.gpu, self.task = tuner, gpu, Task.make(tuner.case)
-        self.check, self.loads = Check(self.task, 0), {}  # type: dict[Any, timing.Load]
+        self.check = Check(self.task, 0)
+        self.loads: dict[Any, timing.Load] = {}
 
     def ready(self, config: Any) -> bool:
-        """Whether a configuration computes what it should; what does not is told to the search."""
-        if config in self.loads:
-            return True
+        """Whether a configuration computes what it should; one that does not is rejected."""
         try:
             call = ours(self.task, f"ours:{self.tuner.kernel.name}/{config_name(config)}")
             error = verify(call, self.check, self.task.q, (*self.task.q.shape[:-1], self.tuner.case.head_dim_v))
@@ -150,67 +130,79 @@ class Race:
             load = self.gpu.load(call)
             self.loads[config] = self.gpu.graph(call) if load.us < timing.GRAPH_BELOW_US else load
         except Exception as error:  # a kernel that fails is a result
-            self.tuner.tell(config, math.inf, failure(error))
+            self.tuner.reject(config, failure(error))
         return config in self.loads
 
     def times(self, configs: Sequence[Any], rounds: int, seed: int = 0) -> dict[Any, timing.Rounds]:
         protocol = dataclasses.replace(timing.BURST, rounds=rounds)
         return timing.race(self.gpu, {config: self.loads[config] for config in configs}, protocol, seed)
 
-    def ratio(self, a: Any, b: Any, rounds: int = 5, seed: int = 0) -> statistics.Ratio:
-        times = self.times([a, b], rounds, seed)
+    def ratio(self, a: Any, b: Any, seed: int) -> statistics.Ratio:
+        """Time of a over that of b, in a race of its own."""
+        times = self.times([a, b], timing.BURST.rounds, seed)
         return statistics.ratio(times[a], times[b])
 
 
-def evolve(tuner: Tuner, race: Race, pool: Pool, seconds: float) -> Found:
+def evolve(tuner: Tuner, race: Race, pool: Pool, seconds: float) -> None:
     """Generations until the time is up or nothing is left to try: while one is timed, the next compiles."""
-    search, incumbent, begin = tuner.search, tuner.first, time.monotonic()
-    for name, cost in tuner.trials.of(tuner.label).items():
-        if name in tuner.names and tuner.names[name] != incumbent:
-            search.tell(tuner.names[name], cost if cost is not None else math.inf)
-    generation = tuner.submit(pool, GENERATION)
-    fit = [c for c in tuner.compiled(pool, generation) if race.ready(c)]
-    if not race.ready(incumbent):
-        incumbent = fit[0]
-    us = race.loads[incumbent].us
-    while fit or generation:
+    begin = time.monotonic()
+    fit = [config for config in tuner.compiled(pool, tuner.submit(pool, GENERATION)) if race.ready(config)]
+    if not fit:
+        raise RuntimeError(f"{tuner.label}: none of the first configurations works: {tuner.unfit}")
+    if tuner.first not in fit:
+        tuner.best = fit[0]
+    while fit and time.monotonic() - begin < seconds:
         generation = tuner.submit(pool, GENERATION)
-        times = race.times(list(dict.fromkeys([incumbent, *fit])), 3)
-        us = statistics.median_of_rounds(times[incumbent])
-        ratios = {config: statistics.ratio(times[incumbent], rounds) for config, rounds in times.items()}
+        times = race.times(list(dict.fromkeys([tuner.best, *fit])), 3)
+        tuner.us = statistics.median_of_rounds(times[tuner.best])
+        ratios = {config: statistics.ratio(times[tuner.best], rounds) for config, rounds in times.items()}
         for config, ratio in ratios.items():
-            tuner.tell(config, us / ratio.value)
-        best = max(ratios, key=lambda config: ratios[config].value)
-        if beats(ratios[best]) and beats(race.ratio(incumbent, best, seed=1)):
-            incumbent, us = best, us / ratios[best].value
-        if time.monotonic() - begin > seconds:
-            break
+            tuner.search.tell(config, tuner.us / ratio.value)
+        fastest = max(ratios, key=lambda config: ratios[config].value)
+        if beats(ratios[fastest]) and beats(race.ratio(tuner.best, fastest, seed=1)):
+            tuner.best, tuner.us = fastest, tuner.us / ratios[fastest].value
         fit = [config for config in tuner.compiled(pool, generation) if race.ready(config)]
-    last = (
-        race.ratio(tuner.first, incumbent, seed=2)
-        if tuner.first in race.loads
-        else statistics.Ratio(math.nan, math.nan, math.nan)
-    )
-    return Found(tuner.label, config_name(tuner.first), config_name(incumbent), us, last, *tuner.counts())
+    pool.drop()
+    if tuner.first in race.loads:
+        tuner.ratio = race.ratio(tuner.first, tuner.best, seed=2)
 
 
-def record_of(tuner: Tuner, found: Found, config: Any, clocks: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kernel": tuner.kernel.name, "class": dataclasses.asdict(shape_class(tuner.problem)), "config": dataclasses.asdict(config),
-        "us": round(found.us, 3), "ratio": round(found.ratio.value, 4),
-        "interval": [round(found.ratio.low, 4), round(found.ratio.high, 4)], "case": sets.to_json(tuner.case), "clocks": clocks,
-        **{name: facts.get(name) for name in ("nvrtc", "source_hash", "commit", "date")},
-    }  # fmt: skip
-
-
-def leaderboard(found: Sequence[Found]) -> list[list[str]]:
+def leaderboard(tuners: Sequence[Tuner]) -> list[list[str]]:
     """The table of all searches; the last line is the geometric mean over the cost model's first choices."""
-    rows = [["case", "first choice", "best", "us", "ratio", "interval", "tried", "unfit"]]
-    for f in found:
-        interval = f"{f.ratio.low:.3f}..{f.ratio.high:.3f}"
-        rows.append([f.label, f.first, f.best, f"{f.us:.1f}", f"{f.ratio.value:.3f}", interval, str(f.tried), str(f.unfit)])
-    mean = statistics.geometric_mean(f.ratio.value for f in found if f.ratio.value == f.ratio.value)
-    return [*rows, ["geometric mean", "", "", "", f"{mean:.3f}", "", "", ""]]
+    heading = ["case", "first choice", "best", "us", "ratio", "interval", "tried", "unfit"]
+    mean = statistics.geometric_mean(t.ratio.value for t in tuners if not math.isnan(t.ratio.value))
+    return [heading, *(tuner.row() for tuner in tuners), ["geometric mean", "", "", "", f"{mean:.3f}", "", "", ""]]
+
+
+def save(folder: pathlib.Path, tuners: Sequence[Tuner]) -> None:
+    tried = {t.label: {config_name(c): round(us, 3) for c, us in t.search.ranking()} | t.unfit for t in tuners}
+    report.write(folder / "tune.json", json.dumps(tried, indent=1))
+    report.write(folder / "tune.md", report.table(leaderboard(tuners), markdown=True) + "\n")
+
+
+def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path, tuners: list[Tuner]) -> None:
+    """Searches each class of shapes once, the time shared evenly among those that are left."""
+    console, known, facts, begin = Console(stderr=True), records.read(path), machine.facts(), time.monotonic()
+    cases = sets.load(options.set or ("" if options.cases else "paper"), options.cases)
+    done = {key for key, each in known.items() if each["source_hash"] == facts["source_hash"] and not options.again | options.dry}
+    todo: dict[Any, tuple[Case, Any]] = {}
+    for case in cases:
+        for kernel in (kernel for kernel in KERNELS if kernel.supports(without_lse(case.problem), device) is None):
+            todo.setdefault((kernel.name, shape_class(without_lse(case.problem))), (case, kernel))
+    todo = {key: item for key, item in todo.items() if key not in done}
+    with Pool() as pool, machine.Monitor() as monitor:
+        for i, (key, (case, kernel)) in enumerate(todo.items()):
+            recorded, started = kernel.Config(**known[key]["config"]) if key in known else None, time.monotonic()
+            tuner = Tuner(case, kernel, device, options.seed, recorded)
+            if options.dry:
+                tuner.dry(pool, options.budget)
+            else:
+                share = (options.seconds - (started - begin)) / (len(todo) - i)
+                evolve(tuner, Race(tuner, timing.Gpu()), pool, share)
+                records.add(path, tuner.record(monitor.summary(started), facts))
+            tuners.append(tuner)
+            save(folder, tuners)
+            console.print(f"{i + 1}/{len(todo)} {tuner.label}: {config_name(tuner.best)} {tuner.ratio}", highlight=False)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -234,44 +226,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = TYPICAL["sm_90a"] if options.dry else driver.device(0)
     folder = options.out or report.RECORD / ("dry" if options.dry else machine.slug(device.name))
-    path = options.records or records.FOLDER / f"{machine.slug(device.name)}.jsonl"
-    cases = sets.load(options.set or ("" if options.cases else "paper"), options.cases)
-    found: list[Found] = []
+    tuners: list[Tuner] = []
     try:
-        tune(options, device, cases, path, Trials(folder / "tune-trials.jsonl"), found)
+        tune(options, device, options.records or records.FOLDER / f"{machine.slug(device.name)}.jsonl", folder, tuners)
     except KeyboardInterrupt:
         print("interrupted: what was found is kept", file=sys.stderr)
-    if found:
-        report.write(folder / "tune.md", report.table(leaderboard(found), markdown=True) + "\n")
-        print(report.table(leaderboard(found)))
+    print(report.table(leaderboard(tuners)))
     return 0
-
-
-def tune(
-    options: argparse.Namespace, device: Device, cases: Sequence[Case], path: pathlib.Path, trials: Trials, found: list[Found]
-) -> None:
-    """Searches each class of shapes once, the time shared evenly among those that are left."""
-    console, known, facts, begin = Console(stderr=True), records.read(path), machine.facts(), time.monotonic()
-    done = {key for key, record in known.items() if record["source_hash"] == facts["source_hash"] and not options.again}
-    work = {}
-    for case in cases:
-        problem = without_lse(case.problem)
-        for kernel in (kernel for kernel in KERNELS if kernel.supports(problem, device) is None):
-            work.setdefault((kernel.name, shape_class(problem)), (case, kernel))
-    todo = [item for key, item in work.items() if options.dry or key not in done]
-    with Pool() as pool, machine.Monitor() as monitor:
-        for i, (case, kernel) in enumerate(todo):
-            recorded = known.get((kernel.name, shape_class(without_lse(case.problem))))
-            seed_config = kernel.Config(**recorded["config"]) if recorded else None
-            tuner, started = Tuner(case, kernel, device, trials, options.seed, seed_config), time.monotonic()
-            if options.dry:
-                found.append(tuner.dry(pool, options.budget))
-            else:
-                share = (options.seconds - (started - begin)) / (len(todo) - i)
-                found.append(evolve(tuner, Race(tuner, timing.Gpu()), pool, share))
-                best = next(c for c in tuner.search.costs if config_name(c) == found[-1].best)
-                records.add(path, record_of(tuner, found[-1], best, monitor.summary(started), facts))
-            console.print(f"{i + 1}/{len(todo)} {found[-1].label}: {found[-1].best} {found[-1].ratio}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib.metadata
-import os
 import pathlib
 import re
 import shutil
@@ -233,11 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-        sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (RawattnError, compiler.CacheWarning, OSError) as error:
         print(f"rawattn: {error}", file=sys.stderr)
         return 1

@@ -77,22 +77,21 @@ def _import_cupy(what: str) -> Any:
 
 def _read_foreign(x: Any, name: str) -> Array:
     """An array of a library that this file does not name: in through CuPy or NumPy, without a copy."""
-    if hasattr(x, "__cuda_array_interface__"):
-        return _read_cupy(_import_cupy(f"{name} (a {type(x).__name__})").asarray(x), name)
-    if hasattr(x, "__dlpack_device__"):
-        kind = int(x.__dlpack_device__()[0])
-        try:
-            if kind == 1:
-                return _read_numpy(np.from_dlpack(x), name)
-            if kind in (2, 13):  # CUDA, CUDA managed
-                return _read_cupy(_import_cupy(f"{name} (a {type(x).__name__})").from_dlpack(x), name)
-        except (BufferError, TypeError, RuntimeError) as error:
-            raise ProblemError(f"{name} cannot be read through DLPack without a copy: {error}") from None
+    interface = hasattr(x, "__cuda_array_interface__")
+    if not interface and not hasattr(x, "__dlpack_device__"):
+        raise ProblemError(
+            f"{name} is a {type(x).__name__}; it must be an array: a torch tensor, a CuPy, NumPy or Numba array, or anything "
+            "with __dlpack__."
+        )
+    kind = 2 if interface else int(x.__dlpack_device__()[0])
+    if kind not in (1, 2, 13):  # CPU, CUDA, CUDA managed
         raise ProblemError(f"{name} lies on a device of DLPack kind {kind}; it must be on a CUDA GPU or the CPU.")
-    raise ProblemError(
-        f"{name} is a {type(x).__name__}; it must be an array: a torch tensor, a CuPy, NumPy or Numba array, or anything with "
-        "__dlpack__."
-    )
+    module = np if kind == 1 else _import_cupy(f"{name} (a {type(x).__name__})")
+    try:
+        found = module.asarray(x) if interface else module.from_dlpack(x)
+    except (BufferError, TypeError, RuntimeError) as error:
+        raise ProblemError(f"{name} cannot be read without a copy: {error}") from None
+    return _read_numpy(found, name) if kind == 1 else _read_cupy(found, name)
 
 
 _readers: dict[type, Callable[[Any, str], Array]] = {}

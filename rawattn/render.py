@@ -47,6 +47,7 @@ def wgmma(name: str, element: Element, n: int, *, a_in_registers: bool, b_by_row
     return f"""\
 struct {name} {{
     static constexpr int accumulators = {sums};
+    static constexpr float sign = {-1 if negate else 1}.f;
     __device__ static void multiply(float (&d)[{sums}], {"const u32* a" if a_in_registers else "u64 a"}, u64 b, bool add) {{
         asm volatile(
             "{{ .reg .pred add; setp.ne.b32 add, %{add}, 0; "

@@ -32,7 +32,7 @@ def misfit(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize
         return None
     if pointer % ALIGNMENT:
         fix = f"{name}.clone() in torch, {name}.copy() in CuPy"
-        return f"{name} begins at an address that is no multiple of {ALIGNMENT} bytes, as the copy engine needs; give a copy: {fix}"
+        return f"{name} begins at an address that is no multiple of {ALIGNMENT} bytes, as the copy engine needs; copy it: {fix}"
     axes = ("batch", "row", "head")[-(len(shape) - 1) :]
     for axis, size, stride in zip(axes, shape, strides, strict=False):
         bytes_, limit = stride * itemsize, STRIDE_LIMIT if len(shape) == 4 or axis == "head" else RAGGED_STRIDE_LIMIT
@@ -41,7 +41,7 @@ def misfit(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize
         if bytes_ % ALIGNMENT or not 0 < bytes_ < limit:
             need = f"a positive multiple of {ALIGNMENT} bytes below 2^{limit.bit_length() - 1}"
             fix = f"{name}.contiguous() in torch, cupy.ascontiguousarray({name}) in CuPy"
-            return f"{name} has a {axis} stride of {bytes_} bytes, but the copy engine needs {need}; give a copy: {fix}"
+            return f"{name} has a {axis} stride of {bytes_} bytes, but the copy engine needs {need}; copy it: {fix}"
     return None
 
 

@@ -26,6 +26,15 @@ template <class S> concept ScoreChoice = requires(const S s, const Args& args, f
     s.scale_log2;                               // float >= 0: logit in log2 units = scale_log2 * s(x, q, kv)
     static_cast<float>(s(x, i, i));
 };
+// softmax: from logits to weights, over the tiles of a row.
+template <class S> concept SoftmaxChoice = requires(S softmax, float (&s)[8], float (&o)[8], void (*again)()) {
+    S(1.f);                                     // of scale_log2
+    static_cast<bool>(softmax.next(s, again));  // logits to weights; true, in the whole warp, when o must be rescaled. The
+                                                // function computes the logits again, from the second call on
+    softmax.rescale(o);
+    static_cast<float>(softmax.total(0));       // of row 0 or 1, at the end: the sum of the weights
+    static_cast<float>(softmax.lse(0, 1.f));    // of a row and its total
+};
 // kv: where key and value bytes come from.
 template <class K, class Rows, class KTile, class VTile> concept KvChoice =
     requires(const K kv, const Args& args, const Rows& rows, KTile& k, VTile& v, ptx::Mbarrier& full, i32 i) {
@@ -42,4 +51,5 @@ template <class S> concept ScheduleChoice = requires(S s, const Args& args) {
 // element: the number format of q, k, v, o.
 template <class E> concept ElementChoice = requires(float x) {
     static_cast<u32>(E::pack(x, x));            // two, rounded to nearest even, the first one low
+    E::multiply(static_cast<float*>(nullptr), static_cast<u32*>(nullptr), static_cast<u32*>(nullptr));  // see ptx/mma.cuh
 };

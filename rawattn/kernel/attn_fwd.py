@@ -11,7 +11,7 @@ from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source, wgmma
-from ..variant import Choice, Fields, element, kv, rows, schedule, store
+from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
 from ..variant.mask import Full, Ints, Mask
 
 name = "attn_fwd"
@@ -144,6 +144,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
         "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Softmax": softmax.Trusting(),
         "Kv": kv.Strided(),
         "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),

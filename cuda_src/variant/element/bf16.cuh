@@ -1,6 +1,6 @@
 #pragma once
 // bfloat16: the upper half of a float32.
-#include "ptx/base.cuh"
+#include "ptx/mma.cuh"
 
 struct Element {
     u16 bits;
@@ -10,4 +10,5 @@ struct Element {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
         return both;
     }
+    __device__ static void multiply(float* d, const u32* a, const u32* b) { ptx::mma_bf16(d, a, b); }
 };

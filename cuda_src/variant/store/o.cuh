@@ -1,6 +1,6 @@
 #pragma once
 // The output rows, straight from registers: a quad exchanges its words so that each lane writes 16 bytes.
-#include "tile/softmax.cuh"
+#include "tile/fragment.cuh"
 
 struct StoreO {
     // `row`: this thread's upper row. A row without a key is 0.
