@@ -64,7 +64,9 @@ def prepare(task: Task, kernel: Any, config: Any, check: Check) -> tuple[timing.
     call = timing.Call(lambda: plan.run(task.q, task.k, task.v, *task.cu))
     error = verify(call, check, task.q, (*task.q.shape[:-1], task.case.head_dim_v))
     assert isinstance(plan.binary, Binary)
-    return call, ", ".join(filter(None, [faults(plan.binary), "" if error < TOLERANCE[task.case.dtype] else f"wrong ({error:.1e})"]))
+    return call, ", ".join(
+        filter(None, [faults(plan.binary), "" if error < TOLERANCE[task.case.dtype] else f"wrong ({error:.1e})"])
+    )
 
 
 def measure(task: Task, device: Device, protocol: timing.Protocol) -> list[list[str]]:
@@ -106,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case = sets.pick(spec)
         rows = measure(Task.make(case), device, dataclasses.replace(timing.BURST, rounds=options.rounds))
         text += f"## {sets.label(case)}\n\n{report.table(rows, markdown=True)}\n\n"
-        report.write((options.out or machine.RECORD / machine.slug(device.name)) / "ablate.md", text)
+        report.write((options.out or machine.record(device)) / "ablate.md", text)
         print(f"{sets.label(case)}\n{report.table(rows)}\n")
     return 0
 

@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 import rawattn.reference
-from rawattn import driver
 from rawattn.choose import KERNELS, choose
 from rawattn.device import Device
 from rawattn.errors import RawattnError
@@ -239,13 +238,11 @@ def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().parse_args(argv)
     options.set = options.set or ("" if options.cases else "smoke")
-    console, cases = Console(), sets.load(options.set, options.cases)
-    if driver.device_count() == 0:
-        print("perf.bench: no NVIDIA GPU here; perf.tune --dry and perf.sass need none.", file=sys.stderr)
+    console, cases, device = Console(), sets.load(options.set, options.cases), machine.gpu("bench")
+    if device is None:
         return 2
-    device = driver.device(0)
     run = Run(machine.facts(), {name: str(value) for name, value in vars(options).items()})
-    folder = options.out or report.RECORD / machine.slug(device.name)
+    folder = options.out or machine.record(device)
     stem = f"bench-{(options.set or pathlib.Path(options.cases).stem).replace(',', '-')}-{options.protocol}"
 
     def save() -> None:

@@ -47,7 +47,9 @@ SAMPLES = "Warp Stall Sampling (All Samples)"
 
 
 def find_ncu() -> str | None:
-    return shutil.which("ncu") or next(iter(sorted(glob.glob("/usr/local/cuda*/bin/ncu") + glob.glob("/opt/nvidia/*/*/ncu"))), None)
+    return shutil.which("ncu") or next(
+        iter(sorted(glob.glob("/usr/local/cuda*/bin/ncu") + glob.glob("/opt/nvidia/*/*/ncu"))), None
+    )
 
 
 def number(text: str) -> float:
@@ -108,7 +110,18 @@ def child(name: str, spec: str, fa3: str | None) -> None:
 
 def run(ncu: str, words: Sequence[str], kernel: str, out: pathlib.Path) -> None:
     """Writes a report of the third launch of a kernel whose name matches."""
-    options = ["--set", "full", "--clock-control", "none", "--kernel-name", f"regex:{kernel}", "--launch-skip", "2", "--launch-count", "1"]
+    options = [
+        "--set",
+        "full",
+        "--clock-control",
+        "none",
+        "--kernel-name",
+        f"regex:{kernel}",
+        "--launch-skip",
+        "2",
+        "--launch-count",
+        "1",
+    ]
     python = [sys.executable, "-m", "perf.counters", "--child", *words]
     ran = subprocess.run([ncu, *options, "-f", "-o", str(out), *python], capture_output=True, text=True)
     if ran.returncode or not out.with_suffix(".ncu-rep").exists():
@@ -139,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(ncu, words, options.kernel, rep.with_suffix(""))
         pages = [["raw"], ["source", "--print-source", "sass"]]
         raw, source = (
-            subprocess.run([ncu, "--import", str(rep), "--csv", "--print-units", "base", "--page", *page], capture_output=True, text=True).stdout
+            subprocess.run(
+                [ncu, "--import", str(rep), "--csv", "--print-units", "base", "--page", *page], capture_output=True, text=True
+            ).stdout
             for page in pages
         )
     print(report.table(verdict(parse_raw(raw))))

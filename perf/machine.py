@@ -11,15 +11,18 @@ import pathlib
 import platform
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn import compiler, driver
+from rawattn.device import Device
 from rawattn.errors import RawattnError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECORD = ROOT / "perf" / "record"
 LIBRARIES = (
     "torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn",
     "flash-attn-4", "flashinfer-python", "xformers",
@@ -29,6 +32,19 @@ LIBRARIES = (
 def slug(name: str) -> str:
     """A device's name as a file's: ``NVIDIA H200`` is ``h200``."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia")).strip("-") or "unknown"
+
+
+def record(device: Device) -> pathlib.Path:
+    """The folder of what was measured on a device."""
+    return RECORD / slug(device.name)
+
+
+def gpu(tool: str) -> Device | None:
+    """The first GPU; None, and a word on stderr, where there is none."""
+    if driver.device_count():
+        return driver.device(0)
+    print(f"perf.{tool}: no NVIDIA GPU here; perf.sass, perf.plot and perf.tune --dry need none.", file=sys.stderr)
+    return None
 
 
 def source_hash() -> str:

@@ -13,10 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import statistics
-from .machine import ROOT
 from .sets import from_json, mask_label
-
-RECORD = ROOT / "perf" / "record"
 
 
 @dataclasses.dataclass

@@ -84,7 +84,9 @@ def summary(builds: dict[str, str]) -> list[list[str]]:
     loops = [collections.Counter(map(family, main_loop(text))) for text in builds.values()]
     difference = ["loop -"] if len(builds) == 2 else []
     rows = [["instruction", *(f"{kind} {name}" for name in builds for kind in ("all", "loop")), *difference]]
-    names = sorted(set().union(*whole), key=lambda name: (-max(loop[name] for loop in loops), -max(all_[name] for all_ in whole), name))
+    names = sorted(
+        set().union(*whole), key=lambda name: (-max(loop[name] for loop in loops), -max(all_[name] for all_ in whole), name)
+    )
     for name in ["", *names]:
         pairs = [[sum(c.values()) if not name else c[name] for c in both] for both in zip(whole, loops, strict=True)]
         change = [f"{pairs[0][1] - pairs[1][1]:+d}"] if difference else []

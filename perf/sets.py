@@ -69,7 +69,13 @@ def smoke() -> list[Case]:
     return [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)]
 
 
-SETS = {function.__name__: function for function in (seeds, paper, gqa, varlen, small, heads, smoke)}
+def gate() -> list[Case]:
+    """What perf.gate watches: one short and one long case of the grid for each head_dim and mask, a small one, packed ones."""
+    grid = [dense(16384 // s, s, 2048 // d, d, causal) for d in (64, 128, 256) for s in (1024, 4096) for causal in MASKS]
+    return [*grid, dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8)]
+
+
+SETS = {function.__name__: function for function in (seeds, paper, gqa, varlen, small, heads, smoke, gate)}
 
 
 def load(names: str, file: str | None) -> list[Case]:

@@ -26,7 +26,6 @@ from typing import Any
 
 from rich.console import Console
 
-from rawattn import driver
 from rawattn.choose import KERNELS
 from rawattn.device import TYPICAL, Device
 from rawattn.testing import Case
@@ -221,11 +220,10 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().parse_args(argv)
-    if not options.dry and driver.device_count() == 0:
-        print("perf.tune: no NVIDIA GPU here; --dry needs none.", file=sys.stderr)
+    device = TYPICAL["sm_90a"] if options.dry else machine.gpu("tune")
+    if device is None:
         return 2
-    device = TYPICAL["sm_90a"] if options.dry else driver.device(0)
-    folder = options.out or report.RECORD / ("dry" if options.dry else machine.slug(device.name))
+    folder = options.out or machine.record(device)
     tuners: list[Tuner] = []
     try:
         tune(options, device, options.records or records.FOLDER / f"{machine.slug(device.name)}.jsonl", folder, tuners)

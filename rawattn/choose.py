@@ -27,7 +27,7 @@ class Choice:
 
 
 def choose(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Choice:
-    """The first kernel that supports the problem, in its cheapest legal configuration; ``kernel`` and ``config`` override.
+    """The first kernel that supports the problem, in its cheapest configuration for problems of this kind; ``kernel`` and ``config`` override.
 
     Raises UnsupportedError with every kernel's reason, ProblemError for an override that does not fit.
     """
@@ -62,9 +62,10 @@ def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tu
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
         return config, "given by the caller"
-    candidates = kernel.candidates(problem, device)
-    if not candidates:
+    typical = kernel.typical(problem)
+    costs = {candidate: kernel.cost(candidate, typical, device) for candidate in kernel.candidates(typical, device)}
+    if not costs:
         raise UnsupportedError(f"{kernel.name} has no configuration that fits {problem} on {device.name}.")
-    best = min(candidates, key=lambda c: kernel.cost(c, problem, device))
+    best = min(costs, key=lambda candidate: costs[candidate])
     micros = kernel.cost(best, problem, device) * 1e6
-    return best, f"cheapest of {len(candidates)} by the cost model, which expects {micros:,.0f} us"
+    return best, f"cheapest of {len(costs)} by the cost model, which expects {micros:,.0f} us"

@@ -70,6 +70,11 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
     return None
 
 
+def typical(problem: Problem) -> Problem:
+    """The problem by which configurations are compared: itself, since its loops are compiled once for all configurations."""
+    return problem
+
+
 def candidates(problem: Problem, device: Device) -> list[Config]:
     """The configurations worth comparing."""
     tile_kv = 96 if problem.head_dim + problem.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache

@@ -26,6 +26,7 @@ from numba.extending import intrinsic, models, overload, register_model
 
 BYTES = 64  # of a vector: two AVX registers, one of AVX-512, four of NEON
 BLOCK = 6  # vectors of sums that a product keeps in registers: 12 of the 16 that AVX has
+CHUNK = 64  # terms of a sum in its order; sums of sums round less
 FUSE = ("contract",)  # a multiplication and an addition may become one instruction; nothing is reordered
 
 
@@ -232,9 +233,12 @@ def logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s):
     """Writes the logits of a panel: s (key, lane)."""
     lanes = BYTES // s.itemsize
     for j in range(0, keys, BLOCK):
-        sums = product(tile_k, j * head_dim, head_dim, 1, panel_q, panel * head_dim * lanes, head_dim)
-        for r in range(BLOCK):
-            store(s, (j + r) * lanes, sums[r] * fill(sums[r], scale))
+        for i in range(0, head_dim, CHUNK):
+            depth = min(CHUNK, head_dim - i)
+            sums = product(tile_k, j * head_dim + i, head_dim, 1, panel_q, (panel * head_dim + i) * lanes, depth)
+            for r in range(BLOCK):
+                x = sums[r] * fill(sums[r], scale)
+                store(s, (j + r) * lanes, x if i == 0 else load(s, (j + r) * lanes) + x)
     if cap != 0:
         for j in range(keys):
             x = load(s, j * lanes)
@@ -261,10 +265,13 @@ def softmax(s, keys, row_max, row_sum, panel):
     store(row_max, panel * lanes, new)
     new = less(fill(new, -np.inf), new, new, fill(new, 0.0))  # while all is -inf: -inf - 0, and not -inf - -inf
     shrink, total = exp(old - new), fill(new, 0.0)
-    for j in range(keys):
-        x = exp(load(s, j * lanes) - new)
-        total += x
-        store(s, j * lanes, x)
+    for first in range(0, keys, BLOCK):
+        part = fill(new, 0.0)
+        for j in range(first, min(first + BLOCK, keys)):
+            x = exp(load(s, j * lanes) - new)
+            part += x
+            store(s, j * lanes, x)
+        total += part
     store(row_sum, panel * lanes, load(row_sum, panel * lanes) * shrink + total)
     return shrink
 

@@ -12,7 +12,7 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source, wgmma
 from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
-from ..variant.mask import Full, Ints, Mask
+from ..variant.mask import Causal, Full, Ints, Mask
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
@@ -88,6 +88,14 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
     if accumulators(config, problem) > limit:
         return f"its accumulators take {accumulators(config, problem)} registers of a thread; above {limit} it spills"
     return None
+
+
+def typical(problem: Problem) -> Problem:
+    """The problem by which configurations are compared. It has nothing that is a run-time value in the kernel, so that a new
+    length, batch, window or number of heads gets the configuration that is compiled already."""
+    mask = problem.mask if isinstance(problem.mask, Full) else Causal()
+    lengths = {"batch": 8, "q_len": 4096, "kv_len": 4096, "heads": 16, "kv_heads": 16}
+    return dataclasses.replace(problem, **lengths, mask=mask, varlen=False)
 
 
 def candidates(problem: Problem, device: Device) -> list[Config]:

@@ -486,7 +486,7 @@ def test_demo_with_a_gpu_that_has_no_kernel(small: None, gpu: Any, capsys: pytes
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("libraries", [["cupy"], ["cupy", "torch"]])
 def test_demo_with_a_gpu(libraries: list[str], right: bool, small: None, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed there is for a GPU to test; here, that it is, in the libraries that have one, and decides the exit status."""
+    """That it is used, in the libraries that see it, and decides the exit status; what it computes is for a GPU to test."""
     gpu((13, 0), TYPICAL["sm_90a"])
     calls = []
     cuda = types.SimpleNamespace(is_available=lambda: "torch" in libraries)

@@ -196,7 +196,7 @@ def test_config_names() -> None:
 
 
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.driver, "device_count", lambda: 0)
+    monkeypatch.setattr(machine.driver, "device_count", lambda: 0)
     assert bench.main(["--set", "smoke"]) == 2
     assert "no NVIDIA GPU" in capsys.readouterr().err
 
@@ -216,8 +216,8 @@ def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(bench, "Bench", Interrupted)
     monkeypatch.setattr(bench, "compile_ahead", lambda *_: 0)
-    monkeypatch.setattr(bench.driver, "device_count", lambda: 1)
-    monkeypatch.setattr(bench.driver, "device", lambda index: TYPICAL["sm_90a"])
+    monkeypatch.setattr(machine.driver, "device_count", lambda: 1)
+    monkeypatch.setattr(machine.driver, "device", lambda index: TYPICAL["sm_90a"])
     assert bench.main(["--set", "paper", "--out", str(tmp_path), "--peers", ""]) == 130
     assert len(report.Run.read(tmp_path / "bench-paper-burst.json").results) == 4
 
