@@ -15,11 +15,12 @@
 //
 // A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
 
-#include "config.cuh"  // rendered: cfg, MappedTensor, Args, QkMma, PvMma, and the choices Element, Rows, Mask, Score, Kv, Schedule, Store
+#include "config.cuh"  // rendered: cfg, MappedTensor, Args, QkMma, PvMma, and the choices
+                       // Element, Rows, Mask, Score, Softmax, Kv, Schedule, Store
 #include "ptx/barrier.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
-#include "tile/softmax.cuh"
 #include "tile/tile.cuh"
 #include "variant/interfaces.cuh"
 
@@ -41,6 +42,7 @@ static_assert(ElementChoice<Element>, "variant/element");
 static_assert(RowsChoice<Rows>, "variant/rows");
 static_assert(MaskChoice<Mask>, "variant/mask");
 static_assert(ScoreChoice<Score>, "variant/score");
+static_assert(SoftmaxChoice<Softmax>, "variant/softmax");
 static_assert(KvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
 static_assert(ScheduleChoice<Schedule>, "variant/schedule");
 
@@ -212,6 +214,8 @@ struct Consumer {
         }
         for (i32 tile = block.begin; tile < last; ++tile, kv.advance()) skip_k(), skip_v(kv);
         Store::store(args, rows, work.head, row, o, softmax);
+        __syncwarp();  // the warp is converged again, and the compiler knows: else the ring's stages are no uniform values to it, and
+                       // each descriptor is moved to uniform registers by itself (48 moves a step at head_dim 128: 5 % slower)
     }
 
     __device__ void first_step(const Mask& mask, const TileRange& tiles, i32 row, Softmax& softmax) {
@@ -221,8 +225,29 @@ struct Consumer {
         release(smem.k_empty[kv.stage]);
         kv.advance();
         mask_and_score(mask, tiles, tiles.end - 1, row);
-        softmax.update(s);
+        softmax.next(s, [] {});
         pack_p();
+    }
+
+    // Q K^T of the tile at hand once more, by each warp for its sixteen rows: a warp may need it alone, and wgmma needs all four.
+    __device__ void multiply_qk_again() {
+        const u32 l = lane % 32, row = index * 64 + lane / 32 * 16 + l % 16, key = l % 8 + l / 16 * 8;
+        const u32 a_row = ptx::smem_address(&smem.q[q.stage]) + row * 128, b_row = ptx::smem_address(&smem.k[kv.stage]) + key * 128;
+#pragma unroll
+        for (int i = 0; i < QkMma::accumulators; ++i) s[i] = 0.f;
+#pragma unroll 1
+        for (int i = 0; i < (cfg::head_dim + 15) / 16; ++i) {
+            const u32 chunk = i % 4 * 2;
+            u32 a[4], b[4];
+            ptx::ldmatrix(a, a_row + i / 4 * QTile::panel_bytes + ((chunk + l / 16) ^ row % 8) * 16);
+#pragma unroll
+            for (int n = 0; n < cfg::tile_kv; n += 16) {
+                ptx::ldmatrix(b, b_row + i / 4 * KTile::panel_bytes + ((chunk + l / 8 % 2) ^ key % 8) * 16 + n * 128);
+                Element::multiply(s + n / 2, a, b), Element::multiply(s + n / 2 + 4, a, b + 2);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < QkMma::accumulators; ++i) s[i] *= QkMma::sign;
     }
 
     // Q K^T of this tile and P V of the one before it are issued together; this tile's softmax runs under the latter.
@@ -231,9 +256,9 @@ struct Consumer {
         start_pv(kv.previous());
         pass_turn();
         ptx::wgmma_wait<1>();
-        release(smem.k_empty[kv.stage]);
         mask_and_score(mask, tiles, tile, row);
-        const bool moved = softmax.update(s);
+        const bool moved = softmax.next(s, [&] { multiply_qk_again(), mask_and_score(mask, tiles, tile, row); });
+        release(smem.k_empty[kv.stage]);
         ptx::wgmma_wait<0>();
         release(smem.v_empty[kv.previous().stage]);
         kv.advance();
@@ -251,8 +276,7 @@ __device__ void consume(const Args& args, Smem& smem) {
         smem.work_full[ring.stage].wait(ring.parity);
         const Work& slot = smem.work[ring.stage];
         const Work work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin))};
-        __syncwarp();  // says that the warp is converged; without it the ring stages are no uniform values to the compiler, and each
-                       // descriptor is moved to uniform registers by itself (48 moves a step at head_dim 128, 10 % of the time)
+        __syncwarp();
         consumer.release(smem.work_empty[ring.stage]);
         ring.advance();
         if (work.is_last()) return;

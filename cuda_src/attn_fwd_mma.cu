@@ -11,8 +11,9 @@
 //
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Score, Kv, Schedule, Store
-#include "tile/softmax.cuh"
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices
+                       // Element, Rows, Mask, Score, Softmax, Kv, Schedule, Store
+#include "tile/fragment.cuh"
 #include "tile/swizzled.cuh"
 #include "variant/interfaces.cuh"
 
@@ -32,6 +33,7 @@ static_assert(ElementChoice<Element>, "variant/element");
 static_assert(RowsChoice<Rows>, "variant/rows");
 static_assert(MaskChoice<Mask>, "variant/mask");
 static_assert(ScoreChoice<Score>, "variant/score");
+static_assert(SoftmaxChoice<Softmax>, "variant/softmax");
 static_assert(AsyncKvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
 static_assert(ScheduleChoice<Schedule>, "variant/schedule");
 
@@ -74,60 +76,57 @@ struct Tiles {
     }
 };
 
-// Rows of a warp: slab i holds rows 16 i and on.
+// What a warp computes: cfg::slabs times 16 rows. Registers are laid out as in tile/fragment.cuh.
 struct Warp {
-    static constexpr int slabs = cfg::slabs, qk_steps = QTile::chunks / 2, q_kept = cfg::q_kept;
+    static constexpr int slabs = cfg::slabs, qk_steps = QTile::chunks / 2, pv_steps = cfg::tile_kv / 16;
+    const u32 first_row;  // in the tile
     const BlockReader<QTile> q_blocks;
     const BlockReader<KTile> k_blocks;
     const BlockReader<VTile> v_blocks;
-    const u32 first_slab;
-    u32 q[q_kept + 1][slabs][4];  // the last one for the steps that are not kept
-    u32 p[slabs][cfg::tile_kv / 4];
-    float s[slabs][cfg::tile_kv / 2], o[slabs][cfg::head_dim_v / 2];
-    Softmax softmax[slabs];
+    const Score score;
+    Softmax softmax;
+    u32 q[cfg::q_kept + 1][slabs][4];  // the last one for the steps that are not kept
+    u32 p[pv_steps][slabs][4];
+    float s[slabs * cfg::tile_kv / 2], o[slabs * cfg::head_dim_v / 2];
 
-    __device__ Warp(const Smem& smem, const Score& score)
-        : q_blocks(BlockReader<QTile>::down(smem.q)), k_blocks(BlockReader<KTile>::right(smem.ring[0].k)),
-          v_blocks(BlockReader<VTile>::down(smem.ring[0].v)), first_slab(ptx::uniform(threadIdx.x / 32) * slabs) {
+    // The compiler takes what is uniform() for the same in the whole warp, and keeps what follows from it out of the registers.
+    __device__ Warp(const Args& args, const Smem& smem)
+        : first_row(ptx::uniform(threadIdx.x / 32) * (16 * slabs)), q_blocks(BlockReader<QTile>::down(smem.q)),
+          k_blocks(BlockReader<KTile>::right(smem.ring[0].k)), v_blocks(BlockReader<VTile>::down(smem.ring[0].v)), score(args),
+          softmax(score.scale_log2) {
 #pragma unroll
-        for (int slab = 0; slab < slabs; ++slab) {
-            softmax[slab] = Softmax(score.scale_log2);
-#pragma unroll
-            for (float& x : o[slab]) x = 0.f;
-        }
+        for (float& x : o) x = 0.f;
     }
 
     __device__ void load_q(u32 (&to)[slabs][4], int step) {
 #pragma unroll
         for (int slab = 0; slab < slabs; ++slab) {
-            ptx::ldmatrix(to[slab], q_blocks.block(slab, step, first_slab * 16 * QTile::row_bytes));
+            ptx::ldmatrix(to[slab], q_blocks.block(slab, step, first_row * QTile::row_bytes));
 #pragma unroll
             for (u32& x : to[slab]) x ^= u32(cfg::q_signs);
         }
     }
     __device__ void keep_q() {
 #pragma unroll
-        for (int step = 0; step < q_kept; ++step) load_q(q[step], step);
+        for (int step = 0; step < cfg::q_kept; ++step) load_q(q[step], step);
     }
 
     // s = q k^T
     __device__ void multiply_qk(u32 slot) {
 #pragma unroll
-        for (int slab = 0; slab < slabs; ++slab)
-#pragma unroll
-            for (float& x : s[slab]) x = 0.f;
+        for (float& x : s) x = 0.f;
 #pragma unroll
         for (int step = 0; step < qk_steps; ++step) {
-            u32 (&a)[slabs][4] = q[min(step, q_kept)];
-            if (step >= q_kept) load_q(a, step);
+            u32 (&a)[slabs][4] = q[min(step, cfg::q_kept)];
+            if (step >= cfg::q_kept) load_q(a, step);
 #pragma unroll
             for (int i = 0; i < cfg::tile_kv / 16; ++i) {
                 u32 b[4];
                 ptx::ldmatrix(b, k_blocks.block(i, step, slot));
 #pragma unroll
                 for (int slab = 0; slab < slabs; ++slab) {
-                    Element::multiply(&s[slab][8 * i], a[slab], b);
-                    Element::multiply(&s[slab][8 * i + 4], a[slab], b + 2);
+                    Element::multiply(s + fragment_index(2 * i, 2 * slab), a[slab], b);
+                    Element::multiply(s + fragment_index(2 * i + 1, 2 * slab), a[slab], b + 2);
                 }
             }
         }
@@ -135,49 +134,51 @@ struct Warp {
     // o += p v
     __device__ void multiply_pv(u32 slot) {
 #pragma unroll
-        for (int step = 0; step < cfg::tile_kv / 16; ++step)
+        for (int step = 0; step < pv_steps; ++step)
 #pragma unroll
             for (int i = 0; i < VTile::chunks / 2; ++i) {
                 u32 b[4];
                 ptx::ldmatrix_transposed(b, v_blocks.block(step, i, slot));
 #pragma unroll
                 for (int slab = 0; slab < slabs; ++slab) {
-                    Element::multiply(&o[slab][8 * i], &p[slab][4 * step], b);
-                    if (16 * i + 8 < cfg::head_dim_v) Element::multiply(&o[slab][8 * i + 4], &p[slab][4 * step], b + 2);
+                    Element::multiply(o + fragment_index(2 * i, 2 * slab), p[step][slab], b);
+                    if (16 * i + 8 < cfg::head_dim_v) Element::multiply(o + fragment_index(2 * i + 1, 2 * slab), p[step][slab], b + 2);
                 }
             }
     }
+    // An accumulator's registers are those of an A operand: two blocks side by side make one of 16 x 16.
+    __device__ void pack_p() {
+#pragma unroll
+        for (int step = 0; step < pv_steps; ++step)
+#pragma unroll
+            for (int slab = 0; slab < slabs; ++slab)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int from = fragment_index(2 * step + i / 2, 2 * slab + i % 2);
+                    p[step][slab][i] = Element::pack(s[from], s[from + 1]);
+                }
+    }
 
     // From dot products to logits, -inf where the mask keeps no key.
-    __device__ void mask_and_score(const Score& score, const Mask& mask, bool full, i32 tile, i32 row) {
+    __device__ void mask_and_score(const Mask& mask, bool full, i32 tile, i32 row) {
         const i32 first = tile * cfg::tile_kv + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int slab = 0; slab < slabs; ++slab, row += 16) {
+        for (int i = 0; i < slabs * cfg::tile_kv / 2; ++i) s[i] = score(s[i], row + 8 * fragment_row(i), first + fragment_column(i));
+        if (full) return;
 #pragma unroll
-            for (int i = 0; i < cfg::tile_kv / 2; ++i)
-                s[slab][i] = score(s[slab][i], row + 8 * fragment_row(i), first + fragment_column(i));
-            if (full) continue;
-            const Mask::Row kept[2] = {mask.row(row, first), mask.row(row + 8, first)};
+        for (int r = 0; r < rows_each; ++r) {
+            const Mask::Row kept = mask.row(row + 8 * r, first);
 #pragma unroll
-            for (int i = 0; i < cfg::tile_kv / 2; ++i)
-                if (!kept[fragment_row(i)].keep(fragment_column(i))) s[slab][i] = minus_inf;
+            for (int i = 0; i < slabs * cfg::tile_kv / 2; ++i)
+                if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
         }
     }
-    // p = exp(s - reference); o follows the reference.
-    __device__ void update() {
-        bool moved = false;
-#pragma unroll
-        for (int slab = 0; slab < slabs; ++slab) moved |= softmax[slab].lags_behind(s[slab]);
-        if (__any_sync(0xffffffffu, moved)) {
-#pragma unroll
-            for (int slab = 0; slab < slabs; ++slab) softmax[slab].move(), softmax[slab].rescale(o[slab]);
-        }
-#pragma unroll
-        for (int slab = 0; slab < slabs; ++slab) {
-            softmax[slab].exponentiate(s[slab]);
-#pragma unroll
-            for (int i = 0; i < cfg::tile_kv / 2; i += 2) p[slab][i / 2] = Element::pack(s[slab][i], s[slab][i + 1]);
-        }
+    // The weights of one key tile.
+    __device__ void weigh(const Mask& mask, bool full, i32 tile, i32 row, u32 slot) {
+        const auto compute = [&] { multiply_qk(slot), mask_and_score(mask, full, tile, row); };
+        compute();
+        if (softmax.next(s, compute)) softmax.rescale(o);
+        pack_p();
     }
 };
 
@@ -190,30 +191,23 @@ __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_b
 __device__ void attend(const Args& args, Smem& smem, const Work& work) {
     const Rows rows(args, work.batch);
     const Mask mask(args, rows);
-    const Score score(args);
     Tiles tiles(args, smem, rows, work.head / args.heads_per_kv, tiles_of(mask, rows, work.q_begin, cfg::tile_q));
-    Warp warp(smem, score);
-    const i32 begin = work.q_begin + 16 * i32(warp.first_slab), row = begin + i32(threadIdx.x) % 32 / 4;
+    Warp warp(args, smem);
+    const i32 begin = work.q_begin + i32(warp.first_row), row = begin + i32(threadIdx.x) % 32 / 4;
     const TileRange own = tiles_of(mask, rows, begin, 16 * cfg::slabs);
     if (tiles.range.begin < tiles.range.end) {
-        smem.q.fill(args.q.rows(rows.q, work.head), args.q.row_bytes, work.q_begin, rows.q_len - 1);
+        smem.q.fill(args.q.rows(rows.q, work.head), u32(args.q.row_bytes), work.q_begin, rows.q_len - 1);
         tiles.load_first();
     }
     for (i32 tile = tiles.range.end - 1; tile >= tiles.range.begin; --tile) {
         const bool visited = tile >= own.begin && tile < own.end;
         const u32 k = tiles.arrive(tile, 0);
-        if (visited) {
-            if (tile == own.end - 1) warp.keep_q();
-            warp.multiply_qk(k);
-            warp.mask_and_score(score, mask, own.is_full(tile), tile, row);
-            warp.update();
-        }
+        if (tile == own.end - 1) warp.keep_q();
+        if (visited) warp.weigh(mask, own.is_full(tile), tile, row, k);
         const u32 v = tiles.arrive(tile, 1);
         if (visited) warp.multiply_pv(v);
     }
-#pragma unroll
-    for (int slab = 0; slab < cfg::slabs; ++slab)
-        Store::store(args, rows, work.head, row + 16 * slab, warp.o[slab], warp.softmax[slab]);
+    Store::store(args, rows, work.head, row, warp.o, warp.softmax);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads, cfg::blocks) void attn_fwd_mma(const __grid_constant__ Args args) {

@@ -14,7 +14,7 @@
 #include "tile/strided.cuh"
 #include "variant/interfaces.cuh"
 
-static_assert(NumberElementChoice<Element>, "variant/element");
+static_assert(NumberChoice<Element>, "variant/element");
 static_assert(RowsChoice<Rows>, "variant/rows");
 static_assert(MaskChoice<Mask>, "variant/mask");
 static_assert(ScoreChoice<Score>, "variant/score");
@@ -39,18 +39,20 @@ struct alignas(16) Numbers {
     __device__ const Vector<n>& vector(int row, int column) const { return *reinterpret_cast<const Vector<n>*>(&data[row][column]); }
 
     // Every thread of the block loads its share of rows [first, first + rows), from column `column` of `end`. Columns past the end
-    // are zeros. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
-    __device__ void load(const StridedTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end) {
+    // are zeros. Sixteen loads of a thread are on their way together. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
+    __device__ void load(const StridedTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end, int sign = 1) {
+        constexpr int warps = cfg::threads / 32, pieces = (columns + 31) / 32, ahead = pieces < 16 ? 16 / pieces * warps : warps;
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
-        for (int r = threadIdx.x / 32; r < rows; r += cfg::threads / 32) {
-            const Element* from = reinterpret_cast<const Element*>(head + min(first + r, last) * tensor.row_bytes) + column;
+        for (int begin = threadIdx.x / 32; begin < rows; begin += ahead)
 #pragma unroll
-            for (int i = 0; i < columns; i += 32) {
-                const int c = i + lane;
-                if (c < columns) data[r][c] = column + c < end ? Element::widen(from[c]) : Number(0);
+            for (int r = begin; r < begin + ahead; r += warps) {
+                if (rows % ahead != 0 && r >= rows) break;
+                const Element* from = reinterpret_cast<const Element*>(head + min(first + r, last) * tensor.row_bytes) + column;
+#pragma unroll
+                for (int c = lane; c < lane + columns; c += 32)
+                    if (columns % 32 == 0 || c < columns) data[r][c] = column + c < end ? Element::widen(from[c]) * sign : Number(0);
             }
-        }
     }
 };
 
@@ -193,7 +195,7 @@ __device__ void attend(const Args& args, Smem& smem, const Work& work) {
     TileRange tiles{0, 0, 0, 0};
     if (work.q_begin < rows.q_len) tiles = mask.tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
     if (tiles.begin < tiles.end)
-        smem.q.load(args.q, args.q.rows(rows.q, work.head), work.q_begin, rows.q_len - 1, 0, cfg::head_dim);
+        smem.q.load(args.q, args.q.rows(rows.q, work.head), work.q_begin, rows.q_len - 1, 0, cfg::head_dim, cfg::q_sign);
     Thread thread(score);
 #pragma unroll 1
     for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {

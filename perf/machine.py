@@ -11,15 +11,18 @@ import pathlib
 import platform
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn import compiler, driver
+from rawattn.device import Device
 from rawattn.errors import RawattnError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECORD = ROOT / "perf" / "record"
 LIBRARIES = (
     "torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn",
     "flash-attn-4", "flashinfer-python", "xformers",
@@ -31,10 +34,24 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia")).strip("-") or "unknown"
 
 
+def record(device: Device) -> pathlib.Path:
+    """The folder of what was measured on a device."""
+    return RECORD / slug(device.name)
+
+
+def gpu(tool: str) -> Device | None:
+    """The first GPU; None, and a word on stderr, where there is none."""
+    if driver.device_count():
+        return driver.device(0)
+    print(f"perf.{tool}: no NVIDIA GPU here; perf.sass, perf.plot and perf.tune --dry need none.", file=sys.stderr)
+    return None
+
+
 def source_hash() -> str:
     """Of all that decides what a kernel is: the package and its CUDA sources. Two equal hashes are one program."""
     digest = hashlib.sha256()
-    for path in sorted(p for folder in ("rawattn", "cuda_src") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh")):
+    files = [path for folder in ("rawattn", "cuda_src") for path in (ROOT / folder).rglob("*")]
+    for path in sorted(path for path in files if path.suffix in (".py", ".cu", ".cuh")):
         digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -24,6 +24,7 @@ from rawattn.testing import Case
 
 from .timing import Call
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 MATH_BYTES = 8 << 30  # most that the plain formula may take for its logits
 
 
@@ -42,21 +43,21 @@ class Task:
     cu: tuple[Any, ...] = ()  # cu_seqlens_q, cu_seqlens_kv
 
     @classmethod
-    def make(cls, case: Case, seed: int = 0) -> Task:
+    def make(cls, case: Case, seed: int = 0, device: str = "cuda") -> Task:
         import torch
 
-        problem, random = case.problem, torch.Generator("cuda").manual_seed(seed)
-        packed = case.lengths is not None
-        rows_q, rows_kv = ((problem.total_q,), (problem.total_kv,)) if packed else ((case.batch, case.q_len), (case.batch, case.kv_len))
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
-        q, k, v = (
-            torch.randn(*rows, heads, dim, device="cuda", dtype=dtype, generator=random)
-            for rows, heads, dim in (
-                (rows_q, case.heads, case.head_dim), (rows_kv, case.kv_heads, case.head_dim), (rows_kv, case.kv_heads, case.head_dim_v),
-            )
-        )  # fmt: skip
-        ends = [[0, *(pair[side] for pair in case.lengths or ())] for side in (0, 1)]
-        return cls(case, q, k, v, tuple(torch.tensor(e, device="cuda").cumsum(0).int() for e in ends) if packed else ())
+        problem, random = case.problem, torch.Generator(device).manual_seed(seed)
+        rows_q, rows_kv = (case.batch, case.q_len), (case.batch, case.kv_len)
+        cu: tuple[Any, ...] = ()
+        if case.lengths is not None:
+            rows_q, rows_kv = (problem.total_q,), (problem.total_kv,)  # type: ignore[assignment]  # rank 1
+            cu = tuple(torch.tensor([0, *each], device=device).cumsum(0).int() for each in zip(*case.lengths, strict=True))
+
+        def normal(rows: tuple[int, ...], heads: int, dim: int) -> Any:
+            return torch.randn(*rows, heads, dim, device=device, dtype=getattr(torch, DTYPES[case.dtype]), generator=random)
+
+        q, k = normal(rows_q, case.heads, case.head_dim), normal(rows_kv, case.kv_heads, case.head_dim)
+        return cls(case, q, k, normal(rows_kv, case.kv_heads, case.head_dim_v), cu)
 
     @functools.cached_property
     def heads_first(self) -> tuple[Any, Any, Any]:
@@ -78,9 +79,9 @@ class Task:
     def refuse(self, *names: str) -> None:
         """Raises Unserved where the case needs one of the named features: varlen, window, softcap, mask."""
         case = self.case
-        needs = {"varlen": bool(self.cu), "window": case.window is not None, "softcap": case.softcap is not None, "mask": case.mask is not None}
+        needs = {"varlen": case.lengths, "window": case.window, "softcap": case.softcap, "mask": case.mask}
         for name in ("mask", *names):
-            if needs[name]:
+            if needs[name] is not None:
                 raise Unserved(f"no {name}")
 
 
@@ -106,7 +107,7 @@ def parse_config(config_type: Any, text: str) -> Any:
 
 
 def our_options(case: Case, name: str) -> dict[str, Any]:
-    """Keyword arguments of ``rawattn.attention`` for the contender: ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``."""
+    """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``."""
     kernel, _, config = name.removeprefix("ours").removeprefix(":").rpartition("/")
     options = dict(case.options)
     if config:
@@ -118,11 +119,11 @@ def our_options(case: Case, name: str) -> dict[str, Any]:
 def ours(task: Task, name: str) -> Call:
     options = our_options(task.case, name)
     q, k, v = task.q, task.k, task.v
+    packed = (*task.cu, *task.longest) if task.cu else ()
+    detail = config_name(rawattn.plan(q, k, v, *packed, **options).config)
     if task.cu:
-        plan = rawattn.plan(q, k, v, *task.cu, *task.longest, **options)
-        return Call(lambda: rawattn.attention_varlen(q, k, v, *task.cu, *task.longest, **options), detail=config_name(plan.config))
-    plan = rawattn.plan(q, k, v, **options)
-    return Call(lambda: rawattn.attention(q, k, v, **options), detail=config_name(plan.config))
+        return Call(lambda: rawattn.attention_varlen(q, k, v, *packed, **options), detail=detail)
+    return Call(lambda: rawattn.attention(q, k, v, **options), detail=detail)
 
 
 def our_plan(task: Task, name: str) -> Callable[[], Any]:
@@ -169,8 +170,8 @@ def flex(task: Task) -> Call:
     right = 0 if case.causal else right
 
     def keep(batch: Any, head: Any, i: Any, j: Any) -> Any:
-        before, after = (j >= j) if left is None else (j >= i + shift - left), (j >= j) if right is None else (j <= i + shift + right)
-        return before & after
+        after = (j >= i + shift - left) if left is not None else (j >= 0)
+        return (after & (j <= i + shift + right)) if right is not None else after
 
     def cap(s: Any, batch: Any, head: Any, i: Any, j: Any) -> Any:
         return case.softcap * _torch().tanh(s / case.softcap)
@@ -179,9 +180,8 @@ def flex(task: Task) -> Call:
     mask = None if plain else create_block_mask(keep, None, None, case.q_len, case.kv_len, device="cuda")
     score, grouped = (cap if case.softcap else None), q.shape[1] != k.shape[1]
     compiled = _compiled_flex()
-    return Call(
-        lambda: compiled(q, k, v, score_mod=score, block_mask=mask, scale=case.scale, enable_gqa=grouped), lambda o: o.transpose(1, 2)
-    )
+    more = {"score_mod": score, "block_mask": mask, "scale": case.scale, "enable_gqa": grouped}
+    return Call(lambda: compiled(q, k, v, **more), lambda o: o.transpose(1, 2))
 
 
 def _torch() -> Any:
@@ -200,6 +200,9 @@ def _compiled_flex() -> Any:
 # --- the FlashAttention family ------------------------------------------------------------------------------------------------
 
 
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
 def window_of(case: Case) -> tuple[int, int]:
     """The window as flash-attn writes it: -1 for unbounded."""
     left, right = case.window or (None, None)
@@ -207,7 +210,7 @@ def window_of(case: Case) -> tuple[int, int]:
 
 
 def load_fa3(file: str) -> None:
-    """Loads FlashAttention 3's torch operators from a library, ``.so`` or ``.so.xz``; a libcudart.so.12 beside it is loaded first."""
+    """Loads FlashAttention 3's torch operators from a library, ``.so`` or ``.so.xz``, after a libcudart.so.12 beside it."""
     path = pathlib.Path(file).resolve()
     if path.suffix == ".xz":
         unpacked = pathlib.Path(tempfile.gettempdir(), f"rawattn-{path.stat().st_size}-{path.stem}")
@@ -231,8 +234,7 @@ def fa3(task: Task) -> Call:
     case, (left, right) = task.case, window_of(task.case)
     more: dict[str, Any] = {"window_size_left": left, "window_size_right": right} if case.window else {}
     if task.cu:
-        lengths = task.longest
-        more |= {"cu_seqlens_q": task.cu[0], "cu_seqlens_k": task.cu[1], "max_seqlen_q": lengths[0], "max_seqlen_k": lengths[1]}
+        more |= dict(zip(PACKED, (*task.cu, *task.longest), strict=True))
     forward, scale = _torch().ops.flash_attn_3.fwd, case.problem.scale
     q, k, v = task.q, task.k, task.v
     return Call(lambda: forward(q, k, v, softmax_scale=scale, is_causal=case.causal, num_splits=1, **more)[0])
@@ -251,7 +253,7 @@ def flash(dense: Any, packed: Any, task: Task, **more: Any) -> Call:
         return o[0] if isinstance(o, tuple) else o
 
     if task.cu:
-        more |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*task.cu, *task.longest), strict=True))
+        more |= dict(zip(PACKED, (*task.cu, *task.longest), strict=True))
         return Call(lambda: packed(q, k, v, **more), first)
     return Call(lambda: dense(q, k, v, **more), first)
 
@@ -311,7 +313,8 @@ def xformers(task: Task) -> Call:
         kind = fmha.attn_bias.BlockDiagonalCausalFromBottomRightMask if case.causal else fmha.attn_bias.BlockDiagonalMask
         bias = kind.from_seqlens(*([pair[side] for pair in case.lengths] for side in (0, 1)))
         q, k, v = (x[None] for x in (q, k, v))
-    return Call(lambda: fmha.memory_efficient_attention(q, k, v, attn_bias=bias, scale=case.scale), lambda o: o.view(*task.q.shape[:-1], -1))
+    shape = (*task.q.shape[:-1], case.head_dim_v)
+    return Call(lambda: fmha.memory_efficient_attention(q, k, v, attn_bias=bias, scale=case.scale), lambda o: o.view(shape))
 
 
 def triton(task: Task) -> Call:

@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def _forward(
-    Q, K, V, O, scale_log2, q_len, kv_len, heads, group,
-    qb, qs, qh, kb, ks, kh, vb, vs, vh, ob, os, oh,
+    Q, K, V, Out, scale_log2, q_len, kv_len, heads, group,
+    qb, qs, qh, kb, ks, kh, vb, vs, vh, o_batch, o_row, o_head,
     CAUSAL: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_Q
@@ -38,7 +38,8 @@ def _forward(
         v = tl.load(v_at + at * vs, mask=at + keys[:, None] < kv_len, other=0.0)
         o = tl.dot(p.to(v.dtype), v, o * shrink[:, None])
     o = o / tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(O + batch * ob + head * oh + rows[:, None] * os + columns[None, :], o.to(O.dtype.element_ty), mask=rows[:, None] < q_len)
+    o_at = Out + batch * o_batch + head * o_head + rows[:, None] * o_row + columns[None, :]
+    tl.store(o_at, o.to(Out.dtype.element_ty), mask=rows[:, None] < q_len)
 
 
 def attention(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:

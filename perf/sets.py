@@ -28,7 +28,8 @@ def paper() -> list[Case]:
 
 
 def small() -> list[Case]:
-    return [dense(b, s, h, 64, causal) for b, s, h in ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16)) for causal in MASKS]
+    shapes = ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16))
+    return [dense(b, s, h, 64, causal) for b, s, h in shapes for causal in MASKS]
 
 
 def seeds() -> list[Case]:
@@ -68,7 +69,13 @@ def smoke() -> list[Case]:
     return [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)]
 
 
-SETS = {function.__name__: function for function in (seeds, paper, gqa, varlen, small, heads, smoke)}
+def gate() -> list[Case]:
+    """What perf.gate watches: one short and one long case of the grid for each head_dim and mask, a small one, packed ones."""
+    grid = [dense(16384 // s, s, 2048 // d, d, causal) for d in (64, 128, 256) for s in (1024, 4096) for causal in MASKS]
+    return [*grid, dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8)]
+
+
+SETS = {function.__name__: function for function in (seeds, paper, gqa, varlen, small, heads, smoke, gate)}
 
 
 def load(names: str, file: str | None) -> list[Case]:
@@ -120,3 +127,11 @@ def flops(case: Case) -> int:
 def least_bytes(case: Case) -> int:
     """Bytes of q, k, v and o, each once."""
     return dataclasses.replace(case.problem, return_lse=False).bytes
+
+
+def pick(text: str) -> Case:
+    """One case: ``paper/12`` of a set, or JSON such as ``{"q_len": 4096, "kv_len": 4096, "causal": true}``."""
+    if text.lstrip().startswith("{"):
+        return from_json(json.loads(text))
+    name, _, index = text.partition("/")
+    return SETS[name]()[int(index or 0)]

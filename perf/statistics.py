@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Samples = Sequence[Sequence[float]]  # by round
 
 
 def percentile(samples: Iterable[float], percent: float) -> float:
@@ -34,9 +35,7 @@ class Ratio:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def ratio(
-    numerator: Sequence[Sequence[float]], denominator: Sequence[Sequence[float]], level: float = 0.95, draws: int = 2000, seed: int = 0
-) -> Ratio:
+def ratio(numerator: Samples, denominator: Samples, level: float = 0.95, draws: int = 2000, seed: int = 0) -> Ratio:
     """The ratio of the medians of interleaved rounds, with a bootstrap interval over the rounds.
 
     Each argument holds the samples of every round. Round i of one was timed beside round i of the other, so both are drawn
@@ -44,22 +43,23 @@ def ratio(
     """
     rng = np.random.default_rng(seed)
     rounds = min(len(numerator), len(denominator))
-    medians = [np.stack([_bootstrap_medians(samples, draws, rng) for samples in each[:rounds]]) for each in (numerator, denominator)]
+    both = [each[:rounds] for each in (numerator, denominator)]
+    medians = [np.stack([_bootstrap_medians(samples, draws, rng) for samples in each]) for each in both]
     drawn = rng.integers(rounds, size=(rounds, draws))
     column = np.arange(draws)
     quotients = np.median(medians[0][drawn, column], 0) / np.median(medians[1][drawn, column], 0)
     low, high = np.quantile(quotients, [(1 - level) / 2, (1 + level) / 2])
-    value = median_of_rounds(numerator[:rounds]) / median_of_rounds(denominator[:rounds])
+    value = median_of_rounds(both[0]) / median_of_rounds(both[1])
     return Ratio(value, min(float(low), value), max(float(high), value))
 
 
-def median_of_rounds(rounds: Sequence[Sequence[float]]) -> float:
+def median_of_rounds(rounds: Samples) -> float:
     """The median over rounds of each round's median: one disturbed round moves it little."""
     return float(np.median([np.median(samples) for samples in rounds]))
 
 
 def _bootstrap_medians(samples: Sequence[float], draws: int, rng: np.random.Generator) -> Floats:
-    """Medians of ``draws`` resamples, as order statistics: the rank of a resample's median is Beta distributed, so none is sorted."""
+    """Medians of ``draws`` resamples, without sorting any: the rank of a resample's median is Beta distributed."""
     ordered, count = np.sort(np.asarray(samples, np.float64)), len(samples)
     rank = rng.beta((count + 1) / 2, (count + 1) / 2, draws) * count - 0.5
     return np.interp(rank, np.arange(count), ordered)

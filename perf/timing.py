@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ Rounds = list[list[float]]  # microseconds of each launch, by round
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One contender on one case: ``run`` issues the work and gives its output, which ``view`` shows as (..., length, heads, dim)."""
+    """One contender on one case: ``run`` issues the work and gives its output, which ``view`` puts in our order."""
 
     run: Callable[[], Any]
     view: Callable[[Any], Any] = lambda output: output
@@ -107,13 +108,13 @@ class Gpu:
         """Microseconds of each launch of as many as fill the seconds, three issues at least."""
         issues = int(np.clip(seconds * 1e6 / (load.us * load.launches), 3, MOST_ISSUES))
         events = [self._event() for _ in range(issues + 1)]
-        self.torch.cuda._sleep(int(min(1.5 * issues * load.host_us + 100, 30_000) * self.spin_per_us))
+        self.torch.cuda._sleep(int(min(issues * (1.5 * load.host_us + 3) + 100, 30_000) * self.spin_per_us))
         events[0].record()
         for event in events[1:]:
             load.issue()
             event.record()
         self.torch.cuda.synchronize()
-        return [a.elapsed_time(b) * 1e3 / load.launches for a, b in zip(events, events[1:], strict=False)]
+        return [a.elapsed_time(b) * 1e3 / load.launches for a, b in itertools.pairwise(events)]
 
     def sustain(self, load: Load, warm_up: float, seconds: float) -> list[float]:
         """Microseconds of a launch, as the mean of each 10 ms of load after the warm-up. The GPU never waits for the host."""
@@ -130,7 +131,7 @@ class Gpu:
                 events[-3].synchronize()
         self.torch.cuda.synchronize()
         warm = [event for event in events if events[0].elapsed_time(event) >= warm_up * 1e3]
-        return [a.elapsed_time(b) * 1e3 / (issues * load.launches) for a, b in zip(warm, warm[1:], strict=False)]
+        return [a.elapsed_time(b) * 1e3 / (issues * load.launches) for a, b in itertools.pairwise(warm)]
 
     def load(self, call: Call) -> Load:
         """A call, warmed up, with estimates of what it costs."""
@@ -182,9 +183,3 @@ class Gpu:
         self.torch.cuda.synchronize()
         del output
         return self.torch.cuda.max_memory_allocated() - before
-
-
-def spread(rounds: Sequence[Sequence[float]]) -> float:
-    """How far the rounds' medians lie apart, as a part of their median: the run's own noise."""
-    medians = [float(np.median(samples)) for samples in rounds]
-    return (max(medians) - min(medians)) / float(np.median(medians))

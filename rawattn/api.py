@@ -35,7 +35,7 @@ def attention(
     Args:
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
-        k: (batch, kv_len, kv_heads, head_dim); heads is a multiple of kv_heads, and query head h reads head h // (heads / kv_heads).
+        k: (batch, kv_len, kv_heads, head_dim); heads is a multiple of kv_heads, query head h reads head h // (heads / kv_heads).
         v: (batch, kv_len, kv_heads, head_dim_v).
         causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn; for torch's
             alignment give ``mask=rawattn.mask.Causal(align="top_left")``.
@@ -159,7 +159,7 @@ def make_problem(
     order = "(total, heads, head_dim)" if rank == 3 else "(batch, length, heads, head_dim)"
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != rank:
-            raise ProblemError(f"{name} has {len(array.shape)} dimensions, shape {tuple(array.shape)}; it must have {rank}, {order}.")
+            raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have {rank}, {order}.")
         _check_like(name, array, q)
         if array.dtype not in ELEMENTS:
             raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
@@ -171,7 +171,7 @@ def make_problem(
     if k.shape[-1] != head_dim:
         raise ProblemError(f"k has head_dim {k.shape[-1]} but q has {head_dim}; give k head_dim {head_dim}.")
     if v.shape[:-1] != k.shape[:-1]:
-        raise ProblemError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; they must agree in all but the last dimension.")
+        raise ProblemError(f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last dimension must be the same.")
     if rank == 4 and k.shape[0] != q.shape[0]:
         raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
     batch, q_len, kv_len = (q.shape[0], q.shape[1], k.shape[1]) if lengths is None else (_batch(inputs), *_lengths(lengths))
@@ -244,6 +244,8 @@ def _inputs(
 def _plan(
     inputs: Inputs, lengths: tuple[int, int] | None, options: tuple[Any, ...], on_compile: Callable[[], None] | None = None
 ) -> Plan:
+    if arrays.requires_grad(*(x.object for x in inputs[:3])):
+        raise ProblemError(plans.NO_GRAD)
     # What the plan binds of each array; strides and alignment decide only whether a kernel refuses.
     key: Any = (lengths, options, *[x and (*x[:5], x.pointer % 16) for x in inputs])
     try:
@@ -259,8 +261,6 @@ def _plan(
             if len(_plans) >= KEPT_PLANS:
                 _plans.clear()
             _plans[key] = found
-    if arrays.requires_grad(*(x.object for x in inputs[:3])):
-        raise ProblemError(plans.NO_GRAD)
     return found
 
 

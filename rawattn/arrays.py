@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from . import driver
 from .errors import ProblemError, UnsupportedError
 from .variant.element import ELEMENTS
 
@@ -36,6 +37,8 @@ class Array(NamedTuple):
 
 
 def _read_torch(x: Any, name: str) -> Array:
+    if not (x.is_cuda or x.is_cpu):
+        raise ProblemError(f"{name} is on torch's device {x.device}; it must be on a CUDA GPU or the CPU.")
     dtype = _torch_names().get(x.dtype)
     try:
         return Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
@@ -61,33 +64,34 @@ def _read_numpy(x: Any, name: str) -> Array:
 
 
 def _import_cupy(what: str) -> Any:
+    """CuPy, which reads ``what``, where there is a GPU for it."""
     try:
         import cupy
     except ImportError:
         raise UnsupportedError(
             f"{what} needs CuPy, which is not installed: pip install 'rawattn[cuda12]' or 'rawattn[cuda13]'."
         ) from None
+    driver.library()
     return cupy
 
 
 def _read_foreign(x: Any, name: str) -> Array:
     """An array of a library that this file does not name: in through CuPy or NumPy, without a copy."""
-    if hasattr(x, "__cuda_array_interface__"):
-        return _read_cupy(_import_cupy(f"{name} (a {type(x).__name__})").asarray(x), name)
-    if hasattr(x, "__dlpack_device__"):
-        kind = int(x.__dlpack_device__()[0])
-        try:
-            if kind == 1:
-                return _read_numpy(np.from_dlpack(x), name)
-            if kind in (2, 13):  # CUDA, CUDA managed
-                return _read_cupy(_import_cupy(f"{name} (a {type(x).__name__})").from_dlpack(x), name)
-        except (BufferError, TypeError, RuntimeError) as error:
-            raise ProblemError(f"{name} cannot be read through DLPack without a copy: {error}") from None
+    interface = hasattr(x, "__cuda_array_interface__")
+    if not interface and not hasattr(x, "__dlpack_device__"):
+        raise ProblemError(
+            f"{name} is a {type(x).__name__}; it must be an array: a torch tensor, a CuPy, NumPy or Numba array, or anything "
+            "with __dlpack__."
+        )
+    kind = 2 if interface else int(x.__dlpack_device__()[0])
+    if kind not in (1, 2, 13):  # CPU, CUDA, CUDA managed
         raise ProblemError(f"{name} lies on a device of DLPack kind {kind}; it must be on a CUDA GPU or the CPU.")
-    raise ProblemError(
-        f"{name} is a {type(x).__name__}; it must be an array: a torch tensor, a CuPy, NumPy or Numba array, or anything with "
-        "__dlpack__."
-    )
+    module = np if kind == 1 else _import_cupy(f"{name} (a {type(x).__name__})")
+    try:
+        found = module.asarray(x) if interface else module.from_dlpack(x)
+    except (BufferError, TypeError, RuntimeError) as error:
+        raise ProblemError(f"{name} cannot be read without a copy: {error}") from None
+    return _read_numpy(found, name) if kind == 1 else _read_cupy(found, name)
 
 
 _readers: dict[type, Callable[[Any, str], Array]] = {}
@@ -123,7 +127,8 @@ _torch_tables: dict[str, dict[Any, Any]] = {}
 def _torch_names() -> dict[Any, str]:
     if not _torch_tables:
         torch = sys.modules["torch"]
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "int32": torch.int32}
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+        dtypes["int32"] = torch.int32
         _torch_tables["dtypes"] = dtypes
         _torch_tables["names"] = {dtype: name for name, dtype in dtypes.items()}
     return _torch_tables["names"]
@@ -188,14 +193,17 @@ class _Places:
         }  # fmt: skip
 
 
+_WORK: Any = 1 << 20  # candidates that are tried, at most a fraction of a second; NumPy's type stubs know only -1 and 0
+
+
 def overlap(a: Array, b: Array) -> bool:
-    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b`` whether two elements of it do. Nothing is read."""
+    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b`` whether two elements of it do."""
     if 0 in a.shape or 0 in b.shape:
         return False
     if a is b:
         return _overlaps_itself(a)
     try:
-        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=1 << 20))
+        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=_WORK))
     except np.exceptions.TooHardError:
         return True
 

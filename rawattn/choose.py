@@ -10,16 +10,16 @@ from typing import Any
 from . import cpu
 from .device import Device
 from .errors import ProblemError, UnsupportedError
-from .kernel import attn_fwd, attn_fwd_mma
+from .kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from .problem import Problem
 
-KERNELS: tuple[ModuleType, ...] = (attn_fwd, attn_fwd_mma, cpu)  # best first
+KERNELS: tuple[ModuleType, ...] = (attn_fwd, attn_fwd_mma, attn_fwd_simt, cpu)  # best first
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A kernel and its configuration, why, and why the others were passed over. ``slow`` says so where a better kernel of the
-    device refused."""
+    """A kernel and its configuration, why, and why the others were passed over. ``slow`` says so where one that is made for the
+    device was among these."""
 
     kernel: Any
     config: Any
@@ -28,16 +28,22 @@ class Choice:
     slow: str | None = None
 
 
-@functools.lru_cache(maxsize=4096)
 def choose(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Choice:
-    """The first kernel that supports the problem, in its cheapest legal configuration; ``kernel`` and ``config`` override.
+    """The first kernel that supports the problem, in its cheapest configuration for problems of this kind; ``kernel`` and ``config`` override.
 
-    Raises UnsupportedError with every kernel's reason, or where a better kernel would take the problem with other strides;
-    ProblemError for an override that does not fit.
+    Raises UnsupportedError with every kernel's reason, or where a better kernel would compute the problem but for the strides of
+    the arrays; ProblemError for an override that does not fit.
     """
     names = [k.name for k in KERNELS]
     if kernel is not None and kernel not in names:
         raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
+    if config is not None and not isinstance(config, tuple(k.Config for k in KERNELS)):
+        raise ProblemError(f"config is {config!r}; it must be None or {' or '.join(f'{k.__name__}.Config' for k in KERNELS)}.")
+    return _choose(problem, device, kernel, config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: Problem, device: Device, kernel: str | None, config: Any) -> Choice:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
     for candidate in KERNELS:
@@ -46,18 +52,18 @@ def choose(problem: Problem, device: Device, kernel: str | None = None, config: 
         reason = candidate.supports(problem, device)
         if reason is None:
             best, why = _configure(candidate, problem, device, config)
-            return Choice(candidate, best, why, tuple(refusals), slow and f"{candidate.name} computes this on {device.name}: {slow}")
+            return Choice(candidate, best, why, tuple(refusals), slow and f"{candidate.name} computes this slowly: {slow}")
         refusals.append((candidate.name, reason))
         if candidate.runs_on(device):
-            slow = slow or f"{candidate.name}, which is faster, refuses: {reason}"
-            if kernel is None and _fits_with_other_strides(candidate, problem, device):
-                raise UnsupportedError(f"{candidate.name}: {reason}; or ask for a slower kernel by name, kernel={names[-2]!r}.")
+            slow = slow or f"{candidate.name} is made for {device.name}, but {reason}"
+            if kernel is None and _refuses_strides(candidate, problem, device):
+                raise UnsupportedError(f"{candidate.name} is made for {device.name}, but {reason}; or ask for a slower kernel by name.")
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {problem} on {device.name}:{reasons}")
 
 
-def _fits_with_other_strides(kernel: ModuleType, problem: Problem, device: Device) -> bool:
-    """Whether only the strides or pointers of the arrays stand against the kernel: what the caller can mend."""
+def _refuses_strides(kernel: ModuleType, problem: Problem, device: Device) -> bool:
+    """Whether the kernel would compute the problem if the arrays lay otherwise: what the caller can mend, and should know."""
     reason: str | None = kernel.supports(dataclasses.replace(problem, tma_misfit=None, misaligned=None), device)
     return reason is None
 
@@ -70,9 +76,10 @@ def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tu
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
         return config, "given by the caller"
-    candidates = kernel.candidates(problem, device)
-    if not candidates:
+    typical = kernel.typical(problem)
+    costs = {candidate: kernel.cost(candidate, typical, device) for candidate in kernel.candidates(typical, device)}
+    if not costs:
         raise UnsupportedError(f"{kernel.name} has no configuration that fits {problem} on {device.name}.")
-    best = min(candidates, key=lambda c: kernel.cost(c, problem, device))
+    best = min(costs, key=lambda candidate: costs[candidate])
     micros = kernel.cost(best, problem, device) * 1e6
-    return best, f"cheapest of {len(candidates)} by the cost model, which expects {micros:.3g} us"
+    return best, f"cheapest of {len(costs)} by the cost model, which expects {micros:,.0f} us"

@@ -37,7 +37,6 @@ PRODUCTS_PER_SECOND = 36e9  # in float32; half in float64
 SECONDS_PER_NUMBER = {"fp64": 0.7e-9, "fp32": 0.5e-9, "fp16": 1.5e-9, "bf16": 1.5e-9}  # of k and v, to bring in
 SECONDS_PER_UNIT = 40e-6
 SECONDS_PER_THREAD = 80e-6
-BIT_2 = math.log2(math.e)  # logits are computed in base 2
 
 Array = npt.NDArray[Any]
 
@@ -74,6 +73,11 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
         if not isinstance(value, int) or not 1 <= value <= 4096:
             return f"{which} is {value!r}; it must be an int from 1 to 4096"
     return None
+
+
+def typical(problem: Problem) -> Problem:
+    """The problem by which configurations are compared: itself, since its loops are compiled once for all configurations."""
+    return problem
 
 
 def candidates(problem: Problem, device: Device) -> list[Config]:
@@ -188,9 +192,8 @@ def _compute(problem: Problem, config: Config, attend: Any, unit: _Unit) -> None
     sequence, kv_head, queries, _ = unit
     group, number, storage = problem.heads_per_kv, problem.element.lse_dtype, _storage(problem.element)
     heads = slice(kv_head * group, (kv_head + 1) * group)
-    scale, cap = problem.scale * BIT_2, 0.0
-    if isinstance(problem.score, Softcap):
-        scale, cap = 2 * scale / problem.score.cap, problem.score.cap * BIT_2
+    cap = problem.score.cap if isinstance(problem.score, Softcap) else 0.0
+    scale = problem.scale / cap if cap else problem.scale
     q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, problem.head_dim)
     k, v = (x[:, kv_head].view(storage) for x in (sequence.k, sequence.v))
     begin, end = (np.repeat(bound[queries], group) for bound in (sequence.begin, sequence.end))

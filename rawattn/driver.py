@@ -20,12 +20,13 @@ from typing import Any
 from .device import Device, arch_of
 from .errors import DeviceError, UnsupportedError
 
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 COUNTERS = 1 << 18  # per device; eager launches take one per stream, launches captured in a graph one each
 
 
 @functools.cache
 def library() -> Any:
-    """libcuda, initialised. Raises UnsupportedError where there is no NVIDIA driver or no GPU."""
+    """libcuda, initialised. Raises UnsupportedError where there is no NVIDIA driver or no GPU, DeviceError where they fail."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         cuda = ctypes.CDLL(name)
@@ -33,8 +34,10 @@ def library() -> Any:
         raise UnsupportedError(f"there is no NVIDIA driver ({error}); install one, or use arrays on the CPU.") from None
     cuda.cuLaunchKernelEx.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
     code = cuda.cuInit(0)
+    if code == _NO_DEVICE:
+        raise UnsupportedError("the NVIDIA driver finds no GPU; use arrays on the CPU.")
     if code:
-        raise UnsupportedError(f"the NVIDIA driver finds no GPU that it can use ({_error_name(cuda, code)}).")
+        raise DeviceError(f"the NVIDIA driver cannot be used: cuInit failed with {_error_name(cuda, code)} ({code}).", code)
     return cuda
 
 

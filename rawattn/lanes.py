@@ -26,6 +26,7 @@ from numba.extending import intrinsic, models, overload, register_model
 
 BYTES = 64  # of a vector: two AVX registers, one of AVX-512, four of NEON
 BLOCK = 6  # vectors of sums that a product keeps in registers: 12 of the 16 that AVX has
+CHUNK = 64  # terms of a sum in its order; sums of sums round less
 FUSE = ("contract",)  # a multiplication and an addition may become one instruction; nothing is reordered
 
 
@@ -124,7 +125,7 @@ for _op, _instruction in {"add": "fadd", "iadd": "fadd", "sub": "fsub", "mul": "
     _operator(getattr(operator, _op), _instruction)
 
 
-def _exp2(minus_one):
+def _exp(minus_one):
     @intrinsic
     def power(typing, x):
         bits, mantissa, bias, degree = (32, 23, 127, 7) if x.scalar == types.float32 else (64, 52, 1023, 13)
@@ -139,16 +140,16 @@ def _exp2(minus_one):
             def fma(a, b, c):
                 return builder.fadd(builder.fmul(a, b, flags=FUSE), c, flags=FUSE)
 
-            low, rounder = constant(-float(bias)), constant(1.5 * 2.0**mantissa)
+            log2_e, low, rounder = constant(math.log2(math.e)), constant(-bias * math.log(2)), constant(1.5 * 2.0**mantissa)
             y = builder.select(builder.fcmp_ordered("<", args[0], low), low, args[0])  # NaN stays
-            shifted = builder.fadd(y, rounder)  # n, the integer next to y, is in its low bits
-            fraction = builder.fsub(y, builder.fsub(shifted, rounder))
-            taylor = [math.log(2) ** k / math.factorial(k) for k in range(1, degree + 1)]  # |fraction| <= 1/2
+            shifted = fma(y, log2_e, rounder)  # n, the integer next to y log2(e), is in its low bits
+            fraction = fma(y, log2_e, builder.fsub(rounder, shifted))  # y log2(e) - n: at most 1/2, and rounded only here
+            taylor = [math.log(2) ** k / math.factorial(k) for k in range(1, degree + 1)]
             rest = constant(taylor[-1])
             for coefficient in taylor[-2::-1]:
                 rest = fma(rest, fraction, constant(coefficient))
             exponent = builder.add(builder.bitcast(shifted, integers), constant(bias, integers))
-            two_n = builder.bitcast(builder.shl(exponent, constant(mantissa, integers)), vector)  # 0 for y = low
+            two_n = builder.bitcast(builder.shl(exponent, constant(mantissa, integers)), vector)  # 0 where y is low
             return fma(builder.fmul(rest, fraction), two_n, builder.fsub(two_n, constant(1.0)) if minus_one else two_n)
 
         return x(x), emit
@@ -156,15 +157,15 @@ def _exp2(minus_one):
     return power
 
 
-exp2 = _exp2(False)  # 2^x for x < 128, to two units in the last place; 1 for 0, and 0 below -126
-exp2m1 = _exp2(True)  # 2^x - 1, as exact near 0
+exp = _exp(False)  # e^x for x < 88, to two units in the last place; 1 for 0, and 0 below the normal numbers
+expm1 = _exp(True)  # e^x - 1, as exact near 0
 
 
 @njit(forceinline=True)
 def tanh(x):
-    """Hyperbolic tangent of x / (2 log2(e))."""
-    high = fill(x, 64.0)
-    e = exp2m1(less(high, x, high, x))
+    high = fill(x, 20.0)  # tanh is 1 from here on
+    x = less(high, x, high, x)
+    e = expm1(x + x)
     return e / (e + fill(x, 2.0))
 
 
@@ -228,13 +229,16 @@ def fetch(k, v, first, keys, table, tile_k, tile_v, width):
 
 
 @njit
-def logits(tile_k, keys, panel_q, panel, head_dim, cap, s):
-    """Writes the logits, of base 2, of a panel: s (key, lane)."""
+def logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s):
+    """Writes the logits of a panel: s (key, lane)."""
     lanes = BYTES // s.itemsize
     for j in range(0, keys, BLOCK):
-        sums = product(tile_k, j * head_dim, head_dim, 1, panel_q, panel * head_dim * lanes, head_dim)
-        for r in range(BLOCK):
-            store(s, (j + r) * lanes, sums[r])
+        for i in range(0, head_dim, CHUNK):
+            depth = min(CHUNK, head_dim - i)
+            sums = product(tile_k, j * head_dim + i, head_dim, 1, panel_q, (panel * head_dim + i) * lanes, depth)
+            for r in range(BLOCK):
+                x = sums[r] * fill(sums[r], scale)
+                store(s, (j + r) * lanes, x if i == 0 else load(s, (j + r) * lanes) + x)
     if cap != 0:
         for j in range(keys):
             x = load(s, j * lanes)
@@ -252,7 +256,7 @@ def hide(s, keys, lo, hi):
 
 @njit
 def softmax(s, keys, row_max, row_sum, panel):
-    """Turns the logits s to powers below the new maximum; gives the factor by which earlier sums shrink."""
+    """Turns the logits s to exponentials below the new maximum; gives the factor by which earlier sums shrink."""
     lanes = BYTES // s.itemsize
     old = new = load(row_max, panel * lanes)
     for j in range(keys):
@@ -260,11 +264,14 @@ def softmax(s, keys, row_max, row_sum, panel):
         new = less(new, x, x, new)
     store(row_max, panel * lanes, new)
     new = less(fill(new, -np.inf), new, new, fill(new, 0.0))  # while all is -inf: -inf - 0, and not -inf - -inf
-    shrink, total = exp2(old - new), fill(new, 0.0)
-    for j in range(keys):
-        x = exp2(load(s, j * lanes) - new)
-        total += x
-        store(s, j * lanes, x)
+    shrink, total = exp(old - new), fill(new, 0.0)
+    for first in range(0, keys, BLOCK):
+        part = fill(new, 0.0)
+        for j in range(first, min(first + BLOCK, keys)):
+            x = exp(load(s, j * lanes) - new)
+            part += x
+            store(s, j * lanes, x)
+        total += part
     store(row_sum, panel * lanes, load(row_sum, panel * lanes) * shrink + total)
     return shrink
 
@@ -297,8 +304,8 @@ def attend(q, k, v, begin, end, scale, cap, tile_kv, table, o, lse):
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
     q (rows, head_dim), o (rows, head_dim_v) and lse (rows) are contiguous, in the format that is computed with; k (kv_len,
-    head_dim) and v (kv_len, head_dim_v) have contiguous rows. The logit of base 2 is scale * q.k where cap is 0, and else
-    cap * tanh(scale * q.k / (2 log2(e))).
+    head_dim) and v (kv_len, head_dim_v) have contiguous rows. The logit is scale * q.k where cap is 0, else
+    cap * tanh(scale * q.k).
     """
     rows, head_dim = q.shape
     kv_len, head_dim_v = v.shape
@@ -318,7 +325,7 @@ def attend(q, k, v, begin, end, scale, cap, tile_kv, table, o, lse):
     for row in range(rows):
         panel, lane = row // lanes, row % lanes
         for i in range(head_dim):
-            panel_q[(panel * head_dim + i) * lanes + lane] = q[row, i] * scale
+            panel_q[(panel * head_dim + i) * lanes + lane] = q[row, i]
         if begin[row] < end[row]:
             some_begin[panel], some_end[panel] = min(some_begin[panel], begin[row]), max(some_end[panel], end[row])
             lowest, highest = min(lowest, begin[row]), max(highest, end[row])
@@ -330,7 +337,7 @@ def attend(q, k, v, begin, end, scale, cap, tile_kv, table, o, lse):
         for panel in range(panels):
             if some_begin[panel] >= first + keys or some_end[panel] <= first:
                 continue
-            logits(tile_k, keys, panel_q, panel, head_dim, cap, s)
+            logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s)
             masked = every_begin[panel] > first or every_end[panel] < first + keys
             if masked:
                 for lane in range(lanes):
@@ -345,7 +352,7 @@ def attend(q, k, v, begin, end, scale, cap, tile_kv, table, o, lse):
 
     for row in range(rows):
         total = row_sum[row]
-        lse[row] = -np.inf if total == 0 else (row_max[row] + math.log2(total)) * math.log(2)
+        lse[row] = -np.inf if total == 0 else row_max[row] + math.log(total)
         for i in range(head_dim_v):
             o[row, i] = 0 if total == 0 else panel_o[(row // lanes * width + i) * lanes + row % lanes] / total
 

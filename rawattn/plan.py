@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from . import arrays, choose, compiler, cpu, driver, render, tma
 from .arrays import Array
@@ -67,7 +68,7 @@ class Plan:
         self._function = _function(self.binary, kernel.name, self.device.index)
         self._counters = driver.counters(self.device.index)
         fields = kernel.fields(problem)
-        places, size = render.layout(fields)
+        places, size = render.layout(fields, problem.element)
         names, (offsets, formats) = list(places), zip(*places.values(), strict=True)
         self._record = np.dtype({"names": names, "offsets": offsets, "formats": formats, "itemsize": size})
         self._template = np.zeros((), self._record)
@@ -107,7 +108,7 @@ class Plan:
             raise ProblemError(NO_GRAD)
 
     def _run(self, inputs: Inputs, original: Any, out: Any) -> Any:
-        """``run`` on arrays that were checked; the result goes to the library of ``original``, which is q as the caller has it."""
+        """``run`` on arrays that were checked; the result goes to the library of ``original``, the caller's q."""
         q, element = inputs.q, self.problem.element
         if out is None:
             o = arrays.read(arrays.empty(q, self._o_shape, element.name), "out")
@@ -120,8 +121,11 @@ class Plan:
         if self.problem.return_lse:
             lse = arrays.read(arrays.empty(q, self._lse_shape, "fp64" if element.name == "fp64" else "fp32"), "lse")
         if self.device.is_cpu:
-            views = [None if x is None else arrays.as_numpy(x) for x in (*inputs, *[None] * (5 - len(inputs)), o, lse)]
-            cpu.run(self.problem, self.config, *views[:3], views[5], views[6], *views[3:5])
+            given = zip((*_INPUTS, "o", "lse"), (*inputs, o, lse), strict=True)
+            views = {name: arrays.as_numpy(array) for name, array in given if array is not None}
+            for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * self.problem.varlen]:
+                _check_starts(name, views[name], tensor, len(views[tensor]))
+            cpu.run(self.problem, self.config, **views)
         elif self._grid:
             self._launch(inputs, o, lse)
         result = out if out is not None else arrays.give_back(o.object, original)
@@ -179,7 +183,7 @@ class Plan:
         if found != wanted:
             raise ProblemError(f"out is {describe(*found)}; it must be {describe(*wanted)}.")
         if o.object is not out:
-            raise ProblemError(f"out is a {type(out).__name__}, which cannot be written in place; leave it away.")
+            raise ProblemError(f"out is a {type(out).__name__}, which cannot be written in place; call without out.")
         if isinstance(o.object, np.ndarray) and not o.object.flags.writeable:
             raise ProblemError("out is read-only; give a writable array.")
         if arrays.requires_grad(out):
@@ -194,10 +198,10 @@ class Plan:
             raise ProblemError(f"out has a stride of {o.strides[-1]} in its last dimension; it must be 1.")
         if arrays.overlap(o, o):
             raise ProblemError("several elements of out share one place in memory (an expanded array?); give a whole array.")
-        strides = [s * size for n, s in zip(o.shape[:-1], o.strides, strict=False) if n > 1]
+        steps = [s * size for n, s in zip(o.shape[:-1], o.strides, strict=False) if n > 1]
         alignment = size if self.device.is_cpu else self._choice.kernel.alignment
-        if any(place % alignment for place in (o.pointer, *strides)):
-            raise ProblemError(f"out has pointer or strides that are not multiples of {alignment} bytes; give an aligned array.")
+        if any(place % alignment for place in (o.pointer, *steps)):
+            raise ProblemError(f"out has a pointer or stride that is no multiple of {alignment} bytes; give a whole array.")
         for name, array in zip(_INPUTS, inputs, strict=False):
             if array is not None and arrays.overlap(o, array):
                 raise ProblemError(f"out overlaps {name} in memory; give an array of its own.")
@@ -210,6 +214,13 @@ NO_GRAD = (
     "an input requires grad, and there is no backward yet; call under torch.no_grad(), or detach the inputs yourself. "
     "Nothing is detached silently."
 )
+
+
+def _check_starts(name: str, starts: npt.NDArray[Any], tensor: str, rows: int) -> None:
+    """Raises where ``starts`` are not the first rows of sequences; on a GPU that cannot be seen without waiting."""
+    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > rows:
+        found = np.array2string(starts, threshold=8)
+        raise ProblemError(f"{name} is {found}; it must begin with 0, never fall, and end with at most {rows}, {tensor}'s rows.")
 
 
 def describe(library: str, device: int, dtype: str, shape: tuple[int, ...]) -> str:

@@ -100,7 +100,7 @@ def make_mask(causal: bool, window: tuple[int | None, int | None] | None, mask: 
     if mask is not None:
         if causal or window is not None:
             raise ProblemError("mask was given beside causal or window; combine them as mask=rawattn.mask.Both(a, b).")
-        if not hasattr(mask, "interval"):
+        if not hasattr(mask, "interval") or isinstance(mask, type):
             raise ProblemError(f"mask is {mask!r}; it must be a mask, such as rawattn.mask.Causal().")
         return mask
     if not isinstance(causal, bool):
@@ -118,7 +118,7 @@ def make_score(softcap: float | None, score: scores.Score | None) -> scores.Scor
     if score is not None:
         if softcap is not None:
             raise ProblemError("score was given beside softcap; give one of them.")
-        if not hasattr(score, "cuda_type"):
+        if not hasattr(score, "cuda_type") or isinstance(score, type) or hasattr(score, "interval"):
             raise ProblemError(f"score is {score!r}; it must be a score, such as rawattn.score.Softcap(30.0).")
         return score
     return scores.Scale() if softcap is None else scores.Softcap(softcap)

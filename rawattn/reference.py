@@ -124,13 +124,15 @@ class _Formula:
             low, high = int(begin.min()), int(end.max())
             if low >= high:
                 continue
-            keys = np.arange(low, high)
-            kept = self.xp.asarray((keys >= begin[:, None]) & (keys < end[:, None]), **self.place)
+            j = np.arange(low, high)
+            kept = self.xp.asarray((j >= begin[:, None]) & (j < end[:, None]), **self.place)
             chosen = self.xp.asarray(chosen, **self.place)
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // k.shape[1])
-                parts = [_cast(x, self.dtype) for x in (q[:, head][chosen], k[low:high, kv_head], v[low:high, kv_head])]
-                o[to, head], lse[head, to] = self.block(*parts, kept)
+                rows, keys, values = q[:, head][chosen], k[low:high, kv_head], v[low:high, kv_head]
+                o[to, head], lse[head, to] = self.block(
+                    _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype), kept
+                )
 
     def block(self, q: Any, k: Any, v: Any, kept: Any) -> Any:
         """o and lse of some queries of one head."""

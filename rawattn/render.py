@@ -11,6 +11,8 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from .compiler import Source
 from .variant import Choice, Fields
 from .variant.element import Element
@@ -23,12 +25,11 @@ CTYPES = {
     "MappedTensor": (192, 64, "V192"),
     "StridedTensor": (32, 8, "V32"),
     "Element*": (8, 8, "u8"),
-    "float*": (8, 8, "u8"),
+    "Number*": (8, 8, "u8"),
     "i32*": (8, 8, "u8"),
     "const i32*": (8, 8, "u8"),
     "i64": (8, 8, "i8"),
     "i32": (4, 4, "i4"),
-    "float": (4, 4, "f4"),
 }
 TENSORS = {"MappedTensor": "tile/mapped.cuh", "StridedTensor": "tile/strided.cuh"}  # C++ type -> its file
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
@@ -49,6 +50,7 @@ def wgmma(name: str, element: Element, n: int, *, a_in_registers: bool, b_by_row
     return f"""\
 struct {name} {{
     static constexpr int accumulators = {sums};
+    static constexpr float sign = {-1 if negate else 1}.f;
     __device__ static void multiply(float (&d)[{sums}], {"const u32* a" if a_in_registers else "u64 a"}, u64 b, bool add) {{
         asm volatile(
             "{{ .reg .pred add; setp.ne.b32 add, %{add}, 0; "
@@ -61,12 +63,14 @@ struct {name} {{
 """
 
 
-def layout(fields: Fields) -> tuple[dict[str, tuple[int, str]], int]:
+def layout(fields: Fields, element: Element) -> tuple[dict[str, tuple[int, str]], int]:
     """Offset and NumPy format of each field of ``struct Args``, and its size in bytes."""
+    number = np.dtype(element.lse_dtype)
+    ctypes = CTYPES | {"Number": (number.itemsize, number.itemsize, number.str)}
     places: dict[str, tuple[int, str]] = {}
     end, widest = 0, 1
     for name, ctype in fields:
-        size, align, form = CTYPES[ctype]
+        size, align, form = ctypes[ctype]
         begin = -(-end // align) * align
         places[name] = (begin, form)
         end, widest = begin + size, max(widest, align)
@@ -79,9 +83,11 @@ def config_header(constants: Mapping[str, int], fields: Fields, products: Sequen
     for choice in choices.values():
         constants.update(choice.constants)
     element, *rest = choices.items()
-    lines = ["#pragma once", "namespace cfg {", *(f"constexpr int {name} = {value};" for name, value in constants.items()), "}", ""]
+    values = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+    lines = ["#pragma once", "namespace cfg {", *values, "}", ""]
     includes = [*dict.fromkeys(TENSORS[ctype] for _, ctype in fields if ctype in TENSORS), *element[1].sources]
     lines += [f'#include "{source}"' for source in includes]
+    lines += ["using Number = Element::Number;", ""]
     lines += ["struct Args {", *(f"    {ctype} {name};" for name, ctype in fields), "};", "", *products]
     for axis, choice in rest:
         lines += [*(f'#include "{source}"' for source in choice.sources), f"using {axis} = {choice.cuda_type};"]

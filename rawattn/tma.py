@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 ALIGNMENT = 16  # bytes, of pointers and strides
 STRIDE_LIMIT = 1 << 40  # bytes
-ROW_LIMIT = 1 << 32  # bytes
+ROW_LIMIT = 1 << 32  # bytes, of a row stride that threads compute with
 BOX_COLUMNS = 64  # one 128-byte swizzle span of a 16-bit format
-_RAGGED = 1 << 30, (1 << 31) - 1, 1 << 34  # rows, extent of the two shifting dimensions, bytes that wrap: see rows/varlen.cuh
+RAGGED_STRIDE_LIMIT = 1 << 34  # bytes; times the rows, 2^30, it wraps around 64 bits
+_RAGGED_ROWS, _RAGGED_EXTENT = 1 << 30, (1 << 31) - 1  # the extent is that of the two shifting dimensions: see rows/varlen.cuh
 
 
 class Geometry(NamedTuple):
@@ -26,37 +27,37 @@ class Geometry(NamedTuple):
 
 
 def misfit(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
-    """Why the copy engine cannot read the array ``name``, (batch, rows, heads, columns) or (rows, heads, columns), with strides in
-    elements; None where it can."""
+    """Why the copy engine cannot read the array ``name``, (batch, rows, heads, columns) or (rows, heads, columns), with strides
+    in elements; None where it can."""
     if 0 in shape:
         return None
     if pointer % ALIGNMENT:
-        return f"{name} begins at an address that is not a multiple of {ALIGNMENT} bytes, which the copy engine needs{_fix(name)}"
+        fix = f"{name}.clone() in torch, {name}.copy() in CuPy"
+        return f"{name} begins at an address that is no multiple of {ALIGNMENT} bytes, as the copy engine needs; copy it: {fix}"
     axes = ("batch", "row", "head")[-(len(shape) - 1) :]
     for axis, size, stride in zip(axes, shape, strides, strict=False):
-        bytes_ = stride * itemsize
+        bytes_, limit = stride * itemsize, STRIDE_LIMIT if len(shape) == 4 or axis == "head" else RAGGED_STRIDE_LIMIT
         if size == 1 or (stride == 0 and axis != "row"):
             continue
-        if bytes_ % ALIGNMENT or not 0 < bytes_ < STRIDE_LIMIT:
-            need = f"a positive multiple of {ALIGNMENT} bytes below 2^40"
-            return f"{name} has a {axis} stride of {bytes_} bytes, but the copy engine needs {need}{_fix(name)}"
+        if bytes_ % ALIGNMENT or not 0 < bytes_ < limit:
+            need = f"a positive multiple of {ALIGNMENT} bytes below 2^{limit.bit_length() - 1}"
+            fix = f"{name}.contiguous() in torch, cupy.ascontiguousarray({name}) in CuPy"
+            return f"{name} has a {axis} stride of {bytes_} bytes, but the copy engine needs {need}; copy it: {fix}"
     return None
 
 
 def misaligned(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
-    """Why threads cannot copy the rows of an array, as in ``misfit``, 16 bytes at a time; None where they can."""
+    """Why threads cannot read the rows of an array 16 bytes at a time, as ``misfit`` says it of the copy engine."""
     if 0 in shape:
         return None
-    aligned = all(s * itemsize % ALIGNMENT == 0 for n, s in zip(shape[:-1], strides, strict=False) if n > 1)
-    if pointer % ALIGNMENT or not aligned:
-        return f"{name} has an address or strides that are not multiples of {ALIGNMENT} bytes{_fix(name)}"
+    steps = [stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
+    if any(place % ALIGNMENT for place in (pointer, *steps)):
+        fix = f"{name}.clone() in torch, {name}.copy() in CuPy"
+        return f"{name} has an address or a stride that is no multiple of {ALIGNMENT} bytes; copy it: {fix}"
     if shape[-3] > 1 and not 0 <= strides[-3] * itemsize < ROW_LIMIT:
-        return f"{name} has a row stride of {strides[-3] * itemsize} bytes; it must be from 0 to 2^32{_fix(name)}"
+        fix = f"{name}.contiguous() in torch, cupy.ascontiguousarray({name}) in CuPy"
+        return f"{name} has a row stride of {strides[-3] * itemsize} bytes; it must be from 0 to 2^32; copy it: {fix}"
     return None
-
-
-def _fix(name: str) -> str:
-    return f"; give a copy with aligned rows, such as {name}.contiguous() in torch or cupy.ascontiguousarray({name})"
 
 
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int) -> Geometry:
@@ -69,10 +70,10 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, bo
 
     columns, (heads, head_bytes, head_step) = shape[-1], plain(-2)
     rows, row_bytes, _ = plain(-3)
+    box = (BOX_COLUMNS, box_rows, 1, 1)
     if len(shape) == 4:
         batch, batch_bytes, batch_step = plain(0)
-        sizes, steps = (columns, rows, heads, batch), (row_bytes, head_bytes, batch_bytes)
-        return Geometry(sizes, steps, (BOX_COLUMNS, box_rows, 1, 1), head_step, batch_step)
-    bound, extent, wrap = _RAGGED
-    sizes, steps = (columns, bound, heads, extent, extent), (row_bytes, head_bytes, wrap - row_bytes, row_bytes)
-    return Geometry(sizes, steps, (BOX_COLUMNS, box_rows, 1, 1, 1), head_step, 0)
+        return Geometry((columns, rows, heads, batch), (row_bytes, head_bytes, batch_bytes), box, head_step, batch_step)
+    shifts = _RAGGED_EXTENT, _RAGGED_EXTENT
+    shift_bytes = RAGGED_STRIDE_LIMIT - row_bytes, row_bytes
+    return Geometry((columns, _RAGGED_ROWS, heads, *shifts), (row_bytes, head_bytes, *shift_bytes), (*box, 1), head_step, 0)

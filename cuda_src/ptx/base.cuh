@@ -6,6 +6,8 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
+constexpr float minus_inf = __builtin_bit_cast(float, 0xff800000u);
+
 namespace ptx {
 
 __device__ inline u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }

@@ -1,10 +1,14 @@
 #pragma once
-// Accumulators of a warpgroup's 64 x n product: register i of a thread holds row 16 * warp + lane / 4 + 8 * (i / 2 % 2) and column
-// 8 * (i / 4) + 2 * (lane % 4) + i % 2. A row's columns lie in the four lanes of a quad.
+// Accumulators of a warp's product. They are made of blocks of 16 x 8, of which a thread has four registers: rows lane / 4 and
+// + 8, columns 2 * (lane % 4) and the next. A row's columns lie in the four lanes of a quad. A warp has cfg::slabs blocks below
+// each other, then as many of the next eight columns, and so on; a warpgroup's product has one slab in each warp.
 #include "ptx/base.cuh"
 
-__device__ constexpr int fragment_row(int i) { return i / 2 % 2; }         // 0: the thread's upper row, 1: the lower, eight below
-__device__ constexpr int fragment_column(int i) { return i / 4 * 8 + i % 2; }  // from the thread's first column
+constexpr int rows_each = 2 * cfg::slabs;  // rows of a thread: eight apart
+
+__device__ constexpr int fragment_row(int i) { return i / 4 % cfg::slabs * 2 + i / 2 % 2; }    // of those; 0 is the upmost
+__device__ constexpr int fragment_column(int i) { return i / (4 * cfg::slabs) * 8 + i % 2; }  // from the thread's first column
+__device__ constexpr int fragment_index(int block, int row) { return (block * cfg::slabs + row / 2) * 4 + row % 2 * 2; }
 
 __device__ inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -18,12 +22,13 @@ __device__ inline float quad_sum(float x) {
 // Folds the registers of row r by `op`, in four chains, whose latencies overlap.
 template <int n, class Op>
 __device__ float fold_row(const float (&s)[n], int r, Op op) {
-    constexpr int chains = n >= 16 ? 4 : n / 4;
+    constexpr int blocks = n / (4 * cfg::slabs), chains = blocks < 4 ? blocks : 4;
     float a[chains];
 #pragma unroll
-    for (int c = 0; c < chains; ++c) a[c] = op(s[4 * c + 2 * r], s[4 * c + 2 * r + 1]);
-#pragma unroll
-    for (int i = 4 * chains; i < n; i += 4) a[i / 4 % chains] = op(op(a[i / 4 % chains], s[i + 2 * r]), s[i + 2 * r + 1]);
+    for (int i = 0; i < blocks; ++i) {
+        const float x = s[fragment_index(i, r)], y = s[fragment_index(i, r) + 1];
+        a[i % chains] = i < chains ? op(x, y) : op(op(a[i % chains], x), y);
+    }
 #pragma unroll
     for (int c = 1; c < chains; ++c) a[0] = op(a[0], a[c]);
     return a[0];

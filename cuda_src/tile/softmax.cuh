@@ -1,23 +1,25 @@
 #pragma once
-// Online softmax (arXiv 1805.02867) over the two rows that a thread of a warpgroup shares with its quad.
+// Online softmax (arXiv 1805.02867) over the rows that a thread shares with its quad.
 #include "tile/fragment.cuh"
-
-constexpr float minus_inf = __builtin_bit_cast(float, 0xff800000u);
 
 // The reference `max` may lag behind the true maximum by 2^8: exp2 then grows to 256 at most, and the final division makes the
 // result exact. One vote of the warp replaces the quad's exchange and the rescaling on most tiles.
-struct Softmax {
+struct OnlineSoftmax {
     static constexpr float lag_log2 = 8.f;
     float scale_log2;  // logits are scale_log2 * s in log2 units, >= 0
     float lag;         // the same 2^8 in units of s
-    float max[2], sum[2];  // sum is this thread's part
-    float top[2];          // maximum of this thread's part of the step
-    float shrink[2];       // what o must be multiplied by when update() returned true
+    float max[rows_each], sum[rows_each];  // sum is this thread's part
+    float top[rows_each];                  // maximum of this thread's part of the step
+    float shrink[rows_each];               // what o must be multiplied by when update() returned true
 
-    Softmax() = default;
     // Finite, so that a row without a key needs no special case, and far above -FLT_MAX when scaled.
-    __device__ explicit Softmax(float scale_log2)
-        : scale_log2(scale_log2), lag(lag_log2 * ptx::reciprocal(scale_log2)), max{-1e37f * ptx::reciprocal(fmaxf(1.f, scale_log2)), max[0]}, sum{0.f, 0.f} {}
+    __device__ explicit OnlineSoftmax(float scale_log2)
+        : scale_log2(scale_log2), lag(lag_log2 * ptx::reciprocal(scale_log2)) {
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) max[r] = lowest(), sum[r] = 0.f;
+    }
+
+    __device__ float lowest() const { return -1e37f * ptx::reciprocal(fmaxf(1.f, scale_log2)); }
 
     // Replaces s by exp2(scale_log2 * (s - max)). True, in the whole warp, when the reference moved.
     template <int n>
@@ -25,30 +27,40 @@ struct Softmax {
         const bool moved = __any_sync(0xffffffffu, lags_behind(s));
         if (moved) move();
         exponentiate(s);
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) sum[r] += part(s, r);
         return moved;
     }
-    // The steps of update(), for warps that have more rows.
     template <int n>
     __device__ bool lags_behind(const float (&s)[n]) {
+        bool behind = false;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) top[r] = fold_row(s, r, [](float a, float b) { return fmaxf(a, b); });
-        return top[0] > max[0] + lag || top[1] > max[1] + lag;
+        for (int r = 0; r < rows_each; ++r) {
+            top[r] = fold_row(s, r, [](float a, float b) { return fmaxf(a, b); });
+            behind |= top[r] > max[r] + lag;
+        }
+        return behind;
     }
     __device__ void move() {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < rows_each; ++r) {
             const float m = fmaxf(max[r], quad_max(top[r]));
             shrink[r] = ptx::exp2((max[r] - m) * scale_log2);
             max[r] = m, sum[r] *= shrink[r];
         }
     }
     template <int n>
-    __device__ void exponentiate(float (&s)[n]) {
-        const float less[2] = {-max[0] * scale_log2, -max[1] * scale_log2};
+    __device__ void exponentiate(float (&s)[n]) const {
+        float less[rows_each];
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) less[r] = -max[r] * scale_log2;
 #pragma unroll
         for (int i = 0; i < n; ++i) s[i] = ptx::exp2(__fmaf_rn(s[i], scale_log2, less[fragment_row(i)]));
-#pragma unroll
-        for (int r = 0; r < 2; ++r) sum[r] += fold_row(s, r, [](float a, float b) { return a + b; });
+    }
+    // This thread's part of a step's sum.
+    template <int n>
+    __device__ static float part(const float (&s)[n], int r) {
+        return fold_row(s, r, [](float a, float b) { return a + b; });
     }
     template <int n>
     __device__ void rescale(float (&o)[n]) const {

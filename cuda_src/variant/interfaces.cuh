@@ -19,10 +19,19 @@ template <class M> concept MaskChoice = requires(const M m, i32 i) {
     m.row(i, i).keep(i);                        // bool: does this query keep the key at first + i
 };
 // score: the logit of a dot product, in units of 1 / scale_log2; a non-decreasing function.
-template <class S> concept ScoreChoice = requires(const S s, const Args& args, float x, i32 i) {
+template <class S> concept ScoreChoice = requires(const S s, const Args& args, Number x, i32 i) {
     S(args);
-    s.scale_log2;                               // float >= 0: logit in log2 units = scale_log2 * s(x, q, kv)
-    static_cast<float>(s(x, i, i));
+    s.scale_log2;                               // Number >= 0: logit in log2 units = scale_log2 * s(x, q, kv)
+    static_cast<Number>(s(x, i, i));
+};
+// softmax: from logits to weights, over the tiles of a row.
+template <class S> concept SoftmaxChoice = requires(S softmax, float (&s)[8], float (&o)[8], void (*again)()) {
+    S(1.f);                                     // of scale_log2
+    static_cast<bool>(softmax.next(s, again));  // logits to weights; true, in the whole warp, when o must be rescaled. The
+                                                // function computes the logits again, from the second call on
+    softmax.rescale(o);
+    static_cast<float>(softmax.total(0));       // of one of the thread's rows, at the end: the sum of the weights
+    static_cast<float>(softmax.lse(0, 1.f));    // of a row and its total
 };
 // kv: where key and value bytes come from.
 template <class K, class Rows, class KTile, class VTile> concept KvChoice =
@@ -44,8 +53,13 @@ template <class S> concept ScheduleChoice = requires(S s, const Args& args) {
     static_cast<Work>(s.next());
     s.finish();                                 // after the last work
 };
-// element: the number format of q, k, v, o.
+// element: the number format of q, k, v, o, and Number, in which it is computed: for tensor cores ...
 template <class E> concept ElementChoice = requires(float x) {
     static_cast<u32>(E::pack(x, x));            // two, rounded to nearest even, the first one low
     E::multiply(static_cast<float*>(nullptr), static_cast<u32*>(nullptr), static_cast<u32*>(nullptr));  // see ptx/mma.cuh
+};
+// ... and for plain arithmetic.
+template <class E> concept NumberChoice = requires(E x, Number y) {
+    static_cast<Number>(E::widen(x));
+    static_cast<E>(E::narrow(y));               // rounded to nearest even
 };

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,8 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
-from ..variant import Choice, Fields, element, kv, rows, schedule, store
+from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
+from ..variant.mask import Causal, Full, Ints, Mask
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
@@ -95,41 +98,56 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
     return None
 
 
+def typical(problem: Problem) -> Problem:
+    """The problem by which configurations are compared. It has nothing that is a run-time value in the kernel, so that a new
+    length, batch, window or number of heads gets the configuration that is compiled already."""
+    mask = problem.mask if isinstance(problem.mask, Full) else Causal()
+    lengths = {"batch": 8, "q_len": 4096, "kv_len": 4096, "heads": 16, "kv_heads": 16}
+    return dataclasses.replace(problem, **lengths, mask=mask, varlen=False)
+
+
 def candidates(problem: Problem, device: Device) -> list[Config]:
-    """Every legal configuration, with the deepest rings that fit."""
+    """The legal configurations worth a thought: the deepest rings that fit, key tiles of 64 rows and more where there are any."""
     found = []
     for tile_q in (128, 192):
         for tile_kv in range(32, 257, 16):
             for q_stages in (1, 2):
                 fitting = [Config(tile_q, tile_kv, stages, q_stages) for stages in (4, 3, 2)]
                 found += [c for c in fitting if legal(c, problem, device) is None][:1]
-    return found
+    return [c for c in found if c.tile_kv >= 64] or found
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_keys(mask: Mask, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
+    """First and one past the last key that 64 rows keep, for the strips of up to 64 sampled query tiles: (tiles, strips)."""
+    q_len = max(1, q_len)
+    first = np.unique(np.linspace(0, (q_len - 1) // tile_q, 64).astype(np.int64)) * tile_q
+    rows = np.minimum(first[:, None] + np.arange(0, tile_q + 1, 64), q_len)
+    begin, _ = mask.interval(np.minimum(rows[:, :-1], q_len - 1), q_len, kv_len)
+    _, end = mask.interval(np.maximum(rows[:, 1:] - 1, 0), q_len, kv_len)
+    return begin, np.where(rows[:, 1:] > rows[:, :-1], end, begin)
 
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
 _CLOCK = 1.7e9  # per second, under load
-_UNHIDDEN = 0.4  # part of the exponentials' time that other warpgroups' products do not cover
-_STRIP = 90.0  # a warpgroup's step besides: hand-over, barriers, the gap between batches of products
-_STEP, _STEP_PER_KEY = 300.0, 12.5  # a step of a lone warpgroup: what no other warpgroup can shorten
-_WORK, _WORK_PER_COLUMN = 2400.0, 8.0  # first and last step of a query tile, and its store
-_LONE_Q = 2500.0  # more of it where the next Q cannot be loaded ahead
+_UNHIDDEN = {1: 0.8, 2: 0.45, 3: 0.4}  # part of the exponentials' time that products do not cover, by warpgroups
+_STEP = 8.0  # what else a warpgroup's step takes from the others
+_ALONE, _ALONE_PER_KEY = 340.0, 8.0  # what a step takes one warpgroup besides its products, whatever the others do
+_WORK, _WORK_PER_COLUMN = 800.0, 24.0  # first and last step of a query tile, and its store
+_LONE_Q = 1500.0  # more of it where the next Q cannot be loaded ahead
 
 
 def cost(config: Config, problem: Problem, device: Device) -> float:
     """Estimated seconds, to compare configurations: for every query tile the clocks of its steps over key tiles, at the rate of
     the tensor cores (4096 FLOP a clock) and the exponentials (16 a clock), and what a tile costs besides."""
-    head_dim = -(-problem.head_dim // 16) * 16
-    strip = 64 * config.tile_kv * ((head_dim + problem.head_dim_v) / 2048 + _UNHIDDEN / 16) + _STRIP  # a warpgroup's step
-    latency = _STEP + config.tile_kv * (_STEP_PER_KEY + head_dim / 64)
-    q_len, kv_len = max(1, problem.q_len), problem.kv_len
-    first = np.unique(np.linspace(0, (q_len - 1) // config.tile_q, 64).astype(np.int64)) * config.tile_q  # of sampled query tiles
-    rows = np.minimum(first[:, None] + np.arange(0, config.tile_q + 1, 64), q_len)
-    begin = problem.mask.interval(np.minimum(rows[:, :-1], q_len - 1), q_len, kv_len)[0] // config.tile_kv
-    end = -(-problem.mask.interval(np.maximum(rows[:, 1:] - 1, 0), q_len, kv_len)[1] // config.tile_kv)
-    strips = np.where(rows[:, 1:] > rows[:, :-1], np.maximum(end - begin, 0), 0)  # key tiles of each 64 rows
-    work = np.maximum(strips.sum(1) * strip, strips.max(1) * latency)
-    work = work + _WORK + _WORK_PER_COLUMN * problem.head_dim_v + (_LONE_Q if config.q_stages == 1 else 0)
-    count = -(-q_len // config.tile_q) * problem.heads * problem.batch
+    columns = -(-problem.head_dim // 16) * 16 + problem.head_dim_v
+    strip = 64 * config.tile_kv * (columns / 2048 + _UNHIDDEN[config.consumers] / 16) + _STEP  # 64 rows by one key tile
+    alone = config.tile_kv * (columns / 32 + _ALONE_PER_KEY) + _ALONE
+    begin, end = _kept_keys(problem.mask, problem.q_len, problem.kv_len, config.tile_q)
+    strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
+    work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * problem.head_dim_v
+    work = work + (_LONE_Q if config.q_stages == 1 else 0.0)
+    count = max(1, -(-problem.q_len // config.tile_q)) * problem.heads * problem.batch
     even = work.max() < 1.05 * work.mean()
     waves = -(-count // device.units) if even else max(1.0, count / device.units + 0.3)
     return float(waves * work.mean()) / _CLOCK
@@ -142,6 +160,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
         "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Softmax": softmax.Trusting(),
         "Kv": kv.Mapped(),
         "Schedule": schedule.LongestFirstVarlen(persistent=True) if problem.varlen else schedule.LongestFirst(persistent=True),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
@@ -150,7 +169,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    common = (*((name, "MappedTensor") for name in "qkv"), ("scale", "float"), ("heads", "i32"), ("heads_per_kv", "i32"))
+    common = (*((name, "MappedTensor") for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
     return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
 
 
@@ -158,7 +177,7 @@ def render(problem: Problem, config: Config, arch: str = arch) -> Source:
     """The source of one configuration; problems that differ in run-time values alone share it."""
     producer, consumer = config.registers
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-    constants |= {"consumer_registers": consumer, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    constants |= {"consumer_registers": consumer, "slabs": 1, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
     products = [
         wgmma("QkMma", problem.element, config.tile_kv, a_in_registers=False, b_by_rows=False, negate=problem.scale < 0),
         wgmma("PvMma", problem.element, problem.head_dim_v, a_in_registers=True, b_by_rows=True),
@@ -166,21 +185,29 @@ def render(problem: Problem, config: Config, arch: str = arch) -> Source:
     return source(file, config_header(constants, fields(problem), products, choices(problem)), arch)
 
 
+# Bytes of keys and values, fitted as above: of a group, of the last group at most, and of one head so long that its tiles keep
+# each other company and only the balance counts.
+_GROUP_BYTES, _LAST_BYTES, _LONG_BYTES = 4 << 20, 40 << 20, 8 << 20
+_LAST_TILES = 4  # of a multiprocessor in the last group, where tiles are of different lengths
+
+
 def head_groups(problem: Problem, tile_q: int, device: Device) -> tuple[int, int]:
     """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs them, and
-    the number of such groups before the last one, which takes the rest: enough tiles for every multiprocessor to even out."""
-    heads, q_tiles = problem.heads * problem.batch, -(-problem.q_len // tile_q)
-    kv_bytes = problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize
-    group = min(max(1, GROUP_BYTES // max(1, kv_bytes)) * problem.heads_per_kv, heads)
-    last = min(-(-LAST_TILES * device.units // max(1, q_tiles)), heads)
-    return group, max(0, heads - max(last, 1)) // group
+    the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to even out."""
+    heads, q_tiles = problem.heads * problem.batch, max(1, -(-problem.q_len // tile_q))
+    kv_bytes = max(1, problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize)
+    one_each = -(-device.units // q_tiles)
+    group, last = max(1, _GROUP_BYTES // kv_bytes) * problem.heads_per_kv, one_each
+    if not isinstance(problem.mask, Full):
+        last = -(-_LAST_TILES * device.units // q_tiles)
+        if kv_bytes >= _LONG_BYTES:
+            group = last
+        else:
+            last = max(one_each, min(last, _LAST_BYTES // kv_bytes * problem.heads_per_kv))
+    return min(group, heads), max(0, heads - last) // group
 
 
-GROUP_BYTES = 8 << 20
-LAST_TILES = 4
-
-
-def values(problem: Problem, config: Config, device: Device) -> dict[str, float]:
+def values(problem: Problem, config: Any, device: Device) -> dict[str, float]:
     """The fields of Args that follow from the problem alone."""
     found: dict[str, float] = {
         "scale": abs(problem.scale),
@@ -197,12 +224,17 @@ def values(problem: Problem, config: Config, device: Device) -> dict[str, float]
     return found
 
 
+def tiles(problem: Problem, tile_q: int) -> int:
+    """Query tiles of all heads; for packed sequences a bound on them."""
+    found = -(-problem.q_len // tile_q) * problem.batch
+    if problem.varlen:
+        found = min(found, problem.total_q // tile_q + problem.batch)
+    return found * problem.heads
+
+
 def grid(problem: Problem, config: Config, device: Device) -> int:
     """Blocks: one for each multiprocessor, or for each query tile where those are fewer."""
-    tiles = -(-problem.q_len // config.tile_q) * problem.batch
-    if problem.varlen:
-        tiles = min(tiles, problem.total_q // config.tile_q + problem.batch)
-    return min(device.units, tiles * problem.heads)
+    return min(device.units, tiles(problem, config.tile_q))
 
 
 def boxes(problem: Problem, config: Config) -> dict[str, int]:

@@ -9,8 +9,10 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
 from ..tma import misaligned
-from ..variant import Choice, Fields, element, kv, rows, schedule, store
-from .attn_fwd import head_groups
+from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
+from .attn_fwd import tiles
+from .attn_fwd import typical as typical
+from .attn_fwd import values as values
 
 name = "attn_fwd_mma"
 file = "attn_fwd_mma.cu"
@@ -50,7 +52,7 @@ def supports(problem: Problem, device: Device) -> str | None:
         size = getattr(problem, which)
         if size % 8 or not 8 <= size <= 256:
             return f"{which} is {size}; it takes multiples of 8 from 8 to 256"
-    if grid(problem, Config(tile_q=32), device) >= 1 << 31:
+    if tiles(problem, 32) >= 1 << 31:
         return f"{problem.total_q * problem.heads} query rows are more than a grid has blocks for"
     return problem.misaligned
 
@@ -118,6 +120,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
         "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Softmax": softmax.Trusting(),
         "Kv": kv.Async(),
         "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
@@ -126,7 +129,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    common = (*((name, "StridedTensor") for name in "qkv"), ("scale", "float"), ("heads", "i32"), ("heads_per_kv", "i32"))
+    common = (*((name, "StridedTensor") for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
     return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
 
 
@@ -138,26 +141,6 @@ def render(problem: Problem, config: Config, arch: str) -> Source:
     return source(file, config_header(constants, fields(problem), [], choices(problem)), arch)
 
 
-def values(problem: Problem, config: Config, device: Device) -> dict[str, float]:
-    """The fields of Args that follow from the problem alone."""
-    found: dict[str, float] = {
-        "scale": abs(problem.scale),
-        "heads": problem.heads,
-        "heads_per_kv": problem.heads_per_kv,
-        "batches": problem.batch,
-        **problem.mask.values,
-        **problem.score.values,
-    }
-    if problem.varlen:
-        return found | {"total_q": problem.total_q}
-    found |= {"q_len": problem.q_len, "kv_len": problem.kv_len, "q_tiles": -(-problem.q_len // config.tile_q)}
-    found["head_group"], found["last_group"] = head_groups(problem, config.tile_q, device)
-    return found
-
-
 def grid(problem: Problem, config: Config, device: Device) -> int:
-    """Blocks: one for each query tile; for packed sequences a bound on them."""
-    tiles = -(-problem.q_len // config.tile_q) * problem.batch
-    if problem.varlen:
-        tiles = min(tiles, problem.total_q // config.tile_q + problem.batch)
-    return tiles * problem.heads
+    """Blocks: one for each query tile."""
+    return tiles(problem, config.tile_q)

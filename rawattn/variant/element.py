@@ -36,7 +36,7 @@ class Element(Choice):
 
     @property
     def lse_dtype(self) -> npt.DTypeLike:
-        """The dtype of lse: float64 for float64 inputs, else float32."""
+        """The dtype of lse, and of what is computed: float64 for float64 inputs, else float32."""
         return np.float64 if self.name == "fp64" else np.float32
 
 

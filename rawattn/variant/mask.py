@@ -39,6 +39,8 @@ class Mask(Protocol):
     @property
     def values(self) -> dict[str, float]: ...
 
+    def __hash__(self) -> int: ...
+
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         """First and one past the last key that each query in ``q`` keeps; empty where begin >= end."""
 

@@ -56,7 +56,7 @@ class Softcap(Choice):
 
     @property
     def fields(self) -> Fields:
-        return (("softcap", "float"),)
+        return (("softcap", "Number"),)
 
     @property
     def values(self) -> dict[str, float]:

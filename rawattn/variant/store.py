@@ -29,4 +29,20 @@ class StoreOLse(StoreO):
 
     @property
     def fields(self) -> Fields:
-        return (*super().fields, ("lse", "float*"))
+        return (*super().fields, ("lse", "Number*"))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreEachO(StoreO):
+    """The output, number by number: it need not be aligned."""
+
+    type: ClassVar[str] = "StoreEachO"
+    source: ClassVar[str] = "variant/store/each_o.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreEachOLse(StoreOLse):
+    """The same, and the logarithm of each row's sum of exponentials."""
+
+    type: ClassVar[str] = "StoreEachOLse"
+    source: ClassVar[str] = "variant/store/each_o_lse.cuh"

@@ -1,15 +1,15 @@
 #pragma once
 // The output rows, straight from registers: a quad exchanges its words so that each lane writes 16 bytes.
-#include "tile/softmax.cuh"
+#include "tile/fragment.cuh"
 
 struct StoreO {
-    // `row`: this thread's upper row. A row without a key is 0.
+    // `row`: this thread's upmost row. A row without a key is 0.
     template <int n>
     __device__ static void store(const Args& args, const Rows& rows, i32 head, i32 row, const float (&o)[n], const Softmax& softmax) {
-        constexpr int groups = n / 4;  // of eight columns
+        constexpr int groups = n / (4 * cfg::slabs);  // of eight columns
         const u32 lane = threadIdx.x % 4;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < rows_each; ++r) {
             const float total = softmax.total(r), inverse = total == 0.f ? 0.f : ptx::reciprocal(total);
             Element* out = args.o + rows.o_offset(args, row + 8 * r, head);
 #pragma unroll
@@ -17,7 +17,7 @@ struct StoreO {
                 u32 x[4];
 #pragma unroll
                 for (int g = 0; g < 4; ++g) {
-                    const int i = min(first + g, groups - 1) * 4 + 2 * r;
+                    const int i = fragment_index(min(first + g, groups - 1), r);
                     x[g] = Element::pack(o[i] * inverse, o[i + 1] * inverse);
                 }
                 transpose_quad(x);

@@ -7,7 +7,7 @@ struct StoreOLse {
     __device__ static void store(const Args& args, const Rows& rows, i32 head, i32 row, const float (&o)[n], const Softmax& softmax) {
         StoreO::store(args, rows, head, row, o, softmax);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < rows_each; ++r) {
             const float lse = softmax.lse(r, softmax.total(r));
             if (threadIdx.x % 4 == 0 && row + 8 * r < rows.q_len) args.lse[rows.lse_offset(args, row + 8 * r, head)] = lse;
         }

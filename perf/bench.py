@@ -1,0 +1,280 @@
+"""Times cases against every peer that is installed, in one run, and writes what it found.
+
+python -m perf.bench --set paper --protocol burst --fa3 fa3.so.xz --peers fa3,cudnn
+python -m perf.bench --set small,gqa                       everything that is installed
+python -m perf.bench --set paper --configs all --peers ""  all our configurations, for the cost model
+python -m perf.bench --set paper --protocol sustained --seconds 300
+
+Sets: seeds, paper, gqa, varlen, small, heads, smoke. ``--cases FILE`` adds a JSON list of objects with the fields of
+``rawattn.testing.Case``. Ratios are the peer's time over ours: above 1 we are faster. Results go to
+perf/record/DEVICE/bench-SET-PROTOCOL.json, .csv and .md after every case, so an interruption keeps what was timed;
+``python -m perf.plot`` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+import rawattn.reference
+from rawattn.choose import KERNELS, choose
+from rawattn.device import Device
+from rawattn.errors import RawattnError
+from rawattn.testing import Case
+
+from . import cold, command, machine, report, sets, statistics, timing
+from .compiling import Pool, all_candidates, source_of, without_lse
+from .peers import Peer, Task, Unserved, config_name, installed, our_options, our_plan, prepare
+from .report import Result, Run, Timing
+
+TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3}  # of the relative error; peers stand at 2e-3 and 3e-4
+SAMPLED = 64  # rows that are compared with the reference, of each sampled head
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = command.parser("bench", __doc__)
+    parser.add_argument("--set", default="", help=f"comma-separated: {', '.join(sets.SETS)}; smoke if no --cases is given")
+    parser.add_argument("--cases", help="JSON file with cases of your own")
+    parser.add_argument("--protocol", choices=timing.PROTOCOLS, default="burst")
+    parser.add_argument("--rounds", type=int, help="instead of the protocol's own (burst 5, sustained 3)")
+    parser.add_argument("--peers", help="comma-separated; by default all that are installed")
+    parser.add_argument("--fa3", metavar="FILE", help="FlashAttention 3 as a torch library, .so or .so.xz")
+    parser.add_argument("--configs", default="", help="all, or comma-separated configurations of ours such as 128x128s2q2")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="times alone: no host time, no second timer, no peak memory")
+    parser.add_argument("--cold", action="store_true", help="also the first call in fresh processes")
+    parser.add_argument("--out", type=pathlib.Path, help="folder for the results; by default perf/record/DEVICE")
+    return parser
+
+
+def contenders(case: Case, configs: str, device: Device, peers: Sequence[str]) -> list[str]:
+    """Names of who takes part in a case."""
+    if configs == "all":
+        found = all_candidates(KERNELS, without_lse(case.problem), device)
+        return ["ours", *dict.fromkeys(f"ours:{kernel.name}/{config_name(config)}" for kernel, config in found), *peers]
+    return ["ours", *(f"ours:{name}" for name in filter(None, configs.split(","))), *peers]
+
+
+def compile_ahead(pool: Pool, names: Sequence[tuple[Case, str]], device: Device) -> int:
+    """Starts compiling what our contenders will run; a configuration that cannot run will say so when its turn comes."""
+    sources = []
+    for case, name in names:
+        options = our_options(case, name)
+        try:
+            choice = choose(without_lse(case.problem), device, options.get("kernel"), options.get("config"))
+            sources.append(source_of(choice.kernel, case.problem, choice.config))
+        except RawattnError:
+            continue
+    return pool.submit(sources)
+
+
+class Check:
+    """Sampled rows of a case's reference, and how far an output is from them."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        case, rng = task.case, np.random.default_rng(seed)
+        count = task.q.shape[-3]
+        self.rows = np.unique(np.r_[0, count - 1, rng.integers(count, size=SAMPLED)])
+        self.heads = sorted({0, case.heads - 1})
+        self.batches = [slice(b, b + 1) for b in sorted({0, case.batch - 1})] if not task.cu else [Ellipsis]
+        self.expected, reference = [], rawattn.reference.attention
+        cu = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), (x.tolist() for x in task.cu), strict=False))
+        for batch in self.batches:
+            for head in self.heads:
+                kv = head // (case.heads // case.kv_heads)
+                q, k, v = task.q[batch][..., [head], :], task.k[batch][..., [kv], :], task.v[batch][..., [kv], :]
+                self.expected.append(reference(q, k, v, rows=self.rows.tolist(), **cu, **case.options))
+
+    def error(self, output: Any) -> float:
+        """Relative error in the Euclidean norm; NaN where any element of the whole output is not finite."""
+        found = [output[b][..., self.rows, h : h + 1, :].double() for b in self.batches for h in self.heads]
+        square = sum(float(((a - b) ** 2).sum()) for a, b in zip(found, self.expected, strict=True))
+        size = sum(float((b**2).sum()) for b in self.expected)
+        return (square / size) ** 0.5 if bool(output.isfinite().all()) else float("nan")
+
+
+def verify(call: timing.Call, check: Check, like: Any, shape: tuple[int, ...]) -> float:
+    """The error of a call whose output memory held NaN before: the allocator hands it the block that was just filled."""
+    with call.context():
+        poison = like.new_full(shape, float("nan"))
+        del poison
+        return check.error(call.view(call.run()))
+
+
+class Bench:
+    """Times cases on the GPU."""
+
+    def __init__(self, options: argparse.Namespace, peers: dict[str, Peer]) -> None:
+        self.options, self.peers, self.gpu = options, peers, timing.Gpu()
+        protocol = timing.PROTOCOLS[options.protocol]
+        self.protocol = dataclasses.replace(protocol, rounds=options.rounds or protocol.rounds)
+
+    def case(self, case: Case, names: Sequence[str]) -> Result:
+        """Every named contender on a case: prepared, checked, and raced where it is right."""
+        task = Task.make(case, self.options.seed)
+        check = Check(task, self.options.seed)
+        result = Result(sets.label(case), sets.to_json(case), sets.flops(case), sets.least_bytes(case), "events", [])
+        calls: dict[str, timing.Call] = {}
+        for name in names:
+            found = Timing(name)
+            result.timings.append(found)
+            try:
+                call = prepare(name, task, self.peers)
+                found.config = call.detail
+                found.error = verify(call, check, task.q, (*task.q.shape[:-1], case.head_dim_v))
+                if not found.error < TOLERANCE[case.dtype]:
+                    raise ArithmeticError(f"relative error {found.error:.2g}")
+                calls[name] = call
+            except Exception as error:  # a peer may raise anything; the others go on
+                found.failure = failure(error)
+        self._time(task, result, calls)
+        result.compare()
+        return result
+
+    def _time(self, task: Task, result: Result, calls: dict[str, timing.Call]) -> None:
+        loads = {name: self.gpu.load(call) for name, call in calls.items()}
+        short = min((load.us for load in loads.values()), default=1e9) < timing.GRAPH_BELOW_US
+        others = self._graphs(result, calls, loads) if short or not self.options.quick else {}
+        if short:
+            result.timer, loads, others = "graph", others, loads
+        times = timing.race(self.gpu, loads, self.protocol, self.options.seed)
+        for each in (t for t in result.timings if t.name in times):
+            each.take(times[each.name], result.flops, result.bytes)
+            if not self.options.quick:
+                self._extras(task, each, calls[each.name], others.get(each.name))
+
+    def _graphs(self, result: Result, calls: dict[str, timing.Call], loads: dict[str, timing.Load]) -> dict[str, timing.Load]:
+        """The calls captured; one that cannot be is timed by events alone, and not at all where events are too coarse."""
+        graphs = {}
+        for name, call in calls.items():
+            launches = int(np.clip(8e3 / loads[name].us, 2, timing.GRAPH_LAUNCHES))
+            try:
+                graphs[name] = self.gpu.graph(call, launches)
+            except Exception as error:  # a library may raise anything
+                result.timing(name).note = f"cannot be captured: {failure(error)}"
+        return graphs
+
+    def _extras(self, task: Task, found: Timing, call: timing.Call, other: timing.Load | None) -> None:
+        """The other timer, the host's time and the memory of a contender."""
+        with call.context():
+            if other is not None:
+                self.gpu.rest(timing.BURST.before)
+                found.other_us = float(np.median(self.gpu.burst(other, timing.BURST.seconds)))
+            found.host_us = self.gpu.host_us(call.run, found.us)
+            found.peak_mb = self.gpu.peak_bytes(call.run) / 2**20
+        if found.is_ours:
+            found.plan_us = self.gpu.host_us(our_plan(task, found.name), found.us)
+
+    def ceilings(self) -> dict[str, float]:
+        """What the machine reaches in the same protocol: a large bf16 matrix product and a large copy."""
+        torch, size, copied = self.gpu.torch, 8192, 2 << 30
+        a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        product, source = torch.empty_like(a), torch.empty(copied, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        calls = {"matmul": timing.Call(lambda: torch.mm(a, b, out=product)), "copy": timing.Call(lambda: target.copy_(source))}
+        times = timing.race(self.gpu, {name: self.gpu.load(call) for name, call in calls.items()}, self.protocol)
+        us = {name: statistics.median_of_rounds(rounds) for name, rounds in times.items()}
+        return {"matmul_tflops": 2 * size**3 / us["matmul"] / 1e6, "copy_gbs": 2 * copied / us["copy"] / 1e3}
+
+
+def chosen(peers: dict[str, Peer], names: str | None) -> dict[str, Peer]:
+    """The peers that were asked for. Raises SystemExit for one that is not here."""
+    wanted = list(peers) if names is None else list(filter(None, names.split(",")))
+    if missing := set(wanted) - set(peers):
+        raise SystemExit(f"no {', '.join(sorted(missing))} here; there are {', '.join(peers)}, and fa3 with --fa3 FILE")
+    return {name: peers[name] for name in wanted}
+
+
+def failure(error: Exception) -> str:
+    """An exception in one short line."""
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, (Unserved, ArithmeticError)) else f"{type(error).__name__}: {text}"[:200]
+
+
+def line(result: Result) -> str:
+    """One case in one line, while the run goes on."""
+    timed = " ".join(f"{t.name} {t.us:.1f}" for t in sorted(result.timings, key=lambda t: t.us) if t.rounds)
+    failed = " ".join(f"{t.name}: {t.failure}" for t in result.timings if t.failure and t.is_ours)
+    return f"{result.label:32} best {result.ratio():.3f}  us: {timed[:160]} {failed}"
+
+
+def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], run: Run, save: Any, console: Console) -> None:
+    """Fills ``run``, saving after each case."""
+    begin = time.monotonic()
+    with Pool() as pool, machine.Monitor() as monitor, Progress(console=console, transient=True) as progress:
+        names = {case: contenders(case, options.configs, device, ()) for case in cases}
+        count = compile_ahead(pool, [(case, name) for case in cases for name in names[case]], device)
+        bar = progress.add_task(f"compiling {count} kernels", total=count)
+        peers = chosen(installed(options.fa3), options.peers)
+        bench = Bench(options, peers)
+        for _ in pool.results():
+            progress.advance(bar)
+        console.print(f"{count} kernels compiled, peers {', '.join(peers)}: {time.monotonic() - begin:.1f} s")
+        run.ceilings = bench.ceilings()
+        progress.reset(bar, description="timing", total=len(cases))
+        for case in cases:
+            if time.monotonic() - begin > options.seconds:
+                run.left_out.append(sets.label(case))
+                continue
+            started = time.monotonic()
+            result = bench.case(case, [*names[case], *peers])
+            result.state = monitor.summary(started)
+            run.results.append(result)
+            save()
+            progress.advance(bar)
+            console.print(line(result), highlight=False, soft_wrap=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments().parse_args(argv)
+    options.set = options.set or ("" if options.cases else "smoke")
+    console, cases, device = Console(), sets.load(options.set, options.cases), machine.gpu("bench")
+    if device is None:
+        return 2
+    run = Run(machine.facts(), {name: str(value) for name, value in vars(options).items()})
+    folder = options.out or machine.record(device)
+    stem = f"bench-{(options.set or pathlib.Path(options.cases).stem).replace(',', '-')}-{options.protocol}"
+
+    def save() -> None:
+        run.write(folder, stem)
+
+    begin, code = time.monotonic(), 0
+    try:
+        measure(options, device, cases, run, save, console)
+        if options.cold:
+            run.cold = cold.measure(["ours", *run.peers], options.fa3)
+    except KeyboardInterrupt:
+        console.print(f"interrupted: {len(run.results)} of {len(cases)} cases are kept")
+        code = 130
+    run.arguments["took_seconds"] = round(time.monotonic() - begin, 1)
+    save()
+    show(run, folder / stem)
+    return code or int(any(t.failure for r in run.results for t in r.timings if t.is_ours))
+
+
+def show(run: Run, stem: pathlib.Path) -> None:
+    """The tables, the most condensed one last."""
+    if failures := run.failures():
+        print(f"failures:\n{report.lines(failures)}\n")
+    print(report.table(run.rows()), end="\n\n")
+    if run.cold:
+        print(report.table(cold.rows(run.cold)), end="\n\n")
+    if run.left_out:
+        print(f"not timed for lack of time: {', '.join(run.left_out)}\n")
+    print(report.table(run.summary()), end="\n\n")
+    ceilings = ", ".join(f"{name} {value:.0f}" for name, value in run.ceilings.items())
+    print(f"{run.machine.get('device')}, {ceilings}, {run.arguments.get('took_seconds')} s; {stem}.json .csv .md")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""What every tool's command line shares."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+
+def parser(tool: str, text: str | None) -> argparse.ArgumentParser:
+    """A parser for ``python -m perf.TOOL`` that shows the module's docstring as it is. A polite kill then counts as Ctrl-C, so
+    that what was measured is kept."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m perf.{tool}", description=text, formatter_class=form)

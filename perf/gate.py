@@ -1,0 +1,99 @@
+"""Says whether this checkout may pass: the tests, and the speed of the canonical cases against the peers, compared with the record.
+
+python -m perf.gate              tests on the GPU, compile checks, timing; exit status 0 if nothing got worse
+python -m perf.gate --update     the same, and what it finds becomes the record
+
+Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio to cuDNN or FlashAttention 2 that is
+worse than the recorded one by more than 2 % and by more than the noise of both runs.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from rawattn import compiler
+from rawattn.choose import choose
+from rawattn.device import Device
+from rawattn.testing import Case
+
+from . import bench, command, machine, report, sets
+from .compiling import faults, source_of, without_lse
+from .report import Run
+
+PEERS = ("cudnn", "fa2")
+WORSE = 0.98
+
+
+def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
+    """The table of what moved, and the regressions in words."""
+    recorded = {result.label: result for result in before.results}
+    rows, bad = [["case", "peer", "recorded", "now", "moved", ""]], []
+    for result in now.results:
+        for peer in PEERS:
+            old, new = (r.ratios.get("ours", {}).get(peer) if r else None for r in (recorded.get(result.label), result))
+            if new is None or old is None:
+                continue
+            worse = new[0] < WORSE * old[0] and new[2] < old[1]
+            rows.append(
+                [result.label, peer, f"{old[0]:.3f}", f"{new[0]:.3f}", f"{new[0] / old[0] - 1:+.1%}", "worse" if worse else ""]
+            )
+            if worse:
+                bad.append(f"{result.label} against {peer}: {old[0]:.3f} -> {new[0]:.3f}")
+    return rows, bad
+
+
+def compile_faults(cases: Sequence[Case], device: Device) -> list[str]:
+    """Spills and messages on wgmma in what the cases run."""
+    found = []
+    for case in cases:
+        choice = choose(without_lse(case.problem), device)
+        if why := faults(compiler.compile(source_of(choice.kernel, case.problem, choice.config))):
+            found.append(f"{sets.label(case)}, {choice.config}: {why}")
+    return found
+
+
+def run_tests() -> list[str]:
+    """What pytest says where it is not content."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], cwd=machine.ROOT, capture_output=True, text=True
+    )
+    last = (ran.stdout.strip().splitlines() or [ran.stderr.strip()[-200:]])[-1]
+    print(f"tests: {last}")
+    return [f"tests: {last}"] if ran.returncode else []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command.parser("gate", __doc__)
+    parser.add_argument("--no-tests", action="store_true", help="leave pytest away")
+    parser.add_argument("--update", action="store_true", help="record what is found")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the record; by default perf/record/DEVICE")
+    options = parser.parse_args(argv)
+    device = machine.gpu("gate")
+    if device is None:
+        return 2
+    folder, cases = options.out or machine.record(device), sets.gate()
+    bad = [] if options.no_tests else run_tests()
+    bad += compile_faults(cases, device)
+    run = Run(machine.facts(), {"set": "gate", "protocol": "burst"})
+    words = ["--peers", ",".join(PEERS), "--quick"]
+    bench.measure(bench.arguments().parse_args(words), device, cases, run, lambda: None, Console(stderr=True))
+    bad += [failure for failure in run.failures() if ": ours: " in failure]
+    recorded = folder / "gate.json"
+    if recorded.exists():
+        rows, worse = compare(Run.read(recorded), run)
+        bad += worse
+        print(report.table(rows))
+    if options.update or not recorded.exists():
+        run.write(folder, "gate")
+        print(f"recorded in {recorded}")
+    print("\n".join(bad) if bad else "nothing got worse")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The command line: ``python -m rawattn [demo|doctor|show|choose|compile|clear]``."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+
+from rich.console import Console
+
+from . import __version__, api, compiler, demo, doctor, driver
+from .choose import Choice, choose
+from .compiler import Binary, Source
+from .device import TYPICAL, Device
+from .device import cpu as this_cpu
+from .errors import ProblemError, RawattnError, UnsupportedError
+from .problem import Problem, make_mask, make_scale, make_score
+from .variant.element import ELEMENTS
+
+NEXT_BEST = 5  # configurations that `choose` lists behind the best
+INSTRUCTIONS = {  # of sm_90a, by how their names begin
+    "HGMMA": "matrix products on the tensor cores",
+    "UTMALDG": "tiles fetched by the copy engine",
+    "MUFU.EX2": "exponentials",
+    "FFMA": "float32 multiply-adds",
+    "FMNMX": "float32 maxima",
+    "SHFL": "exchanges in a warp",
+    "SYNCS": "operations on barriers in shared memory",
+    "LDL": "loads of spilled registers",
+    "STL": "stores of spilled registers",
+}
+
+Options = argparse.Namespace
+console = Console(markup=False, highlight=False, soft_wrap=True)
+
+
+def show(options: Options) -> int:
+    """Prints what NVRTC is given for a problem, and what it makes of it."""
+    _, choice, source = _render(options)
+    texts = {source.name: source.text, **dict(source.headers)}
+    for path, text in texts.items():
+        if options.all or path == "config.cuh":
+            console.print(f"// ---- {path}\n{text}")
+    console.print(f"// ---- NVRTC {' '.join(source.options)}")
+    console.print("\n".join(f"{len(text.splitlines()):>5} lines  {path}" for path, text in texts.items()))
+    console.print(f"// ---- machine code of {choice.kernel.name}, {choice.config}")
+    binary = _compile(source)
+    console.print(f"compiled {demo.describe(binary)}{''.join(f', {code}' for code in binary.advisories)}")
+    counts = count_instructions(binary.cubin)
+    if counts is None:
+        console.print("its instructions are counted where nvdisasm is: pip install nvidia-cuda-nvdisasm")
+        return 0
+    console.print(f"{sum(counts.values()):>5} instructions, of these")
+    for name, meaning in INSTRUCTIONS.items():
+        console.print(f"{sum(count for word, count in counts.items() if word.startswith(name)):>5} {name:<8} {meaning}")
+    return 0
+
+
+def count_instructions(cubin: bytes) -> collections.Counter[str] | None:
+    """How often each instruction stands in the machine code; None where there is no nvdisasm."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    tool = next((str(file.locate()) for file in files if file.stem == "nvdisasm"), shutil.which("nvdisasm"))
+    if tool is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        text = subprocess.run([tool, str(path)], check=True, capture_output=True, text=True).stdout
+    return collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text))
+
+
+def explain(options: Options) -> int:
+    """Prints which kernel and configuration a problem gets, why, and the next-best configurations."""
+    problem, device = _problem(options), _device(options)
+    choice = choose(problem, device)
+    console.print(f"{api.Explanation(problem, device.name, choice)}\nnext")
+    costs = {config: choice.kernel.cost(config, problem, device) for config in choice.kernel.candidates(problem, device)}
+    del costs[choice.config]
+    for config in sorted(costs, key=lambda config: costs[config])[:NEXT_BEST]:
+        console.print(f"  {config}, {costs[config] * 1e6:.3g} us")
+    return 0
+
+
+def compile(options: Options) -> int:
+    """Compiles into the cache, and with --out into a folder."""
+    problem, choice, source = _render(options)
+    sources = {choice.config: source}
+    if options.all:
+        configs = choice.kernel.candidates(problem, _device(options))
+        sources = {config: choice.kernel.render(problem, config) for config in configs}
+    for number, (config, each) in enumerate(sources.items(), 1):
+        binary = _compile(each, f"NVRTC compiles {number} of {len(sources)}: {config}")
+        name = f"{choice.kernel.name}-{each.key[:12]}"
+        console.print(f"{name}  {config}\n  compiled {demo.describe(binary)}")
+        if options.out:
+            _write(options.out / name, each, binary, options.force)
+    console.print(f"kept in {compiler.cache_folder()}{f' and {options.out}' if options.out else ''}")
+    return 0
+
+
+def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) -> None:
+    """Writes machine code, log and all that NVRTC was given. Refuses to change a file unless ``force``, and then says it."""
+    log = re.sub(r".*Compile time = .*\n?", "", binary.log)  # it differs each time
+    texts = {**dict(source.headers), source.name: source.text, "nvrtc.log": f"{' '.join(source.options)}\n{log}"}
+    files = {folder / path: text.encode() for path, text in texts.items()}
+    files[(folder / source.name).with_suffix(".cubin")] = binary.cubin
+    for path, data in files.items():
+        if path.exists() and path.read_bytes() != data:
+            if not force:
+                raise ProblemError(f"{path} exists with other content; give another --out, or --force to overwrite it.")
+            console.print(f"  overwriting {path}")
+    for path, data in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def clear(options: Options) -> int:
+    """Empties the cache."""
+    count, size = compiler.clear()
+    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {compiler.cache_folder()}")
+    return 0
+
+
+def _render(options: Options) -> tuple[Problem, Choice, Source]:
+    """The problem, its kernel and configuration, and what NVRTC is given for them."""
+    problem, device = _problem(options), _device(options)
+    if device.is_cpu:
+        raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/lanes.py, compiled by Numba.")
+    choice = choose(problem, device)
+    return problem, choice, choice.kernel.render(problem, choice.config)
+
+
+def _compile(source: Source, text: str = "NVRTC compiles") -> Binary:
+    """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
+    with console.status("looking into the cache") as status, warnings.catch_warnings():
+        warnings.simplefilter("error", compiler.CacheWarning)
+        return compiler.compile(source, lambda: status.update(text))
+
+
+def _problem(options: Options) -> Problem:
+    kv_length = options.length if options.kv_length is None else options.kv_length
+    return Problem(
+        ELEMENTS[options.dtype], options.batch, options.length, kv_length, options.heads,
+        options.heads if options.kv_heads is None else options.kv_heads, options.head_dim,
+        options.head_dim if options.head_dim_v is None else options.head_dim_v, make_scale(None, options.head_dim),
+        make_mask(options.causal, options.window, None), make_score(options.softcap, None), options.varlen,
+        options.batch * options.length, options.batch * kv_length, options.lse,
+    )  # fmt: skip
+
+
+def _device(options: Options) -> Device:
+    """What to choose for: the GPU here if it is of the arch asked for, else a typical board."""
+    if options.arch == "cpu":
+        return this_cpu()
+    if driver.device_count() and options.arch in (None, driver.device(0).arch):
+        return driver.device(0)
+    return TYPICAL[options.arch or "sm_90a"]
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    try:
+        left, right = (None if side == "none" else int(side) for side in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair such as 128,0 or none,0") from None
+    return left, right
+
+
+def _problem_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument_group("problem").add_argument
+    add("--arch", choices=[*TYPICAL, "cpu"], help="what it is for; default: the GPU here, sm_90a where there is none")
+    add("--dtype", choices=[*ELEMENTS], default="bf16", help="number format; default: bf16")
+    add("--batch", type=int, default=2, metavar="N", help="sequences; default: 2")
+    add("--length", type=int, default=4096, metavar="N", help="queries of a sequence; default: 4096")
+    add("--kv-length", type=int, metavar="N", help="keys of a sequence; default: as many")
+    add("--heads", type=int, default=16, metavar="N", help="heads of q; default: 16")
+    add("--kv-heads", type=int, metavar="N", help="heads of k and v; default: as many")
+    add("--head-dim", type=int, default=128, metavar="N", help="columns of q and k; default: 128")
+    add("--head-dim-v", type=int, metavar="N", help="columns of v and o; default: as many")
+    add("--causal", action="store_true", help="each query keeps the keys up to its own position")
+    add("--window", type=_window, metavar="LEFT,RIGHT", help="keys kept before and after that position, such as 128,0 or none,0")
+    add("--softcap", type=float, metavar="X", help="cap of the logits")
+    add("--varlen", action="store_true", help="sequences packed end to end, as attention_varlen takes them")
+    add("--lse", action="store_true", help="lse is wanted beside o")
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m rawattn", description="Attention kernels, compiled at run time.")
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(run=lambda options: demo.run(console))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    def add(name: str, run: Callable[[Options], int], text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", parents=parents)
+        command.set_defaults(run=run)
+        return command
+
+    problem = _problem_options()
+    add("demo", lambda options: demo.run(console), "compute, check and time attention on this machine; the default")
+    add("doctor", lambda options: doctor.run(console), "check what attention needs here, and say how to get what is missing")
+    show_parser = add("show", show, "print what a kernel is compiled from, and a summary of its machine code", problem)
+    show_parser.add_argument("--all", action="store_true", help="print every file, not config.cuh alone")
+    add("choose", explain, "print which kernel and configuration a problem gets, and why", problem)
+    compile_parser = add("compile", compile, "compile a kernel into the cache, for which no GPU is needed", problem)
+    compile_parser.epilog = (
+        "One kernel serves all lengths, batches and numbers of heads, but they decide its configuration: tile sizes and stages. "
+        "To prepare another machine, compile with --all for each kind of call (dtype, head dims, mask, softcap, varlen, lse) and "
+        "copy the cache folder there: calls of these kinds then need no NVRTC, whatever their lengths."
+    )
+    add_option = compile_parser.add_argument
+    add_option("--all", action="store_true", help="every configuration that a call of this kind can get, at any length")
+    add_option("--out", type=pathlib.Path, metavar="FOLDER", help="also write machine code, sources and log into a folder")
+    add_option("--force", action="store_true", help="let --out overwrite files that differ")
+    add("clear", clear, "empty the cache")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; gives its exit status, 0 where all went well."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        return status
+    except (RawattnError, compiler.CacheWarning, OSError) as error:
+        print(f"rawattn: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""perf.bench and what it stands on, without a GPU: cases on the CPU path against torch's, by a clock that is told the times."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from perf import bench, machine, peers, plot, report, sets, timing
+from perf.timing import Call, Load
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd
+from rawattn.testing import Case
+
+torch = pytest.importorskip("torch")
+OPTIONS = {"protocol": "burst", "rounds": None, "seed": 0, "quick": False, "configs": ""}
+
+
+class Clock(timing.Gpu):
+    """Says that our call takes 100 us and every peer's 110, 120, ...; runs each call once."""
+
+    def __init__(self) -> None:
+        self.torch = torch
+        self.us: Iterator[float] = iter(range(100, 1000, 10))
+        self.order: list[float] = []
+
+    def rest(self, seconds: float) -> None: ...
+    def load(self, call: Call) -> Load:
+        return Load(call.run, call.context, next(self.us), 10.0)
+
+    def graph(self, call: Call, launches: int = 20) -> Load:
+        raise RuntimeError("no graphs here\nat all")
+
+    def burst(self, load: Load, seconds: float) -> list[float]:
+        self.order.append(load.us)
+        return [load.us] * 3
+
+    def host_us(self, run: Any, us: float) -> float:
+        return 7.0
+
+    def peak_bytes(self, run: Any) -> int:
+        return 1 << 20
+
+
+@pytest.fixture
+def run_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(case: Case, names: list[str], found: dict[str, peers.Peer], **options: Any) -> report.Result:
+        make = peers.Task.make.__func__
+        monkeypatch.setattr(peers.Task, "make", classmethod(lambda cls, case, seed: make(cls, case, seed, "cpu")))
+        monkeypatch.setattr(timing, "Gpu", Clock)
+        monkeypatch.setattr(peers, "config_name", str)
+        return bench.Bench(argparse.Namespace(**{**OPTIONS, **options}), found).case(case, names)
+
+    return run
+
+
+def wrong(task: peers.Task) -> Call:
+    return Call(lambda: task.q * 2)
+
+
+def hole(task: peers.Task) -> Call:
+    """Right on the sampled rows, but with one element that was never written."""
+    good = peers.ours(task, "ours").run()
+    good[0, 77, 0, 3] = float("nan")
+    return Call(lambda: good)
+
+
+def broken(task: peers.Task) -> Call:
+    raise RuntimeError("an error\nwith details")
+
+
+@pytest.mark.parametrize("case", [sets.dense(2, 200, 4, 64, True, kv_heads=2), sets.dense(1, 130, 2, 64, False)], ids=sets.label)
+def test_bench_on_the_cpu(run_bench: Any, case: Case) -> None:
+    rivals = {"math": peers.PEERS["math"]}
+    rivals |= {name: peers.Peer("torch", function) for name, function in (("wrong", wrong), ("hole", hole), ("broken", broken))}
+    result = run_bench(case, ["ours", *rivals], rivals)
+    by_name = {t.name: t for t in result.timings}
+    assert by_name["ours"].us == 100 and by_name["math"].us == 110
+    assert result.ratio() == result.ratio("math") == pytest.approx(1.1)
+    assert by_name["ours"].error < 5e-3 and by_name["math"].error < 5e-3
+    assert by_name["wrong"].failure.startswith("relative error") and by_name["hole"].failure == "relative error nan"
+    assert by_name["broken"].failure == "RuntimeError: an error"
+    assert by_name["math"].note == "cannot be captured: RuntimeError: no graphs here"
+    assert by_name["ours"].tflops == pytest.approx(sets.flops(case) / 100e-6 / 1e12)
+    assert (by_name["ours"].host_us, by_name["ours"].plan_us, by_name["ours"].peak_mb) == (7.0, 7.0, 1.0)
+
+
+def test_packed_sequences(run_bench: Any) -> None:
+    case = dataclasses.replace(sets.packed(5, 64, tokens=300), heads=2, kv_heads=2)
+    result = run_bench(case, ["ours", "math"], peers.PEERS)
+    assert result.timings[0].error < 5e-3 and not result.timings[0].failure
+    assert result.timings[1].failure == "no varlen"
+
+
+def test_rounds_are_interleaved_and_shuffled() -> None:
+    clock = Clock()
+    loads = {name: clock.load(Call(lambda: None)) for name in "abcd"}
+    times = timing.race(clock, loads, timing.BURST)
+    rounds = [clock.order[i : i + 4] for i in range(0, 20, 4)]
+    assert all(sorted(each) == [100, 110, 120, 130] for each in rounds) and len(set(map(tuple, rounds))) > 1
+    assert times["b"] == [[110.0] * 3] * 5
+
+
+def made_run() -> report.Run:
+    results = []
+    for case, ours, theirs in zip(sets.paper()[:4], (100.0, 50.0, 200.0, 80.0), (110.0, 60.0, 190.0, 100.0), strict=True):
+        result = report.Result(sets.label(case), sets.to_json(case), sets.flops(case), 1000, "events", [])
+        for name, us in (("ours", ours), ("fa3", theirs), ("cudnn", 2 * theirs)):
+            result.timings.append(report.Timing(name))
+            result.timings[-1].take([[us, us * 1.01, us * 0.99]] * 5, result.flops, result.bytes)
+        result.timings.append(report.Timing("fa2", failure="out of memory"))
+        result.compare()
+        results.append(result)
+    return report.Run({"device": "NVIDIA H200"}, {"set": "paper"}, {"matmul_tflops": 800.0, "copy_gbs": 4000.0}, results)
+
+
+def test_report(tmp_path: pathlib.Path) -> None:
+    run = made_run()
+    run.write(tmp_path, "bench")
+    again = report.Run.read(tmp_path / "bench.json")
+    assert again.rows() == run.rows() and again.summary() == run.summary() and again.peers == ["fa3", "cudnn"]
+    total = run.summary()[-1]
+    mean = (1.1 * 1.2 * 0.95 * 1.25) ** 0.25
+    assert total[:5] == ["all", "all", "4", f"{mean:.3f}", "0.950"] and total[6] == f"{2 * mean:.3f}"
+    text = (tmp_path / "bench.md").read_text()
+    assert "| 32x512 h32 d64 full" in text and "NVIDIA H200" in text
+    lines = (tmp_path / "bench.csv").read_text().splitlines()
+    assert len(lines) == 1 + 4 * 4 and lines[0].startswith("case,name,config,us,p90") and "out of memory" in lines[4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.csv", "bench.json", "bench.md"]
+    assert not json.loads((tmp_path / "bench.json").read_text())["results"][0]["timings"][0].get("rounds")
+    assert len(run.failures()) == 4
+
+
+def test_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    made_run().write(tmp_path, "bench")
+    assert plot.main([str(tmp_path / "bench.json"), "--out", str(tmp_path / "figures")]) == 0
+    pictures = sorted((tmp_path / "figures").iterdir())
+    assert [path.name for path in pictures] == ["bench-bars.svg", "bench-roofline.svg"]
+    assert capsys.readouterr().out.split() == [str(path) for path in pictures]
+    report.Run({}, {}).write(tmp_path, "empty")
+    assert plot.main([str(tmp_path / "empty.json")]) == 1
+
+
+def test_table() -> None:
+    assert report.table([["a", "bb"], ["ccc", 1]]) == "a    bb\nccc   1"
+    assert report.table([["a", "bb"], ["ccc", 1]], markdown=True) == "| a   | bb |\n| --- | -: |\n| ccc |  1 |"
+
+
+def test_sets() -> None:
+    assert len(sets.paper()) == 36 == len(set(sets.paper()))
+    for name in sets.SETS:
+        cases = sets.load(name, None)
+        assert cases and len({sets.label(case) for case in cases}) == len(cases)
+        assert [sets.from_json(json.loads(json.dumps(sets.to_json(case)))) for case in cases] == cases
+    assert all(sum(q for q, _ in case.lengths or ()) == 16384 for case in sets.varlen())
+    assert len({length for length, _ in sets.packed(64, 128).lengths or ()}) > 30
+
+
+def test_flops_and_labels() -> None:
+    assert sets.flops(sets.dense(3, 1000, 5, 64, False)) == 4 * 3 * 5 * 1000 * 1000 * 64
+    assert sets.flops(sets.dense(1, 1000, 1, 64, True)) == 4 * 64 * 1000 * 1001 // 2
+    assert sets.flops(Case(head_dim=32, head_dim_v=64, lengths=((3, 4), (5, 6)))) == 2 * 96 * (12 + 30)
+    assert (
+        sets.label(sets.dense(4, 4096, 32, 128, True, kv_heads=8, window=(1024, 0), dtype="fp16"))
+        == "4x4096 h32/8 d128 causal+window1024,0 fp16"
+    )
+    assert sets.least_bytes(sets.dense(1, 10, 2, 64, False)) == 4 * 10 * 2 * 64 * 2
+
+
+def test_cases_of_a_file(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine.json").write_text('[{"q_len": 7, "kv_len": 9, "window": [3, null]}, {"lengths": [[1, 2], [3, 4]]}]')
+    assert sets.load("", str(tmp_path / "mine.json")) == [
+        Case(q_len=7, kv_len=9, window=(3, None)),
+        Case(lengths=((1, 2), (3, 4))),
+    ]
+
+
+def test_config_names() -> None:
+    device, problem = TYPICAL["sm_90a"], sets.paper()[12].problem
+    for config in attn_fwd.candidates(problem, device):
+        assert peers.parse_config(attn_fwd.Config, peers.config_name(config)) == config
+    assert peers.parse_config(attn_fwd.Config, "192x96") == attn_fwd.Config(192, 96)
+    with pytest.raises(ValueError, match="no configuration"):
+        peers.parse_config(attn_fwd.Config, "fast")
+    options = peers.our_options(Case(causal=True), "ours:attn_fwd/128x96s2q2")
+    assert options == {"causal": True, "kernel": "attn_fwd", "config": attn_fwd.Config(128, 96, 2, 2)}
+    names = bench.contenders(sets.paper()[12], "all", device, ["fa3"])
+    assert names[0] == "ours" and names[-1] == "fa3" and len(names) > 10
+
+
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.driver, "device_count", lambda: 0)
+    assert bench.main(["--set", "smoke"]) == 2
+    assert "no NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    made = made_run()
+
+    class Interrupted(bench.Bench):
+        def __init__(self, *_: Any) -> None: ...
+        def ceilings(self) -> dict[str, float]:
+            return made.ceilings
+
+        def case(self, case: Case, names: Any) -> report.Result:
+            if not made.results:
+                raise KeyboardInterrupt
+            return made.results.pop(0)
+
+    monkeypatch.setattr(bench, "Bench", Interrupted)
+    monkeypatch.setattr(bench, "compile_ahead", lambda *_: 0)
+    monkeypatch.setattr(machine.driver, "device_count", lambda: 1)
+    monkeypatch.setattr(machine.driver, "device", lambda index: TYPICAL["sm_90a"])
+    assert bench.main(["--set", "paper", "--out", str(tmp_path), "--peers", ""]) == 130
+    assert len(report.Run.read(tmp_path / "bench-paper-burst.json").results) == 4
+
+
+def test_machine() -> None:
+    assert machine.slug("NVIDIA H200") == "h200" and machine.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    assert machine.source_hash() == machine.source_hash() and len(machine.source_hash()) == 16
+    assert {"date", "source_hash", "python"} <= set(machine.facts())
+    readings = [machine.Reading(0, clock, power, 60) for clock, power in ((1980, 500), (1700, 690), (1720, 700))]
+    assert machine.summarize(readings) == {"sm_mhz": 1720, "power_w": 700, "celsius": 60}
+    assert machine.summarize([]) == {}
+
+
+def test_windows_as_flash_attn_writes_them() -> None:
+    assert peers.window_of(Case(window=(5, None))) == (5, -1) and peers.window_of(Case()) == (-1, -1)
+    assert math.isnan(report.Timing("ours").us)

@@ -1,0 +1,141 @@
+"""What NVRTC is given: the rendered configuration, the layout of the arguments, and what may change the key of a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import struct
+
+import pytest
+
+from rawattn import compiler, render
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd
+from rawattn.problem import Problem
+from rawattn.variant.element import BF16, FP16
+from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.score import Scale, Softcap
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+DEVICE = TYPICAL["sm_90a"]
+PLAIN = Problem(BF16, 2, 300, 300, 4, 4, 16, 16, 0.25)
+MANY = Problem(
+    FP16, 2, 300, 400, 4, 2, 24, 16, -0.2, Both(Causal("top_left"), Window(64, 0)), Softcap(30.0), varlen=True, total_q=500,
+    total_kv=600, return_lse=True,
+)  # fmt: skip
+PROBLEMS = {"plain": (PLAIN, attn_fwd.Config(128, 32, 2, 1)), "many": (MANY, attn_fwd.Config(192, 48, 3, 2))}
+
+
+def header(problem: Problem, config: attn_fwd.Config) -> str:
+    return dict(attn_fwd.render(problem, config).headers)["config.cuh"]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_golden(name: str) -> None:
+    """After a change that is meant: python -m tests.host.test_render."""
+    assert header(*PROBLEMS[name]) == (GOLDEN / f"{name}.cuh").read_text()
+
+
+def words(cubin: bytes, symbol: str) -> tuple[int, ...]:
+    """The u32 of a global variable: its bytes in the section that its symbol names. https://refspecs.linuxfoundation.org/elf"""
+    (table,), (size, count) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
+    for _, kind, _, _, offset, length, link, *_ in sections:
+        if kind != 2:  # SHT_SYMTAB
+            continue
+        for at in range(offset, offset + length, 24):
+            name, _, _, section, value, extent = struct.unpack_from("<IBBHQQ", cubin, at)
+            if cubin[sections[link][4] + name :].startswith(symbol.encode() + b"\0"):
+                return struct.unpack_from(f"<{extent // 4}I", cubin, sections[section][4] + value)
+    raise KeyError(symbol)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_args_are_laid_out_as_the_compiler_does(name: str) -> None:
+    problem, config = PROBLEMS[name]
+    places, size = render.layout(attn_fwd.fields(problem))
+    offsets = ", ".join(f"__builtin_offsetof(Args, {field})" for field in places)
+    text = f'#include "config.cuh"\nextern "C" __device__ u32 layout[] = {{{offsets}, sizeof(Args)}};\n'
+    source = dataclasses.replace(attn_fwd.render(problem, config), name="layout.cu", text=text)
+    found = words(compiler.compile(source).cubin, "layout")
+    assert dict(zip([*places, "size"], found, strict=True)) == {**{name: offset for name, (offset, _) in places.items()}, "size": size}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_facts(name: str) -> None:
+    problem, config = PROBLEMS[name]
+    smem_bytes, args_bytes, threads = words(compiler.compile(attn_fwd.render(problem, config)).cubin, "facts")
+    assert args_bytes == render.layout(attn_fwd.fields(problem))[1]
+    assert threads == 128 * (1 + config.consumers)
+    assert smem_bytes == attn_fwd.smem_bytes(config, problem), "legal() takes a block for larger or smaller than it is"
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_argument_is_filled(name: str) -> None:
+    """By values(), which knows the problem, or by the plan, which knows the arrays."""
+    problem, config = PROBLEMS[name]
+    of_arrays = {"q", "k", "v", "o", "o_stride_batch", "o_stride_row", "o_stride_head", "lse", "counter", "cu_seqlens_q", "cu_seqlens_kv"}
+    names = {name for name, _ in attn_fwd.fields(problem)}
+    assert names - of_arrays == set(attn_fwd.values(problem, config, DEVICE))
+
+
+SAME_KERNEL = [
+    (PLAIN, {"batch": 70_000, "q_len": 1, "kv_len": 0}),
+    (PLAIN, {"heads": 6, "kv_heads": 2}),
+    (PLAIN, {"scale": 1e-30}),
+    (PLAIN, {"scale": 0.0}),
+    (MANY, {"total_q": 9, "total_kv": 9, "batch": 1}),
+    (MANY, {"scale": -3.0}),
+    (MANY, {"score": Softcap(5.0)}),
+    (MANY, {"mask": Both(Causal("top_left"), Window(None, 7))}),
+]
+OTHER_KERNEL = [
+    (PLAIN, {"element": FP16}),
+    (PLAIN, {"head_dim": 24}),
+    (PLAIN, {"head_dim_v": 24}),
+    (PLAIN, {"scale": -0.25}),
+    (PLAIN, {"mask": Causal()}),
+    (PLAIN, {"mask": Window(3, 3)}),
+    (PLAIN, {"score": Softcap(5.0)}),
+    (PLAIN, {"varlen": True}),
+    (PLAIN, {"return_lse": True}),
+    (MANY, {"mask": Both(Causal(), Window(64, 0))}),
+    (MANY, {"mask": Both(Causal("top_left"), Window(64, 0, "top_left"))}),
+    (MANY, {"mask": Both(Window(64, 0), Causal("top_left"))}),
+    (MANY, {"mask": Full()}),
+    (MANY, {"score": Scale()}),
+]
+
+
+def changed(change: object) -> str:
+    return str(change) if isinstance(change, dict) else "many" if change is MANY else "plain"
+
+
+@pytest.mark.parametrize(("problem", "change"), SAME_KERNEL, ids=changed)
+def test_run_time_values_compile_nothing(problem: Problem, change: dict[str, object]) -> None:
+    config = attn_fwd.Config()
+    assert attn_fwd.render(dataclasses.replace(problem, **change), config).key == attn_fwd.render(problem, config).key
+
+
+@pytest.mark.parametrize(("problem", "change"), OTHER_KERNEL, ids=changed)
+def test_kinds_and_sizes_make_another_kernel(problem: Problem, change: dict[str, object]) -> None:
+    config = attn_fwd.Config()
+    assert attn_fwd.render(dataclasses.replace(problem, **change), config).key != attn_fwd.render(problem, config).key
+
+
+@pytest.mark.parametrize("change", [{"tile_q": 192}, {"tile_kv": 64}, {"stages": 3}, {"q_stages": 2}], ids=str)
+def test_every_setting_makes_another_kernel(change: dict[str, int]) -> None:
+    config = attn_fwd.Config()
+    assert attn_fwd.render(PLAIN, dataclasses.replace(config, **change)).key != attn_fwd.render(PLAIN, config).key
+
+
+def test_only_headers_in_use_are_given() -> None:
+    """A change to another choice's file must not compile this kernel anew."""
+    given = {name for name, _ in attn_fwd.render(*PROBLEMS["plain"]).headers}
+    assert {"variant/mask/full.cuh", "variant/rows/dense.cuh", "ptx/tma.cuh"} <= given
+    assert not {"variant/mask/causal.cuh", "variant/rows/varlen.cuh", "variant/score/softcap.cuh", "variant/store/o_lse.cuh"} & given
+
+
+if __name__ == "__main__":
+    for name in PROBLEMS:
+        (GOLDEN / f"{name}.cuh").write_text(header(*PROBLEMS[name]))

@@ -1,0 +1,152 @@
+"""What the copy engine is told, as arithmetic: which bytes it then reads, and what it could not read."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rawattn import tma
+from rawattn.tma import ALIGNMENT, RAGGED_STRIDE_LIMIT, STRIDE_LIMIT, Geometry, geometry, misfit
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WRAP = 1 << 64  # of the engine's addresses
+BOUND = 1 << 30  # of rows/varlen.cuh
+
+
+def address(found: Geometry, *coordinates: int) -> int | None:
+    """Offset of the element that the engine reads, in bytes of a 16-bit format; None where it fills in a zero instead."""
+    if any(not 0 <= at < size for at, size in zip(coordinates, found.sizes, strict=True)):
+        return None
+    column, *rest = coordinates
+    return (2 * column + sum(at * stride for at, stride in zip(rest, found.strides, strict=True))) % WRAP
+
+
+def views() -> dict[str, np.ndarray]:
+    """Arrays (batch, rows, heads, columns) as users have them."""
+    whole = np.zeros((3, 5, 4, 16), np.uint16)
+    qkv = np.zeros((3, 5, 3, 4, 16), np.uint16)
+    return {
+        "contiguous": whole,
+        "heads first": np.zeros((3, 4, 5, 16), np.uint16).transpose(0, 2, 1, 3),
+        "rows first": np.zeros((5, 3, 4, 16), np.uint16).transpose(1, 0, 2, 3),
+        "slice of qkv": qkv[:, :, 1],
+        "every other row": whole[:, ::2],
+        "first columns": whole[..., :8],
+        "expanded heads": np.broadcast_to(whole[:, :, :1], whole.shape),
+        "expanded batch": np.broadcast_to(whole[:1], whole.shape),
+        "one row": whole[:, :1],
+        "one of everything": whole[:1, :1, :1],
+    }
+
+
+@pytest.mark.parametrize("name", views())
+def test_dense_map_reads_each_element_where_it_lies(name: str) -> None:
+    array = views()[name]
+    strides = tuple(stride // 2 for stride in array.strides)
+    assert misfit("q", array.shape, strides, 2) is None
+    found = geometry(array.shape, strides, 2, 64)
+    check_limits(found)
+    for batch, row, head, column in itertools.product(*map(range, array.shape)):
+        where = sum(at * stride for at, stride in zip((batch, row, head, column), array.strides, strict=True))
+        assert address(found, column, row, head * found.head_step, batch * found.batch_step) == where
+    assert address(found, 0, array.shape[1], 0, 0) is None, "rows past the end are zeros"
+    assert address(found, array.shape[3], 0, 0, 0) is None, "so are columns"
+
+
+def check_limits(found: Geometry) -> None:
+    """What cuTensorMapEncodeTiled asks for."""
+    assert len(found.sizes) == len(found.box) == len(found.strides) + 1 <= 5
+    assert all(0 < size <= 1 << 32 for size in found.sizes)
+    assert all(stride % 16 == 0 and 0 < stride < STRIDE_LIMIT for stride in found.strides)
+    assert all(0 < rows <= 256 for rows in found.box) and found.box[0] * 2 == 128
+
+
+@given(
+    row_bytes=st.integers(1, RAGGED_STRIDE_LIMIT // 16 - 1).map(lambda n: 16 * n),
+    heads=st.integers(1, 256),
+    head_bytes=st.integers(1, 1 << 12).map(lambda n: 16 * n),
+    first=st.integers(0, BOUND - 1),
+    length=st.integers(0, BOUND - 1),
+    data=st.data(),
+)
+def test_ragged_map_reads_one_sequence(
+    row_bytes: int, heads: int, head_bytes: int, first: int, length: int, data: st.DataObject
+) -> None:
+    """The coordinates that rows/varlen.cuh computes give the rows of a sequence, and zeros past its end."""
+    columns = 64
+    found = geometry((max(2, first + length), heads, columns), (row_bytes // 2, head_bytes // 2, 1), 2, 128)
+    check_limits(found)
+    head = data.draw(st.integers(0, heads - 1))
+
+    def read(row: int) -> int | None:
+        return address(found, 8, BOUND - length + row, head * found.head_step, BOUND, first + length)
+
+    near_end = st.integers(length - 3, length - 1) | st.integers(0, max(0, length - 1))
+    for row in data.draw(st.lists(near_end, max_size=5)):
+        if 0 <= row < length:
+            assert read(row) == (first + row) * row_bytes + head * head_bytes * (heads > 1) + 16
+    for row in data.draw(st.lists(st.integers(length, length + 4096), min_size=1, max_size=5)):
+        assert read(row) is None
+
+
+def test_ragged_map_over_every_row_of_a_packed_array() -> None:
+    array = np.zeros((23, 3, 3, 16), np.uint16)[:, 1]  # k of a packed qkv
+    found = geometry(array.shape, tuple(stride // 2 for stride in array.strides), 2, 64)
+    for first, last in itertools.pairwise((0, 0, 1, 9, 9, 23)):
+        for row, head, column in itertools.product(range(24), range(3), range(16)):
+            where = address(found, column, BOUND - (last - first) + row, head, BOUND, last)
+            inside = row < last - first
+            assert where == ((first + row) * array.strides[0] + head * array.strides[1] + 2 * column if inside else None)
+
+
+def test_ragged_bound_is_the_kernels() -> None:
+    text = (ROOT / "cuda_src" / "variant" / "rows" / "varlen.cuh").read_text()
+    (shift,) = re.findall(r"bound = 1 << (\d+);", text)
+    assert 1 << int(shift) == BOUND == geometry((4, 1, 64), (64, 64, 1), 2, 64).sizes[1]
+    assert (BOUND * RAGGED_STRIDE_LIMIT) % WRAP == 0
+
+
+SHAPE, STRIDES = (2, 32, 4, 64), (8192, 256, 64, 1)
+MISFITS = {
+    "pointer": (SHAPE, STRIDES, 8, "k begins at an address that is no multiple of 16 bytes", "k.clone()"),
+    "head stride": (SHAPE, (8192, 260, 65, 1), 0, "k has a row stride of 520 bytes", "positive multiple of 16"),
+    "row stride": (SHAPE, (8192, 260, 64, 1), 0, "k has a row stride of 520 bytes", "k.contiguous()"),
+    "batch stride": (SHAPE, (8196, 256, 64, 1), 0, "k has a batch stride of 16392 bytes", "cupy.ascontiguousarray(k)"),
+    "expanded rows": (SHAPE, (8192, 0, 64, 1), 0, "k has a row stride of 0 bytes", "positive"),
+    "backwards": (SHAPE, (8192, -256, 64, 1), 0, "k has a row stride of -512 bytes", "positive"),
+    "too far": (SHAPE, (1 << 39, 256, 64, 1), 0, f"k has a batch stride of {1 << 40} bytes", "below 2^40"),
+    "packed rows too far": ((32, 4, 64), (1 << 33, 64, 1), 0, f"k has a row stride of {1 << 34} bytes", "below 2^34"),
+    "packed head stride": ((32, 4, 64), (256, 60, 1), 0, "k has a head stride of 120 bytes", "k.contiguous()"),
+}
+
+
+@pytest.mark.parametrize("shape, strides, pointer, found, need", MISFITS.values(), ids=MISFITS)
+def test_misfit(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int, found: str, need: str) -> None:
+    reason = misfit("k", shape, strides, 2, pointer)
+    assert reason is not None and found in reason and need in reason
+
+
+@pytest.mark.parametrize(
+    "shape, strides, pointer",
+    [
+        (SHAPE, STRIDES, 4096),
+        (SHAPE, (0, 256, 0, 1), ALIGNMENT),  # expanded batch and heads are one row of the map
+        ((1, 1, 1, 64), (3, 5, 7, 1), 0),  # a stride that is never used may be anything
+        ((2, 0, 4, 64), (1, 1, 1, 1), 1),  # of an empty array nothing is read
+        ((32, 4, 64), (256, 64, 1), 0),
+    ],
+)
+def test_no_misfit(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int) -> None:
+    assert misfit("k", shape, strides, 2, pointer) is None
+
+
+def test_misfit_asks_of_a_packed_row_what_the_ragged_map_can_hold() -> None:
+    widest = (RAGGED_STRIDE_LIMIT - 16) // 2
+    assert misfit("k", (32, 4, 64), (widest, 64, 1), 2) is None
+    assert all(stride > 0 for stride in tma.geometry((32, 4, 64), (widest, 64, 1), 2, 64).strides)
