@@ -19,7 +19,7 @@ from rawattn.compiler import Binary
 from rawattn.device import Device
 
 from . import altered, command, machine, report, sets, statistics, timing
-from .bench import TOLERANCE, Check, failure, verify
+from .checking import Check, failure
 from .compiling import faults, without_lse
 from .peers import Task, config_name
 

@@ -27,7 +27,8 @@ class Choice:
 
 
 def choose(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Choice:
-    """The first kernel that supports the problem, in its cheapest configuration for problems of this kind; ``kernel`` and ``config`` override.
+    """The first kernel that supports the problem, in its cheapest configuration for problems of this kind; ``kernel`` and
+    ``config`` override.
 
     Raises UnsupportedError with every kernel's reason, ProblemError for an override that does not fit.
     """
