@@ -220,8 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(run: Run, stem: pathlib.Path) -> None:
     """The tables, the most condensed one last."""
-    for failure in run.failures()[:20]:
-        print(failure)
+    print("\n".join(run.failures()[:20]))
     print(report.table(run.rows()), end="\n\n")
     if run.cold:
         print(report.table(cold.rows(run.cold)), end="\n\n")

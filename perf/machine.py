@@ -24,7 +24,17 @@ from rawattn.device import Device
 from rawattn.errors import RawattnError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIBRARIES = "torch triton numpy cupy-cuda12x cupy-cuda13x flash-attn flash-attn-4 flashinfer-python xformers".split()
+LIBRARIES = (
+    "torch",
+    "triton",
+    "numpy",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "flash-attn",
+    "flash-attn-4",
+    "flashinfer-python",
+    "xformers",
+)
 STATE = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
