@@ -1,9 +1,9 @@
 """Takes techniques away one at a time, or puts a classic mistake in, and times each against the full kernel in one run.
 
-python -m perf.ablate paper/21 [--rounds 5]
+python -m perf.ablate paper/21 paper/9
 
-What a configuration or a launch value expresses is changed there; the rest are the patches in perf/ablations/ (each says in its
-first line what it does). The table is ranked by what the kernel loses: the map of what matters. "spills" and "wrong" are said.
+What a configuration, a choice or a launch value expresses is changed there; the rest are the patches in perf/ablations/, each of
+which says in its first line what it does. The table is ranked by what the kernel loses: the map of what matters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn.choose import choose
-from rawattn.compiler import Binary
 from rawattn.device import Device
+from rawattn.variant import softmax
 
 from . import altered, command, machine, report, sets, statistics, timing
-from .bench import TOLERANCE, Check, failure, verify
+from .checking import Check, failure
 from .compiling import faults, without_lse
 from .peers import Task, config_name
 
@@ -40,57 +40,51 @@ def one_group(found: dict[str, float], problem: Any, *_: Any) -> dict[str, float
     return {**found, "head_group": problem.heads * problem.batch, "last_group": 0}
 
 
-def ablations() -> list[Ablation]:
-    """The full kernel first."""
-    configs = {
-        "two_stages": ("Rings of two K and V tiles.", {"stages": 2}),
-        "one_q_stage": ("The next Q is not loaded ahead.", {"q_stages": 1}),
-        "one_consumer": ("One consumer warpgroup of 64 rows.", {"tile_q": 64}),
-        "tiny_tiles": ("Key tiles of 32 rows.", {"tile_kv": 32}),
-    }
-    found = [Ablation("full", "The kernel as it is.")] + [Ablation(name, what, config=c) for name, (what, c) in configs.items()]
-    grouped = "Tiles of all heads are interleaved, however many keys and values that keeps in flight."
-    found.append(Ablation("no_l2_groups", grouped, lambda kernel: altered.kernel(kernel, values=one_group)))
-    for path in sorted(altered.PATCHES.glob("*.patch")):
-        if path.stem not in LEAKS:
-            what = path.read_text().partition("\n")[0]
-            found.append(Ablation(path.stem, what, lambda kernel, name=path.stem: altered.kernel(kernel, (name,))))
-    return found
+def lazy(found: dict[str, Any], *_: Any) -> dict[str, Any]:
+    return {**found, "Softmax": softmax.Lazy()}
 
 
-def prepare(task: Task, kernel: Any, config: Any, check: Check) -> tuple[timing.Call, str]:
-    """An altered kernel ready to be timed, and what is to be said of it. Raises what compiling and running it raises."""
-    plan = altered.plan(task, kernel, config)
-    call = timing.Call(lambda: plan.run(task.q, task.k, task.v, *task.cu))
-    error = verify(call, check, task.q, (*task.q.shape[:-1], task.case.head_dim_v))
-    assert isinstance(plan.binary, Binary)
-    return call, ", ".join(
-        filter(None, [faults(plan.binary), "" if error < TOLERANCE[task.case.dtype] else f"wrong ({error:.1e})"])
-    )
+ABLATIONS = [
+    Ablation("full", "The kernel as it is."),
+    Ablation("two_stages", "Rings of two K and V tiles.", config={"stages": 2}),
+    Ablation("one_q_stage", "The next Q is not loaded ahead.", config={"q_stages": 1}),
+    Ablation("one_consumer", "One consumer warpgroup of 64 rows.", config={"tile_q": 64}),
+    Ablation("tiny_tiles", "Key tiles of 32 rows.", config={"tile_kv": 32}),
+    Ablation(
+        "one_group", "No groups of heads for L2: all heads in turn.", lambda kernel: altered.kernel(kernel, values=one_group)
+    ),
+    Ablation("lazy_softmax", "A maximum is looked for in every tile.", lambda kernel: altered.kernel(kernel, choices=lazy)),
+]
+for _path in sorted(altered.PATCHES.glob("*.patch")):
+    if _path.stem not in LEAKS:
+        _what = _path.read_text().partition("\n")[0]
+        ABLATIONS.append(Ablation(_path.stem, _what, lambda kernel, name=_path.stem: altered.kernel(kernel, (name,))))  # type: ignore[misc]
 
 
 def measure(task: Task, device: Device, protocol: timing.Protocol) -> list[list[str]]:
     """The table of all ablations on a case."""
-    choice, check, gpu = choose(without_lse(task.case.problem), device), Check(task, 0), timing.Gpu()
-    loads, notes = {}, {}
-    for ablation in ablations():
-        config = dataclasses.replace(choice.config, **ablation.config)
-        if ablation.config and config == choice.config:
-            notes[ablation.name] = "is so already"
+    choice, check, gpu = choose(without_lse(task.case.problem), device), Check(task), timing.Gpu()
+    configs = {each.name: dataclasses.replace(choice.config, **each.config) for each in ABLATIONS}
+    loads, notes = dict[str, timing.Load](), dict[str, str]()
+    for each in ABLATIONS:
+        if each.config and configs[each.name] == choice.config:
+            notes[each.name] = "is so already"
             continue
         try:
-            call, notes[ablation.name] = prepare(task, ablation.kernel(choice.kernel), config, check)
-            loads[ablation.name] = gpu.load(call)
-        except Exception as error:  # a mistake that does not even run is a result
-            notes[ablation.name] = failure(error)
+            plan = altered.plan(task, each.kernel(choice.kernel), configs[each.name])
+            call = timing.Call(lambda plan=plan: plan.run(task.q, task.k, task.v, *task.packed[:2]))  # type: ignore[misc]
+            notes[each.name] = faults(plan.binary)
+            loads[each.name] = gpu.load(call)
+            check(call)
+        except Exception as error:  # what a mistake leads to is a result
+            notes[each.name] = failure(error)
     times = timing.race(gpu, loads, protocol)
     ratios = {name: statistics.ratio(rounds, times["full"]) for name, rounds in times.items()}
-    rows = [["ablation", "time", "interval", "note", "what", "config"]]
-    for ablation in sorted(ablations(), key=lambda each: -ratios[each.name].value if each.name in ratios else 0):
-        ratio = ratios.get(ablation.name)
-        numbers = [f"{ratio.value:.3f}", f"{ratio.low:.3f}..{ratio.high:.3f}"] if ratio else ["-", "-"]
-        config = config_name(dataclasses.replace(choice.config, **ablation.config))
-        rows.append([ablation.name, *numbers, notes.get(ablation.name, ""), ablation.what, config])
+    rows = [["ablation", "time", "interval", "config", "note", "what"]]
+    for each in sorted(ABLATIONS, key=lambda each: -ratios.get(each.name, statistics.Ratio(0)).value):
+        ratio = ratios.get(each.name, statistics.Ratio())
+        numbers = [f"{ratio.value:.3f}", f"{ratio.low:.3f}..{ratio.high:.3f}", config_name(configs[each.name])]
+        rows.append([each.name, *numbers, notes[each.name], each.what])
     return rows
 
 
@@ -100,12 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=timing.BURST.rounds)
     parser.add_argument("--out", type=pathlib.Path, help="folder for the results; by default perf/record/DEVICE")
     options = parser.parse_args(argv)
-    device = machine.gpu("ablate")
+    device, text = machine.gpu("ablate"), ""
     if device is None:
         return 2
-    text = ""
-    for spec in options.cases:
-        case = sets.pick(spec)
+    for case in map(sets.pick, options.cases):
         rows = measure(Task.make(case), device, dataclasses.replace(timing.BURST, rounds=options.rounds))
         text += f"## {sets.label(case)}\n\n{report.table(rows, markdown=True)}\n\n"
         report.write((options.out or machine.record(device)) / "ablate.md", text)

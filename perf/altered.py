@@ -58,8 +58,12 @@ def kernel(original: Any, patches: tuple[str, ...] = (), **replaced: Callable[..
 
         replaced["render"] = patched
     for name, change in replaced.items():
-        setattr(copy, name, lambda *given, was=getattr(copy, name), change=change: change(was(*given), *given))
+        setattr(copy, name, _changed(getattr(copy, name), change))
     return copy
+
+
+def _changed(function: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: change(function(*given), *given)
 
 
 def plan(task: Task, which: Any, config: Any) -> Plan:

@@ -14,30 +14,29 @@ perf/record/DEVICE/bench-SET-PROTOCOL.json, .csv and .md after every case, so an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-import rawattn.reference
 from rawattn.choose import KERNELS, choose
+from rawattn.compiler import Source
 from rawattn.device import Device
 from rawattn.errors import RawattnError
 from rawattn.testing import Case
 
 from . import cold, command, machine, report, sets, statistics, timing
-from .compiling import Pool, all_candidates, source_of, without_lse
-from .peers import Peer, Task, Unserved, config_name, installed, our_options, our_plan, prepare
+from .checking import Check, failure
+from .compiling import Pool, source_of, without_lse
+from .peers import Adapter, Task, config_name, installed, our_options, our_plan, prepare
 from .report import Result, Run, Timing
-
-TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3}  # of the relative error; peers stand at 2e-3 and 3e-4
-SAMPLED = 64  # rows that are compared with the reference, of each sampled head
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -57,64 +56,28 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def contenders(case: Case, configs: str, device: Device, peers: Sequence[str]) -> list[str]:
-    """Names of who takes part in a case."""
+def our_names(case: Case, configs: str, device: Device) -> list[str]:
+    """Names of our contenders in a case: the library's choice, then the configurations that were asked for, or all."""
+    problem, names = without_lse(case.problem), list(filter(None, configs.split(",")))
     if configs == "all":
-        found = all_candidates(KERNELS, without_lse(case.problem), device)
-        return ["ours", *dict.fromkeys(f"ours:{kernel.name}/{config_name(config)}" for kernel, config in found), *peers]
-    return ["ours", *(f"ours:{name}" for name in filter(None, configs.split(","))), *peers]
+        served = [kernel for kernel in KERNELS if kernel.supports(problem, device) is None]
+        names = [f"{kernel.name}/{config_name(config)}" for kernel in served for config in kernel.candidates(problem, device)]
+    return ["ours", *(f"ours:{name}" for name in names)]
 
 
-def compile_ahead(pool: Pool, names: Sequence[tuple[Case, str]], device: Device) -> int:
-    """Starts compiling what our contenders will run; a configuration that cannot run will say so when its turn comes."""
-    sources = []
-    for case, name in names:
-        options = our_options(case, name)
-        try:
-            choice = choose(without_lse(case.problem), device, options.get("kernel"), options.get("config"))
-            sources.append(source_of(choice.kernel, case.problem, choice.config))
-        except RawattnError:
-            continue
-    return pool.submit(sources)
-
-
-class Check:
-    """Sampled rows of a case's reference, and how far an output is from them."""
-
-    def __init__(self, task: Task, seed: int) -> None:
-        case, rng = task.case, np.random.default_rng(seed)
-        count = task.q.shape[-3]
-        self.rows = np.unique(np.r_[0, count - 1, rng.integers(count, size=SAMPLED)])
-        self.heads = sorted({0, case.heads - 1})
-        self.batches = [slice(b, b + 1) for b in sorted({0, case.batch - 1})] if not task.cu else [Ellipsis]
-        self.expected, reference = [], rawattn.reference.attention
-        cu = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), (x.tolist() for x in task.cu), strict=False))
-        for batch in self.batches:
-            for head in self.heads:
-                kv = head // (case.heads // case.kv_heads)
-                q, k, v = task.q[batch][..., [head], :], task.k[batch][..., [kv], :], task.v[batch][..., [kv], :]
-                self.expected.append(reference(q, k, v, rows=self.rows.tolist(), **cu, **case.options))
-
-    def error(self, output: Any) -> float:
-        """Relative error in the Euclidean norm; NaN where any element of the whole output is not finite."""
-        found = [output[b][..., self.rows, h : h + 1, :].double() for b in self.batches for h in self.heads]
-        square = sum(float(((a - b) ** 2).sum()) for a, b in zip(found, self.expected, strict=True))
-        size = sum(float((b**2).sum()) for b in self.expected)
-        return (square / size) ** 0.5 if bool(output.isfinite().all()) else float("nan")
-
-
-def verify(call: timing.Call, check: Check, like: Any, shape: tuple[int, ...]) -> float:
-    """The error of a call whose output memory held NaN before: the allocator hands it the block that was just filled."""
-    with call.context():
-        poison = like.new_full(shape, float("nan"))
-        del poison
-        return check.error(call.view(call.run()))
+def sources(names: dict[Case, list[str]], device: Device) -> Iterator[Source]:
+    """What our contenders will run; a configuration that cannot run will say so when its turn comes."""
+    for case in names:
+        for options in (our_options(case, name) for name in names[case]):
+            with contextlib.suppress(RawattnError):
+                choice = choose(without_lse(case.problem), device, options.get("kernel"), options.get("config"))
+                yield source_of(choice.kernel, case.problem, choice.config)
 
 
 class Bench:
     """Times cases on the GPU."""
 
-    def __init__(self, options: argparse.Namespace, peers: dict[str, Peer]) -> None:
+    def __init__(self, options: argparse.Namespace, peers: dict[str, Adapter]) -> None:
         self.options, self.peers, self.gpu = options, peers, timing.Gpu()
         protocol = timing.PROTOCOLS[options.protocol]
         self.protocol = dataclasses.replace(protocol, rounds=options.rounds or protocol.rounds)
@@ -122,8 +85,8 @@ class Bench:
     def case(self, case: Case, names: Sequence[str]) -> Result:
         """Every named contender on a case: prepared, checked, and raced where it is right."""
         task = Task.make(case, self.options.seed)
-        check = Check(task, self.options.seed)
-        result = Result(sets.label(case), sets.to_json(case), sets.flops(case), sets.least_bytes(case), "events", [])
+        check = Check(task)
+        result = Result(sets.label(case), sets.to_json(case), sets.flops(case), sets.least_bytes(case), "events")
         calls: dict[str, timing.Call] = {}
         for name in names:
             found = Timing(name)
@@ -131,9 +94,7 @@ class Bench:
             try:
                 call = prepare(name, task, self.peers)
                 found.config = call.detail
-                found.error = verify(call, check, task.q, (*task.q.shape[:-1], case.head_dim_v))
-                if not found.error < TOLERANCE[case.dtype]:
-                    raise ArithmeticError(f"relative error {found.error:.2g}")
+                found.error = check(call)
                 calls[name] = call
             except Exception as error:  # a peer may raise anything; the others go on
                 found.failure = failure(error)
@@ -142,6 +103,7 @@ class Bench:
         return result
 
     def _time(self, task: Task, result: Result, calls: dict[str, timing.Call]) -> None:
+        """Fills in the times; where the shortest is too short for events, by graphs."""
         loads = {name: self.gpu.load(call) for name, call in calls.items()}
         short = min((load.us for load in loads.values()), default=1e9) < timing.GRAPH_BELOW_US
         others = self._graphs(result, calls, loads) if short or not self.options.quick else {}
@@ -181,24 +143,18 @@ class Bench:
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         product, source = torch.empty_like(a), torch.empty(copied, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
-        calls = {"matmul": timing.Call(lambda: torch.mm(a, b, out=product)), "copy": timing.Call(lambda: target.copy_(source))}
-        times = timing.race(self.gpu, {name: self.gpu.load(call) for name, call in calls.items()}, self.protocol)
+        runs = {"matmul": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
+        times = timing.race(self.gpu, {name: self.gpu.load(timing.Call(run)) for name, run in runs.items()}, self.protocol)
         us = {name: statistics.median_of_rounds(rounds) for name, rounds in times.items()}
         return {"matmul_tflops": 2 * size**3 / us["matmul"] / 1e6, "copy_gbs": 2 * copied / us["copy"] / 1e3}
 
 
-def chosen(peers: dict[str, Peer], names: str | None) -> dict[str, Peer]:
+def chosen(peers: dict[str, Adapter], names: str | None) -> dict[str, Adapter]:
     """The peers that were asked for. Raises SystemExit for one that is not here."""
     wanted = list(peers) if names is None else list(filter(None, names.split(",")))
     if missing := set(wanted) - set(peers):
         raise SystemExit(f"no {', '.join(sorted(missing))} here; there are {', '.join(peers)}, and fa3 with --fa3 FILE")
     return {name: peers[name] for name in wanted}
-
-
-def failure(error: Exception) -> str:
-    """An exception in one short line."""
-    text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, (Unserved, ArithmeticError)) else f"{type(error).__name__}: {text}"[:200]
 
 
 def line(result: Result) -> str:
@@ -212,8 +168,8 @@ def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], 
     """Fills ``run``, saving after each case."""
     begin = time.monotonic()
     with Pool() as pool, machine.Monitor() as monitor, Progress(console=console, transient=True) as progress:
-        names = {case: contenders(case, options.configs, device, ()) for case in cases}
-        count = compile_ahead(pool, [(case, name) for case in cases for name in names[case]], device)
+        names = {case: our_names(case, options.configs, device) for case in cases}
+        count = pool.submit(sources(names, device))
         bar = progress.add_task(f"compiling {count} kernels", total=count)
         peers = chosen(installed(options.fa3), options.peers)
         bench = Bench(options, peers)
@@ -264,8 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(run: Run, stem: pathlib.Path) -> None:
     """The tables, the most condensed one last."""
-    if failures := run.failures():
-        print(f"failures:\n{report.lines(failures)}\n")
+    print("\n".join(run.failures()[:20]))
     print(report.table(run.rows()), end="\n\n")
     if run.cold:
         print(report.table(cold.rows(run.cold)), end="\n\n")

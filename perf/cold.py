@@ -7,7 +7,6 @@ python -m perf.cold --peers ours,cudnn,fa2
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,13 +16,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from . import command
-from .machine import ROOT
+from . import command, machine, report
 
 STEPS = ("torch", "cuda", "library", "prepare", "first", "second")
 
 
-def child(name: str, fa3: str | None) -> dict[str, Any]:
+def child(name: str, fa3: str | None) -> dict[str, float]:
     """Seconds of each step, in this process."""
     clock = [time.perf_counter()]
     import torch
@@ -35,15 +33,14 @@ def child(name: str, fa3: str | None) -> dict[str, Any]:
 
     found = {} if name == "ours" else peers.installed(fa3 if name == "fa3" else None)
     clock.append(time.perf_counter())
-    task = peers.Task.make(sets.dense(2, 1024, 16, 128, True))
+    call = peers.prepare(name, peers.Task.make(sets.dense(2, 1024, 16, 128, True)), found)
     torch.cuda.synchronize()
-    call = peers.prepare(name, task, found)
-    clock.append(time.perf_counter())
     for _ in range(2):
+        clock.append(time.perf_counter())
         with call.context():
             call.run()
         torch.cuda.synchronize()
-        clock.append(time.perf_counter())
+    clock.append(time.perf_counter())
     return {step: round(b - a, 6) for step, a, b in zip(STEPS, clock, clock[1:], strict=False)}
 
 
@@ -55,9 +52,8 @@ def measure(names: Sequence[str], fa3: str | None = None) -> list[dict[str, Any]
             for state in ("cold", "warm") if name == "ours" else ("",):
                 words = [sys.executable, "-m", "perf.cold", "--child", name, *(["--fa3", fa3] if fa3 else [])]
                 environment = {**os.environ, "RAWATTN_CACHE": cache}
-                ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
-                last = (ran.stdout.strip().splitlines() or ["{}"])[-1]
-                times = json.loads(last) if ran.returncode == 0 else {"failure": ran.stderr.strip()[-200:]}
+                ran = subprocess.run(words, cwd=machine.ROOT, capture_output=True, text=True, env=environment)
+                times = {"failure": ran.stderr[-200:]} if ran.returncode else json.loads(ran.stdout.splitlines()[-1])
                 found.append({"name": f"{name} {state}".strip(), **times})
     return found
 
@@ -70,15 +66,15 @@ def rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("cold", __doc__)
     parser.add_argument("--peers", default="ours,cudnn,fa2", help="comma-separated")
-    parser.add_argument("--fa3", metavar="FILE")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--fa3", metavar="FILE", help="FlashAttention 3 as a torch library, .so or .so.xz")
+    parser.add_argument("--child", help="time this one here and print it as JSON")
     options = parser.parse_args(argv)
     if options.child:
         print(json.dumps(child(options.child, options.fa3)))
-        return 0
-    from .report import table
-
-    print(table(rows(measure(options.peers.split(","), options.fa3))))
+    elif machine.gpu("cold") is None:
+        return 2
+    else:
+        print(report.table(rows(measure(options.peers.split(","), options.fa3))))
     return 0
 
 

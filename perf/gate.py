@@ -1,4 +1,4 @@
-"""Says whether this checkout may pass: the tests, and the speed of the canonical cases against the peers, compared with the record.
+"""Says whether this checkout may pass: the tests, and the speed of some cases against the peers, compared with the record.
 
 python -m perf.gate              tests on the GPU, compile checks, timing; exit status 0 if nothing got worse
 python -m perf.gate --update     the same, and what it finds becomes the record
@@ -17,13 +17,10 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from rawattn import compiler
-from rawattn.choose import choose
-from rawattn.device import Device
-from rawattn.testing import Case
 
 from . import bench, command, machine, report, sets
-from .compiling import faults, source_of, without_lse
-from .report import Run
+from .compiling import faults
+from .report import NONE, Run
 
 PEERS = ("cudnn", "fa2")
 WORSE = 0.98
@@ -31,13 +28,11 @@ WORSE = 0.98
 
 def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
     """The table of what moved, and the regressions in words."""
-    recorded = {result.label: result for result in before.results}
+    recorded = {result.label: result.ratios.get("ours", {}) for result in before.results}
     rows, bad = [["case", "peer", "recorded", "now", "moved", ""]], []
     for result in now.results:
         for peer in PEERS:
-            old, new = (r.ratios.get("ours", {}).get(peer) if r else None for r in (recorded.get(result.label), result))
-            if new is None or old is None:
-                continue
+            old, new = recorded.get(result.label, {}).get(peer, NONE), result.ratios.get("ours", {}).get(peer, NONE)
             worse = new[0] < WORSE * old[0] and new[2] < old[1]
             rows.append(
                 [result.label, peer, f"{old[0]:.3f}", f"{new[0]:.3f}", f"{new[0] / old[0] - 1:+.1%}", "worse" if worse else ""]
@@ -47,22 +42,11 @@ def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
     return rows, bad
 
 
-def compile_faults(cases: Sequence[Case], device: Device) -> list[str]:
-    """Spills and messages on wgmma in what the cases run."""
-    found = []
-    for case in cases:
-        choice = choose(without_lse(case.problem), device)
-        if why := faults(compiler.compile(source_of(choice.kernel, case.problem, choice.config))):
-            found.append(f"{sets.label(case)}, {choice.config}: {why}")
-    return found
-
-
 def run_tests() -> list[str]:
     """What pytest says where it is not content."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], cwd=machine.ROOT, capture_output=True, text=True
-    )
-    last = (ran.stdout.strip().splitlines() or [ran.stderr.strip()[-200:]])[-1]
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
+    ran = subprocess.run(words, cwd=machine.ROOT, capture_output=True, text=True)
+    last = (ran.stdout + ran.stderr).strip().splitlines()[-1]
     print(f"tests: {last}")
     return [f"tests: {last}"] if ran.returncode else []
 
@@ -78,10 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     folder, cases = options.out or machine.record(device), sets.gate()
     bad = [] if options.no_tests else run_tests()
-    bad += compile_faults(cases, device)
+    built = [compiler.compile(source) for source in bench.sources({case: ["ours"] for case in cases}, device)]
+    bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]
     run = Run(machine.facts(), {"set": "gate", "protocol": "burst"})
-    words = ["--peers", ",".join(PEERS), "--quick"]
-    bench.measure(bench.arguments().parse_args(words), device, cases, run, lambda: None, Console(stderr=True))
+    words = bench.arguments().parse_args(["--peers", ",".join(PEERS), "--quick"])
+    bench.measure(words, device, cases, run, lambda: None, Console(stderr=True))
     bad += [failure for failure in run.failures() if ": ours: " in failure]
     recorded = folder / "gate.json"
     if recorded.exists():

@@ -7,9 +7,11 @@ import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
+import math
 import pathlib
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -22,21 +24,28 @@ from rawattn.device import Device
 from rawattn.errors import RawattnError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RECORD = ROOT / "perf" / "record"
 LIBRARIES = (
-    "torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flash-attn",
-    "flash-attn-4", "flashinfer-python", "xformers",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "numpy",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "flash-attn",
+    "flash-attn-4",
+    "flashinfer-python",
+    "xformers",
+)
+STATE = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
 def slug(name: str) -> str:
     """A device's name as a file's: ``NVIDIA H200`` is ``h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia")).strip("-") or "unknown"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia")).strip("-")
 
 
 def record(device: Device) -> pathlib.Path:
     """The folder of what was measured on a device."""
-    return RECORD / slug(device.name)
+    return ROOT / "perf" / "record" / slug(device.name)
 
 
 def gpu(tool: str) -> Device | None:
@@ -56,45 +65,35 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def commit() -> str:
-    """The commit, with a + where tracked files differ from it; empty where this is no git checkout."""
+def _output(*words: str) -> str:
+    """What a program prints; empty where it is not there or fails."""
     try:
-        head, changed = (
-            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no", "rawattn", "cuda_src"])
-        )
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return head + ("+" if changed else "")
-
-
-def facts() -> dict[str, Any]:
-    """Everything that is recorded beside a measurement; what cannot be found out is left away."""
-    found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(), "source_hash": source_hash(), "python": platform.python_version(), "system": platform.platform(),
-    }  # fmt: skip
-    with contextlib.suppress(RawattnError):
-        found["nvrtc"] = compiler.nvrtc_version()
-    with contextlib.suppress(RawattnError):
-        found["device"] = driver.device(0).name
-        found["cuda_of_driver"] = ".".join(map(str, driver.version()))
-        found["driver"] = _smi("driver_version")[0]
-        found["power_limit_w"] = float(_smi("power.limit")[0])
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.setdefault("libraries", {})[name] = importlib.metadata.version(name)
-    return found
 
 
 def _smi(*names: str) -> list[str]:
     """Values that nvidia-smi gives for the first GPU."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0"]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ["nan"] * len(names)
-    return [value.strip() for value in ran.stdout.strip().split(",")]
+    values = _output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0").split(",")
+    return [value.strip() for value in values] if len(values) == len(names) else [""] * len(names)
+
+
+def facts() -> dict[str, Any]:
+    """Everything that is recorded beside a measurement; what cannot be found out is left away. A commit with a + was changed."""
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "rawattn", "cuda_src")
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    found: dict[str, Any] = {"date": now, "commit": _output("git", "rev-parse", "HEAD") + "+" * bool(changed)}
+    found |= {"source_hash": source_hash(), "python": platform.python_version(), "system": platform.platform()}
+    with contextlib.suppress(RawattnError):
+        found["nvrtc"] = compiler.nvrtc_version()
+    with contextlib.suppress(RawattnError):
+        found |= {"device": driver.device(0).name, "cuda_of_driver": "{}.{}".format(*driver.version())}
+        found |= dict(zip(("driver", "power_limit_w"), _smi("driver_version", "power.limit"), strict=True))
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,42 +106,24 @@ class Reading:
     celsius: float
 
 
-def _reader() -> tuple[Callable[[], Reading], float]:
+def _reader() -> tuple[Callable[[], tuple[float, ...]], float]:
     """What reads the GPU's state, and how many seconds it should be left alone between two readings."""
     try:
-        import pynvml
+        import pynvml as nvml
 
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
     except Exception:  # not installed, or one of NVML's own errors
-
-        def by_smi() -> Reading:
-            return Reading(time.monotonic(), *map(_number, _smi("clocks.sm", "power.draw", "temperature.gpu")))
-
-        return by_smi, 1.0
-
-    def by_nvml() -> Reading:
-        clock, power = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM), pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
-        return Reading(time.monotonic(), clock, power, pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
-
-    return by_nvml, 0.1
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+        return lambda: tuple(float(value) if value else math.nan for value in _smi(*STATE)), 1.0
+    return lambda: (
+        nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+    ), 0.1  # fmt: skip
 
 
 class Monitor:
-    """Reads clock, power and temperature in a thread while the body runs.
-
-    >>> with Monitor() as monitor:
-    ...     begin = time.monotonic()
-    ...     work()
-    ...     print(monitor.summary(begin))
-    """
+    """Reads clock, power and temperature in a thread while the body runs."""
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
@@ -151,9 +132,8 @@ class Monitor:
 
     def _run(self) -> None:
         read, pause = _reader()
-        while not self._stop.is_set():
-            self.readings.append(read())
-            self._stop.wait(pause)
+        while not self._stop.wait(pause):
+            self.readings.append(Reading(time.monotonic(), *read()))
 
     def __enter__(self) -> Monitor:
         self._thread.start()
@@ -161,9 +141,9 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=15)
 
     def summary(self, begin: float) -> dict[str, float]:
+        """Of the time since ``begin``."""
         return summarize([reading for reading in self.readings if reading.at >= begin])
 
 
@@ -171,9 +151,5 @@ def summarize(readings: Sequence[Reading]) -> dict[str, float]:
     """Median clock, greatest power and temperature; empty for no readings."""
     if not readings:
         return {}
-    clocks = sorted(reading.sm_mhz for reading in readings)
-    return {
-        "sm_mhz": clocks[len(clocks) // 2],
-        "power_w": round(max(reading.power_w for reading in readings), 1),
-        "celsius": max(reading.celsius for reading in readings),
-    }
+    clock = statistics.median(reading.sm_mhz for reading in readings)
+    return {"sm_mhz": clock, "power_w": max(r.power_w for r in readings), "celsius": max(r.celsius for r in readings)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import lzma
 import pathlib
@@ -24,8 +25,8 @@ from rawattn.testing import Case
 
 from .timing import Call
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 MATH_BYTES = 8 << 30  # most that the plain formula may take for its logits
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class Unserved(Exception):
@@ -34,30 +35,31 @@ class Unserved(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A case with its inputs on the GPU, torch tensors of N(0, 1)."""
+    """A case with its inputs on the GPU, torch tensors of N(0, 1). ``packed`` are cu_seqlens and maximal lengths, of q and k."""
 
     case: Case
     q: Any
     k: Any
     v: Any
-    cu: tuple[Any, ...] = ()  # cu_seqlens_q, cu_seqlens_kv
+    packed: tuple[Any, ...] = ()
 
     @classmethod
     def make(cls, case: Case, seed: int = 0, device: str = "cuda") -> Task:
         import torch
 
-        problem, random = case.problem, torch.Generator(device).manual_seed(seed)
-        rows_q, rows_kv = (case.batch, case.q_len), (case.batch, case.kv_len)
-        cu: tuple[Any, ...] = ()
+        random, dtype = torch.Generator(device).manual_seed(seed), {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+        rows: list[tuple[int, ...]] = [(case.batch, case.q_len), (case.batch, case.kv_len)]
+        packed: tuple[Any, ...] = ()
         if case.lengths is not None:
-            rows_q, rows_kv = (problem.total_q,), (problem.total_kv,)  # type: ignore[assignment]  # rank 1
-            cu = tuple(torch.tensor([0, *each], device=device).cumsum(0).int() for each in zip(*case.lengths, strict=True))
-
-        def normal(rows: tuple[int, ...], heads: int, dim: int) -> Any:
-            return torch.randn(*rows, heads, dim, device=device, dtype=getattr(torch, DTYPES[case.dtype]), generator=random)
-
-        q, k = normal(rows_q, case.heads, case.head_dim), normal(rows_kv, case.kv_heads, case.head_dim)
-        return cls(case, q, k, normal(rows_kv, case.kv_heads, case.head_dim_v), cu)
+            lengths = [torch.tensor([0, *each], device=device) for each in zip(*case.lengths, strict=True)]
+            rows = [(int(each.sum()),) for each in lengths]
+            packed = (*(each.cumsum(0).int() for each in lengths), *(int(each.max()) for each in lengths))
+        shapes = (
+            (*rows[0], case.heads, case.head_dim),
+            (*rows[1], case.kv_heads, case.head_dim),
+            (*rows[1], case.kv_heads, case.head_dim_v),
+        )
+        return cls(case, *(torch.randn(*s, device=device, dtype=dtype, generator=random) for s in shapes), packed)
 
     @functools.cached_property
     def heads_first(self) -> tuple[Any, Any, Any]:
@@ -65,27 +67,15 @@ class Task:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v))
         return q, k, v
 
-    @functools.cached_property
-    def repeated(self) -> tuple[Any, Any, Any]:
-        """``heads_first`` with k and v repeated to as many heads as q has."""
-        q, k, v = self.heads_first
-        times = self.case.heads // self.case.kv_heads
-        return q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-
     @property
-    def longest(self) -> tuple[int, int]:
-        return self.case.problem.q_len, self.case.problem.kv_len
+    def o_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.case.head_dim_v)
 
     def refuse(self, *names: str) -> None:
-        """Raises Unserved where the case needs one of the named features: varlen, window, softcap, mask."""
-        case = self.case
-        needs = {"varlen": case.lengths, "window": case.window, "softcap": case.softcap, "mask": case.mask}
+        """Raises Unserved where the case is packed ("lengths") or has a window or a softcap, if that is named."""
         for name in ("mask", *names):
-            if needs[name] is not None:
+            if getattr(self.case, name) is not None:
                 raise Unserved(f"no {name}")
-
-
-# --- ours ---------------------------------------------------------------------------------------------------------------------
 
 
 def config_name(config: Any) -> str:
@@ -101,40 +91,28 @@ def parse_config(config_type: Any, text: str) -> Any:
     if match is None:
         raise ValueError(f"{text!r} is no configuration; write one as 128x96s2q2")
     initials = {f.name[0]: f.name for f in dataclasses.fields(config_type) if not f.name.startswith("tile_")}
-    fields = {"tile_q": int(match[1]), "tile_kv": int(match[2])}
-    fields |= {initials[letter]: int(number) for letter, number in re.findall(r"([a-z])(\d+)", match[3])}
-    return config_type(**fields)
+    rest = {initials[letter]: int(number) for letter, number in re.findall(r"([a-z])(\d+)", match[3])}
+    return config_type(tile_q=int(match[1]), tile_kv=int(match[2]), **rest)
 
 
 def our_options(case: Case, name: str) -> dict[str, Any]:
     """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``."""
     kernel, _, config = name.removeprefix("ours").removeprefix(":").rpartition("/")
-    options = dict(case.options)
-    if config:
-        module = next((k for k in KERNELS if k.name == kernel), KERNELS[0])
-        options |= {"kernel": module.name, "config": parse_config(module.Config, config)}
-    return options
+    module = next((k for k in KERNELS if k.name == kernel), KERNELS[0])
+    return case.options | ({"kernel": module.name, "config": parse_config(module.Config, config)} if config else {})
 
 
 def ours(task: Task, name: str) -> Call:
-    options = our_options(task.case, name)
-    q, k, v = task.q, task.k, task.v
-    packed = (*task.cu, *task.longest) if task.cu else ()
-    detail = config_name(rawattn.plan(q, k, v, *packed, **options).config)
-    if task.cu:
-        return Call(lambda: rawattn.attention_varlen(q, k, v, *packed, **options), detail=detail)
-    return Call(lambda: rawattn.attention(q, k, v, **options), detail=detail)
+    options, inputs = our_options(task.case, name), (task.q, task.k, task.v, *task.packed)
+    attention = rawattn.attention_varlen if task.packed else rawattn.attention
+    return Call(lambda: attention(*inputs, **options), detail=config_name(rawattn.plan(*inputs, **options).config))
 
 
 def our_plan(task: Task, name: str) -> Callable[[], Any]:
     """``Plan.run`` with ``out=``: the least that a call of ours costs the host."""
-    lengths = task.longest if task.cu else ()
-    plan = rawattn.plan(task.q, task.k, task.v, *task.cu, *lengths, **our_options(task.case, name))
-    out = task.q.new_empty((*task.q.shape[:-1], task.v.shape[-1]))
-    return lambda: plan.run(task.q, task.k, task.v, *task.cu, out=out)
-
-
-# --- torch --------------------------------------------------------------------------------------------------------------------
+    inputs, out = (task.q, task.k, task.v, *task.packed[:2]), task.q.new_empty(task.o_shape)
+    plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name))
+    return lambda: plan.run(*inputs, out=out)
 
 
 def sdpa(backend: str, task: Task) -> Call:
@@ -142,65 +120,36 @@ def sdpa(backend: str, task: Task) -> Call:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    task.refuse("varlen", "window", "softcap")
-    case = task.case
+    task.refuse("lengths", "window", "softcap")
+    case, (q, k, v) = task.case, task.heads_first
     if case.causal and case.q_len != case.kv_len:
         raise Unserved("aligns causal to the first key")
     if backend == "MATH" and 4 * case.batch * case.heads * case.q_len * case.kv_len > MATH_BYTES:
         raise Unserved("its logits do not fit")
-    grouped = backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
-    q, k, v = task.heads_first if grouped else task.repeated
-    attention = torch.nn.functional.scaled_dot_product_attention
-    more = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
-    return Call(
-        lambda: attention(q, k, v, is_causal=case.causal, scale=case.scale, **more),
-        lambda o: o.transpose(1, 2),
-        lambda: sdpa_kernel(getattr(SDPBackend, backend)),
-    )
+    if backend in ("MATH", "EFFICIENT_ATTENTION"):
+        k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
+    more = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": k.shape[1] != q.shape[1]}
+    call = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, **more)
+    return Call(call, lambda o: o.transpose(1, 2), lambda: sdpa_kernel(getattr(SDPBackend, backend)))
 
 
 def flex(task: Task) -> Call:
     """torch's FlexAttention, compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    task.refuse("varlen")
-    case = task.case
-    (q, k, v), shift = task.heads_first, case.kv_len - case.q_len
-    left, right = case.window or (None, None)
-    right = 0 if case.causal else right
+    task.refuse("lengths", "softcap")
+    case, (left, right) = task.case, window_of(task.case)
+    right, shift, mask = (0 if case.causal else right), case.kv_len - case.q_len, None
 
     def keep(batch: Any, head: Any, i: Any, j: Any) -> Any:
-        after = (j >= i + shift - left) if left is not None else (j >= 0)
-        return (after & (j <= i + shift + right)) if right is not None else after
+        after = (j >= i + shift - left) if left >= 0 else (j >= 0)
+        return (after & (j <= i + shift + right)) if right >= 0 else after
 
-    def cap(s: Any, batch: Any, head: Any, i: Any, j: Any) -> Any:
-        return case.softcap * _torch().tanh(s / case.softcap)
-
-    plain = left is None and right is None
-    mask = None if plain else create_block_mask(keep, None, None, case.q_len, case.kv_len, device="cuda")
-    score, grouped = (cap if case.softcap else None), q.shape[1] != k.shape[1]
-    compiled = _compiled_flex()
-    more = {"score_mod": score, "block_mask": mask, "scale": case.scale, "enable_gqa": grouped}
-    return Call(lambda: compiled(q, k, v, **more), lambda o: o.transpose(1, 2))
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
-@functools.cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return _torch().compile(flex_attention, dynamic=False)
-
-
-# --- the FlashAttention family ------------------------------------------------------------------------------------------------
-
-
-PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    if max(left, right) >= 0:
+        mask = create_block_mask(keep, None, None, case.q_len, case.kv_len, device="cuda")
+    more = {"block_mask": mask, "scale": case.scale, "enable_gqa": case.heads != case.kv_heads}
+    return Call(functools.partial(torch.compile(flex_attention), *task.heads_first, **more), lambda o: o.transpose(1, 2))
 
 
 def window_of(case: Case) -> tuple[int, int]:
@@ -211,152 +160,116 @@ def window_of(case: Case) -> tuple[int, int]:
 
 def load_fa3(file: str) -> None:
     """Loads FlashAttention 3's torch operators from a library, ``.so`` or ``.so.xz``, after a libcudart.so.12 beside it."""
-    path = pathlib.Path(file).resolve()
-    if path.suffix == ".xz":
-        unpacked = pathlib.Path(tempfile.gettempdir(), f"rawattn-{path.stat().st_size}-{path.stem}")
-        if not unpacked.exists():
-            partial = unpacked.with_suffix(".part")
-            with lzma.open(path) as packed, open(partial, "wb") as out:
-                shutil.copyfileobj(packed, out, 1 << 24)
-            partial.rename(unpacked)
-        library = unpacked
-    else:
-        library = path
-    runtime = path.with_name("libcudart.so.12")
-    if runtime.exists():
+    import torch
+
+    library = packed = pathlib.Path(file).resolve()
+    if packed.suffix == ".xz":
+        library = pathlib.Path(tempfile.gettempdir(), f"rawattn-{packed.stat().st_size}-{packed.stem}")
+        if not library.exists():
+            partial = library.with_suffix(".part")
+            with lzma.open(packed) as source, open(partial, "wb") as out:
+                shutil.copyfileobj(source, out, 1 << 24)
+            partial.rename(library)
+    if (runtime := packed.with_name("libcudart.so.12")).exists():
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    _torch().ops.load_library(str(library))
+    torch.ops.load_library(str(library))
 
 
 def fa3(task: Task) -> Call:
-    """FlashAttention 3 by its operator, as a library file or xformers bring it."""
+    """FlashAttention 3 by its operator, as a library file brings it."""
+    import torch
+
     task.refuse("softcap")
-    case, (left, right) = task.case, window_of(task.case)
-    more: dict[str, Any] = {"window_size_left": left, "window_size_right": right} if case.window else {}
-    if task.cu:
-        more |= dict(zip(PACKED, (*task.cu, *task.longest), strict=True))
-    forward, scale = _torch().ops.flash_attn_3.fwd, case.problem.scale
-    q, k, v = task.q, task.k, task.v
-    return Call(lambda: forward(q, k, v, softmax_scale=scale, is_causal=case.causal, num_splits=1, **more)[0])
+    (left, right), more = window_of(task.case), dict(zip(PACKED, task.packed, strict=bool(task.packed)))
+    more |= {"window_size_left": left, "window_size_right": right} if task.case.window else {}
+    more |= {"softmax_scale": task.case.problem.scale, "is_causal": task.case.causal, "num_splits": 1}
+    forward, q, k, v = torch.ops.flash_attn_3.fwd, task.q, task.k, task.v
+    return Call(lambda: forward(q, k, v, **more)[0])
 
 
-def flash(dense: Any, packed: Any, task: Task, **more: Any) -> Call:
-    """The functions that FlashAttention 2, 3 and 4 share."""
-    case, (q, k, v) = task.case, (task.q, task.k, task.v)
-    more |= {"causal": case.causal, "softmax_scale": case.scale}
-    if case.window is not None:
-        more["window_size"] = window_of(case)
-    if case.softcap is not None:
-        more["softcap"] = case.softcap
-
-    def first(o: Any) -> Any:
-        return o[0] if isinstance(o, tuple) else o
-
-    if task.cu:
-        more |= dict(zip(PACKED, (*task.cu, *task.longest), strict=True))
-        return Call(lambda: packed(q, k, v, **more), first)
-    return Call(lambda: dense(q, k, v, **more), first)
-
-
-def flash_attn(task: Task) -> Call:
-    import flash_attn
-
+def flash(module: str, task: Task) -> Call:
+    """What the packages of FlashAttention 2, 3 and 4 have in common."""
     task.refuse()
-    return flash(flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, task)
-
-
-def flash_attn_3(task: Task) -> Call:
-    import flash_attn_interface
-
-    task.refuse()
-    return flash(flash_attn_interface.flash_attn_func, flash_attn_interface.flash_attn_varlen_func, task)
-
-
-def fa4(task: Task) -> Call:
-    from flash_attn import cute
-
-    task.refuse("window")
-    return flash(cute.flash_attn_func, cute.flash_attn_varlen_func, task)
-
-
-# --- others -------------------------------------------------------------------------------------------------------------------
+    case, library = task.case, importlib.import_module(module)
+    more: dict[str, Any] = {
+        "causal": case.causal,
+        "softmax_scale": case.scale,
+        **dict(zip(PACKED, task.packed, strict=bool(task.packed))),
+    }
+    more |= {"window_size": case.window if "cute" in module else window_of(case)} if case.window else {}
+    more |= {"softcap": case.softcap} if case.softcap else {}
+    attention = library.flash_attn_varlen_func if task.packed else library.flash_attn_func
+    return Call(functools.partial(attention, task.q, task.k, task.v, **more), lambda o: o[0] if isinstance(o, tuple) else o)
 
 
 def flashinfer(task: Task) -> Call:
     """FlashInfer's prefill over ragged sequences, planned outside the timing."""
     import flashinfer
+    import torch
 
-    case, torch = task.case, _torch()
-    if case.window is not None and (case.window[1] != 0 or not case.causal):
-        raise Unserved("windows are causal only")
-    lengths = case.lengths or ((case.q_len, case.kv_len),) * case.batch
-    cu = task.cu or tuple(torch.tensor([0, *(pair[side] for pair in lengths)]).cumsum(0).int().cuda() for side in (0, 1))
     task.refuse()
+    case = task.case
+    if case.window and not (case.causal and case.window[1] in (0, None)):
+        raise Unserved("windows are causal only")
+    steps = ((case.batch, case.q_len), (case.batch, case.kv_len))
+    cu = task.packed[:2] or tuple(torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length for batch, length in steps)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
     wrapper.plan(
         *cu, case.heads, case.kv_heads, case.head_dim, case.head_dim_v, causal=case.causal, sm_scale=case.scale,
         window_left=window_of(case)[0], logits_soft_cap=case.softcap, q_data_type=task.q.dtype,
     )  # fmt: skip
-    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (task.q, task.k, task.v))
-    return Call(lambda: wrapper.run(q, k, v), lambda o: o.view(*task.q.shape[:-1], case.head_dim_v))
+    inputs = [x.reshape(-1, *x.shape[-2:]) for x in (task.q, task.k, task.v)]
+    return Call(functools.partial(wrapper.run, *inputs), lambda o: o.view(task.o_shape))
 
 
 def xformers(task: Task) -> Call:
     from xformers.ops import fmha
 
     task.refuse("window", "softcap")
-    case, (q, k, v) = task.case, (task.q, task.k, task.v)
+    case, inputs = task.case, [task.q, task.k, task.v]
     if case.kv_heads != case.heads:
         raise Unserved("no grouped heads in this adapter")
     bias = fmha.attn_bias.LowerTriangularFromBottomRightMask() if case.causal else None
     if case.lengths is not None:
         kind = fmha.attn_bias.BlockDiagonalCausalFromBottomRightMask if case.causal else fmha.attn_bias.BlockDiagonalMask
-        bias = kind.from_seqlens(*([pair[side] for pair in case.lengths] for side in (0, 1)))
-        q, k, v = (x[None] for x in (q, k, v))
-    shape = (*task.q.shape[:-1], case.head_dim_v)
-    return Call(lambda: fmha.memory_efficient_attention(q, k, v, attn_bias=bias, scale=case.scale), lambda o: o.view(shape))
+        bias, inputs = kind.from_seqlens(*map(list, zip(*case.lengths, strict=True))), [x[None] for x in inputs]
+    attention = functools.partial(fmha.memory_efficient_attention, *inputs, attn_bias=bias, scale=case.scale)
+    return Call(attention, lambda o: o.view(task.o_shape))
 
 
 def triton(task: Task) -> Call:
     """Our own plain Triton kernel, as a second opinion."""
     from .plain_triton import attention
 
-    task.refuse("varlen", "window", "softcap")
+    task.refuse("lengths", "window", "softcap")
     case = task.case
     if case.head_dim != case.head_dim_v or case.head_dim & (case.head_dim - 1):
         raise Unserved("head_dim is no power of two")
     return Call(lambda: attention(task.q, task.k, task.v, case.causal, case.problem.scale))
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """A library: the module that brings it, and the adapter."""
-
-    module: str
-    prepare: Callable[[Task], Call]
-
-
-PEERS = {
-    "fa3": Peer("flash_attn_interface", flash_attn_3),  # or --fa3 FILE
-    "cudnn": Peer("torch", functools.partial(sdpa, "CUDNN_ATTENTION")),
-    "fa2": Peer("torch", functools.partial(sdpa, "FLASH_ATTENTION")),
-    "efficient": Peer("torch", functools.partial(sdpa, "EFFICIENT_ATTENTION")),
-    "math": Peer("torch", functools.partial(sdpa, "MATH")),
-    "flex": Peer("torch", flex),
-    "flash_attn": Peer("flash_attn.flash_attn_interface", flash_attn),
-    "fa4": Peer("flash_attn.cute", fa4),
-    "flashinfer": Peer("flashinfer", flashinfer),
-    "xformers": Peer("xformers", xformers),
-    "triton": Peer("triton", triton),
+Adapter = Callable[[Task], Call]
+PEERS: dict[str, tuple[str, Adapter]] = {  # name -> the module that brings it, adapter
+    "fa3": ("flash_attn_interface", functools.partial(flash, "flash_attn_interface")),  # or --fa3 FILE
+    "cudnn": ("torch", functools.partial(sdpa, "CUDNN_ATTENTION")),
+    "fa2": ("torch", functools.partial(sdpa, "FLASH_ATTENTION")),
+    "efficient": ("torch", functools.partial(sdpa, "EFFICIENT_ATTENTION")),
+    "math": ("torch", functools.partial(sdpa, "MATH")),
+    "flex": ("torch", flex),
+    "flash_attn": ("flash_attn.flash_attn_interface", functools.partial(flash, "flash_attn")),
+    "fa4": ("flash_attn.cute", functools.partial(flash, "flash_attn.cute")),
+    "flashinfer": ("flashinfer", flashinfer),
+    "xformers": ("xformers", xformers),
+    "triton": ("triton", triton),
 }
 
 
-def installed(fa3_file: str | None = None) -> dict[str, Peer]:
-    """The peers that can be tried here, by name; a library file of FlashAttention 3 goes before its package."""
-    found = {name: peer for name, peer in PEERS.items() if _importable(peer.module)}
+def installed(fa3_file: str | None = None) -> dict[str, Adapter]:
+    """The peers that can be tried here; a library file of FlashAttention 3 goes before its package."""
+    found = {name: adapter for name, (module, adapter) in PEERS.items() if _importable(module)}
     if fa3_file:
         load_fa3(fa3_file)
-        found = {"fa3": Peer("torch", fa3)} | {name: peer for name, peer in found.items() if name != "fa3"}
+        found = {**found, "fa3": fa3}
     return found
 
 
@@ -367,6 +280,6 @@ def _importable(module: str) -> bool:
         return False
 
 
-def prepare(name: str, task: Task, peers: dict[str, Peer]) -> Call:
+def prepare(name: str, task: Task, peers: dict[str, Adapter]) -> Call:
     """A contender on a task. Raises Unserved, or whatever the library raises."""
-    return ours(task, name) if name.partition(":")[0] == "ours" else peers[name].prepare(task)
+    return ours(task, name) if name.partition(":")[0] == "ours" else peers[name](task)

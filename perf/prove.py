@@ -6,16 +6,17 @@ python -m perf.prove timing --launches 200000         for each class of data
 python -m perf.prove timing --demand                  exit status 1 where time depends on the data
 
 timing compares classes of data by Welch's t-test, of first order (means) and second (variances), on the cycles that the blocks of
-a launch take from their first work to their last store: a fixed input against random ones, and an ordinary fixed one against
-large logits, logits near zero, and one key that takes all. Launches of all classes alternate at random on the same memory, so
-that drift hits all alike. |t| < 4.5 is passed; a kernel that skips work by value must fail, or the test is worth nothing. What it
-can not see: power, clocks, and what other kernels could learn from caches. What it can not exclude: a leak below its noise.
+a launch take from their first work to their last store: a fixed input against random ones, large logits, logits near zero, and
+one key that takes all, the first or the last that is read. Launches of all classes alternate at random on the same memory, so that
+drift hits all alike. |t| < 4.5 is passed; a kernel that skips work by value must fail, or the test is worth nothing. What it can
+not see: power, clocks, and what other kernels could learn from caches. What it can not exclude: a leak below its noise.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 import subprocess
@@ -25,7 +26,9 @@ from typing import Any
 
 import numpy as np
 
+import rawattn
 from rawattn.choose import choose
+from rawattn.device import Device
 from rawattn.testing import Case
 from rawattn.variant import Choice, Fields
 
@@ -36,8 +39,9 @@ from .statistics import Moments, welch_t
 
 LIMIT = 4.5
 SLOTS = 256  # launches whose clocks are read together
-CLASSES = ("ordinary", "random", "large", "near_zero", "one_hot")
+CLASSES = ("ordinary", "random", "large", "near_zero", "early_key", "late_key")
 TIMED = sets.dense(1, 1024, 8, 64, False)  # one work for each block
+Curve = list[tuple[int, float, float]]  # (launches so far, t of first order, t of second order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,21 +73,26 @@ def timed(kernel: Any, pointer: int, patches: tuple[str, ...] = ()) -> Any:
     return altered.kernel(kernel, patches, choices=choices, values=lambda found, *_: {**found, "cycles": pointer})
 
 
-def identical(case: Case, runs: int) -> str:
+def digest(output: Any) -> str:
+    """Of a tensor of 16-bit numbers."""
+    return hashlib.sha256(output.contiguous().view(timing.Gpu().torch.int16).cpu().numpy().tobytes()).hexdigest()
+
+
+def bits(case: Case, runs: int) -> str:
     """Empty if every run has the same bits: on four streams, replayed from a graph, in another process; else which has not."""
-    task = Task.make(case)
-    torch, gpu, run = timing.Gpu().torch, timing.Gpu(), ours(task, "ours").run
+    task, gpu = Task.make(case), timing.Gpu()
+    torch, run, outputs = gpu.torch, ours(task, "ours").run, []
     expected, differing = run().view(torch.int16), torch.zeros((), dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(4)]
-    for i in range(runs):
-        with torch.cuda.stream(streams[i % 4]):
+    for stream in itertools.islice(itertools.cycle(streams), runs):
+        with torch.cuda.stream(stream):
             wrong = (run().view(torch.int16) != expected).any()
-        torch.cuda.current_stream().wait_stream(streams[i % 4])
+        torch.cuda.current_stream().wait_stream(stream)
         differing += wrong
     if differing.item():
         return f"{differing.item()} of {runs} runs differ"
-    plan, outputs = our_plan(task, "ours"), []
+    plan = our_plan(task, "ours")
     graph = gpu.graph(timing.Call(lambda: outputs.append(plan())))
     for _ in range(20):
         graph.issue()
@@ -94,64 +103,53 @@ def identical(case: Case, runs: int) -> str:
     return "" if digest(expected) == other.stdout.strip() else f"another process differs: {other.stderr.strip()[-200:]}"
 
 
-def digest(output: Any) -> str:
-    return hashlib.sha256(output.cpu().numpy().tobytes()).hexdigest()
-
-
-def unpoisoned(case: Case) -> str:
+def poison(case: Case, runs: int) -> str:
     """Empty if NaN between and beside the rows of the inputs and under the output changes no bit."""
-    import rawattn
-
-    found = []
+    found = set()
     for layout in ("contiguous", "padded", "packed"):
         each = dataclasses.replace(case, layout=layout)
-        q, k, v, *cu = each.inputs("torch", "cuda")
-        lengths = (each.problem.q_len, each.problem.kv_len) if cu else ()
-        out = each.out("torch", "cuda")
-        (rawattn.attention_varlen if cu else rawattn.attention)(q, k, v, *cu, *lengths, out=out, **case.options)
+        inputs, out = each.inputs("torch", "cuda"), each.out("torch", "cuda")
+        lengths = (each.problem.q_len, each.problem.kv_len) if case.lengths is not None else ()
+        (rawattn.attention_varlen if lengths else rawattn.attention)(*inputs, *lengths, out=out, **case.options)
         if not out.isfinite().all():
             return f"{layout}: the output is not finite"
-        found.append(digest(out.contiguous().view(timing.Gpu().torch.int16)))
-    return "" if len(set(found)) == 1 else "the layouts differ"
+        found.add(digest(out))
+    return "" if len(found) == 1 else "the layouts differ"
 
 
-def class_data(torch: Any, name: str, shape: tuple[int, ...]) -> Any:
+def class_data(torch: Any, name: str) -> Any:
     """q, k, v of a class as one array."""
-    data = torch.randn(3, *shape, device="cuda", dtype=torch.bfloat16)
-    if name == "one_hot":
+    data = torch.randn(3, 1, TIMED.q_len, TIMED.heads, TIMED.head_dim, device="cuda", dtype=torch.bfloat16)
+    if name.endswith("key"):  # tiles are read from the last to the first
         data[0], data[1] = 1, 0
-        data[1, :, -1] = 8
+        data[1, :, -1 if name == "early_key" else 0] = 8
     data[0] *= {"large": 30, "near_zero": 1e-3}.get(name, 1)
     return data
 
 
-def cycles(launches: int, patches: tuple[str, ...] = (), seed: int = 0) -> tuple[Any, Any]:
-    """(class, cycles of a block in the mean) of launches in random order of classes."""
-    task, rng = Task.make(TIMED), np.random.default_rng(seed)
-    torch = timing.Gpu().torch
-    choice = choose(without_lse(TIMED.problem), altered.driver.device(0))
-    grid = choice.kernel.grid(without_lse(TIMED.problem), choice.config, altered.driver.device(0))
-    clocks = torch.zeros(SLOTS, grid, 4, dtype=torch.int32, device="cuda")
-    slots = [timed(choice.kernel, each.data_ptr(), patches) for each in clocks]
-    plans = [altered.plan(task, kernel, choice.config) for kernel in slots]
-    shape = tuple(task.q.shape)
-    pool = {name: [class_data(torch, name, shape) for _ in range(64 if name == "random" else 1)] for name in CLASSES}
+def cycles(device: Device, launches: int, patches: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """Of launches in random order of classes: the class, and the cycles of a block in the mean."""
+    task, torch, problem = Task.make(TIMED), timing.Gpu().torch, without_lse(TIMED.problem)
+    choice = choose(problem, device)
+    blocks = choice.kernel.grid(problem, choice.config, device)
+    clocks = torch.zeros(SLOTS, blocks, 4, dtype=torch.int32, device="cuda")
+    plans = [altered.plan(task, timed(choice.kernel, slot.data_ptr(), patches), choice.config) for slot in clocks]
+    pool = {name: [class_data(torch, name) for _ in range(64 if name == "random" else 1)] for name in CLASSES}
     inputs, out = torch.empty_like(pool["ordinary"][0]), torch.empty_like(task.q)
-    labels, found = rng.integers(len(CLASSES), size=launches // SLOTS * SLOTS), []
+    labels, found = np.random.default_rng(0).integers(len(CLASSES), size=launches // SLOTS * SLOTS), []
     for start in range(0, len(labels), SLOTS):
-        for plan, label in zip(plans, labels[start : start + SLOTS], strict=True):
-            data = pool[CLASSES[label]]
-            inputs.copy_(data[start % len(data)])
+        for i, plan in enumerate(plans):
+            data = pool[CLASSES[labels[start + i]]]
+            inputs.copy_(data[(start // SLOTS + i) % len(data)])
             plan.run(*inputs, out=out)
         found.append((clocks[..., 1 : 1 + choice.config.consumers] - clocks[..., :1]).amax(-1).float().mean(-1))
     return labels, torch.cat(found).double().cpu().numpy()
 
 
-def leakage(labels: Any, samples: Any, points: int = 40) -> dict[str, list[tuple[int, float, float]]]:
-    """For each class but ``ordinary``: (launches so far, t of first order, t of second order) against it, at some points."""
-    sums, found = [Moments() for _ in CLASSES], {name: [] for name in CLASSES[1:]}  # type: Any
-    cuts = np.linspace(0, len(labels), points + 1).astype(int)
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+def leakage(labels: Any, samples: Any, points: int = 40) -> dict[str, Curve]:
+    """How t against ``ordinary`` grew, for each other class."""
+    sums, found = [Moments() for _ in CLASSES], {name: Curve() for name in CLASSES[1:]}
+    for begin, end in itertools.pairwise(np.linspace(0, len(labels), points + 1).astype(int)):
         part = labels[begin:end], samples[begin:end]
         sums = [total + Moments.of(part[1][part[0] == i]) for i, total in enumerate(sums)]
         for i, name in enumerate(CLASSES[1:], 1):
@@ -159,7 +157,7 @@ def leakage(labels: Any, samples: Any, points: int = 40) -> dict[str, list[tuple
     return found
 
 
-def verdicts(found: dict[str, list[tuple[int, float, float]]]) -> tuple[list[list[str]], bool]:
+def verdicts(found: dict[str, Curve]) -> tuple[list[list[str]], bool]:
     """A table of the last t of each class, and whether any is a leak."""
     rows = [["ordinary against", "launches", "t, means", "t, variances", ""]]
     for name, points in found.items():
@@ -168,60 +166,56 @@ def verdicts(found: dict[str, list[tuple[int, float, float]]]) -> tuple[list[lis
     return rows, any(row[-1] == "leaks" for row in rows)
 
 
-def draw(found: dict[str, list[tuple[int, float, float]]], path: pathlib.Path) -> None:
+def draw(found: dict[str, Curve], path: pathlib.Path) -> None:
     """|t| over launches: a leak grows with their square root, noise does not."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    for name, points in found.items():
-        for order in (1, 2):
-            style = "-" if order == 1 else ":"
-            axis.plot([p[0] for p in points], [abs(p[order]) for p in points], style, label=f"{name}, order {order}")
+    for (name, points), (order, style) in itertools.product(found.items(), ((1, "-"), (2, ":"))):
+        axis.plot([p[0] for p in points], [abs(p[order]) for p in points], style, label=f"{name}, order {order}")
     axis.axhline(LIMIT, color="black", linewidth=0.8)
     axis.set(xlabel="launches of all classes", ylabel="|t|", yscale="symlog")
     axis.legend(fontsize=7, ncols=2)
     figure.savefig(path)
 
 
-def prove_timing(launches: int, folder: pathlib.Path) -> tuple[bool, bool]:
-    """Whether the product's kernel leaks, and whether the leaky one is caught."""
-    found = leakage(*cycles(len(CLASSES) * launches))
+def prove_timing(device: Device, launches: int, folder: pathlib.Path) -> tuple[bool, bool]:
+    """Whether the product's kernel leaks, and whether the leaky one is caught with a tenth of the launches."""
+    found = leakage(*cycles(device, len(CLASSES) * launches))
     rows, leaks = verdicts(found)
-    control, caught = verdicts(leakage(*cycles(len(CLASSES) * launches // 10, ("leaky",))))
-    text = f"{report.table(rows, markdown=True)}\n\nThe leaky kernel\n\n{report.table(control, markdown=True)}\n"
-    report.write(folder / "prove-timing.md", text)
+    control, caught = verdicts(leakage(*cycles(device, len(CLASSES) * launches // 10, ("leaky",))))
+    both = (("The kernel", rows), ("A leaky kernel, which must be caught", control))
+    report.write(folder / "prove-timing.md", "\n".join(f"{title}\n\n{report.table(t, markdown=True)}\n" for title, t in both))
     report.write(folder / "prove-timing.json", json.dumps({"machine": machine.facts(), "t": found}))
     draw(found, folder / "prove-timing.svg")
-    print(f"{report.table(rows)}\nthe leaky kernel {'is' if caught else 'is NOT'} caught:\n{report.table(control)}")
+    print("\n".join(f"{title}\n{report.table(t)}" for title, t in both))
     return leaks, caught
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("prove", __doc__)
-    parser.add_argument("what", nargs="*", default=["bits", "poison", "timing"], help="bits, poison, timing")
+    parser.add_argument("what", nargs="*", default=["bits", "poison", "timing"], help="bits, poison, timing; by default all")
     parser.add_argument("--set", default="smoke", help="cases for bits and poison")
-    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--runs", type=int, default=1000, help="for bits")
     parser.add_argument("--launches", type=int, default=100_000, help="of each class of data")
     parser.add_argument("--demand", action="store_true", help="fail where time depends on the data")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the results; by default perf/record/DEVICE")
-    parser.add_argument("--child", help="print the digest of a case's output")
+    parser.add_argument("--child", metavar="CASE", help="print the digest of a case's output")
     options = parser.parse_args(argv)
-    device = machine.gpu("prove")
+    device, bad = machine.gpu("prove"), False
     if device is None:
         return 2
     if options.child:
-        print(digest(ours(Task.make(sets.pick(options.child)), "ours").run().view(timing.Gpu().torch.int16)))
+        print(digest(ours(Task.make(sets.pick(options.child)), "ours").run()))
         return 0
-    bad = False
-    checks = {"bits": lambda case: identical(case, options.runs), "poison": unpoisoned}
-    for name in (name for name in checks if name in options.what):
+    for check in (check for check in (bits, poison) if check.__name__ in options.what):
         for case in sets.load(options.set, None):
-            why = checks[name](case)
+            why = check(case, options.runs)
             bad |= bool(why)
-            print(f"{name}: {sets.label(case)}: {why or 'passed'}", flush=True)
+            print(f"{check.__name__}: {sets.label(case)}: {why or 'passed'}", flush=True)
     if "timing" in options.what:
-        leaks, caught = prove_timing(options.launches, options.out or machine.record(device))
+        leaks, caught = prove_timing(device, options.launches, options.out or machine.record(device))
         bad |= not caught or (leaks and options.demand)
     return int(bad)
 

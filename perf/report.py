@@ -9,11 +9,14 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import statistics
 from .sets import from_json, mask_label
+
+NONE = (math.nan, math.nan, math.nan)
+STATE = ("sm_mhz", "power_w", "celsius")
 
 
 @dataclasses.dataclass
@@ -24,7 +27,6 @@ class Timing:
     config: str = ""
     us: float = math.nan  # median over rounds of each round's median
     p90: float = math.nan
-    spread: float = math.nan  # of the rounds' medians, relative
     tflops: float = math.nan
     gbs: float = math.nan
     error: float = math.nan  # relative, on sampled rows
@@ -32,10 +34,10 @@ class Timing:
     host_us: float = math.nan  # of one eager call
     plan_us: float = math.nan  # of Plan.run(out=), ours alone
     peak_mb: float = math.nan
-    medians: list[float] = dataclasses.field(default_factory=list)  # of each round
     failure: str = ""  # why it was not timed
     note: str = ""
-    rounds: list[list[float]] = dataclasses.field(default_factory=list, repr=False)  # every sample; not written
+    medians: list[float] = dataclasses.field(default_factory=list)  # of each round
+    rounds: list[list[float]] = dataclasses.field(default_factory=list)  # every sample; not written
 
     @property
     def is_ours(self) -> bool:
@@ -46,7 +48,6 @@ class Timing:
         self.rounds, self.medians = rounds, [round(statistics.percentile(samples, 50), 3) for samples in rounds]
         self.us = statistics.median_of_rounds(rounds)
         self.p90 = statistics.percentile((us for samples in rounds for us in samples), 90)
-        self.spread = (max(self.medians) - min(self.medians)) / self.us
         self.tflops, self.gbs = flops / self.us / 1e6, least_bytes / self.us / 1e3
 
 
@@ -59,7 +60,7 @@ class Result:
     flops: int
     bytes: int
     timer: str  # "events" or "graph"
-    timings: list[Timing]
+    timings: list[Timing] = dataclasses.field(default_factory=list)
     ratios: dict[str, dict[str, tuple[float, float, float]]] = dataclasses.field(default_factory=dict)
     state: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -74,7 +75,7 @@ class Result:
             self.ratios[mine.name] = found
 
     def ratio(self, peer: str = "best", mine: str = "ours") -> float:
-        return self.ratios.get(mine, {}).get(peer, (math.nan,) * 3)[0]
+        return self.ratios.get(mine, {}).get(peer, NONE)[0]
 
     def timing(self, name: str) -> Timing:
         return next(timing for timing in self.timings if timing.name == name)
@@ -98,12 +99,10 @@ class Run:
 
     def write(self, folder: pathlib.Path, stem: str) -> None:
         fields = dataclasses.asdict(self)
-        for result in fields["results"]:
-            for timing in result["timings"]:
-                del timing["rounds"]
-        write(folder / f"{stem}.json", json.dumps(fields, default=str))
-        write(folder / f"{stem}.csv", self.csv())
-        write(folder / f"{stem}.md", self.markdown())
+        for timing in (timing for result in fields["results"] for timing in result["timings"]):
+            del timing["rounds"]
+        for suffix, text in (("json", json.dumps(fields, default=str)), ("csv", self.csv()), ("md", self.markdown())):
+            write(folder / f"{stem}.{suffix}", text)
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Run:
@@ -112,54 +111,48 @@ class Run:
         return cls(**{**fields, "results": results})
 
     def csv(self) -> str:
-        out = io.StringIO()
+        out, peers = io.StringIO(), ("best", *self.peers)
         names = [f.name for f in dataclasses.fields(Timing) if f.name not in ("rounds", "medians")]
-        peers, state = ("best", *self.peers), ("sm_mhz", "power_w", "celsius")
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["case", *names, "flops", "bytes", "timer", *(f"ratio_{peer}" for peer in peers), *state])
+        writer.writerow(["case", *names, "flops", "bytes", "timer", *(f"ratio_{peer}" for peer in peers), *STATE])
         for result in self.results:
             for timing in result.timings:
                 values = [getattr(timing, name) for name in names] + [result.flops, result.bytes, result.timer]
-                values += [result.ratio(peer, timing.name) for peer in peers]
-                values += [result.state.get(name, math.nan) for name in state]
-                writer.writerow([result.label, *map(_cell, values)])
+                values += [result.ratio(peer, timing.name) for peer in peers] + [
+                    result.state.get(name, math.nan) for name in STATE
+                ]
+                cells = [f"{value:.6g}".replace("nan", "") if isinstance(value, float) else value for value in values]
+                writer.writerow([result.label, *cells])
         return out.getvalue()
 
     def markdown(self) -> str:
-        head = f"# {self.arguments.get('set', '')} {self.arguments.get('protocol', '')}\n\n"
-        machine = "\n".join(f"- {name}: {value}" for name, value in self.machine.items())
-        ceilings = "\n".join(f"- {name}: {value:.0f}" for name, value in self.ceilings.items())
-        summary, cases = (table(rows, markdown=True) for rows in (self.summary(), self.rows()))
-        parts = [head + machine, ceilings, "## Summary", summary, "## Cases", cases]
-        if self.left_out:
-            parts.append("Not timed: " + ", ".join(self.left_out))
-        return "\n\n".join(filter(None, parts)) + "\n"
+        found = {**self.machine, **{name: f"{value:.0f}" for name, value in self.ceilings.items()}}
+        parts = [
+            f"# {self.arguments.get('set')}, {self.arguments.get('protocol')}",
+            "\n".join(f"- {k}: {v}" for k, v in found.items()),
+        ]
+        parts += [table(self.summary(), markdown=True), table(self.rows(), markdown=True)]
+        return "\n\n".join([*parts, *(["Not timed: " + ", ".join(self.left_out)] if self.left_out else [])]) + "\n"
 
     def rows(self) -> list[list[str]]:
         """The table of cases, heading first; several configurations of ours get a line each, the fastest first."""
         peers, matmul = self.peers, self.ceilings.get("matmul_tflops", math.nan)
-        first, last = (
-            ("case", "config", "us", "p90", "TFLOP/s", "matmul", "best", "interval"),
-            ("err", "host", "plan", "other/us", "MHz"),
-        )
-        rows = [[*first, *peers, *last]]
+        first, last = "case config us p90 TFLOP/s matmul best interval", "err host plan other/us MHz"
+        rows = [[*first.split(), *peers, *last.split()]]
         for result in self.results:
-            mine = sorted((t for t in result.timings if t.is_ours), key=lambda t: (t.us != t.us, t.us))
-            for timing in mine or [Timing("ours", failure="not run")]:
-                best = result.ratios.get(timing.name, {}).get("best", (math.nan,) * 3)
-                mhz = result.state.get("sm_mhz", math.nan)
+            mhz = result.state.get("sm_mhz", math.nan)
+            for t in sorted((t for t in result.timings if t.is_ours), key=lambda t: (math.isnan(t.us), t.us)):
+                best = result.ratios.get(t.name, {}).get("best", NONE)
                 rows.append([
-                    result.label, timing.config, f"{timing.us:.1f}", f"{timing.p90:.1f}", f"{timing.tflops:.0f}",
-                    f"{timing.tflops / matmul:.0%}", f"{best[0]:.3f}", f"{best[1]:.3f}..{best[2]:.3f}",
-                    *(f"{result.ratio(peer, timing.name):.3f}" for peer in peers), f"{timing.error:.1e}", f"{timing.host_us:.1f}",
-                    f"{timing.plan_us:.1f}", f"{timing.other_us / timing.us:.3f}", f"{mhz:.0f}",
+                    result.label, t.config, f"{t.us:.1f}", f"{t.p90:.1f}", f"{t.tflops:.0f}", f"{100 * t.tflops / matmul:.0f}%",
+                    f"{best[0]:.3f}", f"{best[1]:.3f}..{best[2]:.3f}", *(f"{result.ratio(peer, t.name):.3f}" for peer in peers),
+                    f"{t.error:.1e}", f"{t.host_us:.1f}", f"{t.plan_us:.1f}", f"{t.other_us / t.us:.3f}", f"{mhz:.0f}",
                 ])  # fmt: skip
-        return [[cell.replace("nan%", "-").replace("nan", "-") for cell in row] for row in rows]
+        return [[cell.replace("nan", "-") for cell in row] for row in rows]
 
     def summary(self) -> list[list[str]]:
         """Geometric means and least ratios to the best peer and to each, by head_dim and mask."""
-        rows = [["head_dim", "mask", "cases", "best", "min", *self.peers]]
-        groups: dict[tuple[str, str], list[Result]] = {}
+        rows, groups = [["head_dim", "mask", "cases", "best", "min", *self.peers]], dict[tuple[str, str], list[Result]]()
         for result in self.results:
             case = from_json(result.case)
             for key in ((str(case.head_dim), mask_label(case)), (str(case.head_dim), "all"), ("all", "all")):
@@ -172,17 +165,7 @@ class Run:
 
     def failures(self) -> list[str]:
         timings = [(result.label, timing) for result in self.results for timing in result.timings]
-        return [
-            f"{label}: {timing.name}: {timing.failure or timing.note}"
-            for label, timing in timings
-            if timing.failure or timing.note
-        ]
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.6g}"
-    return value
+        return [f"{label}: {t.name}: {t.failure or t.note}" for label, t in timings if t.failure or t.note]
 
 
 def write(path: pathlib.Path, text: str) -> None:
@@ -195,16 +178,9 @@ def write(path: pathlib.Path, text: str) -> None:
 
 def table(rows: Sequence[Sequence[Any]], markdown: bool = False) -> str:
     """Rows as aligned text, or as a Markdown table; the first row is the heading."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    aligned = [[f"{cell:{'>' if i else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in cells]
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    aligned = [[f"{cell!s:{'>' if i else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows]
     if not markdown:
         return "\n".join("  ".join(row).rstrip() for row in aligned)
-    rule = ["-" * (w - 1) + (":" if i else "-") if w > 1 else "-" for i, w in enumerate(widths)]
+    rule = ["-" * max(1, width - 1) + ":-"[i == 0] for i, width in enumerate(widths)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [aligned[0], rule, *aligned[1:]])
-
-
-def lines(items: Iterable[str], most: int = 20) -> str:
-    """The first items, one a line, and how many more there are."""
-    found = list(items)
-    return "\n".join([*found[:most], *([f"... and {len(found) - most} more"] if len(found) > most else [])])

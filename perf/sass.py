@@ -1,6 +1,6 @@
-"""Counts the machine code of a kernel, by instruction, as a whole and in its main loop, and compares two builds. No GPU is needed.
+"""Counts a kernel's machine code by instruction, as a whole and in its main loop, and compares two builds. No GPU is needed.
 
-python -m perf.sass paper/12                                   the configuration that the cost model chooses
+python -m perf.sass paper/12                                   the configuration that the library chooses
 python -m perf.sass paper/12 --config 128x96s2q2 --against 128x128s2q2
 python -m perf.sass paper/12 --save before.cubin               then change the source, and
 python -m perf.sass paper/12 --against before.cubin
@@ -20,16 +20,14 @@ import tempfile
 from collections.abc import Sequence
 
 from rawattn import compiler
-from rawattn.choose import choose
 from rawattn.device import TYPICAL
 from rawattn.testing import Case
 
-from . import command, report, sets
-from .compiling import faults, source_of, without_lse
-from .peers import our_options
+from . import bench, command, report, sets
+from .compiling import faults
 
-LABEL, INSTRUCTION = re.compile(r"^(\.L_x_\d+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\w+\s+)?([A-Z][\w.]*)[^;]*);")
-BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+LABEL, BRANCH = re.compile(r"^(\.L_x_\d+):"), re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\w+\s+)?([A-Z][\w.]*)[^;]*);")
 
 
 def disassemble(cubin: bytes) -> str:
@@ -49,7 +47,7 @@ def disassemble(cubin: bytes) -> str:
 
 def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     """Names of the instructions in order, and (first, last) of every loop: what a branch backwards spans."""
-    names, places, branches = [], {}, []
+    names, places, branches = list[str](), dict[str, int](), []
     for line in text.splitlines():
         if label := LABEL.match(line.strip()):
             places[label[1]] = len(names)
@@ -61,15 +59,11 @@ def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def main_loop(text: str) -> list[str]:
-    """The instructions of the loop that is densest in matrix products and has a third of them; empty where there is none."""
+    """The instructions of the shortest loop that has a third of the matrix products, and exponentials; empty for none."""
     names, loops = parse(text)
-    before = [0, *itertools.accumulate(name.startswith(("HGMMA", "HMMA")) for name in names)]
-    found = [(before[last + 1] - before[first], first, last) for first, last in loops]
-    found = [loop for loop in found if loop[0] and 3 * loop[0] >= before[-1]]
-    if not found:
-        return []
-    _, first, last = max(found, key=lambda loop: loop[0] / (loop[2] - loop[1] + 1))
-    return names[first : last + 1]
+    before = [0, *itertools.accumulate(name.startswith("HGMMA") for name in names)]
+    found = [names[first : last + 1] for first, last in loops if 3 * (before[last + 1] - before[first]) >= max(1, before[-1])]
+    return min((loop for loop in found if "MUFU.EX2" in loop), key=len, default=[])
 
 
 def family(name: str) -> str:
@@ -80,45 +74,41 @@ def family(name: str) -> str:
 
 def summary(builds: dict[str, str]) -> list[list[str]]:
     """A table of counts, whole and in the main loop, for disassemblies by name; with two the difference in the main loop."""
-    whole = [collections.Counter(map(family, parse(text)[0])) for text in builds.values()]
-    loops = [collections.Counter(map(family, main_loop(text))) for text in builds.values()]
-    difference = ["loop -"] if len(builds) == 2 else []
-    rows = [["instruction", *(f"{kind} {name}" for name in builds for kind in ("all", "loop")), *difference]]
-    names = sorted(
-        set().union(*whole), key=lambda name: (-max(loop[name] for loop in loops), -max(all_[name] for all_ in whole), name)
-    )
-    for name in ["", *names]:
-        pairs = [[sum(c.values()) if not name else c[name] for c in both] for both in zip(whole, loops, strict=True)]
-        change = [f"{pairs[0][1] - pairs[1][1]:+d}"] if difference else []
-        rows.append([name or "together", *(str(count) for pair in pairs for count in pair), *change])
+    counts = [collections.Counter(map(family, part)) for text in builds.values() for part in (parse(text)[0], main_loop(text))]
+    for count in counts:
+        count["together"] = sum(count.values())
+    compared = len(builds) == 2
+    rows = [["instruction", *(f"{part} {name}" for name in builds for part in ("all", "loop")), *["difference"] * compared]]
+    for name in sorted(set().union(*counts), key=lambda name: ([-count[name] for count in counts[1::2] + counts[::2]], name)):
+        found = [count[name] for count in counts]
+        rows.append([name, *map(str, found), *[f"{found[-1] - found[1]:+d}"] * compared])
     return rows
 
 
 def build(case: Case, config: str) -> compiler.Binary:
-    options = our_options(case, f"ours:{config}" if config else "ours")
-    problem = without_lse(case.problem)
-    choice = choose(problem, TYPICAL["sm_90a"], options.get("kernel"), options.get("config"))
-    print(f"{sets.label(case)}: {choice.kernel.name}, {choice.config}")
-    return compiler.compile(source_of(choice.kernel, problem, choice.config))
+    """Raises ValueError where the configuration cannot run."""
+    for source in bench.sources({case: [f"ours:{config}" if config else "ours"]}, TYPICAL["sm_90a"]):
+        return compiler.compile(source)
+    raise ValueError(f"{config} cannot run {sets.label(case)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("sass", __doc__)
     parser.add_argument("case", help="SET/NUMBER, or a case as JSON")
-    parser.add_argument("--config", default="", help="such as 128x96s2q2; by default the cost model's choice")
+    parser.add_argument("--config", default="", help="such as 128x96s2q2")
     parser.add_argument("--against", help="another configuration, or a .cubin file")
     parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="write the .cubin")
-    parser.add_argument("--text", action="store_true", help="print the whole disassembly")
+    parser.add_argument("--text", action="store_true", help="print the disassembly")
     options = parser.parse_args(argv)
     case = sets.pick(options.case)
     binary = build(case, options.config)
-    print(f"{binary.registers} registers at entry, {faults(binary) or 'no spills'}")
+    builds = {"this": disassemble(binary.cubin)}
     if options.save:
         options.save.write_bytes(binary.cubin)
-    builds = {"this": disassemble(binary.cubin)}
     if options.against:
         file = pathlib.Path(options.against)
         builds["that"] = disassemble(file.read_bytes() if file.suffix == ".cubin" else build(case, options.against).cubin)
+    print(f"{sets.label(case)}: {binary.registers} registers at entry, {faults(binary) or 'no spills'}")
     print(builds["this"] if options.text else report.table(summary(builds)))
     return 0
 

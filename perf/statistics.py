@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
 Samples = Sequence[Sequence[float]]  # by round
 
 
@@ -23,13 +22,18 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
+def median_of_rounds(rounds: Samples) -> float:
+    """The median over rounds of each round's median: one disturbed round moves it little."""
+    return float(np.median([np.median(samples) for samples in rounds]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Ratio:
     """A ratio of two times with the interval that the run's noise leaves for it."""
 
-    value: float
-    low: float
-    high: float
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -38,27 +42,20 @@ class Ratio:
 def ratio(numerator: Samples, denominator: Samples, level: float = 0.95, draws: int = 2000, seed: int = 0) -> Ratio:
     """The ratio of the medians of interleaved rounds, with a bootstrap interval over the rounds.
 
-    Each argument holds the samples of every round. Round i of one was timed beside round i of the other, so both are drawn
-    together: a clock that drifts over the rounds cancels. Within a drawn round the samples are drawn anew too.
+    Round i of one was timed beside round i of the other, so both are drawn together: a clock that drifts over the rounds
+    cancels. Within a drawn round the samples are drawn anew too.
     """
-    rng = np.random.default_rng(seed)
-    rounds = min(len(numerator), len(denominator))
+    rng, rounds = np.random.default_rng(seed), min(len(numerator), len(denominator))
     both = [each[:rounds] for each in (numerator, denominator)]
     medians = [np.stack([_bootstrap_medians(samples, draws, rng) for samples in each]) for each in both]
-    drawn = rng.integers(rounds, size=(rounds, draws))
-    column = np.arange(draws)
+    drawn, column = rng.integers(rounds, size=(rounds, draws)), np.arange(draws)
     quotients = np.median(medians[0][drawn, column], 0) / np.median(medians[1][drawn, column], 0)
     low, high = np.quantile(quotients, [(1 - level) / 2, (1 + level) / 2])
     value = median_of_rounds(both[0]) / median_of_rounds(both[1])
     return Ratio(value, min(float(low), value), max(float(high), value))
 
 
-def median_of_rounds(rounds: Samples) -> float:
-    """The median over rounds of each round's median: one disturbed round moves it little."""
-    return float(np.median([np.median(samples) for samples in rounds]))
-
-
-def _bootstrap_medians(samples: Sequence[float], draws: int, rng: np.random.Generator) -> Floats:
+def _bootstrap_medians(samples: Sequence[float], draws: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
     """Medians of ``draws`` resamples, without sorting any: the rank of a resample's median is Beta distributed."""
     ordered, count = np.sort(np.asarray(samples, np.float64)), len(samples)
     rank = rng.beta((count + 1) / 2, (count + 1) / 2, draws) * count - 0.5
@@ -69,8 +66,7 @@ def _bootstrap_medians(samples: Sequence[float], draws: int, rng: np.random.Gene
 class Moments:
     """Count, mean and sums of the second to fourth powers of the deviations: all that the t-tests need of a sample.
 
-    ``a + b`` are the moments of both samples together (Pebay, SAND2008-6212, equations 2.1 and 3.1), so a million samples need
-    not be kept.
+    ``a + b`` are the moments of both samples together (Pebay, SAND2008-6212), so a million samples need not be kept.
     """
 
     count: int = 0
@@ -81,7 +77,7 @@ class Moments:
 
     @classmethod
     def of(cls, samples: npt.ArrayLike) -> Moments:
-        x = np.asarray(samples, np.float64).ravel()
+        x = np.asarray(samples, np.float64)
         if x.size == 0:
             return cls()
         deviation = x - x.mean()
@@ -89,14 +85,14 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         if not self.count or not other.count:
-            return other if not self.count else self
+            return self if self.count else other
         a, b, n = self.count, other.count, self.count + other.count
-        delta = other.mean - self.mean
-        m2 = self.m2 + other.m2 + delta**2 * a * b / n
-        m3 = self.m3 + other.m3 + delta**3 * a * b * (a - b) / n**2 + 3 * delta * (a * other.m2 - b * self.m2) / n
-        m4 = self.m4 + other.m4 + delta**4 * a * b * (a * a - a * b + b * b) / n**3
-        m4 += 6 * delta**2 * (a * a * other.m2 + b * b * self.m2) / n**2 + 4 * delta * (a * other.m3 - b * self.m3) / n
-        return Moments(n, self.mean + delta * b / n, m2, m3, m4)
+        d = other.mean - self.mean
+        m2 = self.m2 + other.m2 + d**2 * a * b / n
+        m3 = self.m3 + other.m3 + d**3 * a * b * (a - b) / n**2 + 3 * d * (a * other.m2 - b * self.m2) / n
+        m4 = self.m4 + other.m4 + d**4 * a * b * (a * a - a * b + b * b) / n**3
+        m4 += 6 * d**2 * (a * a * other.m2 + b * b * self.m2) / n**2 + 4 * d * (a * other.m3 - b * self.m3) / n
+        return Moments(n, self.mean + d * b / n, m2, m3, m4)
 
     def of_order(self, order: int) -> tuple[float, float]:
         """Mean and variance of what the t-test of an order compares: x, or the squared deviation of x from its mean."""

@@ -6,7 +6,7 @@
   as it does in training.
 
 A spin on the GPU goes ahead of each burst, so that launches queue up behind it and no launch cost enters. Calls too short for
-events (a few microseconds of overhead each) are captured in a graph of ``GRAPH_LAUNCHES`` and the graph's replay is timed.
+events (a few microseconds of overhead each) are captured in a graph of ``GRAPH_LAUNCHES``, and the graph's replay is timed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ import numpy as np
 GRAPH_BELOW_US = 60.0  # calls shorter than this are timed in graphs
 GRAPH_LAUNCHES = 20
 MOST_ISSUES = 300  # in a burst: a stream takes about a thousand launches and events ahead
+SPIN_CYCLES_PER_US = 1.98e3  # a lower clock spins longer, which does no harm
 
 Rounds = list[list[float]]  # microseconds of each launch, by round
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Call:
 
     run: Callable[[], Any]
     view: Callable[[Any], Any] = lambda output: output
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # around all runs
+    context: Context = contextlib.nullcontext  # around all runs
     detail: str = ""
 
 
@@ -44,10 +46,14 @@ class Load:
     """A call made ready to be timed: one ``issue`` is ``launches`` runs of it, each about ``us`` long."""
 
     issue: Callable[[], Any]
-    context: Callable[[], contextlib.AbstractContextManager[Any]]
+    context: Context
     us: float
     host_us: float  # of one issue
     launches: int = 1
+
+    def issues(self, seconds: float) -> float:
+        """That fill the time."""
+        return seconds * 1e6 / (self.us * self.launches)
 
 
 class Clock(typing.Protocol):
@@ -60,12 +66,12 @@ class Clock(typing.Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """Parameters of a protocol; ``rounds`` of all contenders, each ``seconds`` long."""
+    """``rounds`` of all contenders, each ``seconds`` long, with ``before`` seconds of rest (burst) or of warm-up (sustained)."""
 
     name: str
     rounds: int
     seconds: float
-    before: float  # seconds: rest for burst, warm-up for sustained
+    before: float
 
 
 BURST = Protocol("burst", 5, 0.012, 0.020)
@@ -73,9 +79,9 @@ SUSTAINED = Protocol("sustained", 3, 1.0, 0.3)
 PROTOCOLS = {protocol.name: protocol for protocol in (BURST, SUSTAINED)}
 
 
-def race(clock: Clock, loads: dict[str, Load], protocol: Protocol, seed: int = 0) -> dict[str, Rounds]:
+def race(clock: Clock, loads: dict[Any, Load], protocol: Protocol, seed: int = 0) -> dict[Any, Rounds]:
     """Times of each contender, by round; the order is shuffled in every round."""
-    times: dict[str, Rounds] = {name: [] for name in loads}
+    times: dict[Any, Rounds] = {name: [] for name in loads}
     shuffle = random.Random(seed)
     for _ in range(protocol.rounds):
         for name in shuffle.sample(list(loads), len(loads)):
@@ -95,7 +101,6 @@ class Gpu:
         import torch
 
         self.torch = torch
-        self.spin_per_us = 1.98e3  # clock cycles of torch.cuda._sleep; a lower clock spins longer, which does no harm
 
     def rest(self, seconds: float) -> None:
         self.torch.cuda.synchronize()
@@ -106,9 +111,9 @@ class Gpu:
 
     def burst(self, load: Load, seconds: float) -> list[float]:
         """Microseconds of each launch of as many as fill the seconds, three issues at least."""
-        issues = int(np.clip(seconds * 1e6 / (load.us * load.launches), 3, MOST_ISSUES))
+        issues = int(np.clip(load.issues(seconds), 3, MOST_ISSUES))
         events = [self._event() for _ in range(issues + 1)]
-        self.torch.cuda._sleep(int(min(issues * (1.5 * load.host_us + 3) + 100, 30_000) * self.spin_per_us))
+        self.torch.cuda._sleep(int(min(issues * (1.5 * load.host_us + 3) + 100, 30_000) * SPIN_CYCLES_PER_US))
         events[0].record()
         for event in events[1:]:
             load.issue()
@@ -118,8 +123,7 @@ class Gpu:
 
     def sustain(self, load: Load, warm_up: float, seconds: float) -> list[float]:
         """Microseconds of a launch, as the mean of each 10 ms of load after the warm-up. The GPU never waits for the host."""
-        issues = max(1, round(10e3 / (load.us * load.launches)))
-        events = [self._event()]
+        issues, events = max(1, round(load.issues(0.010))), [self._event()]
         self.torch.cuda.synchronize()
         events[0].record()
         while len(events) < 4 or events[0].elapsed_time(events[-3]) < (warm_up + seconds) * 1e3:
@@ -136,14 +140,15 @@ class Gpu:
     def load(self, call: Call) -> Load:
         """A call, warmed up, with estimates of what it costs."""
         with call.context():
-            for _ in range(2):
+            for _ in range(3):
+                begin = time.perf_counter()
                 call.run()
+                host_us = (time.perf_counter() - begin) * 1e6
             self.torch.cuda.synchronize()
-            begin = time.perf_counter()
-            call.run()
-            host_us = (time.perf_counter() - begin) * 1e6
-            us = float(np.median(self.burst(Load(call.run, call.context, 1e9, host_us), 0.0)))
-        return Load(call.run, call.context, us, host_us)
+            return self._estimated(Load(call.run, call.context, 1e9, host_us))
+
+    def _estimated(self, load: Load) -> Load:
+        return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
 
     def graph(self, call: Call, launches: int = GRAPH_LAUNCHES) -> Load:
         """The same captured in a graph."""
@@ -159,9 +164,7 @@ class Gpu:
             finally:
                 graph.capture_end()
         graph.replay()
-        self.torch.cuda.synchronize()
-        load = Load(graph.replay, contextlib.nullcontext, 1e9, 50.0, launches)
-        return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
+        return self._estimated(Load(graph.replay, contextlib.nullcontext, 1e9, 50.0, launches))
 
     def host_us(self, run: Callable[[], Any], us: float) -> float:
         """Median microseconds that the host spends in a call, the GPU never far behind."""
@@ -176,10 +179,10 @@ class Gpu:
 
     def peak_bytes(self, run: Callable[[], Any]) -> int:
         """Memory that a call takes at most, its output included, as torch's allocator counts it."""
-        self.torch.cuda.synchronize()
-        self.torch.cuda.reset_peak_memory_stats()
-        before = self.torch.cuda.memory_allocated()
-        output = run()
-        self.torch.cuda.synchronize()
-        del output
-        return self.torch.cuda.max_memory_allocated() - before
+        cuda = self.torch.cuda
+        cuda.synchronize()
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
+        run()
+        cuda.synchronize()
+        return int(cuda.max_memory_allocated() - before)

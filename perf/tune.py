@@ -31,7 +31,7 @@ from rawattn.device import TYPICAL, Device
 from rawattn.testing import Case
 
 from . import command, machine, records, report, sets, statistics, timing
-from .bench import TOLERANCE, Check, failure, verify
+from .checking import Check, failure
 from .compiling import Pool, faults, source_of, without_lse
 from .peers import Task, config_name, ours
 from .records import shape_class
@@ -52,11 +52,11 @@ class Tuner:
     def __init__(self, case: Case, kernel: Any, device: Device, seed: int = 0, recorded: Any = None) -> None:
         self.case, self.kernel, self.problem, self.label = case, kernel, without_lse(case.problem), sets.label(case)
         self.device, self.unfit = device, dict[str, str]()
-        candidates = sorted(kernel.candidates(self.problem, device), key=self.cost)
-        seeds = [candidates[0], *([recorded] if recorded else []), *candidates[1:GENERATION]]
-        self.first = self.best = candidates[0]
+        candidates, typical = sorted(kernel.candidates(self.problem, device), key=self.cost), kernel.typical(self.problem)
+        self.first = self.best = min(kernel.candidates(typical, device), key=lambda c: kernel.cost(c, typical, device))
+        seeds = [self.first, *([recorded] if recorded else []), *candidates[: GENERATION - 2]]
         self.search = Search(seeds, genes(candidates), lambda c: kernel.legal(c, self.problem, device) is None, seed)
-        self.us, self.ratio = self.cost(self.first), statistics.Ratio(math.nan, math.nan, math.nan)
+        self.us, self.ratio = self.cost(self.first), statistics.Ratio()
 
     def cost(self, config: Any) -> float:
         """Microseconds that the cost model expects."""
@@ -116,16 +116,14 @@ class Race:
 
     def __init__(self, tuner: Tuner, gpu: timing.Gpu) -> None:
         self.tuner, self.gpu, self.task = tuner, gpu, Task.make(tuner.case)
-        self.check = Check(self.task, 0)
+        self.check = Check(self.task)
         self.loads: dict[Any, timing.Load] = {}
 
     def ready(self, config: Any) -> bool:
         """Whether a configuration computes what it should; one that does not is rejected."""
         try:
             call = ours(self.task, f"ours:{self.tuner.kernel.name}/{config_name(config)}")
-            error = verify(call, self.check, self.task.q, (*self.task.q.shape[:-1], self.tuner.case.head_dim_v))
-            if not error < TOLERANCE[self.tuner.case.dtype]:
-                raise ArithmeticError(f"relative error {error:.2g}")
+            self.check(call)
             load = self.gpu.load(call)
             self.loads[config] = self.gpu.graph(call) if load.us < timing.GRAPH_BELOW_US else load
         except Exception as error:  # a kernel that fails is a result

@@ -25,7 +25,7 @@ from .errors import ProblemError, RawattnError, UnsupportedError
 from .problem import Problem, make_mask, make_scale, make_score
 from .variant.element import ELEMENTS
 
-NEXT_BEST = 5  # configurations that `choose` lists behind the best
+COMPARED = 6  # configurations that `choose` lists, best first
 INSTRUCTIONS = {  # of sm_90a, by how their names begin
     "HGMMA": "matrix products on the tensor cores",
     "UTMALDG": "tiles fetched by the copy engine",
@@ -44,7 +44,7 @@ console = Console(markup=False, highlight=False, soft_wrap=True)
 
 def show(options: Options) -> int:
     """Prints what NVRTC is given for a problem, and what it makes of it."""
-    _, choice, source = _render(options)
+    choice, source = _render(options)
     texts = {source.name: source.text, **dict(source.headers)}
     for path, text in texts.items():
         if options.all or path == "config.cuh":
@@ -81,31 +81,25 @@ def count_instructions(cubin: bytes) -> collections.Counter[str] | None:
 
 
 def explain(options: Options) -> int:
-    """Prints which kernel and configuration a problem gets, why, and the next-best configurations."""
+    """Prints which kernel and configuration a problem gets, why, and how the best configurations compare."""
     problem, device = _problem(options), _device(options)
     choice = choose(problem, device)
-    console.print(f"{api.Explanation(problem, device.name, choice)}\nnext")
-    costs = {config: choice.kernel.cost(config, problem, device) for config in choice.kernel.candidates(problem, device)}
-    del costs[choice.config]
-    for config in sorted(costs, key=lambda config: costs[config])[:NEXT_BEST]:
-        console.print(f"  {config}, {costs[config] * 1e6:.3g} us")
+    typical = choice.kernel.typical(problem)
+    console.print(f"{api.Explanation(problem, device.name, choice)}\ncompared for {typical}")
+    costs = {config: choice.kernel.cost(config, typical, device) for config in choice.kernel.candidates(typical, device)}
+    for config in sorted(costs, key=lambda config: costs[config])[:COMPARED]:
+        console.print(f"  {config}, {costs[config] * 1e6:,.0f} us")
     return 0
 
 
 def compile(options: Options) -> int:
     """Compiles into the cache, and with --out into a folder."""
-    problem, choice, source = _render(options)
-    sources = {choice.config: source}
-    if options.all:
-        configs = choice.kernel.candidates(problem, _device(options))
-        sources = {config: choice.kernel.render(problem, config) for config in configs}
-    for number, (config, each) in enumerate(sources.items(), 1):
-        binary = _compile(each, f"NVRTC compiles {number} of {len(sources)}: {config}")
-        name = f"{choice.kernel.name}-{each.key[:12]}"
-        console.print(f"{name}  {config}\n  compiled {demo.describe(binary)}")
-        if options.out:
-            _write(options.out / name, each, binary, options.force)
-    console.print(f"kept in {compiler.cache_folder()}{f' and {options.out}' if options.out else ''}")
+    choice, source = _render(options)
+    binary = _compile(source)
+    name = f"{choice.kernel.name}-{source.key[:12]}"
+    console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
+    if options.out:
+        _write(options.out / name, source, binary, options.force)
     return 0
 
 
@@ -119,10 +113,11 @@ def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) ->
         if path.exists() and path.read_bytes() != data:
             if not force:
                 raise ProblemError(f"{path} exists with other content; give another --out, or --force to overwrite it.")
-            console.print(f"  overwriting {path}")
+            console.print(f"overwriting {path}")
     for path, data in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+    console.print(f"written to {folder}")
 
 
 def clear(options: Options) -> int:
@@ -132,20 +127,20 @@ def clear(options: Options) -> int:
     return 0
 
 
-def _render(options: Options) -> tuple[Problem, Choice, Source]:
-    """The problem, its kernel and configuration, and what NVRTC is given for them."""
+def _render(options: Options) -> tuple[Choice, Source]:
+    """The kernel and configuration of the problem, and what NVRTC is given for them."""
     problem, device = _problem(options), _device(options)
     if device.is_cpu:
         raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/lanes.py, compiled by Numba.")
     choice = choose(problem, device)
-    return problem, choice, choice.kernel.render(problem, choice.config)
+    return choice, choice.kernel.render(problem, choice.config, device.arch)
 
 
-def _compile(source: Source, text: str = "NVRTC compiles") -> Binary:
+def _compile(source: Source) -> Binary:
     """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
         warnings.simplefilter("error", compiler.CacheWarning)
-        return compiler.compile(source, lambda: status.update(text))
+        return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
 def _problem(options: Options) -> Problem:
@@ -215,12 +210,11 @@ def _parser() -> argparse.ArgumentParser:
     add("choose", explain, "print which kernel and configuration a problem gets, and why", problem)
     compile_parser = add("compile", compile, "compile a kernel into the cache, for which no GPU is needed", problem)
     compile_parser.epilog = (
-        "One kernel serves all lengths, batches and numbers of heads, but they decide its configuration: tile sizes and stages. "
-        "To prepare another machine, compile with --all for each kind of call (dtype, head dims, mask, softcap, varlen, lse) and "
-        "copy the cache folder there: calls of these kinds then need no NVRTC, whatever their lengths."
+        "One kernel serves all lengths, batches, numbers of heads, window sizes and caps; dtype, head dims, the kind of mask, "
+        "softcap or none, varlen and lse each make another. To prepare another machine, compile for each kind of call that it "
+        "will see and copy the cache folder there: these calls then need no NVRTC."
     )
     add_option = compile_parser.add_argument
-    add_option("--all", action="store_true", help="every configuration that a call of this kind can get, at any length")
     add_option("--out", type=pathlib.Path, metavar="FOLDER", help="also write machine code, sources and log into a folder")
     add_option("--force", action="store_true", help="let --out overwrite files that differ")
     add("clear", clear, "empty the cache")

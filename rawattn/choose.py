@@ -29,7 +29,8 @@ class Choice:
 
 
 def choose(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Choice:
-    """The first kernel that supports the problem, in its cheapest configuration for problems of this kind; ``kernel`` and ``config`` override.
+    """The first kernel that supports the problem, in its cheapest configuration for problems of this kind; ``kernel`` and
+    ``config`` override.
 
     Raises UnsupportedError with every kernel's reason, or where a better kernel would compute the problem but for the strides of
     the arrays; ProblemError for an override that does not fit.

@@ -108,7 +108,7 @@ def cross_compile(console: Console) -> bool:
     console.print(f"\nA GPU's kernel can be compiled all the same:\n{api.Explanation(problem, target.name, choice)}")
     try:
         with console.status("looking into the cache") as status:
-            source = choice.kernel.render(problem, choice.config)
+            source = choice.kernel.render(problem, choice.config, target.arch)
             binary = compiler.compile(source, lambda: status.update("NVRTC compiles"))
     except UnsupportedError as error:
         console.print(f"no NVRTC {error}", style="red")

@@ -68,7 +68,7 @@ class Plan:
         self._function = _function(self.binary, kernel.name, self.device.index)
         self._counters = driver.counters(self.device.index)
         fields = kernel.fields(problem)
-        places, size = render.layout(fields, problem.element)
+        places, size = render.layout(fields, problem.element.lse_dtype)
         names, (offsets, formats) = list(places), zip(*places.values(), strict=True)
         self._record = np.dtype({"names": names, "offsets": offsets, "formats": formats, "itemsize": size})
         self._template = np.zeros((), self._record)

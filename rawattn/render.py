@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from .compiler import Source
 from .variant import Choice, Fields
@@ -63,10 +64,10 @@ struct {name} {{
 """
 
 
-def layout(fields: Fields, element: Element) -> tuple[dict[str, tuple[int, str]], int]:
-    """Offset and NumPy format of each field of ``struct Args``, and its size in bytes."""
-    number = np.dtype(element.lse_dtype)
-    ctypes = CTYPES | {"Number": (number.itemsize, number.itemsize, number.str)}
+def layout(fields: Fields, number: npt.DTypeLike = np.float32) -> tuple[dict[str, tuple[int, str]], int]:
+    """Offset and NumPy format of each field of ``struct Args``, and its size in bytes; ``number`` is what is computed in."""
+    size = np.dtype(number).itemsize
+    ctypes = CTYPES | {"Number": (size, size, f"f{size}")}
     places: dict[str, tuple[int, str]] = {}
     end, widest = 0, 1
     for name, ctype in fields:

@@ -102,8 +102,7 @@ def typical(problem: Problem) -> Problem:
     """The problem by which configurations are compared. It has nothing that is a run-time value in the kernel, so that a new
     length, batch, window or number of heads gets the configuration that is compiled already."""
     mask = problem.mask if isinstance(problem.mask, Full) else Causal()
-    lengths = {"batch": 8, "q_len": 4096, "kv_len": 4096, "heads": 16, "kv_heads": 16}
-    return dataclasses.replace(problem, **lengths, mask=mask, varlen=False)
+    return dataclasses.replace(problem, batch=8, q_len=4096, kv_len=4096, heads=16, kv_heads=16, mask=mask, varlen=False)
 
 
 def candidates(problem: Problem, device: Device) -> list[Config]:
@@ -192,8 +191,8 @@ _LAST_TILES = 4  # of a multiprocessor in the last group, where tiles are of dif
 
 
 def head_groups(problem: Problem, tile_q: int, device: Device) -> tuple[int, int]:
-    """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs them, and
-    the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to even out."""
+    """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs them,
+    and the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to even out."""
     heads, q_tiles = problem.heads * problem.batch, max(1, -(-problem.q_len // tile_q))
     kv_bytes = max(1, problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize)
     one_each = -(-device.units // q_tiles)

@@ -10,7 +10,7 @@ from . import Choice
 
 @dataclasses.dataclass(frozen=True)
 class Trusting(Choice):
-    """Trusts the first tile's maximum, and looks for others only where a sum shows that it is far off. Time depends on the data."""
+    """Trusts the first tile's maximum, and looks for another only where a sum shows that it is far off. Time depends on data."""
 
     type: ClassVar[str] = "Trusting"
     source: ClassVar[str] = "variant/softmax/trusting.cuh"

