@@ -71,7 +71,7 @@ def sources(names: dict[Case, list[str]], device: Device) -> Iterator[Source]:
         for options in (our_options(case, name) for name in names[case]):
             with contextlib.suppress(RawattnError):
                 choice = choose(without_lse(case.problem), device, options.get("kernel"), options.get("config"))
-                yield source_of(choice.kernel, case.problem, choice.config)
+                yield source_of(choice.kernel, case.problem, choice.config, device.arch)
 
 
 class Bench:

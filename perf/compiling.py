@@ -59,5 +59,5 @@ def without_lse(problem: Problem) -> Problem:
     return dataclasses.replace(problem, return_lse=False)
 
 
-def source_of(kernel: Any, problem: Problem, config: Any) -> Source:
-    return kernel.render(without_lse(problem), config)  # type: ignore[no-any-return]
+def source_of(kernel: Any, problem: Problem, config: Any, arch: str) -> Source:
+    return kernel.render(without_lse(problem), config, arch)  # type: ignore[no-any-return]

@@ -68,7 +68,7 @@ class Tuner:
 
     def submit(self, pool: Pool, count: int) -> dict[str, Any]:
         """Starts compiling the next generation; its configurations by the key of their source."""
-        found = {source_of(self.kernel, self.problem, config): config for config in self.search.ask(count)}
+        found = {source_of(self.kernel, self.problem, config, self.device.arch): config for config in self.search.ask(count)}
         pool.submit(found)
         return {source.key: config for source, config in found.items()}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ from . import arrays
 from . import plan as plans
 from .arrays import Array
 from .choose import Choice, choose
-from .errors import ProblemError
+from .errors import ProblemError, SlowKernelWarning
 from .plan import Inputs, Plan
 from .problem import Problem, make_mask, make_scale, make_score
 from .tma import misaligned, misfit
@@ -176,7 +178,8 @@ def make_problem(
         raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
     batch, q_len, kv_len = (q.shape[0], q.shape[1], k.shape[1]) if lengths is None else (_batch(inputs), *_lengths(lengths))
     element = ELEMENTS[q.dtype]
-    places = [(n, x.shape, x.strides, element.itemsize, x.pointer) for n, x in (("q", q), ("k", k), ("v", v)) if x.device != arrays.CPU]
+    named = (("q", q), ("k", k), ("v", v))
+    places = [(n, x.shape, x.strides, element.itemsize, x.pointer) for n, x in named if x.device != arrays.CPU]
     if not isinstance(return_lse, bool):
         raise ProblemError(f"return_lse is {return_lse!r}; it must be True or False.")
     return Problem(
@@ -256,12 +259,20 @@ def _plan(
         *rest, kernel, config = options
         problem = make_problem(inputs, lengths, *rest)
         device = plans.device_of(inputs.q)
-        found = Plan(problem, device, choose(problem, device, kernel, config), inputs.q.library, on_compile)
+        choice = choose(problem, device, kernel, config)
+        if choice.slow is not None:
+            _warn_once(choice.slow)
+        found = Plan(problem, device, choice, inputs.q.library, on_compile)
         if key is not None:
             if len(_plans) >= KEPT_PLANS:
                 _plans.clear()
             _plans[key] = found
     return found
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, SlowKernelWarning, stacklevel=5)
 
 
 def _run(inputs: Inputs, lengths: tuple[int, int] | None, options: tuple[Any, ...], original: Any, out: Any) -> Any:

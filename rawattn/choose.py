@@ -58,7 +58,7 @@ def _choose(problem: Problem, device: Device, kernel: str | None, config: Any) -
         if candidate.runs_on(device):
             slow = slow or f"{candidate.name} is made for {device.name}, but {reason}"
             if kernel is None and _refuses_strides(candidate, problem, device):
-                raise UnsupportedError(f"{candidate.name} is made for {device.name}, but {reason}; or ask for a slower kernel by name.")
+                raise UnsupportedError(f"{slow}; or ask for a slower kernel by its name, kernel=...")
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {problem} on {device.name}:{reasons}")
 

@@ -21,7 +21,7 @@ alignment = 1  # of the output's pointer and strides: any
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile sizes in rows; columns of K and of V that are in shared memory at a time; threads; blocks that share a multiprocessor."""
+    """Tile sizes in rows; columns of K and of V that are in shared memory at a time; threads; blocks on a multiprocessor."""
 
     tile_q: int = 64
     tile_kv: int = 64
@@ -76,7 +76,7 @@ def registers(config: Config, problem: Problem) -> int:
 def legal(config: Config, problem: Problem, device: Device) -> str | None:
     """None if the configuration can be compiled and run for the problem, else the reason why not."""
     if config.threads % 32 or not 32 <= config.threads <= 1024 or config.tile_q % (config.threads // 16) or config.tile_q < 1:
-        return f"threads is {config.threads} and tile_q {config.tile_q}; they must be multiples of 32, up to 1024, and of threads / 16"
+        return f"threads is {config.threads}, tile_q {config.tile_q}; they must be multiples of 32 and of threads / 16"
     for which in ("tile_kv", "chunk", "chunk_v"):
         if getattr(config, which) % 16 or getattr(config, which) < 16:
             return f"{which} is {getattr(config, which)}; it must be a multiple of 16"
