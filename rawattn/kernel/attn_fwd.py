@@ -161,7 +161,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Score": problem.score,  # type: ignore[dict-item]  # likewise
         "Softmax": softmax.Trusting(),
         "Kv": kv.Mapped(),
-        "Schedule": schedule.LongestFirstVarlen(persistent=True) if problem.varlen else schedule.LongestFirst(persistent=True),
+        "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
     }
 

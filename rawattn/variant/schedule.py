@@ -13,7 +13,7 @@ class LongestFirst(Choice):
     """Heads grouped to share L2, the longest tiles of a group first. Persistent blocks draw tiles from a counter; others compute
     one tile each."""
 
-    persistent: bool
+    persistent: bool = True
     type: ClassVar[str] = "LongestFirst"
     source: ClassVar[str] = "variant/schedule/longest_first.cuh"
 
