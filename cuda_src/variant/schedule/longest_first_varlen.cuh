@@ -7,13 +7,13 @@
 
 struct LongestFirstVarlen {
     const Args& args;
-    Ticket ticket;
+    Ticket ticket{};
     i32 base = 0, before = 0;  // first sequence of the 32 at hand, query tiles of all before it
 
-    __device__ explicit LongestFirstVarlen(const Args& args) : args(args), ticket(args.counter) {}
+    __device__ explicit LongestFirstVarlen(const Args& args) : args(args) {}
 
     __device__ Work next() {
-        const i32 id = ticket.draw(), tile = id / args.heads, lane = threadIdx.x % 32;
+        const i32 id = ticket.draw(args.counter), tile = id / args.heads, lane = threadIdx.x % 32;
         for (; base < args.batches; base += 32) {
             const i32 batch = base + lane;
             const i32 count = batch < args.batches ? ceil_div(max(0, args.cu_seqlens_q[batch + 1] - args.cu_seqlens_q[batch]), cfg::tile_q) : 0;
@@ -32,5 +32,5 @@ struct LongestFirstVarlen {
         }
         return {-1, 0, 0};
     }
-    __device__ void finish() const { ticket.finish(); }
+    __device__ void finish() const { Ticket::finish(args.counter); }
 };

@@ -4,17 +4,15 @@
 #include "ptx/base.cuh"
 
 struct Ticket {
-    i32* counter;  // {drawn, finished}, both 0 between launches
-    i32 ahead;     // known to lane 0
+    i32 ahead = blockIdx.x;  // known to lane 0
 
-    __device__ explicit Ticket(i32* counter) : counter(counter), ahead(blockIdx.x) {}
-
-    __device__ i32 draw() {
+    // counter: {drawn, finished}, both 0 between launches.
+    __device__ i32 draw(i32* counter) {
         const i32 id = ptx::uniform(ahead);
         if (threadIdx.x % 32 == 0) ahead = gridDim.x + atomicAdd(counter, 1);
         return id;
     }
-    __device__ void finish() const {
+    __device__ static void finish(i32* counter) {
         if (threadIdx.x % 32 != 0 || atomicInc(reinterpret_cast<u32*>(counter + 1), gridDim.x - 1) != gridDim.x - 1) return;
         __threadfence();
         *counter = 0;
