@@ -60,21 +60,20 @@ struct Producer {
     const Args& args;
     Smem& smem;
     Ring<cfg::q_stages> q;
-    Ring<cfg::stages> k, v;
+    Ring<cfg::stages> kv;  // for the next K tile; V of the tile before it is one stage behind
 
     // One lane: every tile of one work. A tile's V comes after the next tile's K, as they are needed.
     __device__ void load(const Work& work) {
         const Rows rows(args, work.batch);
         const TileRange tiles = tiles_of(Mask(args, rows), rows, work.q_begin, cfg::tile_q);
-        const Kv kv(args, rows, work.head / args.heads_per_kv);
-        for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-            smem.k_empty[k.stage].wait(k.parity ^ 1);
-            kv.load_k(smem.k[k.stage], smem.k_full[k.stage], tile);
-            k.advance();
+        const Kv source(args, rows, work.head / args.heads_per_kv);
+        for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile, kv.advance()) {
+            smem.k_empty[kv.stage].wait(kv.parity ^ 1);
+            source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], tile);
             if (tile == tiles.end - 1) load_q(rows, work);
-            else load_v(kv, tile + 1);
+            else load_v(source, tile + 1);
         }
-        if (tiles.begin < tiles.end) load_v(kv, tiles.begin);
+        if (tiles.begin < tiles.end) load_v(source, tiles.begin);
     }
     __device__ void load_q(const Rows& rows, const Work& work) {
         smem.q_empty[q.stage].wait(q.parity ^ 1);
@@ -84,10 +83,10 @@ struct Producer {
             args.q.load(smem.q[q.stage].data[panel], smem.q_full[q.stage], rows.q, panel * 64, work.q_begin, work.head);
         q.advance();
     }
-    __device__ void load_v(const Kv& kv, i32 tile) {
-        smem.v_empty[v.stage].wait(v.parity ^ 1);
-        kv.load_v(smem.v[v.stage], smem.v_full[v.stage], tile);
-        v.advance();
+    __device__ void load_v(const Kv& source, i32 tile) {
+        const Ring<cfg::stages> at = kv.previous();
+        smem.v_empty[at.stage].wait(at.parity ^ 1);
+        source.load_v(smem.v[at.stage], smem.v_full[at.stage], tile);
     }
 };
 

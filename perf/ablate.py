@@ -9,7 +9,6 @@ which says in its first line what it does. The table is ranked by what the kerne
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +17,10 @@ from rawattn.choose import choose
 from rawattn.device import Device
 from rawattn.variant import softmax
 
-from . import altered, command, machine, report, sets, statistics, timing
+from . import command, machine, report, sets, statistics, timing
 from .checking import Check, failure
-from .compiling import faults, without_lse
-from .peers import Task, config_name
+from .compiling import PATCHES, altered, faults, without_lse
+from .peers import Task, config_name, plan_of
 
 LEAKS = ("leaky",)  # patches that are for perf.prove
 
@@ -50,15 +49,13 @@ ABLATIONS = [
     Ablation("one_q_stage", "The next Q is not loaded ahead.", config={"q_stages": 1}),
     Ablation("one_consumer", "One consumer warpgroup of 64 rows.", config={"tile_q": 64}),
     Ablation("tiny_tiles", "Key tiles of 32 rows.", config={"tile_kv": 32}),
-    Ablation(
-        "one_group", "No groups of heads for L2: all heads in turn.", lambda kernel: altered.kernel(kernel, values=one_group)
-    ),
-    Ablation("lazy_softmax", "A maximum is looked for in every tile.", lambda kernel: altered.kernel(kernel, choices=lazy)),
+    Ablation("one_group", "No groups of heads for L2: all heads in turn.", lambda kernel: altered(kernel, values=one_group)),
+    Ablation("lazy_softmax", "A maximum is looked for in every tile.", lambda kernel: altered(kernel, choices=lazy)),
 ]
-for _path in sorted(altered.PATCHES.glob("*.patch")):
+for _path in sorted(PATCHES.glob("*.patch")):
     if _path.stem not in LEAKS:
         _what = _path.read_text().partition("\n")[0]
-        ABLATIONS.append(Ablation(_path.stem, _what, lambda kernel, name=_path.stem: altered.kernel(kernel, (name,))))  # type: ignore[misc]
+        ABLATIONS.append(Ablation(_path.stem, _what, lambda kernel, name=_path.stem: altered(kernel, name)))  # type: ignore[misc]
 
 
 def measure(task: Task, device: Device, protocol: timing.Protocol) -> list[list[str]]:
@@ -71,9 +68,9 @@ def measure(task: Task, device: Device, protocol: timing.Protocol) -> list[list[
             notes[each.name] = "is so already"
             continue
         try:
-            plan = altered.plan(task, each.kernel(choice.kernel), configs[each.name])
+            plan = plan_of(task, each.kernel(choice.kernel), configs[each.name])
             call = timing.Call(lambda plan=plan: plan.run(task.q, task.k, task.v, *task.packed[:2]))  # type: ignore[misc]
-            notes[each.name] = faults(plan.binary)
+            notes[each.name] = faults(plan.binary) if plan.binary else ""
             loads[each.name] = gpu.load(call)
             check(call)
         except Exception as error:  # what a mistake leads to is a result
@@ -92,11 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("ablate", __doc__)
     parser.add_argument("cases", nargs="*", default=["paper/21"], help="SET/NUMBER, or a case as JSON")
     parser.add_argument("--rounds", type=int, default=timing.BURST.rounds)
-    parser.add_argument("--out", type=pathlib.Path, help="folder for the results; by default perf/record/DEVICE")
     options = parser.parse_args(argv)
     device, text = machine.gpu("ablate"), ""
-    if device is None:
-        return 2
     for case in map(sets.pick, options.cases):
         rows = measure(Task.make(case), device, dataclasses.replace(timing.BURST, rounds=options.rounds))
         text += f"## {sets.label(case)}\n\n{report.table(rows, markdown=True)}\n\n"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
@@ -34,7 +35,7 @@ from rawattn.testing import Case
 
 from . import cold, command, machine, report, sets, statistics, timing
 from .checking import Check, failure
-from .compiling import Pool, source_of, without_lse
+from .compiling import Pool, without_lse
 from .peers import Adapter, Task, config_name, installed, our_options, our_plan, prepare
 from .report import Result, Run, Timing
 
@@ -52,7 +53,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="times alone: no host time, no second timer, no peak memory")
     parser.add_argument("--cold", action="store_true", help="also the first call in fresh processes")
-    parser.add_argument("--out", type=pathlib.Path, help="folder for the results; by default perf/record/DEVICE")
     return parser
 
 
@@ -71,7 +71,7 @@ def sources(names: dict[Case, list[str]], device: Device) -> Iterator[Source]:
         for options in (our_options(case, name) for name in names[case]):
             with contextlib.suppress(RawattnError):
                 choice = choose(without_lse(case.problem), device, options.get("kernel"), options.get("config"))
-                yield source_of(choice.kernel, case.problem, choice.config, device.arch)
+                yield choice.kernel.render(without_lse(case.problem), choice.config, device.arch)
 
 
 class Bench:
@@ -130,8 +130,7 @@ class Bench:
         """The other timer, the host's time and the memory of a contender."""
         with call.context():
             if other is not None:
-                self.gpu.rest(timing.BURST.before)
-                found.other_us = float(np.median(self.gpu.burst(other, timing.BURST.seconds)))
+                found.other_us = float(np.median(self.gpu.burst(other, timing.BURST.seconds, timing.BURST.before)))
             found.host_us = self.gpu.host_us(call.run, found.us)
             found.peak_mb = self.gpu.peak_bytes(call.run) / 2**20
         if found.is_ours:
@@ -149,21 +148,6 @@ class Bench:
         return {"matmul_tflops": 2 * size**3 / us["matmul"] / 1e6, "copy_gbs": 2 * copied / us["copy"] / 1e3}
 
 
-def chosen(peers: dict[str, Adapter], names: str | None) -> dict[str, Adapter]:
-    """The peers that were asked for. Raises SystemExit for one that is not here."""
-    wanted = list(peers) if names is None else list(filter(None, names.split(",")))
-    if missing := set(wanted) - set(peers):
-        raise SystemExit(f"no {', '.join(sorted(missing))} here; there are {', '.join(peers)}, and fa3 with --fa3 FILE")
-    return {name: peers[name] for name in wanted}
-
-
-def line(result: Result) -> str:
-    """One case in one line, while the run goes on."""
-    timed = " ".join(f"{t.name} {t.us:.1f}" for t in sorted(result.timings, key=lambda t: t.us) if t.rounds)
-    failed = " ".join(f"{t.name}: {t.failure}" for t in result.timings if t.failure and t.is_ours)
-    return f"{result.label:32} best {result.ratio():.3f}  us: {timed[:160]} {failed}"
-
-
 def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], run: Run, save: Any, console: Console) -> None:
     """Fills ``run``, saving after each case."""
     begin = time.monotonic()
@@ -171,8 +155,7 @@ def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], 
         names = {case: our_names(case, options.configs, device) for case in cases}
         count = pool.submit(sources(names, device))
         bar = progress.add_task(f"compiling {count} kernels", total=count)
-        peers = chosen(installed(options.fa3), options.peers)
-        bench = Bench(options, peers)
+        bench = Bench(options, peers := installed(options.fa3, options.peers))
         for _ in pool.results():
             progress.advance(bar)
         console.print(f"{count} kernels compiled, peers {', '.join(peers)}: {time.monotonic() - begin:.1f} s")
@@ -188,23 +171,18 @@ def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], 
             run.results.append(result)
             save()
             progress.advance(bar)
-            console.print(line(result), highlight=False, soft_wrap=True)
+            times = " ".join(f"{t.name} {t.us:.1f}" for t in sorted(result.timings, key=lambda t: t.us) if t.rounds)
+            console.print(f"{result.label:32} best {result.ratio():.3f}  us: {times[:160]}", highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().parse_args(argv)
     options.set = options.set or ("" if options.cases else "smoke")
     console, cases, device = Console(), sets.load(options.set, options.cases), machine.gpu("bench")
-    if device is None:
-        return 2
     run = Run(machine.facts(), {name: str(value) for name, value in vars(options).items()})
-    folder = options.out or machine.record(device)
+    folder, begin, code = options.out or machine.record(device), time.monotonic(), 0
     stem = f"bench-{(options.set or pathlib.Path(options.cases).stem).replace(',', '-')}-{options.protocol}"
-
-    def save() -> None:
-        run.write(folder, stem)
-
-    begin, code = time.monotonic(), 0
+    save = functools.partial(run.write, folder, stem)
     try:
         measure(options, device, cases, run, save, console)
         if options.cold:
@@ -220,15 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(run: Run, stem: pathlib.Path) -> None:
     """The tables, the most condensed one last."""
-    print("\n".join(run.failures()[:20]))
-    print(report.table(run.rows()), end="\n\n")
-    if run.cold:
-        print(report.table(cold.rows(run.cold)), end="\n\n")
-    if run.left_out:
-        print(f"not timed for lack of time: {', '.join(run.left_out)}\n")
-    print(report.table(run.summary()), end="\n\n")
+    left_out = f"not timed for lack of time: {', '.join(run.left_out)}" if run.left_out else ""
     ceilings = ", ".join(f"{name} {value:.0f}" for name, value in run.ceilings.items())
-    print(f"{run.machine.get('device')}, {ceilings}, {run.arguments.get('took_seconds')} s; {stem}.json .csv .md")
+    last = f"{run.machine.get('device')}, {ceilings}, {run.arguments['took_seconds']} s; {stem}.json .csv .md"
+    tables = [report.table(rows) for rows in (run.rows(), cold.rows(run.cold) if run.cold else [], run.summary()) if rows]
+    print("\n\n".join(filter(None, ["\n".join(run.failures()[:20]), left_out, *tables, last])))
 
 
 if __name__ == "__main__":

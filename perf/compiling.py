@@ -1,11 +1,15 @@
-"""Compilation in parallel processes, into the cache that the library reads."""
+"""Kernels compiled in parallel processes, and kernels that differ from the product's in one thing, made without touching it: for
+what takes techniques away, and for what measures inside."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
 import multiprocessing
-from collections.abc import Iterable, Iterator
+import pathlib
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rawattn import compiler
@@ -14,9 +18,11 @@ from rawattn.compiler import Binary, Source
 from rawattn.errors import CompileError
 from rawattn.problem import Problem
 
+PATCHES = pathlib.Path(__file__).parent / "ablations"
+
 
 class Pool:
-    """Worker processes that compile. Leaving the ``with`` block drops what is pending."""
+    """Worker processes that compile into the cache. Leaving the ``with`` block drops what is pending."""
 
     def __init__(self, workers: int | None = None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -59,5 +65,41 @@ def without_lse(problem: Problem) -> Problem:
     return dataclasses.replace(problem, return_lse=False)
 
 
-def source_of(kernel: Any, problem: Problem, config: Any, arch: str) -> Source:
-    return kernel.render(without_lse(problem), config, arch)  # type: ignore[no-any-return]
+def patch(source: Source, text: str) -> Source:
+    """A source changed by a unified diff, whose line numbers count for nothing: what a hunk removes must be there once.
+
+    Raises ValueError where it is not, or where the diff is of a file that the source has not.
+    """
+    texts = {source.name: source.text, **dict(source.headers)}
+    for part in re.split(r"^--- a/cuda_src/", text, flags=re.MULTILINE)[1:]:
+        path, _, body = part.partition("\n")
+        for hunk in re.split(r"^@@.*\n", body, flags=re.MULTILINE)[1:]:
+            old, new = ("".join(line[1:] + "\n" for line in hunk.splitlines() if line[:1] in keep) for keep in (" -", " +"))
+            if (times := texts.get(path, "").count(old)) != 1:
+                raise ValueError(f"{path} has not once, but {times} times:\n{old}")
+            texts[path] = texts[path].replace(old, new)
+    headers = tuple((path, texts[path]) for path, _ in source.headers)
+    return dataclasses.replace(source, text=texts[source.name], headers=headers)
+
+
+def altered(kernel: Any, *patches: str, **replaced: Callable[..., Any]) -> Any:
+    """A copy of a kernel's module, of patched sources, whose functions see each other's replacements. A replacement is given the
+    result of the original, and its arguments.
+
+    >>> altered(attn_fwd, "static_order", values=lambda found, problem, config, device: {**found, "head_group": 1})
+    """
+    copy = types.ModuleType(kernel.__name__)
+    for name, value in vars(kernel).items():
+        if isinstance(value, types.FunctionType) and value.__globals__ is vars(kernel):
+            value = types.FunctionType(value.__code__, vars(copy), name, value.__defaults__)
+        setattr(copy, name, value)
+    changes = [*replaced.items()]
+    for text in ((PATCHES / f"{name}.patch").read_text() for name in patches):
+        changes.append(("render", lambda source, *_, text=text: patch(source, text)))
+    for name, change in changes:
+        setattr(copy, name, _changed(getattr(copy, name), change))
+    return copy
+
+
+def _changed(function: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: change(function(*given), *given)

@@ -9,7 +9,6 @@ worse than the recorded one by more than 2 % and by more than the noise of both 
 
 from __future__ import annotations
 
-import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,16 +28,14 @@ WORSE = 0.98
 def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
     """The table of what moved, and the regressions in words."""
     recorded = {result.label: result.ratios.get("ours", {}) for result in before.results}
-    rows, bad = [["case", "peer", "recorded", "now", "moved", ""]], []
+    rows, bad = [["case", "peer", "recorded", "now", "moved", ""]], list[str]()
     for result in now.results:
         for peer in PEERS:
             old, new = recorded.get(result.label, {}).get(peer, NONE), result.ratios.get("ours", {}).get(peer, NONE)
             worse = new[0] < WORSE * old[0] and new[2] < old[1]
-            rows.append(
-                [result.label, peer, f"{old[0]:.3f}", f"{new[0]:.3f}", f"{new[0] / old[0] - 1:+.1%}", "worse" if worse else ""]
-            )
-            if worse:
-                bad.append(f"{result.label} against {peer}: {old[0]:.3f} -> {new[0]:.3f}")
+            moved = f"{new[0] / old[0] - 1:+.1%}"
+            rows.append([result.label, peer, f"{old[0]:.3f}", f"{new[0]:.3f}", moved, "worse" * worse])
+            bad += [f"{result.label} against {peer}: {old[0]:.3f} -> {new[0]:.3f}"] * worse
     return rows, bad
 
 
@@ -55,12 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("gate", __doc__)
     parser.add_argument("--no-tests", action="store_true", help="leave pytest away")
     parser.add_argument("--update", action="store_true", help="record what is found")
-    parser.add_argument("--out", type=pathlib.Path, help="folder of the record; by default perf/record/DEVICE")
     options = parser.parse_args(argv)
     device = machine.gpu("gate")
-    if device is None:
-        return 2
-    folder, cases = options.out or machine.record(device), sets.gate()
+    folder, cases = options.out or machine.record(device), sets.SETS["gate"]
     bad = [] if options.no_tests else run_tests()
     built = [compiler.compile(source) for source in bench.sources({case: ["ours"] for case in cases}, device)]
     bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
-import math
 import pathlib
 import platform
 import re
 import statistics
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rawattn import compiler, driver
@@ -24,18 +21,7 @@ from rawattn.device import Device
 from rawattn.errors import RawattnError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIBRARIES = (
-    "torch",
-    "triton",
-    "numpy",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "flash-attn",
-    "flash-attn-4",
-    "flashinfer-python",
-    "xformers",
-)
-STATE = ("clocks.sm", "power.draw", "temperature.gpu")
+LIBRARIES = ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers")
 
 
 def slug(name: str) -> str:
@@ -48,12 +34,11 @@ def record(device: Device) -> pathlib.Path:
     return ROOT / "perf" / "record" / slug(device.name)
 
 
-def gpu(tool: str) -> Device | None:
-    """The first GPU; None, and a word on stderr, where there is none."""
+def gpu(tool: str) -> Device:
+    """The first GPU. Raises SystemExit where there is none."""
     if driver.device_count():
         return driver.device(0)
-    print(f"perf.{tool}: no NVIDIA GPU here; perf.sass, perf.plot and perf.tune --dry need none.", file=sys.stderr)
-    return None
+    raise SystemExit(f"perf.{tool}: no NVIDIA GPU here; perf.sass, perf.plot and perf.tune --dry need none.")
 
 
 def source_hash() -> str:
@@ -73,10 +58,9 @@ def _output(*words: str) -> str:
         return ""
 
 
-def _smi(*names: str) -> list[str]:
-    """Values that nvidia-smi gives for the first GPU."""
-    values = _output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0").split(",")
-    return [value.strip() for value in values] if len(values) == len(names) else [""] * len(names)
+def _smi(names: str) -> str:
+    """Values that nvidia-smi gives for the first GPU, with commas between."""
+    return _output("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits", "--id=0")
 
 
 def facts() -> dict[str, Any]:
@@ -89,21 +73,11 @@ def facts() -> dict[str, Any]:
         found["nvrtc"] = compiler.nvrtc_version()
     with contextlib.suppress(RawattnError):
         found |= {"device": driver.device(0).name, "cuda_of_driver": "{}.{}".format(*driver.version())}
-        found |= dict(zip(("driver", "power_limit_w"), _smi("driver_version", "power.limit"), strict=True))
+        found |= {"driver": _smi("driver_version"), "power_limit_w": _smi("power.limit")}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """The state of the GPU at one moment."""
-
-    at: float  # time.monotonic()
-    sm_mhz: float
-    power_w: float
-    celsius: float
 
 
 def _reader() -> tuple[Callable[[], tuple[float, ...]], float]:
@@ -114,7 +88,7 @@ def _reader() -> tuple[Callable[[], tuple[float, ...]], float]:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
     except Exception:  # not installed, or one of NVML's own errors
-        return lambda: tuple(float(value) if value else math.nan for value in _smi(*STATE)), 1.0
+        return lambda: tuple(map(float, _smi("clocks.sm,power.draw,temperature.gpu").split(","))), 1.0
     return lambda: (
         nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
         nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
@@ -126,14 +100,15 @@ class Monitor:
     """Reads clock, power and temperature in a thread while the body runs."""
 
     def __init__(self) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[tuple[float, ...]] = []  # time.monotonic(), MHz, watts, degrees
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         read, pause = _reader()
-        while not self._stop.wait(pause):
-            self.readings.append(Reading(time.monotonic(), *read()))
+        with contextlib.suppress(ValueError):  # no nvidia-smi, or no number for this GPU
+            while not self._stop.wait(pause):
+                self.readings.append((time.monotonic(), *read()))
 
     def __enter__(self) -> Monitor:
         self._thread.start()
@@ -143,13 +118,9 @@ class Monitor:
         self._stop.set()
 
     def summary(self, begin: float) -> dict[str, float]:
-        """Of the time since ``begin``."""
-        return summarize([reading for reading in self.readings if reading.at >= begin])
-
-
-def summarize(readings: Sequence[Reading]) -> dict[str, float]:
-    """Median clock, greatest power and temperature; empty for no readings."""
-    if not readings:
-        return {}
-    clock = statistics.median(reading.sm_mhz for reading in readings)
-    return {"sm_mhz": clock, "power_w": max(r.power_w for r in readings), "celsius": max(r.celsius for r in readings)}
+        """Median clock, greatest power and temperature since ``begin``; empty for no readings."""
+        readings = [reading for at, *reading in self.readings if at >= begin]
+        if not readings:
+            return {}
+        clocks, watts, degrees = zip(*readings, strict=True)
+        return {"sm_mhz": statistics.median(clocks), "power_w": max(watts), "celsius": max(degrees)}

@@ -20,7 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import rawattn
-from rawattn.choose import KERNELS
+from rawattn import driver
+from rawattn.choose import KERNELS, Choice
+from rawattn.plan import Plan
 from rawattn.testing import Case
 
 from .timing import Call
@@ -54,25 +56,21 @@ class Task:
             lengths = [torch.tensor([0, *each], device=device) for each in zip(*case.lengths, strict=True)]
             rows = [(int(each.sum()),) for each in lengths]
             packed = (*(each.cumsum(0).int() for each in lengths), *(int(each.max()) for each in lengths))
-        shapes = (
-            (*rows[0], case.heads, case.head_dim),
-            (*rows[1], case.kv_heads, case.head_dim),
-            (*rows[1], case.kv_heads, case.head_dim_v),
-        )
-        return cls(case, *(torch.randn(*s, device=device, dtype=dtype, generator=random) for s in shapes), packed)
+        sizes = (0, case.heads, case.head_dim), (1, case.kv_heads, case.head_dim), (1, case.kv_heads, case.head_dim_v)
+        q, k, v = (torch.randn(*rows[i], *rest, device=device, dtype=dtype, generator=random) for i, *rest in sizes)
+        return cls(case, q, k, v, packed)
 
     @functools.cached_property
-    def heads_first(self) -> tuple[Any, Any, Any]:
+    def heads_first(self) -> list[Any]:
         """Copies of q, k, v as (batch, heads, length, dim), the layout of torch."""
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v))
-        return q, k, v
+        return [x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v)]
 
     @property
     def o_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.case.head_dim_v)
 
     def refuse(self, *names: str) -> None:
-        """Raises Unserved where the case is packed ("lengths") or has a window or a softcap, if that is named."""
+        """Raises Unserved where the case has a mask object, or what is named: lengths (packed sequences), window, softcap."""
         for name in ("mask", *names):
             if getattr(self.case, name) is not None:
                 raise Unserved(f"no {name}")
@@ -138,16 +136,10 @@ def flex(task: Task) -> Call:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    task.refuse("lengths", "softcap")
-    case, (left, right) = task.case, window_of(task.case)
-    right, shift, mask = (0 if case.causal else right), case.kv_len - case.q_len, None
-
-    def keep(batch: Any, head: Any, i: Any, j: Any) -> Any:
-        after = (j >= i + shift - left) if left >= 0 else (j >= 0)
-        return (after & (j <= i + shift + right)) if right >= 0 else after
-
-    if max(left, right) >= 0:
-        mask = create_block_mask(keep, None, None, case.q_len, case.kv_len, device="cuda")
+    task.refuse("lengths", "window", "softcap")
+    case, shift, mask = task.case, task.case.kv_len - task.case.q_len, None
+    if case.causal:
+        mask = create_block_mask(lambda b, h, i, j: j <= i + shift, None, None, case.q_len, case.kv_len, device="cuda")
     more = {"block_mask": mask, "scale": case.scale, "enable_gqa": case.heads != case.kv_heads}
     return Call(functools.partial(torch.compile(flex_attention), *task.heads_first, **more), lambda o: o.transpose(1, 2))
 
@@ -191,11 +183,8 @@ def flash(module: str, task: Task) -> Call:
     """What the packages of FlashAttention 2, 3 and 4 have in common."""
     task.refuse()
     case, library = task.case, importlib.import_module(module)
-    more: dict[str, Any] = {
-        "causal": case.causal,
-        "softmax_scale": case.scale,
-        **dict(zip(PACKED, task.packed, strict=bool(task.packed))),
-    }
+    more: dict[str, Any] = {"causal": case.causal, "softmax_scale": case.scale}
+    more |= dict(zip(PACKED, task.packed, strict=bool(task.packed)))
     more |= {"window_size": case.window if "cute" in module else window_of(case)} if case.window else {}
     more |= {"softcap": case.softcap} if case.softcap else {}
     attention = library.flash_attn_varlen_func if task.packed else library.flash_attn_func
@@ -208,16 +197,14 @@ def flashinfer(task: Task) -> Call:
     import torch
 
     task.refuse()
-    case = task.case
-    if case.window and not (case.causal and case.window[1] in (0, None)):
+    case, (left, right) = task.case, window_of(task.case)
+    if case.window and not (case.causal and right <= 0):
         raise Unserved("windows are causal only")
     steps = ((case.batch, case.q_len), (case.batch, case.kv_len))
     cu = task.packed[:2] or tuple(torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length for batch, length in steps)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
-    wrapper.plan(
-        *cu, case.heads, case.kv_heads, case.head_dim, case.head_dim_v, causal=case.causal, sm_scale=case.scale,
-        window_left=window_of(case)[0], logits_soft_cap=case.softcap, q_data_type=task.q.dtype,
-    )  # fmt: skip
+    more = {"causal": case.causal, "sm_scale": case.scale, "window_left": left, "logits_soft_cap": case.softcap}
+    wrapper.plan(*cu, case.heads, case.kv_heads, case.head_dim, case.head_dim_v, q_data_type=task.q.dtype, **more)
     inputs = [x.reshape(-1, *x.shape[-2:]) for x in (task.q, task.k, task.v)]
     return Call(functools.partial(wrapper.run, *inputs), lambda o: o.view(task.o_shape))
 
@@ -225,16 +212,12 @@ def flashinfer(task: Task) -> Call:
 def xformers(task: Task) -> Call:
     from xformers.ops import fmha
 
-    task.refuse("window", "softcap")
-    case, inputs = task.case, [task.q, task.k, task.v]
+    task.refuse("lengths", "window", "softcap")
+    case = task.case
     if case.kv_heads != case.heads:
         raise Unserved("no grouped heads in this adapter")
     bias = fmha.attn_bias.LowerTriangularFromBottomRightMask() if case.causal else None
-    if case.lengths is not None:
-        kind = fmha.attn_bias.BlockDiagonalCausalFromBottomRightMask if case.causal else fmha.attn_bias.BlockDiagonalMask
-        bias, inputs = kind.from_seqlens(*map(list, zip(*case.lengths, strict=True))), [x[None] for x in inputs]
-    attention = functools.partial(fmha.memory_efficient_attention, *inputs, attn_bias=bias, scale=case.scale)
-    return Call(attention, lambda o: o.view(task.o_shape))
+    return Call(functools.partial(fmha.memory_efficient_attention, task.q, task.k, task.v, attn_bias=bias, scale=case.scale))
 
 
 def triton(task: Task) -> Call:
@@ -256,30 +239,35 @@ PEERS: dict[str, tuple[str, Adapter]] = {  # name -> the module that brings it, 
     "efficient": ("torch", functools.partial(sdpa, "EFFICIENT_ATTENTION")),
     "math": ("torch", functools.partial(sdpa, "MATH")),
     "flex": ("torch", flex),
-    "flash_attn": ("flash_attn.flash_attn_interface", functools.partial(flash, "flash_attn")),
-    "fa4": ("flash_attn.cute", functools.partial(flash, "flash_attn.cute")),
+    "flash_attn": ("flash_attn_2_cuda", functools.partial(flash, "flash_attn")),
+    "fa4": ("flash_attn", functools.partial(flash, "flash_attn.cute")),
     "flashinfer": ("flashinfer", flashinfer),
     "xformers": ("xformers", xformers),
     "triton": ("triton", triton),
 }
 
 
-def installed(fa3_file: str | None = None) -> dict[str, Adapter]:
-    """The peers that can be tried here; a library file of FlashAttention 3 goes before its package."""
-    found = {name: adapter for name, (module, adapter) in PEERS.items() if _importable(module)}
+def installed(fa3_file: str | None = None, names: str | None = None) -> dict[str, Adapter]:
+    """The peers that can be tried here, or those of comma-separated names; a library file goes before FlashAttention 3's package.
+
+    Raises SystemExit for a name that is not here.
+    """
+    found = {name: adapter for name, (module, adapter) in PEERS.items() if importlib.util.find_spec(module)}
     if fa3_file:
         load_fa3(fa3_file)
-        found = {**found, "fa3": fa3}
-    return found
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
+        found["fa3"] = fa3
+    wanted = found if names is None else list(filter(None, names.split(",")))
+    if missing := set(wanted) - set(found):
+        raise SystemExit(f"no {', '.join(sorted(missing))} here; there are {', '.join(found)}, and fa3 with --fa3 FILE")
+    return {name: found[name] for name in wanted}
 
 
 def prepare(name: str, task: Task, peers: dict[str, Adapter]) -> Call:
     """A contender on a task. Raises Unserved, or whatever the library raises."""
     return ours(task, name) if name.partition(":")[0] == "ours" else peers[name](task)
+
+
+def plan_of(task: Task, kernel: Any, config: Any) -> Plan:
+    """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
+    problem = dataclasses.replace(task.case.problem, return_lse=False)
+    return Plan(problem, driver.device(task.q.get_device()), Choice(kernel, config, "", ()), "torch")

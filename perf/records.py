@@ -29,6 +29,7 @@ from rawattn.problem import Problem
 from . import machine, report
 
 FOLDER = machine.ROOT / "rawattn" / "records"
+Key = tuple[str, "ShapeClass"]  # kernel, class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,28 +48,22 @@ class ShapeClass:
 
 def shape_class(problem: Problem) -> ShapeClass:
     q_len = max(1, round(problem.total_q / problem.batch)) if problem.varlen and problem.batch else max(1, problem.q_len)
-    works = -(-q_len // 128) * problem.batch * problem.heads
-    keys = round(math.log2(max(1.0, problem.pairs / q_len)))
+    works, keys = -(-q_len // 128) * problem.batch * problem.heads, problem.pairs / q_len
     kinds = problem.mask.cuda_type, problem.score.cuda_type, problem.varlen
-    return ShapeClass(
-        problem.element.name, problem.head_dim, problem.head_dim_v, *kinds, keys, min(12, round(math.log2(max(1, works))))
-    )
+    exponents = round(math.log2(max(1, keys))), min(12, round(math.log2(max(1, works))))
+    return ShapeClass(problem.element.name, problem.head_dim, problem.head_dim_v, *kinds, *exponents)
 
 
-def read(path: pathlib.Path) -> dict[tuple[str, ShapeClass], dict[str, Any]]:
-    """The records of a file by kernel and class; a line that is not whole, as an interruption leaves it, is passed over."""
-    found: dict[tuple[str, ShapeClass], dict[str, Any]] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-            found[record["kernel"], ShapeClass(**record["class"])] = record
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
+def _key(record: dict[str, Any]) -> Key:
+    return record["kernel"], ShapeClass(**record["class"])
+
+
+def read(path: pathlib.Path) -> dict[Key, dict[str, Any]]:
+    """The records of a file by kernel and class."""
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {_key(record): record for record in records}
 
 
 def add(path: pathlib.Path, record: dict[str, Any]) -> None:
     """Writes a record in the place of one for the same kernel and class."""
-    found = read(path)
-    found[record["kernel"], ShapeClass(**record["class"])] = record
-    report.write(path, "".join(json.dumps(each) + "\n" for each in found.values()))
+    report.write(path, "".join(json.dumps(each) + "\n" for each in {**read(path), _key(record): record}.values()))

@@ -118,21 +118,21 @@ class Run:
         for result in self.results:
             for timing in result.timings:
                 values = [getattr(timing, name) for name in names] + [result.flops, result.bytes, result.timer]
-                values += [result.ratio(peer, timing.name) for peer in peers] + [
-                    result.state.get(name, math.nan) for name in STATE
-                ]
+                values += [result.ratio(peer, timing.name) for peer in peers]
+                values += [result.state.get(name, math.nan) for name in STATE]
                 cells = [f"{value:.6g}".replace("nan", "") if isinstance(value, float) else value for value in values]
                 writer.writerow([result.label, *cells])
         return out.getvalue()
 
     def markdown(self) -> str:
         found = {**self.machine, **{name: f"{value:.0f}" for name, value in self.ceilings.items()}}
+        left_out = f"Not timed: {', '.join(self.left_out)}." if self.left_out else ""
         parts = [
             f"# {self.arguments.get('set')}, {self.arguments.get('protocol')}",
             "\n".join(f"- {k}: {v}" for k, v in found.items()),
         ]
-        parts += [table(self.summary(), markdown=True), table(self.rows(), markdown=True)]
-        return "\n\n".join([*parts, *(["Not timed: " + ", ".join(self.left_out)] if self.left_out else [])]) + "\n"
+        parts += [table(self.summary(), markdown=True), table(self.rows(), markdown=True), left_out]
+        return "\n\n".join(filter(None, parts)) + "\n"
 
     def rows(self) -> list[list[str]]:
         """The table of cases, heading first; several configurations of ours get a line each, the fastest first."""

@@ -9,15 +9,15 @@ python -m perf.sass paper/12 --against before.cubin
 from __future__ import annotations
 
 import collections
-import importlib.metadata
 import itertools
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+
+from cuda.pathfinder import find_nvidia_binary_utility
 
 from rawattn import compiler
 from rawattn.device import TYPICAL
@@ -32,11 +32,7 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\w+\s+)?([A-Z][\w.]*)[
 
 def disassemble(cubin: bytes) -> str:
     """nvdisasm's text. Raises FileNotFoundError where there is none."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    tool = next((str(file.locate()) for file in files if file.stem == "nvdisasm"), shutil.which("nvdisasm"))
+    tool = find_nvidia_binary_utility("nvdisasm")
     if tool is None:
         raise FileNotFoundError("nvdisasm is not here: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:

@@ -21,66 +21,41 @@ def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **mo
     return Case(batch=batch, causal=causal, **{**fields, **more})
 
 
-def paper() -> list[Case]:
+def packed(count: int, head_dim: int, tokens: int = 16384, seed: int = 0) -> Case:
+    """Causal attention of ``count`` sequences whose lengths are log-normal with sigma 1 and sum to ``tokens``."""
+    weights, heads = np.random.default_rng([seed, count]).lognormal(sigma=1.0, size=count), 2048 // head_dim
+    cuts = np.round(np.cumsum(weights) / weights.sum() * tokens).astype(int)
+    lengths = tuple((int(n), int(n)) for n in np.diff(cuts, prepend=0))
+    return dense(1, 0, heads, head_dim, True, lengths=lengths)
+
+
+def grid(*lengths: int) -> list[Case]:
     """The grid of the FlashAttention papers: 16k tokens, hidden size 2048."""
-    lengths = (512, 1024, 2048, 4096, 8192, 16384)
     return [dense(16384 // s, s, 2048 // d, d, causal) for d in (64, 128, 256) for s in lengths for causal in MASKS]
 
 
-def small() -> list[Case]:
-    shapes = ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16))
-    return [dense(b, s, h, 64, causal) for b, s, h in shapes for causal in MASKS]
-
-
-def seeds() -> list[Case]:
-    return [dense(16, 4096, 96, d, causal) for d in (128, 64) for causal in MASKS] + small()
-
-
-def gqa() -> list[Case]:
-    """Grouped heads, windows, softcap: the options that models use."""
-    grouped = [dense(4, 4096, 32, 128, causal, kv_heads=kv_heads) for kv_heads in (8, 1) for causal in MASKS]
-    window = [dense(1, 16384, 16, 128, True, window=(1024, 0)), dense(4, 4096, 32, 128, True, kv_heads=8, window=(1024, 0))]
-    return grouped + window + [dense(4, 4096, 16, 128, causal, softcap=30.0) for causal in MASKS]
-
-
-def varlen() -> list[Case]:
-    """16k tokens cut log-normally into sequences, causal."""
-    return [packed(count, head_dim) for head_dim in (128, 64) for count in (8, 16, 32, 64)]
-
-
-def packed(count: int, head_dim: int, tokens: int = 16384, seed: int = 0) -> Case:
-    """Causal attention of ``count`` sequences whose lengths are log-normal with sigma 1 and sum to ``tokens``."""
-    weights = np.random.default_rng([seed, count]).lognormal(sigma=1.0, size=count)
-    cuts = np.round(np.cumsum(weights) / weights.sum() * tokens).astype(int)
-    lengths = tuple((int(n), int(n)) for n in np.diff(cuts, prepend=0))
-    heads = 2048 // head_dim
-    return Case(heads=heads, kv_heads=heads, head_dim=head_dim, head_dim_v=head_dim, causal=True, lengths=lengths)
-
-
-def heads() -> list[Case]:
-    """Head sizes that are no power of two."""
-    dims = ((80, 80), (96, 96), (112, 112), (192, 192), (192, 128))
-    shapes = ((4, 4096), (1, 16384))
-    return [dense(b, s, 16, d, causal, head_dim_v=dv) for d, dv in dims for b, s in shapes for causal in MASKS]
-
-
-def smoke() -> list[Case]:
-    """Three cases that say in seconds whether everything works."""
-    return [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)]
-
-
-def gate() -> list[Case]:
-    """What perf.gate watches: one short and one long case of the grid for each head_dim and mask, a small one, packed ones."""
-    grid = [dense(16384 // s, s, 2048 // d, d, causal) for d in (64, 128, 256) for s in (1024, 4096) for causal in MASKS]
-    return [*grid, dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8)]
-
-
-SETS = {function.__name__: function for function in (seeds, paper, gqa, varlen, small, heads, smoke, gate)}
+SMALL = [dense(b, s, h, 64, causal) for b, s, h in ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16)) for causal in MASKS]
+HEAD_DIMS = ((80, 80), (96, 96), (112, 112), (192, 192), (192, 128))
+SETS = {
+    "paper": grid(512, 1024, 2048, 4096, 8192, 16384),
+    "small": SMALL,
+    "seeds": [dense(16, 4096, 96, d, causal) for d in (128, 64) for causal in MASKS] + SMALL,
+    "heads": [dense(b, s, 16, d, c, head_dim_v=dv) for d, dv in HEAD_DIMS for b, s in ((4, 4096), (1, 16384)) for c in MASKS],
+    "varlen": [packed(count, head_dim) for head_dim in (128, 64) for count in (8, 16, 32, 64)],
+    "gqa": [  # and what else models use: windows, softcap
+        *(dense(4, 4096, 32, 128, causal, kv_heads=kv_heads) for kv_heads in (8, 1) for causal in MASKS),
+        dense(1, 16384, 16, 128, True, window=(1024, 0)),
+        dense(4, 4096, 32, 128, True, kv_heads=8, window=(1024, 0)),
+        *(dense(4, 4096, 16, 128, causal, softcap=30.0) for causal in MASKS),
+    ],
+    "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],
+    "gate": [*grid(1024, 4096), dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8), packed(16, 128)],
+}
 
 
 def load(names: str, file: str | None) -> list[Case]:
     """The cases of comma-separated sets, and of a JSON file: a list of objects with the fields of ``rawattn.testing.Case``."""
-    cases = [case for name in filter(None, names.split(",")) for case in SETS[name]()]
+    cases = [case for name in filter(None, names.split(",")) for case in SETS[name]]
     if file:
         cases += [from_json(entry) for entry in json.loads(pathlib.Path(file).read_text())]
     return cases
@@ -134,4 +109,4 @@ def pick(text: str) -> Case:
     if text.lstrip().startswith("{"):
         return from_json(json.loads(text))
     name, _, index = text.partition("/")
-    return SETS[name]()[int(index or 0)]
+    return SETS[name][int(index or 0)]

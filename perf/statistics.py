@@ -62,53 +62,14 @@ def _bootstrap_medians(samples: Sequence[float], draws: int, rng: np.random.Gene
     return np.interp(rank, np.arange(count), ordered)
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """Count, mean and sums of the second to fourth powers of the deviations: all that the t-tests need of a sample.
-
-    ``a + b`` are the moments of both samples together (Pebay, SAND2008-6212), so a million samples need not be kept.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    m2: float = 0.0
-    m3: float = 0.0
-    m4: float = 0.0
-
-    @classmethod
-    def of(cls, samples: npt.ArrayLike) -> Moments:
-        x = np.asarray(samples, np.float64)
-        if x.size == 0:
-            return cls()
-        deviation = x - x.mean()
-        return cls(x.size, float(x.mean()), *(float((deviation**power).sum()) for power in (2, 3, 4)))
-
-    def __add__(self, other: Moments) -> Moments:
-        if not self.count or not other.count:
-            return self if self.count else other
-        a, b, n = self.count, other.count, self.count + other.count
-        d = other.mean - self.mean
-        m2 = self.m2 + other.m2 + d**2 * a * b / n
-        m3 = self.m3 + other.m3 + d**3 * a * b * (a - b) / n**2 + 3 * d * (a * other.m2 - b * self.m2) / n
-        m4 = self.m4 + other.m4 + d**4 * a * b * (a * a - a * b + b * b) / n**3
-        m4 += 6 * d**2 * (a * a * other.m2 + b * b * self.m2) / n**2 + 4 * d * (a * other.m3 - b * self.m3) / n
-        return Moments(n, self.mean + d * b / n, m2, m3, m4)
-
-    def of_order(self, order: int) -> tuple[float, float]:
-        """Mean and variance of what the t-test of an order compares: x, or the squared deviation of x from its mean."""
-        variance = self.m2 / self.count
-        return (self.mean, variance) if order == 1 else (variance, self.m4 / self.count - variance**2)
-
-
-def welch_t(a: Moments, b: Moments, order: int = 1) -> float:
+def welch_t(a: npt.ArrayLike, b: npt.ArrayLike, order: int = 1) -> float:
     """Welch's t: how many standard errors apart two samples' means are, or for ``order`` 2 their variances.
 
     https://eprint.iacr.org/2015/207, section 3. Samples that are constant and equal give 0, constant and different infinity.
     """
-    if min(a.count, b.count) < 2:
+    both = [np.asarray(x, np.float64) for x in (a, b)]
+    if min(x.size for x in both) < 2:
         return 0.0
-    (mean_a, variance_a), (mean_b, variance_b) = a.of_order(order), b.of_order(order)
-    error = math.sqrt(max(0.0, variance_a) / a.count + max(0.0, variance_b) / b.count)
-    if error == 0:
-        return 0.0 if mean_a == mean_b else math.copysign(math.inf, mean_a - mean_b)
-    return (mean_a - mean_b) / error
+    both = [(x - x.mean()) ** 2 if order == 2 else x for x in both]
+    error, difference = math.sqrt(sum(x.var() / x.size for x in both)), float(both[0].mean() - both[1].mean())
+    return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0

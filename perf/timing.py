@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import random
 import time
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ MOST_ISSUES = 300  # in a burst: a stream takes about a thousand launches and ev
 SPIN_CYCLES_PER_US = 1.98e3  # a lower clock spins longer, which does no harm
 
 Rounds = list[list[float]]  # microseconds of each launch, by round
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Context = Callable[[], contextlib.AbstractContextManager[Any]]  # around all runs of a call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Call:
 
     run: Callable[[], Any]
     view: Callable[[Any], Any] = lambda output: output
-    context: Context = contextlib.nullcontext  # around all runs
+    context: Context = contextlib.nullcontext
     detail: str = ""
 
 
@@ -50,18 +49,6 @@ class Load:
     us: float
     host_us: float  # of one issue
     launches: int = 1
-
-    def issues(self, seconds: float) -> float:
-        """That fill the time."""
-        return seconds * 1e6 / (self.us * self.launches)
-
-
-class Clock(typing.Protocol):
-    """What the protocols need of a device."""
-
-    def rest(self, seconds: float) -> None: ...
-    def burst(self, load: Load, seconds: float) -> list[float]: ...
-    def sustain(self, load: Load, warm_up: float, seconds: float) -> list[float]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +66,15 @@ SUSTAINED = Protocol("sustained", 3, 1.0, 0.3)
 PROTOCOLS = {protocol.name: protocol for protocol in (BURST, SUSTAINED)}
 
 
-def race(clock: Clock, loads: dict[Any, Load], protocol: Protocol, seed: int = 0) -> dict[Any, Rounds]:
+def race(clock: Gpu, loads: dict[Any, Load], protocol: Protocol, seed: int = 0) -> dict[Any, Rounds]:
     """Times of each contender, by round; the order is shuffled in every round."""
     times: dict[Any, Rounds] = {name: [] for name in loads}
     shuffle = random.Random(seed)
     for _ in range(protocol.rounds):
         for name in shuffle.sample(list(loads), len(loads)):
+            measure = clock.burst if protocol.name == "burst" else clock.sustain
             with loads[name].context():
-                if protocol.name == "burst":
-                    clock.rest(protocol.before)
-                    times[name].append(clock.burst(loads[name], protocol.seconds))
-                else:
-                    times[name].append(clock.sustain(loads[name], protocol.before, protocol.seconds))
+                times[name].append(measure(loads[name], protocol.seconds, protocol.before))
     return times
 
 
@@ -102,16 +86,14 @@ class Gpu:
 
         self.torch = torch
 
-    def rest(self, seconds: float) -> None:
-        self.torch.cuda.synchronize()
-        time.sleep(seconds)
-
     def _event(self) -> Any:
         return self.torch.cuda.Event(enable_timing=True)
 
-    def burst(self, load: Load, seconds: float) -> list[float]:
-        """Microseconds of each launch of as many as fill the seconds, three issues at least."""
-        issues = int(np.clip(load.issues(seconds), 3, MOST_ISSUES))
+    def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
+        """Microseconds of each launch of as many as fill the seconds, three issues at least, after a rest."""
+        self.torch.cuda.synchronize()
+        time.sleep(rest)
+        issues = int(np.clip(seconds * 1e6 / (load.us * load.launches), 3, MOST_ISSUES))
         events = [self._event() for _ in range(issues + 1)]
         self.torch.cuda._sleep(int(min(issues * (1.5 * load.host_us + 3) + 100, 30_000) * SPIN_CYCLES_PER_US))
         events[0].record()
@@ -121,9 +103,9 @@ class Gpu:
         self.torch.cuda.synchronize()
         return [a.elapsed_time(b) * 1e3 / load.launches for a, b in itertools.pairwise(events)]
 
-    def sustain(self, load: Load, warm_up: float, seconds: float) -> list[float]:
+    def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]:
         """Microseconds of a launch, as the mean of each 10 ms of load after the warm-up. The GPU never waits for the host."""
-        issues, events = max(1, round(load.issues(0.010))), [self._event()]
+        issues, events = max(1, round(1e4 / (load.us * load.launches))), [self._event()]
         self.torch.cuda.synchronize()
         events[0].record()
         while len(events) < 4 or events[0].elapsed_time(events[-3]) < (warm_up + seconds) * 1e3:

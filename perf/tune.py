@@ -32,7 +32,7 @@ from rawattn.testing import Case
 
 from . import command, machine, records, report, sets, statistics, timing
 from .checking import Check, failure
-from .compiling import Pool, faults, source_of, without_lse
+from .compiling import Pool, faults, without_lse
 from .peers import Task, config_name, ours
 from .records import shape_class
 from .search import Search, genes
@@ -50,13 +50,12 @@ class Tuner:
     """The search for one case and kernel: what is tried next, and what became of it."""
 
     def __init__(self, case: Case, kernel: Any, device: Device, seed: int = 0, recorded: Any = None) -> None:
-        self.case, self.kernel, self.problem, self.label = case, kernel, without_lse(case.problem), sets.label(case)
-        self.device, self.unfit = device, dict[str, str]()
+        self.case, self.kernel, self.device, self.problem = case, kernel, device, without_lse(case.problem)
         candidates, typical = sorted(kernel.candidates(self.problem, device), key=self.cost), kernel.typical(self.problem)
         self.first = self.best = min(kernel.candidates(typical, device), key=lambda c: kernel.cost(c, typical, device))
         seeds = [self.first, *([recorded] if recorded else []), *candidates[: GENERATION - 2]]
         self.search = Search(seeds, genes(candidates), lambda c: kernel.legal(c, self.problem, device) is None, seed)
-        self.us, self.ratio = self.cost(self.first), statistics.Ratio()
+        self.us, self.ratio, self.unfit = math.nan, statistics.Ratio(), dict[str, str]()
 
     def cost(self, config: Any) -> float:
         """Microseconds that the cost model expects."""
@@ -68,7 +67,7 @@ class Tuner:
 
     def submit(self, pool: Pool, count: int) -> dict[str, Any]:
         """Starts compiling the next generation; its configurations by the key of their source."""
-        found = {source_of(self.kernel, self.problem, config, self.device.arch): config for config in self.search.ask(count)}
+        found = {self.kernel.render(self.problem, config, self.device.arch): config for config in self.search.ask(count)}
         pool.submit(found)
         return {source.key: config for source, config in found.items()}
 
@@ -88,36 +87,27 @@ class Tuner:
             for config in self.compiled(pool, generation):
                 self.search.tell(config, self.cost(config))
         self.best, self.us = self.search.ranking()[0]
-        ratio = self.cost(self.first) / self.us
-        self.ratio = statistics.Ratio(ratio, ratio, ratio)
+        self.ratio = statistics.Ratio(*[self.cost(self.first) / self.us] * 3)
 
     def row(self) -> list[str]:
-        tried, interval = str(len(self.search.costs)), f"{self.ratio.low:.3f}..{self.ratio.high:.3f}"
-        names = config_name(self.first), config_name(self.best)
-        return [self.label, *names, f"{self.us:.1f}", f"{self.ratio.value:.3f}", interval, tried, str(len(self.unfit))]
+        """Of the leaderboard."""
+        names = sets.label(self.case), config_name(self.first), config_name(self.best)
+        return [*names, f"{self.us:.1f}", *str(self.ratio).split(" ", 1), str(len(self.search.costs)), str(len(self.unfit))]
 
     def record(self, clocks: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
         """What perf/records.py describes."""
-        where = {"kernel": self.kernel.name, "class": dataclasses.asdict(shape_class(self.problem))}
-        times = {"us": round(self.us, 3), "ratio": round(self.ratio.value, 4), "interval": [self.ratio.low, self.ratio.high]}
-        origin = {name: facts.get(name) for name in ("nvrtc", "source_hash", "commit", "date")}
-        return {
-            **where,
-            "config": dataclasses.asdict(self.best),
-            **times,
-            "case": sets.to_json(self.case),
-            "clocks": clocks,
-            **origin,
-        }
+        found: dict[str, Any] = {"kernel": self.kernel.name, "class": dataclasses.asdict(shape_class(self.problem))}
+        found |= {"config": dataclasses.asdict(self.best), "us": round(self.us, 3), "ratio": round(self.ratio.value, 4)}
+        found |= {"interval": [self.ratio.low, self.ratio.high], "case": sets.to_json(self.case), "clocks": clocks}
+        return found | {name: facts.get(name) for name in ("nvrtc", "source_hash", "commit", "date")}
 
 
 class Race:
     """Times configurations of one case on the GPU."""
 
-    def __init__(self, tuner: Tuner, gpu: timing.Gpu) -> None:
-        self.tuner, self.gpu, self.task = tuner, gpu, Task.make(tuner.case)
-        self.check = Check(self.task)
-        self.loads: dict[Any, timing.Load] = {}
+    def __init__(self, tuner: Tuner) -> None:
+        self.tuner, self.gpu, self.task = tuner, timing.Gpu(), Task.make(tuner.case)
+        self.check, self.loads = Check(self.task), dict[Any, timing.Load]()
 
     def ready(self, config: Any) -> bool:
         """Whether a configuration computes what it should; one that does not is rejected."""
@@ -144,9 +134,7 @@ def evolve(tuner: Tuner, race: Race, pool: Pool, seconds: float) -> None:
     """Generations until the time is up or nothing is left to try: while one is timed, the next compiles."""
     begin = time.monotonic()
     fit = [config for config in tuner.compiled(pool, tuner.submit(pool, GENERATION)) if race.ready(config)]
-    if not fit:
-        raise RuntimeError(f"{tuner.label}: none of the first configurations works: {tuner.unfit}")
-    if tuner.first not in fit:
+    if tuner.first not in fit and fit:
         tuner.best = fit[0]
     while fit and time.monotonic() - begin < seconds:
         generation = tuner.submit(pool, GENERATION)
@@ -171,12 +159,6 @@ def leaderboard(tuners: Sequence[Tuner]) -> list[list[str]]:
     return [heading, *(tuner.row() for tuner in tuners), ["geometric mean", "", "", "", f"{mean:.3f}", "", "", ""]]
 
 
-def save(folder: pathlib.Path, tuners: Sequence[Tuner]) -> None:
-    tried = {t.label: {config_name(c): round(us, 3) for c, us in t.search.ranking()} | t.unfit for t in tuners}
-    report.write(folder / "tune.json", json.dumps(tried, indent=1))
-    report.write(folder / "tune.md", report.table(leaderboard(tuners), markdown=True) + "\n")
-
-
 def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path, tuners: list[Tuner]) -> None:
     """Searches each class of shapes once, the time shared evenly among those that are left."""
     console, known, facts, begin = Console(stderr=True), records.read(path), machine.facts(), time.monotonic()
@@ -194,15 +176,17 @@ def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder
             if options.dry:
                 tuner.dry(pool, options.budget)
             else:
-                share = (options.seconds - (started - begin)) / (len(todo) - i)
-                evolve(tuner, Race(tuner, timing.Gpu()), pool, share)
-                records.add(path, tuner.record(monitor.summary(started), facts))
+                evolve(tuner, Race(tuner), pool, (options.seconds - (started - begin)) / (len(todo) - i))
+                if not math.isnan(tuner.us):
+                    records.add(path, tuner.record(monitor.summary(started), facts))
             tuners.append(tuner)
-            save(folder, tuners)
-            console.print(f"{i + 1}/{len(todo)} {tuner.label}: {config_name(tuner.best)} {tuner.ratio}", highlight=False)
+            tried = {sets.label(t.case): {config_name(c): us for c, us in t.search.ranking()} | t.unfit for t in tuners}
+            report.write(folder / "tune.json", json.dumps(tried, indent=1))
+            report.write(folder / "tune.md", report.table(leaderboard(tuners), markdown=True) + "\n")
+            console.print(f"{i + 1}/{len(todo)} {'  '.join(tuner.row())}", highlight=False)
 
 
-def arguments() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("tune", __doc__)
     parser.add_argument("--set", default="", help=f"comma-separated: {', '.join(sets.SETS)}; paper if no --cases is given")
     parser.add_argument("--cases", help="JSON file with cases of your own")
@@ -211,20 +195,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="search classes that are recorded for these sources too")
     parser.add_argument("--dry", action="store_true", help="no GPU: compile, and rank by the cost model; writes no records")
     parser.add_argument("--budget", type=int, default=30, help="configurations for each case with --dry")
-    parser.add_argument("--out", type=pathlib.Path, help="folder for leaderboard and trials; by default perf/record/DEVICE")
     parser.add_argument("--records", type=pathlib.Path, help="file for the records; by default rawattn/records/DEVICE.jsonl")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments().parse_args(argv)
-    device = TYPICAL["sm_90a"] if options.dry else machine.gpu("tune")
-    if device is None:
-        return 2
-    folder = options.out or machine.record(device)
-    tuners: list[Tuner] = []
+    options = parser.parse_args(argv)
+    device, tuners = TYPICAL["sm_90a"] if options.dry else machine.gpu("tune"), list[Tuner]()
+    path = options.records or records.FOLDER / f"{machine.slug(device.name)}.jsonl"
     try:
-        tune(options, device, options.records or records.FOLDER / f"{machine.slug(device.name)}.jsonl", folder, tuners)
+        tune(options, device, path, options.out or machine.record(device), tuners)
     except KeyboardInterrupt:
         print("interrupted: what was found is kept", file=sys.stderr)
     print(report.table(leaderboard(tuners)))

@@ -140,24 +140,27 @@ def _exp(minus_one):
             def fma(a, b, c):
                 return builder.fadd(builder.fmul(a, b, flags=FUSE), c, flags=FUSE)
 
-            log2_e, low, rounder = constant(math.log2(math.e)), constant(-bias * math.log(2)), constant(1.5 * 2.0**mantissa)
+            low, rounder = constant(-bias * math.log(2)), constant(1.5 * 2.0**mantissa)
             y = builder.select(builder.fcmp_ordered("<", args[0], low), low, args[0])  # NaN stays
-            shifted = fma(y, log2_e, rounder)  # n, the integer next to y log2(e), is in its low bits
-            fraction = fma(y, log2_e, builder.fsub(rounder, shifted))  # y log2(e) - n: at most 1/2, and rounded only here
-            taylor = [math.log(2) ** k / math.factorial(k) for k in range(1, degree + 1)]
-            rest = constant(taylor[-1])
-            for coefficient in taylor[-2::-1]:
-                rest = fma(rest, fraction, constant(coefficient))
+            shifted = fma(y, constant(math.log2(math.e)), rounder)  # n, the integer next to y / ln(2), is in its low bits
+            n = builder.fsub(shifted, rounder)
+            high_bits = round(math.log(2) * 2.0 ** (mantissa - 11)) / 2.0 ** (mantissa - 11)  # of ln(2): n times it is exact
+            low_bits = math.log(2) - high_bits + 2.3190468138462996e-17  # what float64 leaves of ln(2)
+            r = fma(n, constant(-low_bits), fma(n, constant(-high_bits), y))  # y - n ln(2), at most ln(2) / 2
+            rest = constant(1 / math.factorial(degree))
+            for k in range(degree - 1, 1, -1):
+                rest = fma(rest, r, constant(1 / math.factorial(k)))
+            rest = fma(builder.fmul(r, r), rest, r)  # e^r - 1
             exponent = builder.add(builder.bitcast(shifted, integers), constant(bias, integers))
             two_n = builder.bitcast(builder.shl(exponent, constant(mantissa, integers)), vector)  # 0 where y is low
-            return fma(builder.fmul(rest, fraction), two_n, builder.fsub(two_n, constant(1.0)) if minus_one else two_n)
+            return fma(rest, two_n, builder.fsub(two_n, constant(1.0)) if minus_one else two_n)
 
         return x(x), emit
 
     return power
 
 
-exp = _exp(False)  # e^x for x < 88, to two units in the last place; 1 for 0, and 0 below the normal numbers
+exp = _exp(False)  # e^x for x < 88, to a unit in the last place; 1 for 0, and 0 below the normal numbers
 expm1 = _exp(True)  # e^x - 1, as exact near 0
 
 

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+pytest_plugins = ["tests.record"]
 CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 hypothesis.settings.register_profile("rawattn", hypothesis.settings(), deadline=None)  # a first call compiles

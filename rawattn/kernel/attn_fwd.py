@@ -15,6 +15,7 @@ from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
 from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
 from ..variant.mask import Causal, Full, Ints, Mask
+from ..variant.score import Scale
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
@@ -40,7 +41,7 @@ class Config:
     def registers(self) -> tuple[int, int]:
         """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
         part of them (multiples of 8), and what the producer gives up the consumers take."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+        return {1: (56, 256), 2: (40, 232), 3: (32, 160) if self.tile_kv > 112 else (40, 152)}[self.consumers]
 
 
 def runs_on(device: Device) -> bool:
@@ -78,8 +79,9 @@ def smem_bytes(config: Config, problem: Problem) -> int:
 
 
 def accumulators(config: Config, problem: Problem) -> int:
-    """Registers of a consumer thread that hold S, P and O."""
-    return config.tile_kv // 2 + config.tile_kv // 4 + problem.head_dim_v // 2
+    """Registers of a consumer thread that hold S, P and O, and what a score works with besides."""
+    score = 0 if isinstance(problem.score, Scale) else config.tile_kv // 4
+    return config.tile_kv // 2 + config.tile_kv // 4 + problem.head_dim_v // 2 + score
 
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:

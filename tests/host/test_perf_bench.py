@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import math
 import pathlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,14 +32,13 @@ class Clock(timing.Gpu):
         self.us: Iterator[float] = iter(range(100, 1000, 10))
         self.order: list[float] = []
 
-    def rest(self, seconds: float) -> None: ...
     def load(self, call: Call) -> Load:
         return Load(call.run, call.context, next(self.us), 10.0)
 
     def graph(self, call: Call, launches: int = 20) -> Load:
         raise RuntimeError("no graphs here\nat all")
 
-    def burst(self, load: Load, seconds: float) -> list[float]:
+    def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
         self.order.append(load.us)
         return [load.us] * 3
 
@@ -50,7 +51,7 @@ class Clock(timing.Gpu):
 
 @pytest.fixture
 def run_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(case: Case, names: list[str], found: dict[str, peers.Peer], **options: Any) -> report.Result:
+    def run(case: Case, names: list[str], found: dict[str, peers.Adapter], **options: Any) -> report.Result:
         make = peers.Task.make.__func__
         monkeypatch.setattr(peers.Task, "make", classmethod(lambda cls, case, seed: make(cls, case, seed, "cpu")))
         monkeypatch.setattr(timing, "Gpu", Clock)
@@ -77,8 +78,7 @@ def broken(task: peers.Task) -> Call:
 
 @pytest.mark.parametrize("case", [sets.dense(2, 200, 4, 64, True, kv_heads=2), sets.dense(1, 130, 2, 64, False)], ids=sets.label)
 def test_bench_on_the_cpu(run_bench: Any, case: Case) -> None:
-    rivals = {"math": peers.PEERS["math"]}
-    rivals |= {name: peers.Peer("torch", function) for name, function in (("wrong", wrong), ("hole", hole), ("broken", broken))}
+    rivals = {"math": peers.PEERS["math"][1], "wrong": wrong, "hole": hole, "broken": broken}
     result = run_bench(case, ["ours", *rivals], rivals)
     by_name = {t.name: t for t in result.timings}
     assert by_name["ours"].us == 100 and by_name["math"].us == 110
@@ -93,9 +93,9 @@ def test_bench_on_the_cpu(run_bench: Any, case: Case) -> None:
 
 def test_packed_sequences(run_bench: Any) -> None:
     case = dataclasses.replace(sets.packed(5, 64, tokens=300), heads=2, kv_heads=2)
-    result = run_bench(case, ["ours", "math"], peers.PEERS)
+    result = run_bench(case, ["ours", "math"], peers.installed())
     assert result.timings[0].error < 5e-3 and not result.timings[0].failure
-    assert result.timings[1].failure == "no varlen"
+    assert result.timings[1].failure == "no lengths"
 
 
 def test_rounds_are_interleaved_and_shuffled() -> None:
@@ -109,8 +109,8 @@ def test_rounds_are_interleaved_and_shuffled() -> None:
 
 def made_run() -> report.Run:
     results = []
-    for case, ours, theirs in zip(sets.paper()[:4], (100.0, 50.0, 200.0, 80.0), (110.0, 60.0, 190.0, 100.0), strict=True):
-        result = report.Result(sets.label(case), sets.to_json(case), sets.flops(case), 1000, "events", [])
+    for case, ours, theirs in zip(sets.SETS["paper"][:4], (100.0, 50.0, 200.0, 80.0), (110.0, 60.0, 190.0, 100.0), strict=True):
+        result = report.Result(sets.label(case), sets.to_json(case), sets.flops(case), 1000, "events")
         for name, us in (("ours", ours), ("fa3", theirs), ("cudnn", 2 * theirs)):
             result.timings.append(report.Timing(name))
             result.timings[-1].take([[us, us * 1.01, us * 0.99]] * 5, result.flops, result.bytes)
@@ -145,7 +145,8 @@ def test_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [path.name for path in pictures] == ["bench-bars.svg", "bench-roofline.svg"]
     assert capsys.readouterr().out.split() == [str(path) for path in pictures]
     report.Run({}, {}).write(tmp_path, "empty")
-    assert plot.main([str(tmp_path / "empty.json")]) == 1
+    with pytest.raises(SystemExit, match="no timings"):
+        plot.main([str(tmp_path / "empty.json")])
 
 
 def test_table() -> None:
@@ -154,12 +155,12 @@ def test_table() -> None:
 
 
 def test_sets() -> None:
-    assert len(sets.paper()) == 36 == len(set(sets.paper()))
+    assert len(sets.SETS["paper"]) == 36 == len(set(sets.SETS["paper"]))
     for name in sets.SETS:
         cases = sets.load(name, None)
         assert cases and len({sets.label(case) for case in cases}) == len(cases)
         assert [sets.from_json(json.loads(json.dumps(sets.to_json(case)))) for case in cases] == cases
-    assert all(sum(q for q, _ in case.lengths or ()) == 16384 for case in sets.varlen())
+    assert all(sum(q for q, _ in case.lengths or ()) == 16384 for case in sets.SETS["varlen"])
     assert len({length for length, _ in sets.packed(64, 128).lengths or ()}) > 30
 
 
@@ -183,7 +184,7 @@ def test_cases_of_a_file(tmp_path: pathlib.Path) -> None:
 
 
 def test_config_names() -> None:
-    device, problem = TYPICAL["sm_90a"], sets.paper()[12].problem
+    device, problem = TYPICAL["sm_90a"], sets.SETS["paper"][12].problem
     for config in attn_fwd.candidates(problem, device):
         assert peers.parse_config(attn_fwd.Config, peers.config_name(config)) == config
     assert peers.parse_config(attn_fwd.Config, "192x96") == attn_fwd.Config(192, 96)
@@ -191,14 +192,25 @@ def test_config_names() -> None:
         peers.parse_config(attn_fwd.Config, "fast")
     options = peers.our_options(Case(causal=True), "ours:attn_fwd/128x96s2q2")
     assert options == {"causal": True, "kernel": "attn_fwd", "config": attn_fwd.Config(128, 96, 2, 2)}
-    names = bench.contenders(sets.paper()[12], "all", device, ["fa3"])
-    assert names[0] == "ours" and names[-1] == "fa3" and len(names) > 10
+    names = bench.our_names(sets.SETS["paper"][12], "all", device)
+    assert names[0] == "ours" and len(names) > 10
+    assert len(list(bench.sources({sets.SETS["paper"][12]: [*names, "ours:64x256"]}, device))) == len(names), (
+        "what cannot run is left away"
+    )
 
 
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tool", ["ablate", "bench", "cold", "gate", "prove", "tune"])
+def test_without_a_gpu(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.driver, "device_count", lambda: 0)
-    assert bench.main(["--set", "smoke"]) == 2
-    assert "no NVIDIA GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=f"perf.{tool}: no NVIDIA GPU here"):
+        importlib.import_module(f"perf.{tool}").main([])
+
+
+@pytest.mark.parametrize("tool", ["ablate", "bench", "cold", "counters", "gate", "plot", "prove", "sass", "tune"])
+def test_help(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"perf.{tool}").main(["--help"])
+    assert f"python -m perf.{tool}" in capsys.readouterr().out.split("\n\n", 1)[1], "an example stands in the text"
 
 
 def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -215,7 +227,7 @@ def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, t
             return made.results.pop(0)
 
     monkeypatch.setattr(bench, "Bench", Interrupted)
-    monkeypatch.setattr(bench, "compile_ahead", lambda *_: 0)
+    monkeypatch.setattr(bench, "sources", lambda *_: ())
     monkeypatch.setattr(machine.driver, "device_count", lambda: 1)
     monkeypatch.setattr(machine.driver, "device", lambda index: TYPICAL["sm_90a"])
     assert bench.main(["--set", "paper", "--out", str(tmp_path), "--peers", ""]) == 130
@@ -226,9 +238,21 @@ def test_machine() -> None:
     assert machine.slug("NVIDIA H200") == "h200" and machine.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
     assert machine.source_hash() == machine.source_hash() and len(machine.source_hash()) == 16
     assert {"date", "source_hash", "python"} <= set(machine.facts())
-    readings = [machine.Reading(0, clock, power, 60) for clock, power in ((1980, 500), (1700, 690), (1720, 700))]
-    assert machine.summarize(readings) == {"sm_mhz": 1720, "power_w": 700, "celsius": 60}
-    assert machine.summarize([]) == {}
+    monitor = machine.Monitor()
+    assert monitor.summary(0) == {}
+    monitor.readings += [
+        (at, clock, power, 60.0) for at, clock, power in ((0, 345, 90), (1, 1980, 500), (2, 1700, 690), (3, 1720, 700))
+    ]
+    assert monitor.summary(1) == {"sm_mhz": 1720, "power_w": 700, "celsius": 60}
+
+
+def test_monitor_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_reader", lambda: (lambda: (1.0, 2.0, 3.0), 0.001))
+    begin = time.monotonic()
+    with machine.Monitor() as monitor:
+        while not monitor.summary(begin):
+            time.sleep(0.001)
+    assert monitor.summary(begin) == {"sm_mhz": 1, "power_w": 2, "celsius": 3}
 
 
 def test_windows_as_flash_attn_writes_them() -> None:

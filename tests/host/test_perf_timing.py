@@ -60,7 +60,7 @@ class Cuda:
 @pytest.fixture
 def gpu() -> timing.Gpu:
     clock = timing.Gpu.__new__(timing.Gpu)
-    clock.torch, clock.spin_per_us = types.SimpleNamespace(cuda=Cuda()), 2e3
+    clock.torch = types.SimpleNamespace(cuda=Cuda())
     return clock
 
 
@@ -69,7 +69,7 @@ def test_events(gpu: timing.Gpu) -> None:
     assert load.us == pytest.approx(200) and load.launches == 1
     samples = gpu.burst(load, 0.012)
     assert len(samples) == 60 and np.allclose(samples, 200)
-    assert gpu.torch.cuda.spins[-1] >= 2e3 * 60 * load.host_us, "the spin covers the launches"
+    assert gpu.torch.cuda.spins[-1] >= timing.SPIN_CYCLES_PER_US * 60 * load.host_us, "the spin covers the launches"
     assert len(gpu.burst(load, 0.0)) == 3
     assert len(gpu.burst(Load(load.issue, load.context, 0.1, 1.0), 1.0)) == timing.MOST_ISSUES
 
@@ -94,7 +94,7 @@ def test_sustained_load_passes_over_the_warm_up(gpu: timing.Gpu) -> None:
     """The clock drops after 0.3 s: only the time after it counts."""
     cuda = gpu.torch.cuda
     load = Load(lambda: cuda.run(100.0 if cuda.now < 0.3e6 else 150.0), Call(lambda: None).context, 100.0, 5.0)
-    samples = gpu.sustain(load, 0.3, 1.0)
+    samples = gpu.sustain(load, 1.0, 0.3)
     assert np.allclose(samples[1:], 150) and 60 < len(samples) < 90
     assert 1.29e6 < cuda.now < 1.4e6
 
@@ -105,7 +105,10 @@ def test_protocols(gpu: timing.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = gpu.torch.cuda
     loads = {name: gpu.load(Call(lambda us=us: cuda.run(us))) for name, us in (("a", 100.0), ("b", 300.0))}
     burst = timing.race(gpu, loads, timing.BURST)
-    assert rests == [0.020] * 10 and {name: len(found) for name, found in burst.items()} == {"a": 5, "b": 5}
+    assert [rest for rest in rests if rest] == [0.020] * 10 and {name: len(found) for name, found in burst.items()} == {
+        "a": 5,
+        "b": 5,
+    }
     assert np.allclose(burst["b"], 300) and len(burst["a"][0]) == 120
     sustained = timing.race(gpu, loads, timing.SUSTAINED)
     assert len(sustained["a"]) == 3 and all(len(found) > 90 for found in sustained["a"])

@@ -26,6 +26,7 @@ TEXT = """\
 #include <vector>
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
 struct Args { FIELDS };
+#include "variant/schedule/drawn.cuh"
 #include "variant/schedule/longest_first.cuh"
 #include "variant/schedule/longest_first_varlen.cuh"
 
@@ -52,10 +53,10 @@ i32 run(const Args& args, i32 blocks, const i32* order, i32 turns, Work* found, 
     return count;
 }
 extern "C" i32 dense(const Args* args, i32 blocks, const i32* order, i32 turns, Work* found, i32 most) {
-    return run<LongestFirst>(*args, blocks, order, turns, found, most);
+    return run<LongestFirst<Drawn>>(*args, blocks, order, turns, found, most);
 }
 extern "C" i32 packed(const Args* args, i32 blocks, const i32* order, i32 turns, Work* found, i32 most) {
-    return run<LongestFirstVarlen>(*args, blocks, order, turns, found, most);
+    return run<LongestFirstVarlen<Drawn>>(*args, blocks, order, turns, found, most);
 }
 """.replace("FIELDS", " ".join(f"{ctype} {name};" for name, ctype in FIELDS))
 Works = list[tuple[int, ...]]  # (batch, head, first query)

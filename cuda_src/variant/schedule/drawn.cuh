@@ -4,19 +4,17 @@
 #include "ptx/base.cuh"
 
 struct Drawn {
-    i32* counter;  // {drawn, finished}, both 0 between launches
-    i32 ahead;     // known to lane 0
+    i32 ahead = blockIdx.x;  // known to lane 0
 
-    __device__ explicit Drawn(const Args& args) : counter(args.counter), ahead(blockIdx.x) {}
-
-    __device__ i32 draw() {
+    // args.counter: {drawn, finished}, both 0 between launches.
+    __device__ i32 draw(const Args& args) {
         const i32 id = ptx::uniform(ahead);
-        if (threadIdx.x % 32 == 0) ahead = gridDim.x + atomicAdd(counter, 1);
+        if (threadIdx.x % 32 == 0) ahead = gridDim.x + atomicAdd(args.counter, 1);
         return id;
     }
-    __device__ void finish() const {
-        if (threadIdx.x % 32 != 0 || atomicInc(reinterpret_cast<u32*>(counter + 1), gridDim.x - 1) != gridDim.x - 1) return;
+    __device__ static void finish(const Args& args) {
+        if (threadIdx.x % 32 != 0 || atomicInc(reinterpret_cast<u32*>(args.counter + 1), gridDim.x - 1) != gridDim.x - 1) return;
         __threadfence();
-        *counter = 0;
+        *args.counter = 0;
     }
 };

@@ -6,17 +6,17 @@
 template <class Numbers>
 struct LongestFirst {
     const Args& args;
-    Numbers numbers;
+    Numbers numbers{};
 
-    __device__ explicit LongestFirst(const Args& args) : args(args), numbers(args) {}
+    __device__ explicit LongestFirst(const Args& args) : args(args) {}
 
     __device__ Work next() {
-        const i32 id = numbers.draw(), all = args.heads * args.batches;
+        const i32 id = numbers.draw(args), all = args.heads * args.batches;
         if (id >= all * args.q_tiles) return {-1, 0, 0};
         const i32 per_group = args.head_group * args.q_tiles, group = min(id / per_group, args.last_group);
         const i32 first = group * args.head_group, size = group == args.last_group ? all - first : args.head_group;
         const i32 rest = id - group * per_group, head = first + rest % size;
         return {head / args.heads, head % args.heads, (args.q_tiles - 1 - rest / size) * cfg::tile_q};
     }
-    __device__ void finish() const { numbers.finish(); }
+    __device__ void finish() const { Numbers::finish(args); }
 };

@@ -7,13 +7,13 @@
 template <class Numbers>
 struct LongestFirstVarlen {
     const Args& args;
-    Numbers numbers;
+    Numbers numbers{};
     i32 base = 0, before = 0;  // first sequence of the 32 at hand, query tiles of all before it
 
-    __device__ explicit LongestFirstVarlen(const Args& args) : args(args), numbers(args) {}
+    __device__ explicit LongestFirstVarlen(const Args& args) : args(args) {}
 
     __device__ Work next() {
-        const i32 id = numbers.draw(), tile = id / args.heads, lane = threadIdx.x % 32;
+        const i32 id = numbers.draw(args), tile = id / args.heads, lane = threadIdx.x % 32;
         for (; base < args.batches; base += 32) {
             const i32 batch = base + lane;
             const i32 count = batch < args.batches ? ceil_div(max(0, args.cu_seqlens_q[batch + 1] - args.cu_seqlens_q[batch]), cfg::tile_q) : 0;
@@ -32,5 +32,5 @@ struct LongestFirstVarlen {
         }
         return {-1, 0, 0};
     }
-    __device__ void finish() const { numbers.finish(); }
+    __device__ void finish() const { Numbers::finish(args); }
 };

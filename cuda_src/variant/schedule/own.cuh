@@ -3,8 +3,6 @@
 #include "ptx/base.cuh"
 
 struct Own {
-    __device__ explicit Own(const Args&) {}
-
-    __device__ i32 draw() const { return blockIdx.x; }
-    __device__ void finish() const {}
+    __device__ static i32 draw(const Args&) { return blockIdx.x; }
+    __device__ static void finish(const Args&) {}
 };

@@ -1,0 +1,243 @@
+"""perf.sass, counters, altered, ablate, gate and prove without a GPU: what they parse, change, decide and compile."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perf import ablate, compiling, counters, gate, machine, prove, report, sass, sets
+from perf.report import Result, Run
+from rawattn import compiler
+from rawattn.kernel import attn_fwd
+from rawattn.kernel.attn_fwd import Config
+
+CASE = sets.dense(4, 4096, 16, 128, True)
+PROBLEM = compiling.without_lse(CASE.problem)
+CONFIG = Config(128, 128, 2, 2)
+
+LISTING = """\
+        .type           attn_fwd,@function
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
+.L_x_1:
+        /*0020*/              @!P0 SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R3+URZ], R4 ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R88, gdesc[UR12], R88 ;
+        /*0040*/                   MUFU.EX2 R5, R6 ;
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR16].tnspB, R24 ;
+        /*0060*/               @P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0070*/                   HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR16].tnspB, R24 ;
+        /*0080*/              @!P3 BRA `(.L_x_3) ;
+        /*0090*/                   MUFU.RCP R7, R8 ;
+        /*00a0*/                   BRA `(.L_x_2) ;
+.L_x_3:
+        /*00b0*/                   EXIT ;
+"""
+
+
+def test_listing_is_parsed() -> None:
+    names, loops = sass.parse(LISTING)
+    assert len(names) == 12 and names[0] == "LDC" and names[-1] == "EXIT" and loops == [(2, 6), (7, 10)]
+    assert [sass.family(name) for name in sass.main_loop(LISTING)] == ["SYNCS.PHASECHK", "HGMMA", "MUFU.EX2", "HGMMA", "BRA"]
+    rows = sass.summary(
+        {"this": LISTING, "that": LISTING.replace("MUFU.EX2 R5, R6 ;", "MUFU.EX2 R5, R6 ;\n/*0048*/ FADD R1, R2 ;")}
+    )
+    table = {row[0]: row[1:] for row in rows}
+    assert table["HGMMA"] == ["4", "2", "4", "2", "+0"] and table["FADD"] == ["0", "0", "1", "1", "+1"]
+    assert table["together"] == ["12", "5", "13", "6", "+1"] and rows[1][0] == "together"
+    assert sass.main_loop("") == []
+
+
+def test_machine_code_of_a_kernel(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    try:
+        sass.disassemble(sass.build(CASE, "128x128s2q2").cubin)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    saved = tmp_path / "before.cubin"
+    assert sass.main(["paper/18", "--config", "128x128s2q2", "--save", str(saved)]) == 0
+    assert sass.main(["paper/18", "--config", "128x64s2q2", "--against", str(saved)]) == 0
+    second = capsys.readouterr().out.split("instruction")[2]
+    table = {line.split()[0]: line.split()[1:] for line in second.splitlines()[1:]}
+    assert table["HGMMA"] == ["24", "12", "32", "16", "+4"], (
+        "head_dim / 16 and tile_kv / 16 of them in the loop, each once outside"
+    )
+    assert int(table["MUFU.EX2"][1]) >= 32
+    with pytest.raises(ValueError, match="cannot run"):
+        sass.build(CASE, "192x256")
+
+
+RAW = """\
+==PROF== Connected to process 7
+"ID","Process ID","Process Name","Host Name","Kernel Name","launch__registers_per_thread","lts__t_sector_hit_rate.pct",\
+"sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active","l1tex__data_bank_conflicts_pipe_lsu.sum",\
+"smsp__average_warps_issue_stalled_selected_per_issue_active.ratio","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_math_pipe_throttle_per_issue_active.ratio"
+"","","","","","register/thread","%","%","","inst","inst","inst"
+"0","7","python","127.0.0.1","attn_fwd","168","93.5","71.25","1,024","1","0.5","2.25"
+"""
+SOURCE = """\
+"attn_fwd"
+"#","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_wait","stall_math","stall_math_not_issued"
+"1","0x10","  HGMMA.64x128x16 R88","400","400","10","390","800"
+"2","0x20","  FADD R1, R2","1,500","1500","1400","100","0"
+"3","0x30","  EXIT","0","0","","",""
+"""
+
+
+def test_counters_are_parsed_and_judged() -> None:
+    metrics = counters.parse_raw(RAW)
+    assert metrics["launch__registers_per_thread"] == 168 and metrics["l1tex__data_bank_conflicts_pipe_lsu.sum"] == 1024
+    rows = {row[0]: row[1:] for row in counters.verdict(metrics)}
+    assert rows["tensor pipe active, %"] == ["71.25", ">= 80", "off"]
+    assert rows["shared-memory bank conflicts"] == ["1024", "<= 0", "off"]
+    assert rows["L2 hit rate, %"] == ["93.5", "", ""]
+    assert [name for name in rows if name.startswith("stalled")] == ["stalled: math_pipe_throttle", "stalled: wait"]
+    assert counters.parse_source(SOURCE) == [("FADD R1, R2", 1500, "wait"), ("HGMMA.64x128x16 R88", 400, "math")]
+    assert counters.parse_raw("==ERROR== none") == {} and counters.parse_source("") == []
+    assert next(csv.reader(io.StringIO(RAW.splitlines()[1])))[0] == "ID"
+
+
+def test_counters_without_ncu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
+    monkeypatch.setattr(counters.glob, "glob", lambda pattern: [])
+    assert counters.main([]) == 2
+    assert "developer.nvidia.com/nsight-compute" in capsys.readouterr().err
+
+
+def test_patches_apply() -> None:
+    """Each changes the source; two of them are compiled here, all of them where a GPU times them."""
+    names = sorted(path.stem for path in compiling.PATCHES.glob("*.patch"))
+    assert len(names) >= 8 and set(ablate.LEAKS) < set(names)
+    plain = attn_fwd.render(PROBLEM, CONFIG)
+    sources = {name: compiling.altered(attn_fwd, name).render(PROBLEM, CONFIG) for name in names}
+    assert len({plain.key, *(source.key for source in sources.values())}) == 1 + len(names)
+    for name in ("static_order", "no_turns"):
+        assert compiling.faults(compiler.compile(sources[name])) == ""
+
+
+def test_patch_that_does_not_apply() -> None:
+    source = attn_fwd.render(PROBLEM, CONFIG)
+    text = (compiling.PATCHES / "no_overlap.patch").read_text()
+    with pytest.raises(ValueError, match="has not once, but 0 times"):
+        compiling.patch(compiling.patch(source, text), text)
+    with pytest.raises(ValueError, match=r"none\.cuh has not once"):
+        compiling.patch(source, text.replace("attn_fwd.cu", "none.cuh"))
+
+
+def test_altered_kernel_leaves_the_original_alone() -> None:
+    before = attn_fwd.render(PROBLEM, CONFIG)
+    copy = compiling.altered(attn_fwd, choices=ablate.lazy, values=ablate.one_group)
+    device = compiling.devices.TYPICAL["sm_90a"]
+    assert "using Softmax = Lazy;" in dict(copy.render(PROBLEM, CONFIG).headers)["config.cuh"]
+    assert copy.values(PROBLEM, CONFIG, device)["head_group"] == 64 and copy.values(PROBLEM, CONFIG, device)["last_group"] == 0
+    assert attn_fwd.render(PROBLEM, CONFIG) == before and attn_fwd.values(PROBLEM, CONFIG, device)["head_group"] != 64
+    assert copy.Config is attn_fwd.Config and copy.name == "attn_fwd"
+
+
+def test_ablations_change_something() -> None:
+    names = [each.name for each in ablate.ABLATIONS]
+    assert names[0] == "full" and len(set(names)) == len(names) and "static_order" in names and "leaky" not in names
+    assert all(each.what.endswith(".") for each in ablate.ABLATIONS)
+    for each in ablate.ABLATIONS:
+        assert (
+            each.name == "full"
+            or dataclasses.replace(Config(192, 96, 4, 2), **each.config) != Config(192, 96, 4, 2)
+            or each.kernel(attn_fwd)
+        )
+
+
+def gate_run(ratios: dict[str, tuple[float, float, float]]) -> Run:
+    return Run({}, {}, results=[Result(label, {}, 1, 1, "events", ratios={"ours": {"cudnn": r}}) for label, r in ratios.items()])
+
+
+def test_gate_sees_what_got_worse() -> None:
+    before = gate_run({"a": (1.10, 1.09, 1.11), "b": (1.10, 1.09, 1.11), "c": (1.10, 1.02, 1.18), "d": (1.1, 1.09, 1.11)})
+    now = gate_run(
+        {"a": (1.05, 1.04, 1.06), "b": (1.085, 1.08, 1.09), "c": (1.05, 1.04, 1.06), "d": (1.3, 1.2, 1.4), "new": (0.5, 0.4, 0.6)}
+    )
+    rows, bad = gate.compare(before, now)
+    assert bad == ["a against cudnn: 1.100 -> 1.050"]
+    assert [row[4] for row in rows if row[1] == "cudnn"][:2] == ["-4.5%", "-1.4%"]
+
+
+def test_gate_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ratio = [1.1]
+
+    def measure(options: Any, device: Any, cases: Any, run: Run, *_: Any) -> None:
+        run.results += gate_run({"a": (ratio[0], ratio[0] - 0.01, ratio[0] + 0.01)}).results
+        for result in run.results:
+            result.case = sets.to_json(CASE)
+
+    monkeypatch.setattr(machine, "gpu", lambda tool: compiling.devices.TYPICAL["sm_90a"])
+    monkeypatch.setattr(gate.bench, "measure", measure)
+    monkeypatch.setitem(sets.SETS, "gate", [CASE])
+    words = ["--no-tests", "--out", str(tmp_path)]
+    assert gate.main(words) == 0 and (tmp_path / "gate.json").exists()
+    assert gate.main(words) == 0
+    ratio[0] = 1.0
+    assert gate.main(words) == 1 and "1.100 -> 1.000" in capsys.readouterr().out
+    assert gate.main([*words, "--update"]) == 1 and gate.main(words) == 0
+
+
+def cycles(rng: np.random.Generator, launches: int, leak: dict[str, float], wider: dict[str, float]) -> tuple[Any, Any]:
+    labels = rng.integers(len(prove.CLASSES), size=launches)
+    mean = np.array([10_000 + leak.get(name, 0) for name in prove.CLASSES])[labels]
+    drift = 200 * np.sin(np.arange(launches) / 5000)  # of the clock, over all classes alike
+    return labels, mean + drift + rng.normal(size=launches) * np.array([60 * wider.get(name, 1) for name in prove.CLASSES])[
+        labels
+    ]
+
+
+def test_leaks_are_found_and_only_those() -> None:
+    rng = np.random.default_rng(0)
+    rows, leaks = prove.verdicts(prove.leakage(*cycles(rng, 120_000, {}, {})))
+    assert not leaks and [row[-1] for row in rows[1:]] == ["passed"] * 5
+    rows, leaks = prove.verdicts(prove.leakage(*cycles(rng, 120_000, {"large": -15}, {"near_zero": 2})))
+    assert leaks and [row[-1] for row in rows[1:]] == ["passed", "leaks", "leaks", "passed", "passed"]
+    assert abs(float(rows[2][2])) > 4.5 > abs(float(rows[3][2])), "a wider spread is seen by the second order alone"
+
+
+def test_t_of_a_leak_grows_with_the_root_of_launches(tmp_path: Any) -> None:
+    found = prove.leakage(*cycles(np.random.default_rng(1), 400_000, {"random": 20}, {}))
+    points = [abs(t) for _, t, _ in found["random"]]
+    assert points[-1] / points[9] == pytest.approx(2, rel=0.4) and found["random"][-1][0] == 400_000
+    pytest.importorskip("matplotlib")
+    prove.draw(found, tmp_path / "t.svg")
+    assert "</svg>" in (tmp_path / "t.svg").read_text()
+
+
+@pytest.mark.parametrize("patches", [(), ("leaky",)], ids=["kernel", "leaky"])
+def test_the_clock_is_written_by_choices(patches: tuple[str, ...]) -> None:
+    """The kernel of the timing proof differs from the product's in two choices and one field, and compiles."""
+    problem = compiling.without_lse(prove.TIMED.problem)
+    kernel = prove.timed(attn_fwd, 4096, *patches)
+    config = Config(128, 128, 2, 1)
+    source = kernel.render(problem, config)
+    header = dict(source.headers)["config.cuh"]
+    assert "using Store = TimedStore<StoreO>;" in header and "using Schedule = TimedSchedule<LongestFirst>;" in header
+    assert kernel.fields(problem) == (*attn_fwd.fields(problem), ("cycles", "i32*"))
+    device = compiling.devices.TYPICAL["sm_90a"]
+    assert kernel.values(problem, config, device)["cycles"] == 4096
+    assert kernel.grid(problem, config, device) == 64, "each block has one work"
+    assert compiler.compile(source).registers > 0
+
+
+def test_no_tool_needs_the_gpu_to_be_imported() -> None:
+    tools = [path.stem for path in (machine.ROOT / "perf").glob("*.py") if path.stem != "plain_triton"]
+    code = f"import sys\nfor name in {tools}: __import__('perf.' + name)\nprint(*{{'torch', 'matplotlib'}} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=machine.ROOT, check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == []
+
+
+def test_cases_by_name() -> None:
+    assert sets.pick("paper/21") == sets.SETS["paper"][21] and sets.pick("smoke") == sets.SETS["smoke"][0]
+    assert sets.pick(json.dumps(sets.to_json(CASE))) == CASE
+    assert report.table([["x"]]) == "x"

@@ -1,0 +1,155 @@
+"""Arrays of every library, of any strides, on any device: read where they lie, and the same bits come out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rawattn
+from rawattn.plan import KEPT_LAUNCHES
+from rawattn.testing import Case, expect
+from tests.calls import attend
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu
+
+CASE = Case("fp16", 2, 200, 300, 4, 2, causal=True)
+CASES = [CASE, dataclasses.replace(CASE, dtype="bf16"), Case("bf16", heads=2, lengths=((100, 200), (0, 5), (77, 20)))]
+EACH = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+def bits(x: Any) -> npt.NDArray[np.uint8]:
+    """An array's bytes, whatever library it is of."""
+    if isinstance(x, torch.Tensor):
+        return x.contiguous().view(torch.uint8).cpu().numpy()
+    return np.ascontiguousarray(x.get() if hasattr(x, "get") else np.asarray(x)).view(np.uint8)
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return all(np.array_equal(bits(a), bits(b)) for a, b in zip(found, wanted, strict=True))
+
+
+@EACH
+def test_cupy(case: Case) -> None:
+    cupy = pytest.importorskip("cupy")
+    inputs = case.inputs("cupy", 0)
+    o, lse = found = attend(case, *inputs)
+    assert isinstance(o, cupy.ndarray) and isinstance(lse, cupy.ndarray)
+    assert (o.dtype, lse.dtype, o.device) == (inputs[0].dtype, np.float32, inputs[0].device)
+    assert same(found, attend(case, *case.inputs("torch", "cuda")))
+    out = case.out("cupy", 0)
+    assert attend(case, *inputs, out=out)[0] is out
+    assert same([out], [o])
+
+
+def test_numba() -> None:
+    cuda = pytest.importorskip("numba.cuda")
+    if not cuda.is_available():
+        pytest.skip("needs numba.cuda with a driver that it can use")
+    q, k, v = (np.ascontiguousarray(x) for x in CASE.inputs())
+    o, lse = attend(CASE, *map(cuda.to_device, (q, k, v)))
+    assert cuda.is_cuda_array(o) and type(o).__module__.startswith("numba")
+    assert same((o.copy_to_host(), lse.copy_to_host()), attend(CASE, *CASE.inputs("torch", "cuda")))
+
+
+def test_jax() -> None:
+    jax = pytest.importorskip("jax")
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"needs a JAX that sees the GPU: {error}")
+    inputs = [jax.device_put(np.ascontiguousarray(x), device) for x in CASE.inputs()]
+    o, lse = attend(CASE, *inputs)
+    assert isinstance(o, jax.Array) and isinstance(lse, jax.Array)
+    assert same((o, lse), attend(CASE, *CASE.inputs("torch", "cuda")))
+
+
+class Producer:
+    """An array that can do no more than hand itself over."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.streams = array, []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self.streams.append(options.get("stream"))
+        return self.array.__dlpack__(**options)
+
+
+class Namespace:
+    @staticmethod
+    def from_dlpack(x: Any) -> Producer:
+        return Producer(x)
+
+
+class StandardProducer(Producer):
+    """One that says, as the array API standard has it, which library takes results."""
+
+    def __array_namespace__(self) -> type:
+        return Namespace
+
+
+@pytest.mark.parametrize("kind", [Producer, StandardProducer])
+def test_any_producer(kind: type[Producer]) -> None:
+    cupy = pytest.importorskip("cupy")
+    arrays = CASE.inputs("cupy", 0)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        inputs = [kind(x) for x in arrays]
+        found = attend(CASE, *inputs)
+        stream.synchronize()
+    assert [x.streams for x in inputs] == [[stream.ptr]] * 3, "the producer was not told which stream must wait for its own"
+    if kind is StandardProducer:
+        assert all(isinstance(x, Producer) for x in found)
+        found = [x.array for x in found]
+    assert same(found, attend(CASE, *arrays))
+
+
+def test_device_that_is_not_current() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(0):
+        for case in CASES:
+            there = attend(case, *case.inputs("torch", "cuda:1"))
+            assert all(x.device == torch.device("cuda", 1) for x in there)
+            assert same(there, attend(case, *case.inputs("torch", "cuda:0")))
+        assert torch.cuda.current_device() == 0
+
+
+@EACH
+def test_plan_takes_other_strides(case: Case) -> None:
+    inputs = case.inputs("torch", "cuda")
+    plan = rawattn.plan(*inputs, **case.options, return_lse=True)
+    wanted = attend(case, *inputs)
+    for layout in ("contiguous", "heads_first", "packed", "padded"):
+        assert same(plan.run(*dataclasses.replace(case, layout=layout).inputs("torch", "cuda")), wanted), layout
+    expanded = dataclasses.replace(case, layout="expanded").inputs("torch", "cuda")
+    expect(*expanded, **case.options).check(*plan.run(*expanded))
+
+
+def test_plan_takes_other_pointers() -> None:
+    """More of them than a plan keeps launches for."""
+    inputs = CASE.inputs("torch", "cuda")
+    plan = rawattn.plan(*inputs, **CASE.options)
+    wanted = plan.run(*inputs)
+    outs = [torch.full_like(wanted, float("nan")) for _ in range(KEPT_LAUNCHES + 10)]
+    for out in outs + outs:
+        plan.run(*inputs, out=out)
+    assert all(torch.equal(out, wanted) for out in outs)
+
+
+def test_what_the_copy_engine_cannot_read() -> None:
+    q, k, v = CASE.inputs("torch", "cuda")
+    plan = rawattn.plan(q, k, v)
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape)
+    odd = torch.empty((*k.shape[:-1], 65), dtype=k.dtype, device="cuda")[..., :64]
+    for name, given in (("q", (shifted, k, v)), ("k", (q, odd, v))):
+        with pytest.raises(rawattn.UnsupportedError, match=rf"{name} .*16 bytes"):
+            rawattn.attention(*given)
+        with pytest.raises(rawattn.ProblemError, match=rf"{name} .*16 bytes"):
+            plan.run(*given)

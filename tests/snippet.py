@@ -1,0 +1,66 @@
+"""A few lines of CUDA around a file of ``cuda_src/``, run by one block on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rawattn import compiler, driver, render, tma
+from rawattn.plan import _function
+from rawattn.variant import Choice
+from rawattn.variant.element import BF16
+
+HEADERS = {path.relative_to(render.FOLDER).as_posix(): path.read_text() for path in sorted(render.FOLDER.rglob("*.cuh"))}
+ENTRY = """
+struct Facts { u32 smem_bytes, args_bytes, threads; };
+extern "C" __device__ Facts facts = {cfg::smem_bytes, sizeof(Args), cfg::threads};
+extern "C" __global__ __launch_bounds__(cfg::threads) void snippet(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    run(args, smem);
+}
+"""
+
+
+def source(
+    text: str,
+    args: Mapping[str, tuple[str, Any]],
+    constants: Mapping[str, int],
+    products: Sequence[str],
+    choices: Mapping[str, Choice],
+) -> compiler.Source:
+    """What is compiled: ``text`` behind a configuration like a kernel's."""
+    fields = tuple((name, ctype) for name, (ctype, _) in args.items())
+    config = render.config_header(constants, fields, products, {"Element": BF16, **choices})
+    headers = tuple({**HEADERS, "config.cuh": config}.items())
+    return compiler.Source("snippet.cu", f'#include "config.cuh"\n{text}{ENTRY}', headers, "sm_90a")
+
+
+def run(
+    text: str, args: Mapping[str, tuple[str, Any]], *, threads: int = 32, smem_bytes: int = 0,
+    products: Sequence[str] = (), choices: Mapping[str, Choice] | None = None, **constants: int,
+) -> None:  # fmt: skip
+    """Runs ``__device__ void run(const Args& args, unsigned char* smem)`` of the text in each thread.
+
+    ``args`` are the fields of Args: name -> (type in C++, value); a CuPy array stands for a pointer.
+    """
+    import cupy
+
+    constants |= {"threads": threads, "smem_bytes": smem_bytes}
+    binary = compiler.compile(source(text, args, constants, products, choices or {}))
+    places, size = render.layout(tuple((name, ctype) for name, (ctype, _) in args.items()))
+    offsets, formats = zip(*places.values(), strict=True)
+    record = np.zeros((), np.dtype({"names": list(places), "offsets": offsets, "formats": formats, "itemsize": size}))
+    for name, (_, value) in args.items():
+        record[name] = value.data.ptr if isinstance(value, cupy.ndarray) else value
+    stream = cupy.cuda.get_current_stream()
+    driver.Launch(_function(binary, "snippet", 0), 1, record.tobytes(), stream.ptr)()
+    stream.synchronize()
+
+
+def tensor(x: Any, box_rows: int) -> np.void:
+    """The Tensor of a CuPy array of 16-bit numbers, (batch, rows, heads, columns) or (rows, heads, columns)."""
+    shape = tma.geometry(x.shape, tuple(s // 2 for s in x.strides), 2, box_rows)
+    steps = np.array([shape.head_step, shape.batch_step], np.int32).tobytes()
+    return np.void(driver.tensor_map(x.data.ptr, "fp16", shape.sizes, shape.strides, shape.box) + steps + bytes(56))
