@@ -15,7 +15,7 @@
 //
 // A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
 
-#include "config.cuh"  // rendered: cfg, MappedTensor, Args, QkMma, PvMma, and the choices
+#include "config.cuh"  // rendered: cfg, Tensor, Args, QkMma, PvMma, and the choices
                        // Element, Rows, Mask, Score, Softmax, Kv, Schedule, Store
 #include "ptx/barrier.cuh"
 #include "ptx/ldmatrix.cuh"

@@ -11,7 +11,7 @@
 //
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices
+#include "config.cuh"  // rendered: cfg, RawTensor, Args, and the choices
                        // Element, Rows, Mask, Score, Softmax, Kv, Schedule, Store
 #include "tile/fragment.cuh"
 #include "tile/swizzled.cuh"

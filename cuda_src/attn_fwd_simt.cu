@@ -10,8 +10,8 @@
 //   __syncthreads, read     every thread   every thread   smem.kv until read
 //   __syncwarp              the warp       the warp       its rows of smem.p until written, and until read
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Score, Schedule, Store
-#include "tile/strided.cuh"
+#include "config.cuh"  // rendered: cfg, RawTensor, Args, and the choices Element, Rows, Mask, Score, Schedule, Store
+#include "tile/raw_tensor.cuh"
 #include "variant/interfaces.cuh"
 
 static_assert(NumberChoice<Element>, "variant/element");
@@ -40,7 +40,7 @@ struct alignas(16) Numbers {
 
     // Every thread of the block loads its share of rows [first, first + rows), from column `column` of `end`. Columns past the end
     // are zeros. Sixteen loads of a thread are on their way together. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
-    __device__ void load(const StridedTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end, int sign = 1) {
+    __device__ void load(const RawTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end, int sign = 1) {
         constexpr int warps = cfg::threads / 32, pieces = (columns + 31) / 32, ahead = pieces < 16 ? 16 / pieces * warps : warps;
         const int lane = threadIdx.x % 32;
 #pragma unroll 1

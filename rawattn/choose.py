@@ -53,12 +53,13 @@ def _choose(problem: Problem, device: Device, kernel: str | None, config: Any) -
         reason = candidate.supports(problem, device)
         if reason is None:
             best, why = _configure(candidate, problem, device, config)
-            return Choice(candidate, best, why, tuple(refusals), slow and f"{candidate.name} computes this slowly: {slow}")
+            return Choice(candidate, best, why, tuple(refusals), slow and f"{candidate.name} computes this, slowly; {slow}")
         refusals.append((candidate.name, reason))
         if candidate.runs_on(device):
-            slow = slow or f"{candidate.name} is made for {device.name}, but {reason}"
+            slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
             if kernel is None and _refuses_strides(candidate, problem, device):
-                raise UnsupportedError(f"{slow}; or ask for a slower kernel by its name, kernel=...")
+                others = [repr(k.name) for k in KERNELS if k.supports(problem, device) is None]
+                raise UnsupportedError(f"{candidate.name}: {reason}; or ask for a slower kernel: kernel={' or '.join(others)}.")
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {problem} on {device.name}:{reasons}")
 

@@ -121,7 +121,7 @@ def _driver() -> tuple[Version | None, list[Finding]]:
             kernel = choose(Problem(BF16, 1, 4096, 4096, 16, 16, 128, 128, 128**-0.5), device).kernel
             found = f"{found}, served by {kernel.name}"
         except UnsupportedError:
-            fix = "no kernel serves it yet; arrays on the CPU work"
+            fix = "no kernel serves it; arrays on the CPU work"
         findings.append(Finding(f"GPU {device.index}", found, fix))
     return cuda, findings
 

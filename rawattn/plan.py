@@ -74,7 +74,7 @@ class Plan:
         self._template = np.zeros((), self._record)
         for name, value in kernel.values(problem, self.config, self.device).items():
             self._template[name] = value
-        self._boxes = kernel.boxes(problem, self.config) if ("q", "MappedTensor") in fields else None
+        self._boxes = kernel.boxes(problem, self.config) if ("q", "Tensor") in fields else None
         self._grid = kernel.grid(problem, self.config, self.device)
 
     def run(self, q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *, out: Any = None) -> Any:

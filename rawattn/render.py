@@ -23,16 +23,17 @@ FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") i
 
 # C++ type -> (bytes, alignment, NumPy format). Args is laid out as the compiler lays it out; Facts.args_bytes must agree.
 CTYPES = {
-    "MappedTensor": (192, 64, "V192"),
-    "StridedTensor": (32, 8, "V32"),
+    "Tensor": (192, 64, "V192"),
+    "RawTensor": (32, 8, "V32"),
     "Element*": (8, 8, "u8"),
     "Number*": (8, 8, "u8"),
+    "float*": (8, 8, "u8"),
     "i32*": (8, 8, "u8"),
     "const i32*": (8, 8, "u8"),
     "i64": (8, 8, "i8"),
     "i32": (4, 4, "i4"),
 }
-TENSORS = {"MappedTensor": "tile/mapped.cuh", "StridedTensor": "tile/strided.cuh"}  # C++ type -> its file
+TENSORS = {"Tensor": "tile/tensor.cuh", "RawTensor": "tile/raw_tensor.cuh"}  # C++ type -> its file
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 

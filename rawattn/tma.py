@@ -13,7 +13,7 @@ STRIDE_LIMIT = 1 << 40  # bytes
 ROW_LIMIT = 1 << 32  # bytes, of a row stride that threads compute with
 BOX_COLUMNS = 64  # one 128-byte swizzle span of a 16-bit format
 RAGGED_STRIDE_LIMIT = 1 << 34  # bytes; times the rows, 2^30, it wraps around 64 bits
-_RAGGED_ROWS, _RAGGED_EXTENT = 1 << 30, (1 << 31) - 1  # the extent is that of the two shifting dimensions: see rows/varlen.cuh
+_RAGGED_ROWS, _RAGGED_EXTENT = 1 << 30, (1 << 31) - 1  # the extent is that of the two shifting dimensions: see tile/tensor.cuh
 
 
 class Geometry(NamedTuple):

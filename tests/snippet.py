@@ -47,7 +47,7 @@ def run(
     """
     import cupy
 
-    constants |= {"threads": threads, "smem_bytes": smem_bytes}
+    constants = {"slabs": 1, **constants, "threads": threads, "smem_bytes": smem_bytes}
     binary = compiler.compile(source(text, args, constants, products, choices or {}))
     places, size = render.layout(tuple((name, ctype) for name, (ctype, _) in args.items()))
     offsets, formats = zip(*places.values(), strict=True)

@@ -162,7 +162,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
         "Score": problem.score,  # type: ignore[dict-item]  # likewise
         "Softmax": softmax.Trusting(),
-        "Kv": kv.Mapped(),
+        "Kv": kv.Strided(),
         "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
     }
@@ -170,7 +170,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    common = (*((name, "MappedTensor") for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
+    common = (*((name, "Tensor") for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
     return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
 
 

@@ -129,7 +129,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    common = (*((name, "StridedTensor") for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
+    common = (*((name, "RawTensor") for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
     return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
 
 

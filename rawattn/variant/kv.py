@@ -9,11 +9,11 @@ from . import Choice
 
 
 @dataclasses.dataclass(frozen=True)
-class Mapped(Choice):
+class Strided(Choice):
     """Plain strided tensors, read by the copy engine."""
 
-    type: ClassVar[str] = "Mapped"
-    source: ClassVar[str] = "variant/kv/mapped.cuh"
+    type: ClassVar[str] = "Strided"
+    source: ClassVar[str] = "variant/kv/strided.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

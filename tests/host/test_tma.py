@@ -16,7 +16,7 @@ from rawattn.tma import ALIGNMENT, RAGGED_STRIDE_LIMIT, STRIDE_LIMIT, Geometry, 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WRAP = 1 << 64  # of the engine's addresses
-BOUND = 1 << 30  # of rows/varlen.cuh
+BOUND = 1 << 30  # of tile/tensor.cuh
 
 
 def address(found: Geometry, *coordinates: int) -> int | None:
@@ -78,7 +78,7 @@ def check_limits(found: Geometry) -> None:
 def test_ragged_map_reads_one_sequence(
     row_bytes: int, heads: int, head_bytes: int, first: int, length: int, data: st.DataObject
 ) -> None:
-    """The coordinates that rows/varlen.cuh computes give the rows of a sequence, and zeros past its end."""
+    """The coordinates that tile/tensor.cuh computes give the rows of a sequence, and zeros past its end."""
     columns = 64
     found = geometry((max(2, first + length), heads, columns), (row_bytes // 2, head_bytes // 2, 1), 2, 128)
     check_limits(found)
@@ -106,7 +106,7 @@ def test_ragged_map_over_every_row_of_a_packed_array() -> None:
 
 
 def test_ragged_bound_is_the_kernels() -> None:
-    text = (ROOT / "cuda_src" / "variant" / "rows" / "varlen.cuh").read_text()
+    text = (ROOT / "cuda_src" / "tile" / "tensor.cuh").read_text()
     (shift,) = re.findall(r"bound = 1 << (\d+);", text)
     assert 1 << int(shift) == BOUND == geometry((4, 1, 64), (64, 64, 1), 2, 64).sizes[1]
     assert (BOUND * RAGGED_STRIDE_LIMIT) % WRAP == 0

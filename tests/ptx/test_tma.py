@@ -26,7 +26,7 @@ __device__ void run(const Args& args, unsigned char* smem) {
     __syncthreads();
     if (threadIdx.x == 0) {
         full.arrive_expect(bytes);
-        Rows(args, args.batch).kv.load(smem, args.k, full, args.column, args.row, args.head);
+        args.k.load(smem, full, Rows(args, args.batch).kv, args.column, args.row, args.head);
     }
     full.wait(0);
     for (u32 i = threadIdx.x; i < bytes / 2; i += cfg::threads) args.box[i].bits = reinterpret_cast<u16*>(smem)[i];

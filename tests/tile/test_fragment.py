@@ -41,22 +41,23 @@ __device__ void run(const Args& args, unsigned char*) {
     np.testing.assert_array_equal(total.get(), quads.sum(1).repeat(4))
 
 
+@pytest.mark.parametrize("slabs", [1, 2])
 @pytest.mark.parametrize("n", [4, 8, 12, 16, 20, 64, 128])
-def test_fold_row(n: int) -> None:
+def test_fold_row(n: int, slabs: int) -> None:
     text = """
 __device__ void run(const Args& args, unsigned char*) {
     float s[cfg::n];
     for (int i = 0; i < cfg::n; ++i) s[i] = args.s[cfg::n * threadIdx.x + i];
-    for (int r = 0; r < 2; ++r) {
-        args.max[2 * threadIdx.x + r] = fold_row(s, r, [](float a, float b) { return fmaxf(a, b); });
-        args.sum[2 * threadIdx.x + r] = fold_row(s, r, [](float a, float b) { return a + b; });
+    for (int r = 0; r < rows_each; ++r) {
+        args.max[rows_each * threadIdx.x + r] = fold_row(s, r, [](float a, float b) { return fmaxf(a, b); });
+        args.sum[rows_each * threadIdx.x + r] = fold_row(s, r, [](float a, float b) { return a + b; });
     }
 }
 """
-    s = cupy.asarray(np.random.default_rng(n).integers(-99, 100, (32, n)).astype(np.float32))
-    top, total = cupy.zeros((32, 2), "float32"), cupy.zeros((32, 2), "float32")
+    s = cupy.asarray(np.random.default_rng(n).integers(-99, 100, (32, n * slabs)).astype(np.float32))
+    top, total = cupy.zeros((32, 2 * slabs), "float32"), cupy.zeros((32, 2 * slabs), "float32")
     args = {"s": ("float*", s), "max": ("float*", top), "sum": ("float*", total)}
-    snippet.run(INCLUDE + text, args, n=n)
-    rows = s.get().reshape(32, n // 4, 2, 2)  # registers of the upper row, and of the lower, in pairs
+    snippet.run(INCLUDE + text, args, n=n * slabs, slabs=slabs)
+    rows = s.get().reshape(32, n // 4, 2 * slabs, 2)  # registers of the upmost row, and of those below, in pairs
     np.testing.assert_array_equal(top.get(), rows.max((1, 3)))
     np.testing.assert_array_equal(total.get(), rows.sum((1, 3)))

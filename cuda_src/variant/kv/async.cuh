@@ -1,6 +1,6 @@
 #pragma once
 // K and V are plain strided tensors, which all threads of the block copy.
-#include "tile/strided.cuh"
+#include "tile/raw_tensor.cuh"
 
 struct Async {
     const unsigned char *k, *v;  // first row of the head

@@ -5,8 +5,9 @@ constexpr int tile_kv = 48;
 constexpr int stages = 3;
 constexpr int q_stages = 2;
 constexpr int consumers = 3;
-constexpr int producer_registers = 32;
-constexpr int consumer_registers = 160;
+constexpr int producer_registers = 40;
+constexpr int consumer_registers = 152;
+constexpr int slabs = 1;
 constexpr int head_dim = 24;
 constexpr int head_dim_v = 16;
 constexpr int causal_to_last = 0;
@@ -15,11 +16,13 @@ constexpr int window_to_last = 1;
 
 #include "tile/tensor.cuh"
 #include "variant/element/fp16.cuh"
+using Number = Element::Number;
+
 struct Args {
     Tensor q;
     Tensor k;
     Tensor v;
-    float scale;
+    Number scale;
     i32 heads;
     i32 heads_per_kv;
     const i32* cu_seqlens_q;
@@ -27,18 +30,19 @@ struct Args {
     i32 total_q;
     i32 window_left;
     i32 window_right;
-    float softcap;
+    Number softcap;
     i32* counter;
     i32 batches;
     Element* o;
     i64 o_stride_batch;
     i64 o_stride_row;
     i64 o_stride_head;
-    float* lse;
+    Number* lse;
 };
 
 struct QkMma {
     static constexpr int accumulators = 24;
+    static constexpr float sign = -1.f;
     __device__ static void multiply(float (&d)[24], u64 a, u64 b, bool add) {
         asm volatile(
             "{ .reg .pred add; setp.ne.b32 add, %26, 0; "
@@ -51,6 +55,7 @@ struct QkMma {
 
 struct PvMma {
     static constexpr int accumulators = 8;
+    static constexpr float sign = 1.f;
     __device__ static void multiply(float (&d)[8], const u32* a, u64 b, bool add) {
         asm volatile(
             "{ .reg .pred add; setp.ne.b32 add, %13, 0; "
@@ -69,9 +74,12 @@ using Rows = Varlen;
 using Mask = Both<Causal, Window>;
 #include "variant/score/softcap.cuh"
 using Score = Softcap;
+#include "variant/softmax/trusting.cuh"
+using Softmax = Trusting;
 #include "variant/kv/strided.cuh"
 using Kv = Strided;
+#include "variant/schedule/drawn.cuh"
 #include "variant/schedule/longest_first_varlen.cuh"
-using Schedule = LongestFirstVarlen;
+using Schedule = LongestFirstVarlen<Drawn>;
 #include "variant/store/o_lse.cuh"
 using Store = StoreOLse;

@@ -5,19 +5,22 @@ constexpr int tile_kv = 32;
 constexpr int stages = 2;
 constexpr int q_stages = 1;
 constexpr int consumers = 2;
-constexpr int producer_registers = 24;
-constexpr int consumer_registers = 240;
+constexpr int producer_registers = 40;
+constexpr int consumer_registers = 232;
+constexpr int slabs = 1;
 constexpr int head_dim = 16;
 constexpr int head_dim_v = 16;
 }
 
 #include "tile/tensor.cuh"
 #include "variant/element/bf16.cuh"
+using Number = Element::Number;
+
 struct Args {
     Tensor q;
     Tensor k;
     Tensor v;
-    float scale;
+    Number scale;
     i32 heads;
     i32 heads_per_kv;
     i32 q_len;
@@ -35,6 +38,7 @@ struct Args {
 
 struct QkMma {
     static constexpr int accumulators = 16;
+    static constexpr float sign = 1.f;
     __device__ static void multiply(float (&d)[16], u64 a, u64 b, bool add) {
         asm volatile(
             "{ .reg .pred add; setp.ne.b32 add, %18, 0; "
@@ -47,6 +51,7 @@ struct QkMma {
 
 struct PvMma {
     static constexpr int accumulators = 8;
+    static constexpr float sign = 1.f;
     __device__ static void multiply(float (&d)[8], const u32* a, u64 b, bool add) {
         asm volatile(
             "{ .reg .pred add; setp.ne.b32 add, %13, 0; "
@@ -63,9 +68,12 @@ using Rows = Dense;
 using Mask = Full;
 #include "variant/score/scale.cuh"
 using Score = Scale;
+#include "variant/softmax/trusting.cuh"
+using Softmax = Trusting;
 #include "variant/kv/strided.cuh"
 using Kv = Strided;
+#include "variant/schedule/drawn.cuh"
 #include "variant/schedule/longest_first.cuh"
-using Schedule = LongestFirst;
+using Schedule = LongestFirst<Drawn>;
 #include "variant/store/o.cuh"
 using Store = StoreO;

@@ -1,16 +1,16 @@
 #pragma once
 // K and V are plain strided tensors, which the copy engine reads: one box of a tensor map per panel of a tile.
-#include "tile/mapped.cuh"
+#include "tile/tensor.cuh"
 
-struct Mapped {
+struct Strided {
     const Args& args;
     const Rows& rows;
     i32 head;
 
-    __device__ Mapped(const Args& args, const Rows& rows, i32 head) : args(args), rows(rows), head(head) {}
+    __device__ Strided(const Args& args, const Rows& rows, i32 head) : args(args), rows(rows), head(head) {}
 
     template <class Tile>
-    __device__ void load(Tile& tile, const MappedTensor& tensor, ptx::Mbarrier& full, i32 index) const {
+    __device__ void load(Tile& tile, const Tensor& tensor, ptx::Mbarrier& full, i32 index) const {
         full.arrive_expect(Tile::bytes);
 #pragma unroll
         for (int panel = 0; panel < Tile::panels; ++panel)

@@ -2,7 +2,7 @@
 // A tensor that threads read. Its last dimension is contiguous.
 #include "tile/sequence.cuh"
 
-struct StridedTensor {
+struct RawTensor {
     const unsigned char* data;
     i64 batch_bytes, row_bytes, head_bytes;  // from one to the next
 

@@ -3,7 +3,7 @@
 #include "ptx/tma.cuh"
 #include "tile/sequence.cuh"
 
-struct MappedTensor {
+struct Tensor {
     TensorMap map;
     i32 head_step, batch_step;
 

@@ -1,0 +1,107 @@
+"""Which kernel serves what on which GPU, and what is said where a call falls to a slower one. No GPU is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+
+from rawattn import api, choose
+from rawattn.device import TYPICAL, Device
+from rawattn.errors import ProblemError, SlowKernelWarning, UnsupportedError
+from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
+from rawattn.problem import Problem
+from rawattn.variant.element import BF16, ELEMENTS, FP32
+
+PROBLEM = Problem(BF16, 2, 512, 512, 8, 8, 64, 64, 0.125)
+ARRAYS: dict[str, dict[str, Any]] = {
+    "any": {},
+    "expanded rows": {"tma_misfit": "k has a row stride of 0"},
+    "misaligned": {"tma_misfit": "k is misaligned", "misaligned": "k is misaligned"},
+}
+AMPERE_ON = ("sm_80", "sm_86", "sm_89", "sm_120")
+# (arch, element, head_dim, arrays) -> the kernel's name; None where it is left to the caller to copy or to ask for a kernel.
+TABLE = {
+    **{("sm_90a", name, 64, "any"): "attn_fwd" for name in ("bf16", "fp16")},
+    **{("sm_90a", "bf16", 64, arrays): None for arrays in ("expanded rows", "misaligned")},
+    **{(arch, name, 64, arrays): "attn_fwd_mma" for arch in AMPERE_ON for name in ("bf16", "fp16") for arrays in ("any", "expanded rows")},
+    **{(arch, "bf16", 64, "misaligned"): None for arch in AMPERE_ON},
+    **{("sm_75", name, 64, arrays): "attn_fwd_simt" for name in ELEMENTS for arrays in ARRAYS},
+    **{(arch, name, 64, arrays): "attn_fwd_simt" for arch in TYPICAL for name in ("fp32", "fp64") for arrays in ARRAYS},
+    **{(arch, name, size, arrays): "attn_fwd_simt"
+       for arch in TYPICAL for name in ("bf16", "fp32") for size in (1, 20, 300, 512) for arrays in ARRAYS},
+}  # fmt: skip
+
+
+def chosen(problem: Problem, device: Device, kernel: str | None = None) -> choose.Choice:
+    return choose.choose(problem, device, kernel)
+
+
+@pytest.mark.parametrize("arch", TYPICAL)
+def test_table(arch: str) -> None:
+    rows = {key: name for key, name in TABLE.items() if key[0] == arch}
+    assert len(rows) >= 30
+    for (_, element, size, arrays), name in rows.items():
+        problem = dataclasses.replace(PROBLEM, element=ELEMENTS[element], head_dim=size, head_dim_v=size, **ARRAYS[arrays])
+        if name is not None:
+            assert chosen(problem, TYPICAL[arch]).kernel.name == name, (element, size, arrays)
+            continue
+        with pytest.raises(UnsupportedError, match=f"attn_fwd.*: {problem.tma_misfit}.*'attn_fwd_simt'"):
+            chosen(problem, TYPICAL[arch])
+        assert chosen(problem, TYPICAL[arch], "attn_fwd_simt").slow is None
+
+
+def test_a_fall_that_costs_speed_is_said() -> None:
+    for arch, changes in (("sm_90a", {"element": FP32}), ("sm_89", {"head_dim": 300}), ("sm_80", {"head_dim_v": 20})):
+        slow = chosen(dataclasses.replace(PROBLEM, **changes), TYPICAL[arch]).slow
+        assert slow is not None and "attn_fwd_simt computes this, slowly" in slow and TYPICAL[arch].name in slow
+    assert "it takes bf16 and fp16, not fp32" in str(chosen(dataclasses.replace(PROBLEM, element=FP32), TYPICAL["sm_90a"]).slow)
+    assert chosen(dataclasses.replace(PROBLEM, element=FP32), TYPICAL["sm_75"]).slow is None, "there is no better one"
+    for arch in TYPICAL:
+        assert chosen(PROBLEM, TYPICAL[arch]).slow is None
+
+
+def test_it_is_said_once() -> None:
+    with pytest.warns(SlowKernelWarning, match="slowly"):
+        api._warn_once("a test computes this, slowly")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        api._warn_once("a test computes this, slowly")
+
+
+def test_gpu_that_is_too_old() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        chosen(PROBLEM, Device("GTX 1080", "sm_61", 20, 49_152, 2 << 20))
+    for part in ("GTX 1080", "attn_fwd: it needs a Hopper GPU", "8.0 or newer", "7.5 or newer", "cpu: it runs on the CPU"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("which", ["head_dim", "head_dim_v"])
+def test_sizes_that_no_kernel_takes(which: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"attn_fwd_simt: {which} is 513; it takes up to 512"):
+        chosen(dataclasses.replace(PROBLEM, **{which: 513}), TYPICAL["sm_90a"])
+
+
+def test_a_kernel_that_is_asked_for() -> None:
+    for module in (attn_fwd, attn_fwd_mma, attn_fwd_simt):
+        found = chosen(PROBLEM, TYPICAL["sm_90a"], module.name)
+        assert found.kernel is module and found.slow is None
+    with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16 and fp16, not fp32"):
+        chosen(dataclasses.replace(PROBLEM, element=FP32), TYPICAL["sm_90a"], "attn_fwd_mma")
+    with pytest.raises(ProblemError, match="takes a rawattn.kernel.attn_fwd_mma.Config"):
+        choose.choose(PROBLEM, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.Config())
+
+
+SIZES = (1, 8, 16, 20, 64, 72, 80, 128, 192, 256, 300, 512)
+
+
+@pytest.mark.parametrize("arch", TYPICAL)
+def test_every_size_has_a_configuration(arch: str) -> None:
+    for element in ELEMENTS.values():
+        for size in SIZES:
+            for size_v in {size, 8, 64, max(SIZES)}:
+                problem = dataclasses.replace(PROBLEM, element=element, head_dim=size, head_dim_v=size_v)
+                found = chosen(problem, TYPICAL[arch])
+                assert found.kernel.legal(found.config, problem, TYPICAL[arch]) is None
