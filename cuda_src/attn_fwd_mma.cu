@@ -8,6 +8,7 @@
 //   copy group t          its copies     its thread     a thread's part of tile t (of Q and the first K: group 0) until it is there
 //   __syncthreads, for t  every thread   every thread   all parts of tile t until they are there, and the slot of tile t - 1, which
 //                                                       tile t - 1 + cfg::stages takes, until read
+//   __syncthreads, last   every thread   every thread   smem.work until written
 //
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
@@ -28,6 +29,7 @@ union Slot {
 struct Smem {
     QTile q;
     Slot ring[cfg::stages];
+    Work work;  // kept here until the end, to free registers
 };
 static_assert(ElementChoice<Element>, "variant/element");
 static_assert(RowsChoice<Rows>, "variant/rows");
@@ -180,6 +182,12 @@ struct Warp {
         if (softmax.next(s, compute)) softmax.rescale(o);
         pack_p();
     }
+    __device__ void store(const Args& args, const Smem& smem) const {
+        __syncthreads();
+        const Work& work = smem.work;
+        const i32 row = work.q_begin + threadIdx.x / 32 * (16 * slabs) + threadIdx.x % 32 / 4;
+        Store::store(args, Rows(args, work.batch), work.head, row, o, softmax);
+    }
 };
 
 // The key tiles of query rows [q_begin, q_begin + count) of a sequence.
@@ -191,6 +199,7 @@ __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_b
 __device__ void attend(const Args& args, Smem& smem, const Work& work) {
     const Rows rows(args, work.batch);
     const Mask mask(args, rows);
+    if (threadIdx.x == 0) smem.work = work;
     Tiles tiles(args, smem, rows, work.head / args.heads_per_kv, tiles_of(mask, rows, work.q_begin, cfg::tile_q));
     Warp warp(args, smem);
     const i32 begin = work.q_begin + i32(warp.first_row), row = begin + i32(threadIdx.x) % 32 / 4;
@@ -207,7 +216,7 @@ __device__ void attend(const Args& args, Smem& smem, const Work& work) {
         const u32 v = tiles.arrive(tile, 1);
         if (visited) warp.multiply_pv(v);
     }
-    Store::store(args, rows, work.head, row, warp.o, warp.softmax);
+    warp.store(args, smem);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads, cfg::blocks) void attn_fwd_mma(const __grid_constant__ Args args) {

@@ -119,7 +119,7 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
 
 
 @functools.lru_cache(maxsize=256)
-def _kept_keys(mask: Mask, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
+def kept_keys(mask: Mask, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
     """First and one past the last key that 64 rows keep, for the strips of up to 64 sampled query tiles: (tiles, strips)."""
     q_len = max(1, q_len)
     first = np.unique(np.linspace(0, (q_len - 1) // tile_q, 64).astype(np.int64)) * tile_q
@@ -144,7 +144,7 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     columns = -(-problem.head_dim // 16) * 16 + problem.head_dim_v
     strip = 64 * config.tile_kv * (columns / 2048 + _UNHIDDEN[config.consumers] / 16) + _STEP  # 64 rows by one key tile
     alone = config.tile_kv * (columns / 32 + _ALONE_PER_KEY) + _ALONE
-    begin, end = _kept_keys(problem.mask, problem.q_len, problem.kv_len, config.tile_q)
+    begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, config.tile_q)
     strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
     work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * problem.head_dim_v
     work = work + (_LONE_Q if config.q_stages == 1 else 0.0)

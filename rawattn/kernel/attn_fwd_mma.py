@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
 from ..tma import misaligned
 from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
-from .attn_fwd import tiles
+from ..variant.mask import Causal, Full
+from ..variant.score import Scale
+from .attn_fwd import kept_keys, tiles
 from .attn_fwd import typical as typical
 from .attn_fwd import values as values
 
@@ -63,15 +67,16 @@ def columns(problem: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(config: Config, problem: Problem) -> int:
-    """Shared memory of a block."""
+    """Shared memory of a block: Q, the ring, and the work."""
     qk, v = columns(problem)
-    return 2 * (config.tile_q * qk + config.stages * config.tile_kv * max(qk, v))
+    return 2 * (config.tile_q * qk + config.stages * config.tile_kv * max(qk, v)) + 128
 
 
 def registers(config: Config, problem: Problem) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
-    kept = config.q_kept if config.q_kept else 1
-    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + 60
+    plain = isinstance(problem.mask, (Full, Causal)) and isinstance(problem.score, Scale)
+    kept = max(1, config.q_kept)
+    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + (52 if plain else 60)
 
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:
@@ -108,9 +113,32 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
     return found
 
 
+# Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
+_CLOCK = 1.7e9  # per second, under load
+_FLOPS = {80: 2048, 90: 2560, 100: 2560}  # of mma.sync in a clock; 1024 on the others
+_EACH_STEP = 100.0  # that a block's step takes from the others: barriers, addresses, hand-over
+_STEP = 300.0  # of a lone block: barriers, the latency of the softmax and of the first fragments
+_UNHIDDEN = 0.5  # part of the exponentials' time that other warps' products do not cover
+_WORK, _WORK_PER_COLUMN = 2000.0, 16.0  # of a block: its start, its first loads and its store
+
+
 def cost(config: Config, problem: Problem, device: Device) -> float:
-    """Estimated seconds, to compare configurations."""
-    return 1.0 / (config.slabs * config.tile_q * config.tile_kv)
+    """Estimated seconds, to compare configurations: for every key tile of every block the clocks of the products, of shared memory
+    (128 bytes a clock) and of the exponentials (16 a clock), or of the latencies of a lone block, whichever are more."""
+    qk, v = columns(problem)
+    rows, keys, together = config.tile_q, config.tile_kv, config.blocks
+    products = 2 * rows * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
+    reread = 1 - config.q_kept / (qk // 16)
+    read = keys * (qk + v) * 2 * config.threads / 32 + rows * qk * 2 * reread + keys * (qk + v) * 2  # by ldmatrix, and written
+    exponentials = rows * keys / 16
+    busy = together * (max(products, read / 128) + _UNHIDDEN * exponentials + _EACH_STEP)
+    alone = products + exponentials + _STEP
+    begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, config.tile_q)
+    tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
+    work = tiles_each * max(busy, alone) + _WORK + _WORK_PER_COLUMN * v  # of as many blocks as share a multiprocessor
+    count = max(1, tiles(problem, config.tile_q)) / (device.units * together)
+    waves = np.ceil(count) if work.max() < 1.05 * work.mean() else max(1.0, count + 0.3)
+    return float(waves * work.mean()) / _CLOCK
 
 
 def choices(problem: Problem) -> dict[str, Choice]:

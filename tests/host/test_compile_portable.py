@@ -1,0 +1,97 @@
+"""The kernels that run everywhere through NVRTC, for each architecture, without a GPU: nothing spills, and the machine code has the
+products and copies that it should."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+from rawattn import compiler
+from rawattn.choose import choose
+from rawattn.device import TYPICAL
+from rawattn.problem import Problem
+from rawattn.variant.element import BF16, ELEMENTS, FP16
+from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.score import Softcap
+from tests.host.test_compile_matrix import instructions, nvdisasm
+
+PLAIN: dict[str, Any] = {}
+EVERYTHING = {
+    "mask": Both(Causal(), Window(100)), "score": Softcap(30.0), "scale": -0.1, "return_lse": True, "varlen": True,
+    "total_q": 4096, "total_kv": 4096,
+}  # fmt: skip
+Asked = tuple[str, str, Problem]  # kernel, arch, problem
+
+
+def problem(element: Any, size: int, size_v: int, **kinds: Any) -> Problem:
+    return Problem(**{**dict(zip(("element", "batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim", "head_dim_v", "scale"),
+                                 (element, 2, 4096, 4096, 16, 16, size, size_v, 0.1), strict=True)), **kinds})  # fmt: skip
+
+
+def asked() -> list[Asked]:
+    """Each size that matters with the plain and the causal mask, the architectures in turn; and everything at once."""
+    mma = [(64, 64), (128, 128), (256, 256), (80, 80), (72, 192), (192, 128), (8, 256)]
+    archs = ["sm_89", "sm_80", "sm_120", "sm_86", "sm_90a"]
+    found = []
+    for i, size in enumerate(mma):
+        kinds = [PLAIN, {"mask": Causal(), "return_lse": True}, {"mask": Full(), "element": FP16}, EVERYTHING]
+        for j, kind in enumerate(kinds[: 4 if i < 3 else 2]):
+            found.append(
+                (
+                    "attn_fwd_mma",
+                    archs[(i + j) % len(archs)],
+                    problem(**{"element": BF16, "size": size[0], "size_v": size[1], **kind}),
+                )
+            )
+    for i, (element, size) in enumerate(
+        [*((e, 64) for e in ELEMENTS.values()), (ELEMENTS["fp32"], 128), (ELEMENTS["fp64"], 300)]
+    ):
+        found.append(
+            (
+                "attn_fwd_simt",
+                ("sm_75", "sm_90a", "sm_89")[i % 3],
+                problem(element, size, size, **(EVERYTHING if i % 2 else PLAIN)),
+            )
+        )
+    return found
+
+
+def faults(each: Asked) -> list[str]:
+    kernel, arch, given = each
+    choice = choose(given, TYPICAL[arch], kernel)
+    binary = compiler.compile(choice.kernel.render(given, choice.config, arch))
+    wrong = [f"{binary.spill_bytes} spill bytes"] if binary.spill_bytes else []
+    if nvdisasm() is not None:
+        wanted = (
+            ["HMMA", "LDSM", "LDGSTS"]
+            if kernel == "attn_fwd_mma"
+            else ["DFMA" if given.element.name == "fp64" else "FFMA", "LDS"]
+        )
+        found = instructions(binary.cubin)
+        wrong += [
+            f"no {name}"
+            for name in wanted
+            if not any(x.startswith(name) and (name != "LDS" or x.endswith(".128")) for x in found)
+        ]
+    return [f"{kernel} for {arch}: {given}; {choice.config}: {', '.join(wrong)}"] if wrong else []
+
+
+def test_nothing_spills_and_the_instructions_are_there() -> None:
+    everything = asked()
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        bad = [line for lines in pool.map(faults, everything) for line in lines]
+    assert not bad, "\n".join([f"{len(bad)} of {len(everything)}", *bad])
+
+
+@pytest.mark.parametrize("name", ["attn_fwd_mma", "attn_fwd_simt"])
+def test_smem_is_what_the_kernel_says(name: str) -> None:
+    from tests.host.test_render import words
+
+    for size, size_v in ((64, 64), (24, 40), (72, 256)):
+        given = problem(BF16, size, size_v)
+        choice = choose(given, TYPICAL["sm_89"], name)
+        smem_bytes, _, threads = words(compiler.compile(choice.kernel.render(given, choice.config, "sm_89")).cubin, "facts")
+        assert choice.config.threads == threads and choice.kernel.smem_bytes(choice.config, given) == smem_bytes
