@@ -7,9 +7,8 @@ The first population is what the cost model and the record think best. A candida
 serialized wgmma (in parallel processes, while the GPU times others) and be right before it is timed, in rounds interleaved with
 the incumbent. It takes the incumbent's place if it is 1 % faster and faster than the noise, twice.
 
-Winners go to rawattn/records/DEVICE.jsonl as they are found (perf/records.py has the format); a search that is started again
-passes over the classes of shapes that have a record for the same sources. Everything that was tried goes to
-perf/record/DEVICE/tune.json, the leaderboard to tune.md.
+Winners go to rawattn/records/DEVICE.jsonl as they are found (perf/records.py has the format), what was tried and the leaderboard
+to tune.json and tune.md. A search that is started again passes over the classes that have a record for the same sources.
 """
 
 from __future__ import annotations
