@@ -182,7 +182,7 @@ def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder
             tried = {sets.label(t.case): {config_name(c): us for c, us in t.search.ranking()} | t.unfit for t in tuners}
             report.write(folder / "tune.json", json.dumps(tried, indent=1))
             report.write(folder / "tune.md", report.table(leaderboard(tuners), markdown=True) + "\n")
-            console.print(f"{i + 1}/{len(todo)} {'  '.join(tuner.row())}", highlight=False)
+            console.print(f"{i + 1}/{len(todo)} {'  '.join(tuner.row())}", highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,9 +12,12 @@ import contextlib
 import dataclasses
 import functools
 import math
+import pathlib
 import shutil
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .compiler import cache_folder
+from .compiler import CacheWarning, cache_folder
 from .device import Device
 from .errors import ProblemError
 from .problem import Problem
@@ -119,16 +122,31 @@ def load(element: Element) -> Kernel:
 
 @functools.cache
 def _load(number: str, storage: str) -> Kernel:
-    start, folder = time.perf_counter(), cache_folder() / "numba"
-    with _spinner(f"compiling the CPU kernel for {storage} (once; kept in {folder})"):
+    start, folder = time.perf_counter(), _folder()
+    with _spinner(f"compiling the CPU kernel for {storage}, once"):
         from . import lanes
 
-        try:
-            attend = lanes.compile(number, storage, folder)
-        except Exception:  # a damaged entry or a full disk: start afresh next time, and do without now
-            shutil.rmtree(folder, ignore_errors=True)
-            attend = lanes.compile(number, storage, None)
-    return Kernel(attend, time.perf_counter() - start, bool(attend.stats.cache_hits))
+        if folder is not None:
+            own = folder / f"{storage}-{lanes.MACHINE}"
+            try:
+                attend = lanes.compile(number, storage, own)
+                return Kernel(attend, time.perf_counter() - start, bool(attend.stats.cache_hits))
+            except Exception:  # a damaged entry, a full disk: do without, and let the next process start afresh
+                shutil.rmtree(own, ignore_errors=True)
+        return Kernel(lanes.compile(number, storage, None), time.perf_counter() - start, False)
+
+
+def _folder() -> pathlib.Path | None:
+    """Where Numba may keep what it compiles; None, and a warning, where that cannot be written."""
+    folder = cache_folder() / "numba"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        text = f"the cache folder {folder} cannot be written ({error}): each process compiles the CPU kernel, which takes seconds"
+        warnings.warn(f"{text}; let RAWATTN_CACHE name a folder that can be written", CacheWarning, stacklevel=2)
+        return None
+    return folder
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ constexpr int tile_kv = 48;
 constexpr int stages = 3;
 constexpr int q_stages = 2;
 constexpr int consumers = 3;
-constexpr int producer_registers = 32;
-constexpr int consumer_registers = 160;
+constexpr int producer_registers = 40;
+constexpr int consumer_registers = 152;
 constexpr int head_dim = 24;
 constexpr int head_dim_v = 16;
 constexpr int causal_to_last = 0;
@@ -39,6 +39,7 @@ struct Args {
 
 struct QkMma {
     static constexpr int accumulators = 24;
+    static constexpr float sign = -1.f;
     __device__ static void multiply(float (&d)[24], u64 a, u64 b, bool add) {
         asm volatile(
             "{ .reg .pred add; setp.ne.b32 add, %26, 0; "
@@ -51,6 +52,7 @@ struct QkMma {
 
 struct PvMma {
     static constexpr int accumulators = 8;
+    static constexpr float sign = 1.f;
     __device__ static void multiply(float (&d)[8], const u32* a, u64 b, bool add) {
         asm volatile(
             "{ .reg .pred add; setp.ne.b32 add, %13, 0; "
@@ -69,6 +71,8 @@ using Rows = Varlen;
 using Mask = Both<Causal, Window>;
 #include "variant/score/softcap.cuh"
 using Score = Softcap;
+#include "variant/softmax/trusting.cuh"
+using Softmax = Trusting;
 #include "variant/kv/strided.cuh"
 using Kv = Strided;
 #include "variant/schedule/longest_first_varlen.cuh"

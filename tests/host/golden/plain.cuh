@@ -5,8 +5,8 @@ constexpr int tile_kv = 32;
 constexpr int stages = 2;
 constexpr int q_stages = 1;
 constexpr int consumers = 2;
-constexpr int producer_registers = 24;
-constexpr int consumer_registers = 240;
+constexpr int producer_registers = 40;
+constexpr int consumer_registers = 232;
 constexpr int head_dim = 16;
 constexpr int head_dim_v = 16;
 }
@@ -35,6 +35,7 @@ struct Args {
 
 struct QkMma {
     static constexpr int accumulators = 16;
+    static constexpr float sign = 1.f;
     __device__ static void multiply(float (&d)[16], u64 a, u64 b, bool add) {
         asm volatile(
             "{ .reg .pred add; setp.ne.b32 add, %18, 0; "
@@ -47,6 +48,7 @@ struct QkMma {
 
 struct PvMma {
     static constexpr int accumulators = 8;
+    static constexpr float sign = 1.f;
     __device__ static void multiply(float (&d)[8], const u32* a, u64 b, bool add) {
         asm volatile(
             "{ .reg .pred add; setp.ne.b32 add, %13, 0; "
@@ -63,6 +65,8 @@ using Rows = Dense;
 using Mask = Full;
 #include "variant/score/scale.cuh"
 using Score = Scale;
+#include "variant/softmax/trusting.cuh"
+using Softmax = Trusting;
 #include "variant/kv/strided.cuh"
 using Kv = Strided;
 #include "variant/schedule/longest_first.cuh"
