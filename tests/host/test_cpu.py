@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import types
 from typing import Any
 
 import ml_dtypes
@@ -78,7 +79,7 @@ def bits(arrays: Arrays) -> list[bytes]:
     return [x.tobytes() for x in arrays]
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(cases())
 def test_reference(case: Case) -> None:
     check(case)
@@ -139,6 +140,7 @@ def test_every_number_of_16_bits_comes_through(dtype: str) -> None:
     v = np.arange(1 << 16, dtype=np.uint16).view(ELEMENTS[dtype].dtype).reshape(64, 1, 1, 1024)
     case = Case(dtype, 64, 1, 1, head_dim_v=1024)
     o, _ = run(case, (*case.inputs()[:2], v))
+    o, v = o.astype(np.float32), v.astype(np.float32)
     np.testing.assert_array_equal(np.isnan(o), np.isnan(v))
     same = ~np.isnan(v)
     np.testing.assert_array_equal(o[same] + 0, v[same] + 0)  # -0 may become 0
@@ -295,21 +297,20 @@ def best(case: Case, cores: int) -> cpu.Config:
 
 
 def test_choice() -> None:
-    """Threads where they pay, smaller units where there are more cores than units."""
+    """Threads where they pay, and smaller units where there are more cores than units."""
     assert best(Case("fp32", 1, 8, 8, 2, 2), 64).threads == 1
-    assert best(Case("fp32", 1, 2048, 2048, 8, 8), 2) == cpu.Config(256, 96, 2)
-    many = best(Case("fp32", 1, 2048, 2048, 8, 8), 64)
-    assert many.threads == 64 and many.tile_q < 256
-    assert all(
-        cpu.cost(c, Case(lengths=()).problem, this_cpu()) >= 0 for c in cpu.candidates(Case(lengths=()).problem, this_cpu())
-    )
+    assert best(Case("fp32", 1, 2048, 2048, 8, 8), 2) == cpu.Config(512, 96, 2)
+    many = best(Case("fp32", 1, 4096, 4096), 32)
+    assert many.threads > 8 and many.tile_q < 256
+    nothing, device = Case(lengths=()).problem, this_cpu()
+    assert all(cpu.cost(config, nothing, device) >= 0 for config in cpu.candidates(nothing, device))
 
 
 # ---- through the API -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
-@given(cases(layouts=("contiguous", "heads_first", "packed", "expanded"), longest=100))
+@settings(max_examples=20)
+@given(cases(layouts=("contiguous", "heads_first", "packed", "expanded"), longest=50))
 def test_torch_tensors(case: Case) -> None:
     inputs = case.inputs("torch")
     o, lse = attend(case, *inputs)
@@ -329,12 +330,12 @@ def test_out_is_written_in_place() -> None:
 
 LOAD = """\
 import json, time, warnings
-warnings.simplefilter("error" if {strict} else "ignore")
 from rawattn import cpu
 from rawattn.variant.element import FP32
-start = time.process_time()
-kernel = cpu.load(FP32)
-print(json.dumps([time.process_time() - start, kernel.cached]))
+with warnings.catch_warnings(record=True) as caught:
+    start = time.process_time()
+    cached = cpu.load(FP32).cached
+    print(json.dumps([cached, time.process_time() - start, [str(w.message) for w in caught]]))
 """
 
 
@@ -348,25 +349,37 @@ def process(text: str, cache: pathlib.Path | str | None = None) -> Any:
 
 def test_first_and_later_compilations(tmp_path: pathlib.Path) -> None:
     """Seconds of CPU time, which other processes do not lengthen; a damaged entry is made anew."""
-    text = LOAD.format(strict=True)
-    seconds, cached = process(text, tmp_path)
-    assert not cached and seconds < 15
-    seconds, cached = process(text, tmp_path)
-    assert cached and seconds < 1
+    cached, seconds, warned = process(LOAD, tmp_path)
+    assert not cached and seconds < 15 and not warned
+    cached, seconds, warned = process(LOAD, tmp_path)
+    assert cached and seconds < 1 and not warned
     (entry,) = tmp_path.glob("numba/**/*.nbc")
     entry.write_bytes(entry.read_bytes()[:1000])
-    assert not process(text, tmp_path)[1]
-    assert not process(text, tmp_path)[1]  # the damaged one was removed
-    assert process(text, tmp_path)[1]
+    assert not process(LOAD, tmp_path)[0]
+    assert process(LOAD, tmp_path)[0]
 
 
 def test_cache_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert process(LOAD.format(strict=False), file / "folder")[1] is False
-    with pytest.raises(AssertionError, match="CacheWarning: the cache folder .* cannot be written"):
-        process(LOAD.format(strict=True), file / "folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    cached, _, warned = process(LOAD, file / "folder")
+    assert not cached and len(warned) == 1 and f"{file / 'folder' / 'numba'} cannot be written" in warned[0]
+
+
+def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Numba raises when it cannot save; the kernel is compiled all the same."""
+    given: list[object] = []
+
+    def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:
+        given.append(folder)
+        if folder is not None:
+            raise OSError(28, "No space left on device")
+        return types.SimpleNamespace(stats=types.SimpleNamespace(cache_hits=0))
+
+    monkeypatch.setattr(lanes, "compile", compile)
+    monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path))
+    assert not cpu._load.__wrapped__("float32", "float32").cached
+    assert given == [tmp_path / "numba" / f"float32-{lanes.MACHINE}", None]
 
 
 TORCH = """\
@@ -391,7 +404,7 @@ print(json.dumps(seconds() / before))
 
 
 def test_torch_is_not_slower_afterwards() -> None:
-    """Numba's own OpenMP threads make it 3 to 6 times slower. The best of several runs, since the machine is not ours alone."""
+    """A pool of threads that outlives a call can make it several times slower. The best of some runs, since others run here too."""
     ratios = []
     for _ in range(4):
         ratios.append(process(TORCH))

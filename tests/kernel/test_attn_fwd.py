@@ -80,8 +80,11 @@ def test_masks_and_lengths(case: Case) -> None:
     check(case)
 
 
-@listed([Case("fp16", 2, 70, 300, heads, kv_heads, causal=True) for heads, kv_heads in ((4, 4), (8, 2), (6, 1), (1, 1), (40, 8))])
-def test_heads(case: Case) -> None:
+@listed(
+    Case("fp16", batch, 70, 300, heads, kv_heads, causal=True)
+    for batch, heads, kv_heads in ((2, 4, 4), (2, 8, 2), (3, 6, 1), (1, 1, 1), (2, 40, 8), (0, 2, 2))
+)
+def test_batches_and_heads(case: Case) -> None:
     check(case)
 
 
