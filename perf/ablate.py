@@ -35,12 +35,12 @@ class Ablation:
     config: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def one_group(found: dict[str, float], problem: Any, *_: Any) -> dict[str, float]:
-    return {**found, "head_group": problem.heads * problem.batch, "last_group": 0}
+def one_group(kernel: Any) -> Any:
+    return altered(kernel, values=lambda found, p, *_: {**found, "head_group": p.heads * p.batch, "last_group": 0})
 
 
-def lazy(found: dict[str, Any], *_: Any) -> dict[str, Any]:
-    return {**found, "Softmax": softmax.Lazy()}
+def lazy(kernel: Any) -> Any:
+    return altered(kernel, choices=lambda found, *_: {**found, "Softmax": softmax.Lazy()})
 
 
 ABLATIONS = [
@@ -49,8 +49,8 @@ ABLATIONS = [
     Ablation("one_q_stage", "The next Q is not loaded ahead.", config={"q_stages": 1}),
     Ablation("one_consumer", "One consumer warpgroup of 64 rows.", config={"tile_q": 64}),
     Ablation("tiny_tiles", "Key tiles of 32 rows.", config={"tile_kv": 32}),
-    Ablation("one_group", "No groups of heads for L2: all heads in turn.", lambda kernel: altered(kernel, values=one_group)),
-    Ablation("lazy_softmax", "A maximum is looked for in every tile.", lambda kernel: altered(kernel, choices=lazy)),
+    Ablation("one_group", "No groups of heads for L2: all heads in turn.", one_group),
+    Ablation("lazy_softmax", "A maximum is looked for in every tile.", lazy),
 ]
 for _path in sorted(PATCHES.glob("*.patch")):
     if _path.stem not in LEAKS:
@@ -58,7 +58,7 @@ for _path in sorted(PATCHES.glob("*.patch")):
         ABLATIONS.append(Ablation(_path.stem, _what, lambda kernel, name=_path.stem: altered(kernel, name)))  # type: ignore[misc]
 
 
-def measure(task: Task, device: Device, protocol: timing.Protocol) -> list[list[str]]:
+def measure(task: Task, device: Device) -> list[list[str]]:
     """The table of all ablations on a case."""
     choice, check, gpu = choose(without_lse(task.case.problem), device), Check(task), timing.Gpu()
     configs = {each.name: dataclasses.replace(choice.config, **each.config) for each in ABLATIONS}
@@ -75,7 +75,7 @@ def measure(task: Task, device: Device, protocol: timing.Protocol) -> list[list[
             check(call)
         except Exception as error:  # what a mistake leads to is a result
             notes[each.name] = failure(error)
-    times = timing.race(gpu, loads, protocol)
+    times = timing.race(gpu, loads, timing.BURST)
     ratios = {name: statistics.ratio(rounds, times["full"]) for name, rounds in times.items()}
     rows = [["ablation", "time", "interval", "config", "note", "what"]]
     for each in sorted(ABLATIONS, key=lambda each: -ratios.get(each.name, statistics.Ratio(0)).value):
@@ -88,11 +88,10 @@ def measure(task: Task, device: Device, protocol: timing.Protocol) -> list[list[
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("ablate", __doc__)
     parser.add_argument("cases", nargs="*", default=["paper/21"], help="SET/NUMBER, or a case as JSON")
-    parser.add_argument("--rounds", type=int, default=timing.BURST.rounds)
     options = parser.parse_args(argv)
     device, text = machine.gpu("ablate"), ""
     for case in map(sets.pick, options.cases):
-        rows = measure(Task.make(case), device, dataclasses.replace(timing.BURST, rounds=options.rounds))
+        rows = measure(Task.make(case), device)
         text += f"## {sets.label(case)}\n\n{report.table(rows, markdown=True)}\n\n"
         report.write((options.out or machine.record(device)) / "ablate.md", text)
         print(f"{sets.label(case)}\n{report.table(rows)}\n")

@@ -84,13 +84,11 @@ class Bench:
 
     def case(self, case: Case, names: Sequence[str]) -> Result:
         """Every named contender on a case: prepared, checked, and raced where it is right."""
-        task = Task.make(case, self.options.seed)
-        check = Check(task)
-        result = Result(sets.label(case), sets.to_json(case), sets.flops(case), sets.least_bytes(case), "events")
+        check = Check(task := Task.make(case, self.options.seed))
+        result = Result(sets.label(case), sets.to_json(case), sets.flops(case), without_lse(case.problem).bytes, "events")
         calls: dict[str, timing.Call] = {}
         for name in names:
-            found = Timing(name)
-            result.timings.append(found)
+            result.timings.append(found := Timing(name))
             try:
                 call = prepare(name, task, self.peers)
                 found.config = call.detail
@@ -162,13 +160,11 @@ def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], 
         run.ceilings = bench.ceilings()
         progress.reset(bar, description="timing", total=len(cases))
         for case in cases:
-            if time.monotonic() - begin > options.seconds:
+            if (started := time.monotonic()) - begin > options.seconds:
                 run.left_out.append(sets.label(case))
                 continue
-            started = time.monotonic()
-            result = bench.case(case, [*names[case], *peers])
+            run.results.append(result := bench.case(case, [*names[case], *peers]))
             result.state = monitor.summary(started)
-            run.results.append(result)
             save()
             progress.advance(bar)
             times = " ".join(f"{t.name} {t.us:.1f}" for t in sorted(result.timings, key=lambda t: t.us) if t.rounds)
@@ -192,17 +188,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 130
     run.arguments["took_seconds"] = round(time.monotonic() - begin, 1)
     save()
-    show(run, folder / stem)
-    return code or int(any(t.failure for r in run.results for t in r.timings if t.is_ours))
-
-
-def show(run: Run, stem: pathlib.Path) -> None:
-    """The tables, the most condensed one last."""
     left_out = f"not timed for lack of time: {', '.join(run.left_out)}" if run.left_out else ""
     ceilings = ", ".join(f"{name} {value:.0f}" for name, value in run.ceilings.items())
-    last = f"{run.machine.get('device')}, {ceilings}, {run.arguments['took_seconds']} s; {stem}.json .csv .md"
+    last = f"{run.machine.get('device')}, {ceilings}, {run.arguments['took_seconds']} s; {folder / stem}.json .csv .md"
     tables = [report.table(rows) for rows in (run.rows(), cold.rows(run.cold) if run.cold else [], run.summary()) if rows]
-    print("\n\n".join(filter(None, ["\n".join(run.failures()[:20]), left_out, *tables, last])))
+    print("\n\n".join(filter(None, ["\n".join(run.failures()[:20]), left_out, *tables, last])))  # the most condensed last
+    return code or int(any(t.failure for r in run.results for t in r.timings if t.is_ours))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Times the first call in fresh processes: imports, CUDA, the first call and the second; ours with an empty kernel cache, and then
-with the one that this left behind."""
+"""Times the first call in fresh processes; ours with an empty kernel cache, then with the one that this left behind."""
 
 from __future__ import annotations
 

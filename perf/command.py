@@ -7,12 +7,11 @@ import pathlib
 import signal
 
 
-def parser(tool: str, text: str | None, out: bool = True) -> argparse.ArgumentParser:
+def parser(tool: str, text: str | None, default: str = "perf/record/DEVICE") -> argparse.ArgumentParser:
     """A parser for ``python -m perf.TOOL`` that shows the module's docstring as it is. A polite kill then counts as Ctrl-C, so
     that what was measured is kept."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     form = argparse.RawDescriptionHelpFormatter
     found = argparse.ArgumentParser(prog=f"python -m perf.{tool}", description=text, formatter_class=form)
-    if out:
-        found.add_argument("--out", type=pathlib.Path, help="folder for the results; by default perf/record/DEVICE")
+    found.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help=f"for what is written; by default {default}")
     return found

@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     raw, source = pages(ncu, [options.name, options.case, options.fa3], options.kernel)
     instructions = [["instruction", "samples", "stall"], *parse_source(source)]
     text = f"{report.table(verdict(parse_raw(raw)))}\n\n{report.table(instructions)}"
-    if options.out:
-        report.write(options.out / f"counters-{options.case.replace('/', '-')}-{options.name}.txt", text + "\n")
+    folder = options.out or machine.record(machine.gpu("counters"))
+    report.write(folder / f"counters-{options.case.replace('/', '-')}-{options.name}.txt", text + "\n")
     print(text)
     return 0
 

@@ -43,9 +43,8 @@ def run_tests() -> list[str]:
     """What pytest says where it is not content."""
     words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
     ran = subprocess.run(words, cwd=machine.ROOT, capture_output=True, text=True)
-    last = (ran.stdout + ran.stderr).strip().splitlines()[-1]
-    print(f"tests: {last}")
-    return [f"tests: {last}"] if ran.returncode else []
+    print(last := "tests: " + (ran.stdout + ran.stderr).strip().splitlines()[-1])
+    return [last] if ran.returncode else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = machine.gpu("gate")
     folder, cases = options.out or machine.record(device), sets.SETS["gate"]
     bad = [] if options.no_tests else run_tests()
-    built = [compiler.compile(source) for source in bench.sources({case: ["ours"] for case in cases}, device)]
-    bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]
     run = Run(machine.facts(), {"set": "gate", "protocol": "burst"})
     words = bench.arguments().parse_args(["--peers", ",".join(PEERS), "--quick"])
     bench.measure(words, device, cases, run, lambda: None, Console(stderr=True))
     bad += [failure for failure in run.failures() if ": ours: " in failure]
+    built = [compiler.compile(source) for source in bench.sources({case: ["ours"] for case in cases}, device)]
+    bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]
     recorded = folder / "gate.json"
     if recorded.exists():
         rows, worse = compare(Run.read(recorded), run)

@@ -21,6 +21,7 @@ from rawattn.device import Device
 from rawattn.errors import RawattnError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+SMI = ("nvidia-smi", "--format=csv,noheader,nounits", "--id=0")
 LIBRARIES = ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers")
 
 
@@ -43,11 +44,9 @@ def gpu(tool: str) -> Device:
 
 def source_hash() -> str:
     """Of all that decides what a kernel is: the package and its CUDA sources. Two equal hashes are one program."""
-    digest = hashlib.sha256()
-    files = [path for folder in ("rawattn", "cuda_src") for path in (ROOT / folder).rglob("*")]
-    for path in sorted(path for path in files if path.suffix in (".py", ".cu", ".cuh")):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    files = (path for folder in ("rawattn", "cuda_src") for path in (ROOT / folder).rglob("*"))
+    texts = [path.read_bytes() for path in sorted(files) if path.suffix in (".py", ".cu", ".cuh")]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
 def _output(*words: str) -> str:
@@ -56,11 +55,6 @@ def _output(*words: str) -> str:
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _smi(names: str) -> str:
-    """Values that nvidia-smi gives for the first GPU, with commas between."""
-    return _output("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits", "--id=0")
 
 
 def facts() -> dict[str, Any]:
@@ -73,7 +67,7 @@ def facts() -> dict[str, Any]:
         found["nvrtc"] = compiler.nvrtc_version()
     with contextlib.suppress(RawattnError):
         found |= {"device": driver.device(0).name, "cuda_of_driver": "{}.{}".format(*driver.version())}
-        found |= {"driver": _smi("driver_version"), "power_limit_w": _smi("power.limit")}
+        found["driver, power limit"] = _output(*SMI, "--query-gpu=driver_version,power.limit")
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -88,7 +82,7 @@ def _reader() -> tuple[Callable[[], tuple[float, ...]], float]:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
     except Exception:  # not installed, or one of NVML's own errors
-        return lambda: tuple(map(float, _smi("clocks.sm,power.draw,temperature.gpu").split(","))), 1.0
+        return lambda: tuple(map(float, _output(*SMI, "--query-gpu=clocks.sm,power.draw,temperature.gpu").split(","))), 1.0
     return lambda: (
         nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
         nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,

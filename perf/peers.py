@@ -14,7 +14,6 @@ import importlib.util
 import lzma
 import pathlib
 import re
-import shutil
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -158,9 +157,7 @@ def load_fa3(file: str) -> None:
     if packed.suffix == ".xz":
         library = pathlib.Path(tempfile.gettempdir(), f"rawattn-{packed.stat().st_size}-{packed.stem}")
         if not library.exists():
-            partial = library.with_suffix(".part")
-            with lzma.open(packed) as source, open(partial, "wb") as out:
-                shutil.copyfileobj(source, out, 1 << 24)
+            (partial := library.with_suffix(".part")).write_bytes(lzma.decompress(packed.read_bytes()))
             partial.rename(library)
     if (runtime := packed.with_name("libcudart.so.12")).exists():
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
@@ -212,8 +209,8 @@ def flashinfer(task: Task) -> Call:
 def xformers(task: Task) -> Call:
     from xformers.ops import fmha
 
-    task.refuse("lengths", "window", "softcap")
     case = task.case
+    task.refuse("lengths", "window", "softcap")
     if case.kv_heads != case.heads:
         raise Unserved("no grouped heads in this adapter")
     bias = fmha.attn_bias.LowerTriangularFromBottomRightMask() if case.causal else None
@@ -221,7 +218,6 @@ def xformers(task: Task) -> Call:
 
 
 def triton(task: Task) -> Call:
-    """Our own plain Triton kernel, as a second opinion."""
     from .plain_triton import attention
 
     task.refuse("lengths", "window", "softcap")
@@ -264,7 +260,7 @@ def installed(fa3_file: str | None = None, names: str | None = None) -> dict[str
 
 def prepare(name: str, task: Task, peers: dict[str, Adapter]) -> Call:
     """A contender on a task. Raises Unserved, or whatever the library raises."""
-    return ours(task, name) if name.partition(":")[0] == "ours" else peers[name](task)
+    return ours(task, name) if name.startswith("ours") else peers[name](task)
 
 
 def plan_of(task: Task, kernel: Any, config: Any) -> Plan:

@@ -40,7 +40,6 @@ def bars(run: Run, names: Sequence[str]) -> Any:
         axis.axhline(run.ceilings.get("matmul_tflops", math.nan), color="black", linewidth=0.8, linestyle="--", label="matmul")
         axis.set(title=f"head_dim {dim}, {mask}", ylabel="TFLOP/s")
     axes[0][0].legend(fontsize=8, loc="upper left")
-    figure.suptitle(title(run), fontsize=10)
     return figure
 
 
@@ -48,28 +47,21 @@ def roofline(run: Run, names: Sequence[str]) -> Any:
     """Rate over operations per byte, below the machine's ceilings in the same run."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axis = figure.subplots()
+    axis = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
     for name in reversed(names):
         points = [(r.flops / r.bytes, t.tflops) for r in run.results for t in r.timings if t.name == name and t.medians]
         axis.plot([x for x, _ in points], [y for _, y in points], "o", markersize=4, label=name, color=COLORS.get(name))
     peak, terabytes = run.ceilings.get("matmul_tflops", math.nan), run.ceilings.get("copy_gbs", math.nan) / 1e3
     xs = sorted([peak / terabytes / 4, peak / terabytes, 2 * max(result.flops / result.bytes for result in run.results)])
     axis.plot(xs, [min(peak, terabytes * x) for x in xs], color="black", linewidth=1)
-    axis.set(xscale="log", yscale="log", xlabel="FLOP per byte that must be moved", ylabel="TFLOP/s", title=title(run))
+    axis.set(xscale="log", yscale="log", xlabel="FLOP per byte that must be moved", ylabel="TFLOP/s")
     axis.legend(fontsize=8)
     return figure
 
 
-def title(run: Run) -> str:
-    date, commit = (str(run.machine.get(name, "")) for name in ("date", "commit"))
-    return f"{run.machine.get('device')}, {run.arguments.get('protocol')}, {date[:10]}, {commit[:8]}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser("plot", __doc__, out=False)
+    parser = command.parser("plot", __doc__, "that of the file")
     parser.add_argument("json", type=pathlib.Path, help="written by perf.bench")
-    parser.add_argument("--out", type=pathlib.Path, help="folder of the pictures; by default that of the file")
     parser.add_argument("--peers", default="fa3,cudnn,fa2", help="comma-separated")
     options = parser.parse_args(argv)
     run, folder = Run.read(options.json), options.out or options.json.parent
@@ -77,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"perf.plot: {options.json} has no timings")
     names = ["ours", *(name for name in options.peers.split(",") if name in run.peers)]
     folder.mkdir(parents=True, exist_ok=True)
-    for kind, draw in (("bars", bars), ("roofline", roofline)):
-        path = folder / f"{options.json.stem}-{kind}.svg"
-        draw(run, names).savefig(path)
+    date, commit = (str(run.machine.get(name, "")) for name in ("date", "commit"))
+    for draw in (bars, roofline):
+        path, figure = folder / f"{options.json.stem}-{draw.__name__}.svg", draw(run, names)
+        figure.suptitle(f"{run.machine.get('device')}, {run.arguments.get('protocol')}, {date[:10]}, {commit[:8]}", fontsize=10)
+        figure.savefig(path)
         print(path)
     return 0
 

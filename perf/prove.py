@@ -170,8 +170,7 @@ def draw(found: dict[str, Curve], path: pathlib.Path) -> None:
     """|t| over launches: a leak grows with their square root, noise does not."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axis = figure.subplots()
+    axis = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
     for (name, points), (order, style) in itertools.product(found.items(), ((1, "-"), (2, ":"))):
         axis.plot([p[0] for p in points], [abs(p[order]) for p in points], style, label=f"{name}, order {order}")
     axis.axhline(LIMIT, color="black", linewidth=0.8)
@@ -184,8 +183,8 @@ def leaks(device: Device, launches: int, folder: pathlib.Path, *patches: str) ->
     """Whether the kernel's time depends on the data; what was found is written."""
     found, stem = leakage(*cycles(device, len(CLASSES) * launches, *patches)), "-".join(("prove-timing", *patches))
     rows, leaking = verdicts(found)
-    report.write(folder / f"{stem}.md", report.table(rows, markdown=True) + "\n")
     report.write(folder / f"{stem}.json", json.dumps({"machine": machine.facts(), "t": found}))
+    report.write(folder / f"{stem}.md", report.table(rows, markdown=True) + "\n")
     draw(found, folder / f"{stem}.svg")
     print(f"{' '.join(patches)}\n{report.table(rows)}")
     return leaking

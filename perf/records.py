@@ -1,7 +1,6 @@
 """Tuning records: which configuration was measured to be the fastest, for which class of shapes.
 
-``rawattn/records/DEVICE.jsonl`` (``DEVICE`` is ``machine.slug`` of the device's name, such as ``h200``) holds one JSON object a
-line; of several lines for one kernel and class the last holds:
+``rawattn/records/DEVICE.jsonl`` (``DEVICE`` is ``machine.slug`` of the device's name, such as ``h200``) has a JSON object a line:
 
     kernel        name of the kernel, such as "attn_fwd"
     class         the fields of ``ShapeClass``

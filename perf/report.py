@@ -12,6 +12,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from . import statistics
 from .sets import from_json, mask_label
 
@@ -45,9 +47,8 @@ class Timing:
 
     def take(self, rounds: list[list[float]], flops: int, least_bytes: int) -> None:
         """Fills in what follows from the samples of each round."""
-        self.rounds, self.medians = rounds, [round(statistics.percentile(samples, 50), 3) for samples in rounds]
-        self.us = statistics.median_of_rounds(rounds)
-        self.p90 = statistics.percentile((us for samples in rounds for us in samples), 90)
+        self.rounds, self.medians = rounds, [round(float(np.median(samples)), 3) for samples in rounds]
+        self.us, self.p90 = statistics.median_of_rounds(rounds), float(np.percentile(np.concatenate(rounds), 90))
         self.tflops, self.gbs = flops / self.us / 1e6, least_bytes / self.us / 1e3
 
 

@@ -2,8 +2,8 @@
 
 python -m perf.sass paper/12                                   the configuration that the library chooses
 python -m perf.sass paper/12 --config 128x96s2q2 --against 128x128s2q2
-python -m perf.sass paper/12 --save before.cubin               then change the source, and
-python -m perf.sass paper/12 --against before.cubin
+python -m perf.sass paper/12 --out before                      then change the source, and
+python -m perf.sass paper/12 --against before/kernel.cubin
 """
 
 from __future__ import annotations
@@ -89,23 +89,22 @@ def build(case: Case, config: str) -> compiler.Binary:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser("sass", __doc__)
+    parser = command.parser("sass", __doc__, "nowhere")
     parser.add_argument("case", help="SET/NUMBER, or a case as JSON")
     parser.add_argument("--config", default="", help="such as 128x96s2q2")
     parser.add_argument("--against", help="another configuration, or a .cubin file")
-    parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="write the .cubin")
-    parser.add_argument("--text", action="store_true", help="print the disassembly")
     options = parser.parse_args(argv)
     case = sets.pick(options.case)
     binary = build(case, options.config)
     builds = {"this": disassemble(binary.cubin)}
-    if options.save:
-        options.save.write_bytes(binary.cubin)
+    if options.out:
+        report.write(options.out / "kernel.sass", builds["this"])
+        (options.out / "kernel.cubin").write_bytes(binary.cubin)
     if options.against:
         file = pathlib.Path(options.against)
         builds["that"] = disassemble(file.read_bytes() if file.suffix == ".cubin" else build(case, options.against).cubin)
     print(f"{sets.label(case)}: {binary.registers} registers at entry, {faults(binary) or 'no spills'}")
-    print(builds["this"] if options.text else report.table(summary(builds)))
+    print(report.table(summary(builds)))
     return 0
 
 

@@ -99,11 +99,6 @@ def flops(case: Case) -> int:
     return 2 * (case.head_dim + case.head_dim_v) * case.heads * sum(kept[pair] for pair in lengths)
 
 
-def least_bytes(case: Case) -> int:
-    """Bytes of q, k, v and o, each once."""
-    return dataclasses.replace(case.problem, return_lse=False).bytes
-
-
 def pick(text: str) -> Case:
     """One case: ``paper/12`` of a set, or JSON such as ``{"q_len": 4096, "kv_len": 4096, "causal": true}``."""
     if text.lstrip().startswith("{"):

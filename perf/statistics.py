@@ -12,10 +12,6 @@ import numpy.typing as npt
 Samples = Sequence[Sequence[float]]  # by round
 
 
-def percentile(samples: Iterable[float], percent: float) -> float:
-    return float(np.percentile(list(samples), percent))
-
-
 def geometric_mean(values: Iterable[float]) -> float:
     """The mean of ratios: 2 and 1/2 make 1. NaN of nothing."""
     logs = [math.log(value) for value in values]

@@ -1,9 +1,7 @@
 """How GPU work is timed: CUDA events behind a spin, graph replay, host clocks, and the two protocols.
 
-- **burst**: rounds of about 12 ms after 20 ms of rest, contenders interleaved in a shuffled order: the clock is high, as it is
-  for a kernel among others.
-- **sustained**: each contender alone under continuous load for a second after 0.3 s of warm-up, shuffled: power sets the clock,
-  as it does in training.
+- burst: rounds of about 12 ms after 20 ms of rest, contenders interleaved, shuffled: the clock is high.
+- sustained: each alone under load for a second after 0.3 s of warm-up, shuffled: power sets the clock, as in training.
 
 A spin on the GPU goes ahead of each burst, so that launches queue up behind it and no launch cost enters. Calls too short for
 events (a few microseconds of overhead each) are captured in a graph of ``GRAPH_LAUNCHES``, and the graph's replay is timed.
@@ -86,15 +84,12 @@ class Gpu:
 
         self.torch = torch
 
-    def _event(self) -> Any:
-        return self.torch.cuda.Event(enable_timing=True)
-
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
         """Microseconds of each launch of as many as fill the seconds, three issues at least, after a rest."""
         self.torch.cuda.synchronize()
         time.sleep(rest)
         issues = int(np.clip(seconds * 1e6 / (load.us * load.launches), 3, MOST_ISSUES))
-        events = [self._event() for _ in range(issues + 1)]
+        events = [self.torch.cuda.Event(enable_timing=True) for _ in range(issues + 1)]
         self.torch.cuda._sleep(int(min(issues * (1.5 * load.host_us + 3) + 100, 30_000) * SPIN_CYCLES_PER_US))
         events[0].record()
         for event in events[1:]:
@@ -105,13 +100,14 @@ class Gpu:
 
     def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]:
         """Microseconds of a launch, as the mean of each 10 ms of load after the warm-up. The GPU never waits for the host."""
-        issues, events = max(1, round(1e4 / (load.us * load.launches))), [self._event()]
+        issues = max(1, round(1e4 / (load.us * load.launches)))
+        events = [self.torch.cuda.Event(enable_timing=True)]
         self.torch.cuda.synchronize()
         events[0].record()
         while len(events) < 4 or events[0].elapsed_time(events[-3]) < (warm_up + seconds) * 1e3:
             for _ in range(issues):
                 load.issue()
-            events.append(self._event())
+            events.append(self.torch.cuda.Event(enable_timing=True))
             events[-1].record()
             if len(events) > 3:
                 events[-3].synchronize()
@@ -166,5 +162,4 @@ class Gpu:
         cuda.reset_peak_memory_stats()
         before = cuda.memory_allocated()
         run()
-        cuda.synchronize()
         return int(cuda.max_memory_allocated() - before)

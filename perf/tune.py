@@ -7,9 +7,8 @@ The first population is what the cost model and the record think best. A candida
 serialized wgmma (in parallel processes, while the GPU times others) and be right before it is timed, in rounds interleaved with
 the incumbent. It takes the incumbent's place if it is 1 % faster and faster than the noise, twice.
 
-Winners go to rawattn/records/DEVICE.jsonl as they are found (perf/records.py has the format); a search that is started again
-passes over the classes of shapes that have a record for the same sources. Everything that was tried goes to
-perf/record/DEVICE/tune.json, the leaderboard to tune.md.
+Winners go to rawattn/records/DEVICE.jsonl as they are found (perf/records.py has the format), what was tried and the leaderboard
+to tune.json and tune.md. A search that is started again passes over the classes that have a record for the same sources.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder
             tried = {sets.label(t.case): {config_name(c): us for c, us in t.search.ranking()} | t.unfit for t in tuners}
             report.write(folder / "tune.json", json.dumps(tried, indent=1))
             report.write(folder / "tune.md", report.table(leaderboard(tuners), markdown=True) + "\n")
-            console.print(f"{i + 1}/{len(todo)} {'  '.join(tuner.row())}", highlight=False)
+            console.print(f"{i + 1}/{len(todo)} {'  '.join(tuner.row())}", highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from .errors import CompileError, UnsupportedError
 OPTIONS = (
     "--std=c++20",
     "--device-as-default-execution-space",
+    "--no-cache",  # NVRTC's own, from which it takes a kernel without its log
     "--no-source-include",  # else a header missing from Source.headers is taken from the current directory
     "--generate-line-info",  # for profilers and sanitizers: the same machine code in four times the file
     "--ptxas-options=-v",

@@ -12,9 +12,12 @@ import contextlib
 import dataclasses
 import functools
 import math
+import pathlib
 import shutil
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .compiler import cache_folder
+from .compiler import CacheWarning, cache_folder
 from .device import Device
 from .errors import ProblemError
 from .problem import Problem
@@ -34,7 +37,7 @@ name = "cpu"
 
 # For the cost model: one core of an EPYC 7003 (Zen 3, AVX2).
 PRODUCTS_PER_SECOND = 36e9  # in float32; half in float64
-SECONDS_PER_NUMBER = {"fp64": 0.7e-9, "fp32": 0.5e-9, "fp16": 1.5e-9, "bf16": 1.5e-9}  # of k and v, to bring in
+SECONDS_PER_NUMBER = {"fp64": 1.2e-9, "fp32": 0.8e-9, "fp16": 1.5e-9, "bf16": 1.5e-9}  # of k and v, to bring in
 SECONDS_PER_UNIT = 40e-6
 SECONDS_PER_THREAD = 80e-6
 
@@ -83,20 +86,21 @@ def typical(problem: Problem) -> Problem:
 def candidates(problem: Problem, device: Device) -> list[Config]:
     """The configurations worth comparing."""
     tile_kv = 96 if problem.head_dim + problem.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
-    return [Config(tile_q, tile_kv, threads) for tile_q in (256, 128, 64, 32, 16) for threads in (1, device.units)]
+    threads = {min(1 << i, device.units) for i in range(device.units.bit_length() + 1)}
+    return [Config(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
 
 
 def cost(config: Config, problem: Problem, device: Device) -> float:
     """Estimated seconds: the units that fall to one thread, and the start of the threads."""
     queries, batch = _queries(config, problem), max(1, problem.batch)
     kept = kept_pairs(problem.mask, problem.q_len, problem.kv_len) / max(1, problem.q_len)
-    keys = min(problem.kv_len, kept + (queries + config.tile_kv) / 2)
+    fetched, used = (min(problem.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
     rows = math.ceil(min(queries, problem.q_len) * problem.heads_per_kv / 16) * 16
     rate = PRODUCTS_PER_SECOND / (2 if problem.element.name == "fp64" else 1)
-    per_key = (problem.head_dim + problem.head_dim_v) * (rows / rate + SECONDS_PER_NUMBER[problem.element.name])
+    unit = (problem.head_dim + problem.head_dim_v) * (used * rows / rate + fetched * SECONDS_PER_NUMBER[problem.element.name])
     units = problem.batch * problem.kv_heads * math.ceil(problem.total_q / batch / queries)
     threads = max(1, min(config.threads, units))
-    return math.ceil(units / threads) * (SECONDS_PER_UNIT + keys * per_key) + (threads - 1) * SECONDS_PER_THREAD
+    return math.ceil(units / threads) * (SECONDS_PER_UNIT + unit) + (threads - 1) * SECONDS_PER_THREAD
 
 
 def _queries(config: Config, problem: Problem) -> int:
@@ -124,16 +128,34 @@ def load(element: Element) -> Kernel:
 
 @functools.cache
 def _load(number: str, storage: str) -> Kernel:
-    start, folder = time.perf_counter(), cache_folder() / "numba"
-    with _spinner(f"compiling the CPU kernel for {storage} (once; kept in {folder})"):
+    start, folder = time.perf_counter(), _folder()
+    with _spinner(f"compiling the CPU kernel for {storage}, once"):
         from . import lanes
 
+        own = folder and folder / f"{storage}-{lanes.MACHINE}"
         try:
-            attend = lanes.compile(number, storage, folder)
-        except Exception:  # a damaged entry or a full disk: start afresh next time, and do without now
-            shutil.rmtree(folder, ignore_errors=True)
+            attend = lanes.compile(number, storage, own)
+        except OSError:  # a full disk
             attend = lanes.compile(number, storage, None)
+        except Exception:
+            if own is None:
+                raise
+            shutil.rmtree(own, ignore_errors=True)  # a damaged entry
+            attend = lanes.compile(number, storage, own)
     return Kernel(attend, time.perf_counter() - start, bool(attend.stats.cache_hits))
+
+
+def _folder() -> pathlib.Path | None:
+    """Where Numba may keep what it compiles; None, and a warning, where that cannot be written."""
+    folder = cache_folder() / "numba"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        text = f"the cache folder {folder} cannot be written ({error}): each process compiles the CPU kernel, which takes seconds"
+        warnings.warn(f"{text}; let RAWATTN_CACHE name a folder that can be written", CacheWarning, stacklevel=2)
+        return None
+    return folder
 
 
 @contextlib.contextmanager

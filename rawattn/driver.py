@@ -171,8 +171,10 @@ def stream_state(stream: int) -> tuple[int, bool]:
         return 0, False
     identity, status = c_uint64(), c_int()
     cuda = library()
+    if cuda.cuStreamIsCapturing(c_void_p(stream), byref(status)) == 0 and status.value == 1:
+        return -1, True  # asking a capturing stream for its number would end the capture
     cuda.cuStreamGetId(c_void_p(stream), byref(identity))
-    return identity.value, cuda.cuStreamIsCapturing(c_void_p(stream), byref(status)) == 0 and status.value == 1
+    return identity.value, False
 
 
 class Counters:

@@ -27,6 +27,7 @@ from numba.extending import intrinsic, models, overload, register_model
 BYTES = 64  # of a vector: two AVX registers, one of AVX-512, four of NEON
 BLOCK = 6  # vectors of sums that a product keeps in registers: 12 of the 16 that AVX has
 CHUNK = 64  # terms of a sum in its order; sums of sums round less
+MACHINE = f"{numba.__version__}-{llvmlite.binding.get_host_cpu_name()}"  # what compiled code is good for
 FUSE = ("contract",)  # a multiplication and an addition may become one instruction; nothing is reordered
 
 
@@ -363,23 +364,18 @@ def attend(q, k, v, begin, end, scale, cap, tile_kv, table, o, lse):
 def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:
     """``attend`` for k and v of the NumPy dtype ``storage``, computed in ``number``: some five seconds, or read from ``folder``.
 
-    Numba keeps its entries in files with one index, which processes that compile different things overwrite for each other; hence
-    a folder for each.
+    The folder must be for nothing else: Numba's entries have one index, which processes that compile different things overwrite
+    for each other.
     """
     saved = numba.config.CACHE_DIR
-    if folder is not None:
-        numba.config.CACHE_DIR = str(folder / "-".join((storage, numba.__version__, llvmlite.binding.get_host_cpu_name())))
+    numba.config.CACHE_DIR = "" if folder is None else str(folder)
     try:
         loops = njit(nogil=True, cache=folder is not None)(attend)
     finally:
         numba.config.CACHE_DIR = saved
-    x, row, rows = (
-        getattr(types, number),
-        types.Array(getattr(types, number), 1, "C"),
-        types.Array(getattr(types, number), 2, "C"),
-    )
+    x = getattr(types, number)
+    row, rows, bounds = types.Array(x, 1, "C"), types.Array(x, 2, "C"), types.Array(types.int64, 1, "C")
     kv = types.Array(getattr(types, storage), 2, "A", readonly=True, aligned=False)  # what any array may be passed as
-    bounds = types.Array(types.int64, 1, "C")
     loops.compile((rows, kv, kv, bounds, bounds, x, x, types.intp, row, rows, row))
     loops.disable_compile()
     return loops

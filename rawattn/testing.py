@@ -200,23 +200,24 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     """The reference for these arrays, and the error that is allowed, in the maximum norm.
 
     o may err twice as much as the plain formula with logits and probabilities rounded to q's dtype, and by 2 eps of that dtype
-    times its largest element; lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest
-    element or 1. The plain formula is taken with the terms of q.k in both orders, since a few rows can be lucky in one. For
-    float64 it is computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are those
-    of ``rawattn.attention``.
+    times its largest element (in float32 and float64 times the largest sum of p |v|, for the rounding of the sums themselves);
+    lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest element, softcap, or 1. For float64 the
+    plain formula is computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are
+    those of ``rawattn.attention``.
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "return_lse": True}
-    o, lse = map(_float64, reference.attention(q, k, v, **options))
-    flip, dtype = sys.modules[type(q).__module__.partition(".")[0]].flip, str(q.dtype).rpartition(".")[2]
-    ratio = 2 * 2.0**-29 if dtype == "float64" else 1.0
     single = [x.float() if hasattr(x, "float") else x.astype("float32") for x in (q, k, v)]
-    o_plain, _ = reference.rounded(q, k, v, **options)
-    o_flipped, lse_plain = reference.rounded(flip(single[0], (-1,)), flip(single[1], (-1,)), single[2], **options)
+    o, lse = map(_float64, reference.attention(q, k, v, **options))
+    plain_o = _float64(reference.rounded(q, k, v, **options)[0])
+    size, plain_lse = map(_float64, reference.rounded(single[0], single[1], abs(single[2]), **options))
+    dtype = str(q.dtype).rpartition(".")[2]
+    ratio = 2 * 2.0**-29 if dtype == "float64" else 1.0
     with np.errstate(invalid="ignore"):
-        o_plain_error = max(_norm(_float64(x) - o) for x in (o_plain, o_flipped))
-        lse_plain_error = _norm(_float64(lse_plain) - lse)
-    o_error = 2 * ratio * o_plain_error + 2 * float(ml_dtypes.finfo(dtype).eps) * _norm(o)
-    return Expected(o, lse, o_error, 2 * ratio * lse_plain_error + q.shape[-1] ** 0.5 * 2.0**-23 * ratio * max(1.0, _norm(lse)))
+        o_error = 2 * ratio * _norm(plain_o - o) + 2 * float(ml_dtypes.finfo(dtype).eps) * _norm(o if "16" in dtype else size)
+        lse_error = 2 * ratio * _norm(plain_lse - lse) + q.shape[-1] ** 0.5 * 2.0**-23 * ratio * max(
+            1.0, _norm(lse), options.get("softcap") or 0.0
+        )
+    return Expected(o, lse, o_error, lse_error)
 
 
 def _norm(x: Array) -> float:

@@ -94,7 +94,9 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
         return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
     if smem_bytes(config, problem) > device.smem_bytes:
         return f"it needs {smem_bytes(config, problem)} bytes of shared memory; a block has {device.smem_bytes}"
-    limit = {1: 208, 2: 200, 3: 128}[config.consumers]
+    if config.consumers == 3 and config.tile_kv > 128:
+        return f"tile_kv is {config.tile_kv}; with three consumer warpgroups it spills above 128"
+    limit = {256: 208, 232: 200, 160: 128, 152: 120}[config.registers[1]]
     if accumulators(config, problem) > limit:
         return f"its accumulators take {accumulators(config, problem)} registers of a thread; above {limit} it spills"
     return None

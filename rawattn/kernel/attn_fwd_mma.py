@@ -123,8 +123,8 @@ _WORK, _WORK_PER_COLUMN = 2000.0, 16.0  # of a block: its start, its first loads
 
 
 def cost(config: Config, problem: Problem, device: Device) -> float:
-    """Estimated seconds, to compare configurations: for every key tile of every block the clocks of the products, of shared memory
-    (128 bytes a clock) and of the exponentials (16 a clock), or of the latencies of a lone block, whichever are more."""
+    """Estimated seconds, to compare configurations: for every key tile of every block the clocks of the products, of shared
+    memory (128 bytes a clock) and of the exponentials (16 a clock), or the latencies of a lone block, whichever are more."""
     qk, v = columns(problem)
     rows, keys, together = config.tile_q, config.tile_kv, config.blocks
     products = 2 * rows * keys * (qk + v) / _FLOPS.get(device.capability, 1024)

@@ -1,16 +1,14 @@
-"""Kernels of every kind through NVRTC, for Hopper, without a GPU: nothing spills, nothing makes the tensor cores wait (ptxas' C75xx
-messages), and the machine code has the products and copies that it should."""
+"""Kernels of every kind through NVRTC, for Hopper, without a GPU: nothing spills, nothing makes the tensor cores wait (ptxas has
+messages C75xx for that), and the machine code has the products and copies that it should."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import multiprocessing
-import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -26,9 +24,8 @@ from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 
 DEVICE = TYPICAL["sm_90a"]
-MULTIPLES = range(8, 257, 8)
-SIZES = [*((d, d) for d in MULTIPLES), *((d, 264 - d) for d in MULTIPLES if d % 24 == 0), (192, 128), (128, 64), (64, 256)]
-KINDS: dict[str, list[Any]] = {
+FACTORS: dict[str, list[Any]] = {
+    "size": [*((d, d) for d in range(8, 257, 8)), (192, 128), (128, 64), (64, 256), (8, 256), (256, 8)],
     "mask": [Full(), Causal(), Causal("top_left"), Window(64, 64), Both(Causal(), Window(100))],
     "score": [Scale(), Softcap(30.0)],
     "scale": [0.1, -0.1],
@@ -59,106 +56,75 @@ def pairwise(factors: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
         yield {name: factors[name][level] for name, level in row.items()}
 
 
-def problem(size: tuple[int, int], length: int = 4096, heads: int = 16, **kinds: Any) -> Problem:
-    shape = {"batch": 2, "q_len": length, "kv_len": length, "heads": heads, "kv_heads": heads, "total_q": length, "total_kv": length}
-    return Problem(**{"element": BF16, "scale": 0.1, **shape, "head_dim": size[0], "head_dim_v": size[1], **kinds})
-
-
-def chosen(size: tuple[int, int]) -> set[attn_fwd.Config]:
-    """What the chooser takes for a head size, from one token to long prompts, for few heads and many."""
-    grid = itertools.product([Full(), Causal(), Window(64, 64)], [1, 64, 128, 256, 512, 1024, 4096, 16384], [1, 64])
-    return {choose(problem(size, length, heads, mask=mask), DEVICE).config for mask, length, heads in grid}
+def problem(size: tuple[int, int], **kinds: Any) -> Problem:
+    shape = {"batch": 2, "heads": 16, "kv_heads": 16, "head_dim": size[0], "head_dim_v": size[1]}
+    return Problem(**shape, **dict.fromkeys(["q_len", "kv_len", "total_q", "total_kv"], 4096), **kinds)
 
 
 def covering() -> Iterator[Combination]:
-    """Each configuration that is chosen for each head size, with kinds such that each two, and each with each tile shape, meet."""
-    shapes: dict[tuple[int, int], list[tuple[tuple[int, int], attn_fwd.Config]]] = {}
-    for size in SIZES:
-        for config in sorted(chosen(size), key=str):
-            shapes.setdefault((config.tile_q, config.tile_kv), []).append((size, config))
-    rows = [*pairwise({"shape": [*shapes], **KINDS})]
-    for shape, members in shapes.items():
-        kinds = [{name: row[name] for name in KINDS} for row in rows if row["shape"] == shape]
-        for i in range(max(len(members), len(kinds))):
-            size, config = members[i % len(members)]
-            yield problem(size, **kinds[i % len(kinds)]), config
+    """Each head size, each two kinds, and each head size with each kind, in the configurations that are chosen for them."""
+    for asked in (problem(**row) for row in pairwise(FACTORS)):
+        yield asked, choose(asked, DEVICE).config
 
 
-@functools.cache
-def nvdisasm() -> str | None:
-    from cuda.pathfinder import find_nvidia_binary_utility
-
-    return find_nvidia_binary_utility("nvdisasm")
-
-
-def instructions(cubin: bytes) -> set[str]:
-    """Names of all machine instructions, with what follows their dots."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([nvdisasm() or "", "-c", file.name], check=True, capture_output=True, text=True).stdout
-    return set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?\s*([\w.]+)", text, re.MULTILINE))
-
-
-def faults(combination: Combination) -> tuple[list[str], list[str]]:
-    """What is wrong with a kernel, by the compiler's log and by its instructions."""
+def faults(combination: Combination) -> str:
+    """What the compiler's log has against a kernel; empty if nothing."""
     asked, config = combination
     try:
         binary = compiler.compile(attn_fwd.render(asked, config))
     except compiler.CompileError as error:
-        return [str(error)], []
-    said = [f"{binary.spill_bytes} spill bytes"] if binary.spill_bytes else []
-    said += [*binary.advisories] if 0 < binary.registers <= 255 else [f"{binary.registers} registers"]
-    if nvdisasm() is None:
-        return said, []
-    found = instructions(binary.cubin)
-    wanted = {"UTMALDG": "tensor copy", f"HGMMA.64x{config.tile_kv}x16": "q k^T", f"HGMMA.64x{asked.head_dim_v}x16": "p v"}
-    wrong = [f"no {name} ({what})" for name, what in wanted.items() if not any(each.startswith(name) for each in found)]
-    return said, wrong + [f"local memory ({each})" for each in found if each.startswith(("STL", "LDL"))]
+        return str(error)
+    stack_bytes = sum(map(int, re.findall(r"(\d+) bytes stack frame", binary.log)))
+    said = [f"{count} {what}" for count, what in ((binary.spill_bytes, "spill bytes"), (stack_bytes, "bytes of stack")) if count]
+    return ", ".join([*said, *binary.advisories])
 
 
-def examine(combinations: Iterable[Combination], processes: int) -> list[tuple[str, list[str], list[str]]]:
-    combinations = [*combinations]
+def check(combinations: Sequence[Combination], processes: int | None) -> None:
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        results = [*pool.map(faults, combinations)]
-    return [(f"{asked}; {config}", *result) for (asked, config), result in zip(combinations, results, strict=True)]
+        found = zip(combinations, pool.map(faults, combinations), strict=True)
+    bad = [f"{asked}; {config}: {fault}" for (asked, config), fault in found if fault]
+    assert not bad, "\n".join([f"{len(bad)} of {len(combinations)}", *bad])
 
 
-@pytest.fixture(scope="module")
-def examined() -> list[tuple[str, list[str], list[str]]]:
+def test_nothing_spills_and_nothing_waits() -> None:
     combinations = [*covering()]
     assert len(combinations) <= 250, "more than CI has time for"
-    return examine(combinations, 2)
+    check(combinations, 2)
 
 
-def test_nothing_spills_and_nothing_waits(examined: list[tuple[str, list[str], list[str]]]) -> None:
-    bad = [f"{name}: {', '.join(said)}" for name, said, _ in examined if said]
-    assert not bad, "\n".join([f"{len(bad)} of {len(examined)}", *bad])
+def instructions(combination: Combination, nvdisasm: str) -> set[str]:
+    """The names of a kernel's machine instructions, with all that their dots add."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiler.compile(attn_fwd.render(*combination)).cubin)
+        file.flush()
+        text = subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout
+    return set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([\w.]+)", text, re.MULTILINE))
 
 
-def test_machine_code(examined: list[tuple[str, list[str], list[str]]]) -> None:
-    if nvdisasm() is None:
+def test_machine_code() -> None:
+    """One kernel for each head size."""
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    nvdisasm = find_nvidia_binary_utility("nvdisasm")
+    if nvdisasm is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    bad = [f"{name}: {', '.join(wrong)}" for name, _, wrong in examined if wrong]
-    assert not bad, "\n".join([f"{len(bad)} of {len(examined)}", *bad])
+    for asked, config in {(asked.head_dim, asked.head_dim_v): (asked, config) for asked, config in covering()}.values():
+        found = instructions((asked, config), nvdisasm)
+        for name in ("UTMALDG", f"HGMMA.64x{config.tile_kv}x16", f"HGMMA.64x{asked.head_dim_v}x16"):
+            assert any(each.startswith(name) for each in found), f"{asked}; {config}: no {name}"
 
 
 def test_covering_array_covers() -> None:
-    rows = [*pairwise({"shape": [*range(20)], **KINDS})]
-    for a, b in itertools.combinations(["shape", *KINDS], 2):
-        levels = (20 if name == "shape" else len(KINDS[name]) for name in (a, b))
-        assert len({(str(row[a]), str(row[b])) for row in rows}) == next(levels) * next(levels), f"{a} and {b}"
-    assert len(rows) <= 120
+    rows = [*pairwise(FACTORS)]
+    for a, b in itertools.combinations(FACTORS, 2):
+        assert len({(str(row[a]), str(row[b])) for row in rows}) == len(FACTORS[a]) * len(FACTORS[b]), f"{a} and {b}"
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", FACTORS["size"], ids=str)
 def test_full_product(size: tuple[int, int], pytestconfig: pytest.Config) -> None:
     """Every candidate with every combination of kinds: some thousand kernels for each head size."""
     if "matrix" not in pytestconfig.option.markexpr:
         pytest.skip("takes hours; run it by pytest -m matrix")
-    rows = [dict(zip(KINDS, levels, strict=True)) for levels in itertools.product(*KINDS.values())]
-    asked = (problem(size, **row) for row in rows)
-    found = examine(((each, config) for each in asked for config in attn_fwd.candidates(each, DEVICE)), os.cpu_count() or 1)
-    bad = [f"{name}: {', '.join(said + wrong)}" for name, said, wrong in found if said or wrong]
-    assert not bad, "\n".join([f"{len(bad)} of {len(found)}", *bad])
+    kinds = [dict(zip(FACTORS, levels, strict=True)) for levels in itertools.product([size], *[*FACTORS.values()][1:])]
+    check([(asked, config) for row in kinds for asked in [problem(**row)] for config in attn_fwd.candidates(asked, DEVICE)], None)

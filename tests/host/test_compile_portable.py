@@ -1,5 +1,5 @@
-"""The kernels that run everywhere through NVRTC, for each architecture, without a GPU: nothing spills, and the machine code has the
-products and copies that it should."""
+"""The kernels that run everywhere through NVRTC, for each architecture, without a GPU: nothing spills, and the machine code has
+the products and copies that it should."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ AMPERE_ON = ("sm_80", "sm_86", "sm_89", "sm_120")
 TABLE = {
     **{("sm_90a", name, 64, "any"): "attn_fwd" for name in ("bf16", "fp16")},
     **{("sm_90a", "bf16", 64, arrays): None for arrays in ("expanded rows", "misaligned")},
-    **{(arch, name, 64, arrays): "attn_fwd_mma" for arch in AMPERE_ON for name in ("bf16", "fp16") for arrays in ("any", "expanded rows")},
+    **{(arch, name, 64, arrays): "attn_fwd_mma"
+       for arch in AMPERE_ON for name in ("bf16", "fp16") for arrays in ("any", "expanded rows")},
     **{(arch, "bf16", 64, "misaligned"): None for arch in AMPERE_ON},
     **{("sm_75", name, 64, arrays): "attn_fwd_simt" for name in ELEMENTS for arrays in ARRAYS},
     **{(arch, name, 64, arrays): "attn_fwd_simt" for arch in TYPICAL for name in ("fp32", "fp64") for arrays in ARRAYS},
@@ -90,7 +91,7 @@ def test_a_kernel_that_is_asked_for() -> None:
         assert found.kernel is module and found.slow is None
     with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16 and fp16, not fp32"):
         chosen(dataclasses.replace(PROBLEM, element=FP32), TYPICAL["sm_90a"], "attn_fwd_mma")
-    with pytest.raises(ProblemError, match="takes a rawattn.kernel.attn_fwd_mma.Config"):
+    with pytest.raises(ProblemError, match=r"takes a rawattn\.kernel\.attn_fwd_mma\.Config"):
         choose.choose(PROBLEM, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.Config())
 
 

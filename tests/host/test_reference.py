@@ -1,0 +1,270 @@
+"""The specification, against the definition written out pair by pair; and the tolerance and the cases that tests are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rawattn import UnsupportedError, reference
+from rawattn.testing import LAYOUTS, MARGIN, Case, Expected, cases, expect
+from rawattn.variant.mask import Both, Causal, Full, Mask, Window
+
+INF = math.inf
+
+# mask -> whether the query at position q among the keys keeps the key, for either alignment
+MASKS: dict[str, tuple[Callable[..., Mask], Callable[[int, int], bool]]] = {
+    "full": (lambda align: Full(), lambda q, key: True),
+    "causal": (lambda align: Causal(align), lambda q, key: key <= q),
+    "window": (lambda align: Window(2, 1, align), lambda q, key: q - 2 <= key <= q + 1),
+    "window of itself": (lambda align: Window(0, 0, align), lambda q, key: key == q),
+    "left": (lambda align: Window(left=3, align=align), lambda q, key: q - 3 <= key),
+    "right": (lambda align: Window(right=2, align=align), lambda q, key: key <= q + 2),
+    "wide": (lambda align: Window(2**31, 2**40, align), lambda q, key: True),
+    "both": (lambda align: Both(Causal(align), Window(2, 5, align)), lambda q, key: q - 2 <= key <= q),
+}
+
+
+def kept(name: str, align: str, q: int, key: int, q_len: int, kv_len: int) -> bool:
+    return MASKS[name][1](q + (kv_len - q_len if align == "bottom_right" else 0), key)
+
+
+def by_pairs(q: Any, k: Any, v: Any, scale: float, cap: float | None) -> list[float]:
+    """o, and lse at its end, of one query that keeps all of these keys, from the definition."""
+    logits = [scale * math.fsum(q * key) for key in k]
+    if cap is not None:
+        logits = [cap * math.tanh(s / cap) for s in logits]
+    if not logits:
+        return [0.0] * v.shape[1] + [-INF]
+    lse = math.log(math.fsum(map(math.exp, logits)))
+    return [math.fsum(math.exp(s - lse) * x for s, x in zip(logits, column, strict=True)) for column in v.T] + [lse]
+
+
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("name", MASKS)
+def test_interval(name: str, align: str) -> None:
+    for q_len, kv_len in itertools.product(range(8), range(8)):
+        begin, end = MASKS[name][0](align).interval(np.arange(q_len), q_len, kv_len)
+        for q, key in itertools.product(range(q_len), range(kv_len)):
+            assert (begin[q] <= key < end[q]) == kept(name, align, q, key, q_len, kv_len), (q, key, q_len, kv_len)
+
+
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("q_len", range(1, 5))
+def test_definition(name: str, align: str, cap: float | None, q_len: int) -> None:
+    case = Case("fp64", 2, q_len, 6, 4, 2, 3, 5, softcap=cap, scale=-0.7, mask=MASKS[name][0](align))
+    q, k, v = case.inputs()
+    o, lse = reference.attention(q, k, v, return_lse=True, **case.options)
+    for b, h, row in itertools.product(range(2), range(4), range(q_len)):
+        keys = [j for j in range(6) if kept(name, align, row, j, q_len, 6)]
+        wanted = by_pairs(q[b, row, h], k[b, keys, h // 2], v[b, keys, h // 2], -0.7, cap)
+        np.testing.assert_allclose([*o[b, row, h], lse[b, h, row]], wanted, rtol=1e-13, atol=1e-14)
+
+
+@settings(max_examples=40)
+@given(cases(longest=40, layouts=[name for name in LAYOUTS if name != "reversed"], head_dims=(1, 8, 24)))
+def test_torch_agrees(case: Case) -> None:
+    ours = reference.attention(*case.inputs()[:3], **cu(case), return_lse=True, **case.options)
+    theirs = reference.attention(*case.inputs("torch")[:3], **cu(case, "torch"), return_lse=True, **case.options)
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.dtype == np.float64 and y.dtype == torch.float64
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
+
+
+def cu(case: Case, library: str = "numpy") -> dict[str, Any]:
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), case.inputs(library)[3:], strict=False))
+
+
+@settings(max_examples=40)
+@given(cases(longest=40, head_dims=(1, 8), packed=True))
+def test_packed_sequences_are_attended_alone(case: Case) -> None:
+    q, k, v, cu_q, cu_kv = case.inputs()
+    o, lse = reference.attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, return_lse=True, **case.options)
+    for i in range(len(cu_q) - 1):
+        rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_kv[i], cu_kv[i + 1])
+        alone, lse_alone = reference.attention(q[None, rows], k[None, keys], v[None, keys], return_lse=True, **case.options)
+        np.testing.assert_array_equal(o[rows], alone[0])
+        np.testing.assert_array_equal(lse[:, rows], lse_alone[0])
+
+
+@settings(max_examples=40)
+@given(cases(longest=40, head_dims=(1, 8)), st.data())
+def test_rows(case: Case, data: st.DataObject) -> None:
+    """Some rows are what they are among all, up to the order of sums."""
+    q, k, v = case.inputs()[:3]
+    rows = data.draw(st.lists(st.integers(0, q.shape[-3] - 1), max_size=5)) if q.shape[-3] else []
+    o, lse = reference.attention(q, k, v, **cu(case), return_lse=True, **case.options)
+    some, lse_some = reference.attention(q, k, v, **cu(case), return_lse=True, rows=rows, **case.options)
+    np.testing.assert_allclose(some, o[..., rows, :, :], rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(lse_some, lse[..., rows], rtol=1e-12, atol=1e-14)
+
+
+def test_nothing_kept() -> None:
+    q, k, v = Case("fp32", q_len=3, kv_len=2).inputs()
+    o, lse = reference.attention(q, k, v, causal=True, return_lse=True)  # the first query is before the first key
+    assert (o[0, 0] == 0).all() and lse[0, 0, 0] == -INF
+    assert np.isfinite(lse[0, 0, 1:]).all() and (o[0, 1:] != 0).all()
+    k[:] = -INF
+    o, lse = reference.attention(abs(q), k, v, return_lse=True)
+    assert (o == 0).all() and (lse == -INF).all()
+    o, lse = reference.attention(q, k[:, :0], v[:, :0], return_lse=True)
+    assert (o == 0).all() and (lse == -INF).all()
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_masked_numbers_take_no_part(library: str, bad: float) -> None:
+    case = Case("fp32", q_len=4, kv_len=6, causal=True)
+    q, k, v = case.inputs(library)
+    o, lse = reference.attention(q, k, v, causal=True, return_lse=True)
+    k[:, 5], v[:, 5] = bad, bad  # only the last query keeps the last key
+    o_bad, lse_bad = reference.attention(q, k, v, causal=True, return_lse=True)
+    np.testing.assert_allclose(o_bad[:, :3], o[:, :3], rtol=1e-14)
+    np.testing.assert_allclose(lse_bad[..., :3], lse[..., :3], rtol=1e-14)
+    assert not np.isfinite(np.asarray(o_bad[:, 3])).any()
+
+
+def test_nan_spreads_along_its_row() -> None:
+    q, k, v = Case("fp32", q_len=4, kv_len=6, causal=True).inputs()
+    q[0, 1, 0, 7] = math.nan
+    k[0, 5, 0, 7] = math.nan
+    o, lse = reference.attention(q, k, v, causal=True, return_lse=True)
+    assert np.isnan(o).any(-1)[0, :, 0].tolist() == [False, True, False, True]
+    assert np.isnan(lse)[0, 0].tolist() == [False, True, False, True]
+
+
+def test_infinite_logits() -> None:
+    """inf - inf is NaN; a logit of -inf beside finite ones is a probability of 0."""
+    q, k, v = np.ones((1, 1, 1, 1)), np.array([[[[1.0]], [[-INF]]]]), np.array([[[[3.0]], [[5.0]]]])
+    o, lse = reference.attention(q, k, v, return_lse=True)
+    assert o.item() == 3 and lse.item() == 1
+    assert np.isnan(reference.attention(q, -k, v)).all()
+
+
+def test_long_sequences_fit_in_memory() -> None:
+    q, k, v = Case("fp32", q_len=8192, kv_len=8192, head_dim=8, head_dim_v=8).inputs()
+    tracemalloc.start()
+    reference.attention(q, k, v, causal=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.5 * 8 * 8192**2  # bytes; all logits at once take twice this
+
+
+def test_unknown_score() -> None:
+    with pytest.raises(UnsupportedError, match="Strange"):
+        reference.attention(*Case("fp32").inputs(), score=type("Strange", (), {"cuda_type": "Strange"})())
+
+
+# ---- the plain formula and the tolerance ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_plain_formula_errs_like_its_format(dtype: str, library: str) -> None:
+    case = Case(dtype, 1, 200, 200, 2, 2, scale=0.1)
+    inputs = case.inputs(library)
+    o, plain = reference.attention(*inputs, **case.options), reference.rounded(*inputs, **case.options)
+    error = float(abs(plain - o).max() / abs(o).max())
+    eps = float(ml_dtypes.finfo(case.problem.element.dtype).eps)
+    assert 0.02 * eps < error < (8 if dtype == "fp32" else 2) * eps
+
+
+CAUSAL = {dtype: Case(dtype, 1, 32, 64, 2, 1, causal=True, seed=3) for dtype in ("bf16", "fp32", "fp64")}
+
+
+@pytest.fixture(scope="module", params=CAUSAL)
+def expected(request: pytest.FixtureRequest) -> Expected:
+    return expect(*CAUSAL[request.param].inputs(), causal=True)
+
+
+def test_tolerance_takes_the_reference_and_no_more(expected: Expected) -> None:
+    o, lse = expected.o.copy(), expected.lse.copy()
+    expected.check(o, lse)
+    o[0, 3, 1, 5] += 0.9 * expected.o_error
+    lse[0, 1, 4] -= 0.9 * expected.lse_error
+    expected.check(o, lse)
+    o[0, 3, 1, 5] += 0.3 * expected.o_error
+    with pytest.raises(AssertionError, match=r"o\[0, 3, 1, 5\] is .* \(1 of 4096 are wrong\)"):
+        expected.check(o)
+    lse[0, 1, 4] -= 0.3 * expected.lse_error
+    with pytest.raises(AssertionError, match=r"lse\[0, 1, 4\]"):
+        expected.check(expected.o, lse)
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_tolerance_finds_what_is_not_finite(expected: Expected, bad: float) -> None:
+    o = expected.o.copy()
+    o[0, 31, 0, 0] = bad
+    with pytest.raises(AssertionError, match=r"o\[0, 31, 0, 0\]"):
+        expected.check(o)
+    with pytest.raises(AssertionError, match=r"o\[0, 31, 0, 0\]"):
+        dataclasses.replace(expected, o=o).check(expected.o)
+    dataclasses.replace(expected, o=o).check(o)
+
+
+def test_tolerance_finds_another_shape(expected: Expected) -> None:
+    with pytest.raises(AssertionError, match="shape"):
+        expected.check(expected.o[0])
+
+
+@pytest.mark.parametrize("case", CAUSAL.values(), ids=CAUSAL)
+@pytest.mark.parametrize("wrong", [{"scale": 1.05 / 8}, {"mask": Both(Causal(), Window(62))}, {"softcap": 5.0}], ids=str)
+def test_tolerance_is_tight(case: Case, wrong: dict[str, Any]) -> None:
+    """A scale that is off by a twentieth, a key that one query loses, a cap on small logits: all are found."""
+    inputs = case.inputs()
+    with pytest.raises(AssertionError, match="allowed"):
+        expect(*inputs, causal=True).check(reference.attention(*inputs, **{"causal": "mask" not in wrong, **wrong}))
+
+
+# ---- cases ---------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(cases(longest=20, head_dims=(8, 24)))
+def test_inputs_are_what_the_case_says(case: Case) -> None:
+    plain = dataclasses.replace(case, layout="contiguous").inputs()
+    for x, y in zip(case.inputs(), plain, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        if case.layout != "expanded":
+            np.testing.assert_array_equal(x, y)
+        assert not np.isnan(x.astype(np.float64)).any()
+    q, k, v = case.inputs()[:3]
+    assert case.problem.element.dtype == q.dtype and q.shape[-2:] == (case.heads, case.head_dim)
+    assert k.shape[-2:] == (case.kv_heads, case.head_dim) and v.shape[-2:] == (case.kv_heads, case.head_dim_v)
+    assert (case.problem.total_q, case.problem.total_kv) == (math.prod(q.shape[:-2]), math.prod(k.shape[:-2]))
+    assert all(x.strides[-1] == x.itemsize for x in (q, k, v))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_strided_and_poisoned(layout: str) -> None:
+    case = Case("fp32", 2, 5, 5, 3, 3, 8, 8, layout=layout)
+    q, k, _ = case.inputs()
+    strides = {
+        "contiguous": (120, 24, 8), "heads_first": (120, 8, 40), "packed": (360, 72, 8), "padded": (240, 48, 16),
+        "expanded": (40, 8, 0), "reversed": (120, -24, 8),
+    }  # fmt: skip
+    assert tuple(s // 4 for s in k.strides[:3]) == strides[layout]
+    for x in (q, case.out()):
+        memory = x
+        while memory.base is not None:
+            memory = memory.base
+        assert np.isnan(memory).sum() - np.isnan(x).sum() == memory.size - x.size >= 2 * MARGIN
+    assert np.isnan(case.out()).all() and case.out().shape == (2, 5, 3, 8)
+
+
+def test_options_keep_what_is_false_but_given() -> None:
+    assert Case(scale=0.0).options == {"scale": 0.0}
+    assert Case(causal=True, window=(0, None), softcap=3.0).options == {"causal": True, "window": (0, None), "softcap": 3.0}
+    assert Case().options == {}
