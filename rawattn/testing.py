@@ -214,9 +214,7 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     ratio = 2 * 2.0**-29 if dtype == "float64" else 1.0
     with np.errstate(invalid="ignore"):
         o_error = 2 * ratio * _norm(plain_o - o) + 2 * float(ml_dtypes.finfo(dtype).eps) * _norm(o if "16" in dtype else size)
-        lse_error = 2 * ratio * _norm(plain_lse - lse) + q.shape[-1] ** 0.5 * 2.0**-23 * ratio * max(
-            1.0, _norm(lse), options.get("softcap") or 0.0
-        )
+        lse_error = 2 * ratio * _norm(plain_lse - lse) + q.shape[-1] ** 0.5 * 2.0**-23 * ratio * max(1.0, _norm(lse), options.get("softcap") or 0.0)
     return Expected(o, lse, o_error, lse_error)
 
 

@@ -4,6 +4,9 @@ the products and copies that it should."""
 from __future__ import annotations
 
 import multiprocessing
+import re
+import subprocess
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -16,7 +19,6 @@ from rawattn.problem import Problem
 from rawattn.variant.element import BF16, ELEMENTS, FP16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Softcap
-from tests.host.test_compile_matrix import instructions, nvdisasm
 
 PLAIN: dict[str, Any] = {}
 EVERYTHING = {
@@ -59,23 +61,30 @@ def asked() -> list[Asked]:
     return found
 
 
+def instructions(cubin: bytes) -> set[str] | None:
+    """The names of the machine instructions, with all that their dots add; None where there is no disassembler."""
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    nvdisasm = find_nvidia_binary_utility("nvdisasm")
+    if nvdisasm is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout
+    return set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([\w.]+)", text, re.MULTILINE))
+
+
 def faults(each: Asked) -> list[str]:
     kernel, arch, given = each
     choice = choose(given, TYPICAL[arch], kernel)
     binary = compiler.compile(choice.kernel.render(given, choice.config, arch))
     wrong = [f"{binary.spill_bytes} spill bytes"] if binary.spill_bytes else []
-    if nvdisasm() is not None:
-        wanted = (
-            ["HMMA", "LDSM", "LDGSTS"]
-            if kernel == "attn_fwd_mma"
-            else ["DFMA" if given.element.name == "fp64" else "FFMA", "LDS"]
-        )
-        found = instructions(binary.cubin)
-        wrong += [
-            f"no {name}"
-            for name in wanted
-            if not any(x.startswith(name) and (name != "LDS" or x.endswith(".128")) for x in found)
-        ]
+    multiply = "HMMA" if kernel == "attn_fwd_mma" else "DFMA" if given.element.name == "fp64" else "FFMA"
+    wanted = {multiply, *(("LDSM", "LDGSTS") if kernel == "attn_fwd_mma" else ("LDS",))}
+    found = instructions(binary.cubin)
+    if found is not None:
+        wrong += [f"no {name}" for name in sorted(wanted - {each.split(".")[0] for each in found})]
     return [f"{kernel} for {arch}: {given}; {choice.config}: {', '.join(wrong)}"] if wrong else []
 
 
