@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().parse_args(argv)
     options.set = options.set or ("" if options.cases else "smoke")
     console, cases, device = Console(), sets.load(options.set, options.cases), machine.gpu("bench")
-    run = Run(machine.facts(), {name: str(value) for name, value in vars(options).items()})
+    run = Run(machine.facts(), {name: str(value) for name, value in vars(options).items() if name != "out"})
     folder, begin, code = options.out or machine.record(device), time.monotonic(), 0
     stem = f"bench-{(options.set or pathlib.Path(options.cases).stem).replace(',', '-')}-{options.protocol}"
     save = functools.partial(run.write, folder, stem)

@@ -201,7 +201,8 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
 
     o may err twice as much as the plain formula with logits and probabilities rounded to q's dtype, and by 2 eps of that dtype
     times its largest element (in float32 and float64 times the largest sum of p |v|, for the rounding of the sums themselves);
-    lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest element, softcap, or 1. For float64 the
+    lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest element, softcap, or 1.
+    For float64 the
     plain formula is computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are
     those of ``rawattn.attention``.
     """
@@ -214,7 +215,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     ratio = 2 * 2.0**-29 if dtype == "float64" else 1.0
     with np.errstate(invalid="ignore"):
         o_error = 2 * ratio * _norm(plain_o - o) + 2 * float(ml_dtypes.finfo(dtype).eps) * _norm(o if "16" in dtype else size)
-        lse_error = 2 * ratio * _norm(plain_lse - lse) + q.shape[-1] ** 0.5 * 2.0**-23 * ratio * max(1.0, _norm(lse), options.get("softcap") or 0.0)
+        lse_error = 2 * ratio * _norm(plain_lse - lse) + q.shape[-1] ** 0.5 * 2.0**-23 * ratio * max(
+            1.0, _norm(lse), options.get("softcap") or 0.0
+        )
     return Expected(o, lse, o_error, lse_error)
 
 

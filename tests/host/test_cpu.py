@@ -330,6 +330,7 @@ def test_out_is_written_in_place() -> None:
 
 LOAD = """\
 import json, time, warnings
+import numba  # its import is not the cache's time
 from rawattn import cpu
 from rawattn.variant.element import FP32
 with warnings.catch_warnings(record=True) as caught:
@@ -404,7 +405,7 @@ print(json.dumps(seconds() / before))
 
 
 def test_torch_is_not_slower_afterwards() -> None:
-    """A pool of threads that outlives a call can make it several times slower. The best of some runs, since others run here too."""
+    """A pool of threads that outlives a call can make it several times slower. The best of some runs: others run here too."""
     ratios = []
     for _ in range(4):
         ratios.append(process(TORCH))
