@@ -122,10 +122,11 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
 
 @functools.lru_cache(maxsize=256)
 def kept_keys(mask: Mask, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
-    """First and one past the last key that 64 rows keep, for the strips of up to 64 sampled query tiles: (tiles, strips)."""
+    """First and one past the last key that 64 rows keep, or a smaller tile, for the strips of up to 64 sampled query tiles:
+    (tiles, strips)."""
     q_len = max(1, q_len)
     first = np.unique(np.linspace(0, (q_len - 1) // tile_q, 64).astype(np.int64)) * tile_q
-    rows = np.minimum(first[:, None] + np.arange(0, tile_q + 1, 64), q_len)
+    rows = np.minimum(first[:, None] + np.arange(0, tile_q + 1, min(64, tile_q)), q_len)
     begin, _ = mask.interval(np.minimum(rows[:, :-1], q_len - 1), q_len, kv_len)
     _, end = mask.interval(np.maximum(rows[:, 1:] - 1, 0), q_len, kv_len)
     return begin, np.where(rows[:, 1:] > rows[:, :-1], end, begin)

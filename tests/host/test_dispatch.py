@@ -21,7 +21,7 @@ ARRAYS: dict[str, dict[str, Any]] = {
     "expanded rows": {"tma_misfit": "k has a row stride of 0"},
     "misaligned": {"tma_misfit": "k is misaligned", "misaligned": "k is misaligned"},
 }
-AMPERE_ON = ("sm_80", "sm_86", "sm_89", "sm_120")
+AMPERE_ON = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_120")
 # (arch, element, head_dim, arrays) -> the kernel's name; None where it is left to the caller to copy or to ask for a kernel.
 TABLE = {
     **{("sm_90a", name, 64, "any"): "attn_fwd" for name in ("bf16", "fp16")},
