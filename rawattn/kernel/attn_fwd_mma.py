@@ -12,7 +12,7 @@ from ..problem import Problem
 from ..render import config_header, source
 from ..tma import misaligned
 from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
-from ..variant.mask import Causal, Full
+from ..variant.mask import Both, Causal, Full, Window
 from ..variant.score import Scale
 from . import attn_fwd
 from .attn_fwd import kept_keys, tiles
@@ -109,9 +109,12 @@ RESERVED_SMEM = 1024  # bytes that the system takes for each block
 def typical(problem: Problem) -> Problem:
     """The problem by which configurations are compared: one of two, as few query rows leave multiprocessors idle, which smaller
     tiles use. So a new length gets the configuration that is compiled already, unless it crosses from one kind to the other."""
+    found = attn_fwd.typical(problem)
+    if not isinstance(problem.mask, (Full, Causal)):
+        found = dataclasses.replace(found, mask=Both(Causal(), Window()))  # takes as many registers
     if problem.total_q * problem.heads > _FEW_ROWS:
-        return attn_fwd.typical(problem)
-    return dataclasses.replace(attn_fwd.typical(problem), batch=1, q_len=512, kv_len=512, heads=8, kv_heads=8)
+        return found
+    return dataclasses.replace(found, batch=1, q_len=512, kv_len=512, heads=8, kv_heads=8)
 
 
 def candidates(problem: Problem, device: Device) -> list[Config]:
@@ -119,7 +122,7 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
     in registers nothing, or as much as fits."""
     steps, found = columns(problem)[0] // 16, []
     for slabs, tile_q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)):
-        for tile_kv in (32, 64, 96, 128):
+        for tile_kv in (64, 32) if slabs == 2 else (64, 32, 128):
             bare = [Config(tile_q, tile_kv, 2, slabs, 0, blocks) for blocks in (4, 3, 2, 1)]
             fitting = [c for c in bare if legal(c, problem, device) is None][:1]
             for config in fitting:
@@ -134,9 +137,9 @@ _FEW_ROWS = 16384  # query rows of all heads: up to here the typical problem is 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
 _CLOCK = 1.7e9  # per second, under load
 _FLOPS = {80: 2048, 90: 2560, 100: 2560}  # of mma.sync in a clock; 1024 on the others
-_EACH_STEP = 20.0  # that a block's step takes from the others: barriers, addresses
-_STEP = 550.0  # that it takes a lone block: latencies
-_WORK = 5600.0  # of a block: its start, its first loads, and its store
+_EACH_STEP = 40.0  # that a block's step takes from the others: barriers, addresses
+_STEP = 1000.0  # that it takes a lone block: latencies
+_WORK = 4400.0  # of a block: its start, its first loads, and its store
 
 
 def cost(config: Config, problem: Problem, device: Device) -> float:
@@ -151,7 +154,7 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     count = max(1, tiles(problem, rows)) / device.units  # blocks of a multiprocessor, and of them at a time
     together = min(config.blocks, max(1.0, count))
     busy = together * (_larger(products + exponentials, read) + _EACH_STEP)
-    alone = (_larger(products, read) + exponentials) * max(1.0, 4 / warps) + _STEP  # a warp has one of four tensor cores
+    alone = _larger((products + exponentials) * max(1.0, 4 / warps), read) + _STEP  # a warp has one of four tensor cores
     begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, rows)
     tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
     work = tiles_each * max(busy, alone) + _WORK
