@@ -76,7 +76,7 @@ def registers(config: Config, problem: Problem) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
     plain = isinstance(problem.mask, (Full, Causal)) and isinstance(problem.score, Scale)
     kept = max(1, config.q_kept)
-    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + (52 if plain else 72)
+    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + (52 if plain else 76)
 
 
 def register_limit(config: Config, device: Device) -> int:
