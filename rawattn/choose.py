@@ -78,10 +78,20 @@ def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tu
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
         return config, "given by the caller"
-    typical = kernel.typical(problem)
-    costs = {candidate: kernel.cost(candidate, typical, device) for candidate in kernel.candidates(typical, device)}
-    if not costs:
+    configs = portfolio(kernel, kernel.typical(problem), device)
+    if not configs:
         raise UnsupportedError(f"{kernel.name} has no configuration that fits {problem} on {device.name}.")
-    best = min(costs, key=lambda candidate: costs[candidate])
-    micros = kernel.cost(best, problem, device) * 1e6
-    return best, f"cheapest of {len(costs)} by the cost model, which expects {micros:,.0f} us"
+    costs = [kernel.cost(each, problem, device) for each in configs]
+    best = min(range(len(configs)), key=costs.__getitem__)
+    return configs[best], f"cheapest of {len(configs)} compiled together, by the cost model, which expects {costs[best] * 1e6:,.0f} us"
+
+
+@functools.lru_cache(maxsize=256)
+def portfolio(kernel: Any, typical: tuple[Problem, ...], device: Device) -> tuple[Any, ...]:
+    """The configurations that problems of a kind may run in: for each of the kind's typical problems the cheapest, each once."""
+    found: dict[Any, None] = {}
+    for problem in typical:
+        costs = {config: kernel.cost(config, problem, device) for config in kernel.candidates(problem, device)}
+        if costs:
+            found[min(costs, key=costs.__getitem__)] = None
+    return tuple(found)

@@ -134,7 +134,7 @@ class Function:
                 call("cuFuncSetAttribute", function, _MAX_SMEM_BYTES, self.smem_bytes)
             call("cuFuncSetAttribute", function, _SMEM_CARVEOUT, 100)  # as many blocks as fit, at the cost of L1
         assert function.value is not None
-        self.handle, self.index = function.value, index
+        self.handle, self.index, self.name = function.value, index, name
 
 
 class Launch:
@@ -153,7 +153,9 @@ class Launch:
             raise DeviceError(f"the kernel has {function.args_bytes} bytes of arguments; the host filled {len(args)}.")
         self._args = ctypes.create_string_buffer(args, len(args))
         self._pointers = (c_void_p * 1)(ctypes.addressof(self._args))
-        self._config = self._Config(grid, 1, 1, function.threads, 1, 1, function.smem_bytes, stream, None, 0)
+        import os
+        self._attr=(c_uint*18)(6,0,1); on=function.name=="attn_fwd" and not os.environ.get("NOPDL")
+        self._config = self._Config(grid, 1, 1, function.threads, 1, 1, function.smem_bytes, stream, ctypes.addressof(self._attr) if on else None, int(on))
         self._addresses = ctypes.addressof(self._config), function.handle, ctypes.addressof(self._pointers), None
         self._index, self._context = function.index, _primary_context(function.index)
         self._launch = library().cuLaunchKernelEx
