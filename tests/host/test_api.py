@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import rawattn
 from rawattn import api, arrays, choose, driver
 from rawattn.arrays import Array
-from rawattn.device import TYPICAL, Device
+from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel import attn_fwd
 from rawattn.plan import Inputs

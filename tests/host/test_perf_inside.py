@@ -222,7 +222,7 @@ def test_the_clock_is_written_by_choices(patches: tuple[str, ...]) -> None:
     config = Config(128, 128, 2, 1)
     source = kernel.render(problem, config)
     header = dict(source.headers)["config.cuh"]
-    assert "using Store = TimedStore<StoreO>;" in header and "using Schedule = TimedSchedule<LongestFirst>;" in header
+    assert "using Store = TimedStore<StoreO>;" in header and "using Schedule = TimedSchedule<LongestFirst<Drawn>>;" in header
     assert kernel.fields(problem) == (*attn_fwd.fields(problem), ("cycles", "i32*"))
     device = compiling.devices.TYPICAL["sm_90a"]
     assert kernel.values(problem, config, device)["cycles"] == 4096
