@@ -45,9 +45,9 @@ static_assert(OrderChoice<Order>, "variant/order");
 static_assert(KvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
 static_assert(ScheduleChoice<Schedule>, "variant/schedule");
 
-// The host launches by these, so that no size is computed twice.
-struct Facts { u32 smem_bytes, args_bytes, threads; };
-extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers)};
+// The host launches by these, so that no size is computed twice. The kernel may begin before the launch in front of it has ended.
+struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
 // The key tiles of query rows [q_begin, q_begin + count) of a sequence.
 __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin, i32 count) {

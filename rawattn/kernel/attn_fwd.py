@@ -43,7 +43,7 @@ class Config:
     def registers(self) -> tuple[int, int]:
         """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
         part of them (multiples of 8), and what the producer gives up the consumers take."""
-        return {1: (56, 256), 2: (40, 232), 3: (32, 160) if self.tile_kv > 112 else (40, 152), 4: (24, 112)}[self.consumers]
+        return {1: (56, 256), 2: (40, 232), 3: (32, 160) if self.tile_kv > 112 else (40, 152), 4: (32, 112)}[self.consumers]
 
 
 def runs_on(device: Device) -> bool:

@@ -6,13 +6,13 @@
 #include "ptx/base.cuh"
 
 struct Drawn {
-    bool first = true;
+    i32 own = blockIdx.x;  // -1 once it is taken
 
     // args.counter: {drawn, finished}, both 0 between launches.
     __device__ i32 draw(const Args& args) {
-        i32 id = blockIdx.x;
-        if (!first && threadIdx.x % 32 == 0) id = gridDim.x + atomicAdd(args.counter, 1);
-        first = false;
+        i32 id = own;
+        own = -1;
+        if (id < 0 && threadIdx.x % 32 == 0) id = gridDim.x + atomicAdd(args.counter, 1);
         return ptx::uniform(id);
     }
     __device__ static void finish(const Args& args) {
