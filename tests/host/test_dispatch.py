@@ -111,7 +111,7 @@ def test_every_size_has_a_configuration(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [*AMPERE_ON, "sm_90a"])
-def test_every_size_has_a_configuration(arch: str) -> None:
+def test_all_that_a_kind_is_compiled_with_is_legal(arch: str) -> None:
     """With every kind of mask and score, though some take more registers, on GPUs with little shared memory."""
     for size in range(8, 257, 8):
         for size_v in {8, size, 256}:

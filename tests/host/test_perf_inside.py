@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import io
@@ -13,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perf import ablate, compiling, counters, gate, machine, prove, report, sass, sets
+from perf import ablate, compiling, counters, gate, machine, occupancy, prove, report, sass, sets
 from perf.report import Result, Run
 from rawattn import compiler
-from rawattn.kernel import attn_fwd
+from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_fwd import Config
 
 CASE = sets.dense(4, 4096, 16, 128, True)
@@ -228,6 +229,43 @@ def test_the_clock_is_written_by_choices(patches: tuple[str, ...]) -> None:
     assert kernel.values(problem, config, device)["cycles"] == 4096
     assert kernel.grid(problem, config, device) == 64, "each block has one work"
     assert compiler.compile(source).registers > 0
+
+
+def test_a_step_on_every_way_through_the_loop() -> None:
+    """A branch over what is rare, one over a second product, one back."""
+    text = """\
+.L_x_1:
+        /*0000*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0010*/              @P0 BRA `(.L_x_2) ;
+        /*0020*/                   FMUL R1, R1, R2 ;
+        /*0030*/                   FMUL R1, R1, R2 ;
+.L_x_2:
+        /*0040*/              @P1 BRA `(.L_x_3) ;
+        /*0050*/                   MUFU.EX2 R5, R6 ;
+        /*0060*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+.L_x_3:
+        /*0070*/              @P2 BRA `(.L_x_1) ;
+        /*0080*/                   EXIT ;
+"""
+    ways = [sorted(collections.Counter(map(sass.family, way)).items()) for way in occupancy.paths(text)]
+    assert len(ways) == 4
+    assert [("BRA", 3), ("HMMA", 1)] in ways and [("BRA", 3), ("FMUL", 2), ("HMMA", 2), ("MUFU.EX2", 1)] in ways
+
+
+def test_occupancy_and_predictions() -> None:
+    device = compiling.devices.TYPICAL["sm_89"]
+    try:
+        titles, *rows = occupancy.table([device], [(64, 64)])
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    for row in (dict(zip(titles, row, strict=True)) for row in rows):
+        assert row["spills"] == "0" and int(row["HMMA"]) >= 64 and int(row["LDSM"]) > 0 and int(row["LDGSTS"]) > 0
+        assert int(row["blocks"]) >= 2 and int(row["step"]) > int(row["HMMA"]) + int(row["LDSM"]) + int(row["MUFU.EX2"])
+    problem = compiling.without_lse(sets.dense(8, 4096, 16, 64, False).problem)
+    config = attn_fwd_mma.Config(128, 64, 2, 2, 4, 2)
+    assert [occupancy.blocks(config, problem, device, registers) for registers in (255, 168, 128, 64)] == [2, 3, 3, 3]
+    predicted = occupancy.predictions(device)[1:]
+    assert len(predicted) == 26 and all(float(row[4]) >= float(row[2]) for row in predicted)
 
 
 def test_no_tool_needs_the_gpu_to_be_imported() -> None:
