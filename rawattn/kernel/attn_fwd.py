@@ -17,7 +17,7 @@ from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
 from ..variant import Choice, Fields, element, kv, order, rows, schedule, softmax, store
 from ..variant.mask import Causal, Full, Ints, Mask
-from ..variant.score import Scale
+from ..variant.score import Scale, Softcap
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
@@ -112,7 +112,9 @@ def typical(problem: Problem) -> tuple[Problem, ...]:
     mask = problem.mask if isinstance(problem.mask, Full) else Causal()
     sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
     return tuple(
-        dataclasses.replace(problem, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, mask=mask, varlen=False, total_q=b * n, total_kv=b * n)
+        dataclasses.replace(
+            problem, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, mask=mask, varlen=False, total_q=b * n, total_kv=b * n
+        )
         for b, n, h in sizes
     )
 
@@ -176,12 +178,13 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
+    steady = problem.constant_time
     return {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score,  # type: ignore[dict-item]  # likewise
-        "Softmax": softmax.Trusting(),
+        "Score": problem.score.steady if steady and isinstance(problem.score, Softcap) else problem.score,  # type: ignore[dict-item]
+        "Softmax": softmax.Steady() if steady else softmax.Trusting(),
         "Kv": kv.Strided(),
         "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),

@@ -13,7 +13,7 @@ from ..render import config_header, source
 from ..tma import misaligned
 from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
 from ..variant.mask import Both, Causal, Full, Window
-from ..variant.score import Scale
+from ..variant.score import Scale, Softcap
 from . import attn_fwd
 from .attn_fwd import kept_keys, tiles
 from .attn_fwd import values as values
@@ -171,12 +171,13 @@ def _larger(a: float, b: float) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
+    steady = problem.constant_time
     return {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score,  # type: ignore[dict-item]  # likewise
-        "Softmax": softmax.Trusting(),
+        "Score": problem.score.steady if steady and isinstance(problem.score, Softcap) else problem.score,  # type: ignore[dict-item]
+        "Softmax": softmax.Steady() if steady else softmax.Trusting(),
         "Kv": kv.Async(),
         "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),

@@ -10,6 +10,7 @@ import pytest
 
 from rawattn import api, choose
 from rawattn.device import TYPICAL, Device
+from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, SlowKernelWarning, UnsupportedError
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from rawattn.problem import Problem
@@ -120,3 +121,15 @@ def test_all_that_a_kind_is_compiled_with_is_legal(arch: str) -> None:
                 choice = chosen(problem, TYPICAL[arch], "attn_fwd_mma")
                 for config in (choice.config, *choice.compiled_with):
                     assert attn_fwd_mma.legal(config, problem, TYPICAL[arch]) is None
+
+
+def test_constant_time() -> None:
+    """No branch on a value: another softmax and another cap; no kernel whose arithmetic takes its time by the numbers."""
+    problem = dataclasses.replace(PROBLEM, score=Softcap(30.0), constant_time=True)
+    for kernel in (attn_fwd, attn_fwd_mma):
+        found, plain = kernel.choices(problem), kernel.choices(dataclasses.replace(problem, constant_time=False))
+        assert (found["Softmax"].type, found["Score"].type) == ("Steady", "SteadySoftcap")
+        assert (plain["Softmax"].type, plain["Score"].type) == ("Trusting", "Softcap")
+    for device in (TYPICAL["sm_75"], this_cpu()):
+        with pytest.raises(UnsupportedError, match="constant_time is True"):
+            choose.choose(problem, device)
