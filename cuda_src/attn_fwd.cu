@@ -10,14 +10,12 @@
 //   q_full[s]          copy engine (bytes of Q)        each consumer     smem.q[s] until read
 //   q_empty[s]         one lane per consumer warp      producer          smem.q[s] until refilled
 //   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V
-//   turn (named 1 + c) warpgroup before c in the ring  warpgroup c       the order in which warpgroups issue their products,
-//                                                                        which keeps them in different phases
+//   the choice of Order may have named barriers between the consumers
 //
 // A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
 
 #include "config.cuh"  // rendered: cfg, Tensor, Args, QkMma, PvMma, and the choices
-                       // Element, Rows, Mask, Score, Softmax, Kv, Schedule, Store
-#include "ptx/barrier.cuh"
+                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Schedule, Store
 #include "ptx/ldmatrix.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
@@ -43,12 +41,13 @@ static_assert(RowsChoice<Rows>, "variant/rows");
 static_assert(MaskChoice<Mask>, "variant/mask");
 static_assert(ScoreChoice<Score>, "variant/score");
 static_assert(SoftmaxChoice<Softmax>, "variant/softmax");
+static_assert(OrderChoice<Order>, "variant/order");
 static_assert(KvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
 static_assert(ScheduleChoice<Schedule>, "variant/schedule");
 
-// The host launches by these, so that no size is computed twice.
-struct Facts { u32 smem_bytes, args_bytes, threads; };
-extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers)};
+// The host launches by these, so that no size is computed twice. The kernel may begin before the launch in front of it has ended.
+struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
 // The key tiles of query rows [q_begin, q_begin + count) of a sequence.
 __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin, i32 count) {
@@ -119,6 +118,7 @@ struct Consumer {
     const Operand<KTile> k_columns;
     const Operand<VTile> v_rows;
     const Score score;
+    const Order order;
     Ring<cfg::q_stages> q{};
     Ring<cfg::stages> kv{};  // the K tile at hand; V of the tile before it is one stage behind
     float s[QkMma::accumulators], o[PvMma::accumulators];
@@ -127,24 +127,18 @@ struct Consumer {
     __device__ Consumer(const Args& args, Smem& smem)
         : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
           q_rows(Operand<QTile>::of_columns(smem.q).rows_from(index * 64)), k_columns(Operand<KTile>::of_columns(smem.k)),
-          v_rows(Operand<VTile>::of_rows(smem.v)), score(args) {}
+          v_rows(Operand<VTile>::of_rows(smem.v)), score(args), order(index) {}
 
     // Said by each warp when it has read a stage.
     __device__ void release(ptx::Mbarrier& empty) const {
         if (lane % 32 == 0) empty.arrive();
-    }
-    __device__ void take_turn() const {
-        if constexpr (cfg::consumers > 1) ptx::bar_sync(1 + index, 256);
-    }
-    __device__ void pass_turn() const {
-        if constexpr (cfg::consumers > 1) ptx::bar_arrive(1 + (index + 1) % cfg::consumers, 256);
     }
 
     __device__ void start_qk() {
         const Operand<QTile> a = q_rows.stage(q.stage);
         const Operand<KTile> b = k_columns.stage(kv.stage);
         smem.k_full[kv.stage].wait(kv.parity);
-        take_turn();
+        order.take_turn();
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < (cfg::head_dim + 15) / 16; ++i) QkMma::multiply(s, a.columns(i), b.columns(i), i > 0);
@@ -161,7 +155,7 @@ struct Consumer {
     // Tiles that only other warpgroups need.
     __device__ void skip_k() {
         smem.k_full[kv.stage].wait(kv.parity);
-        take_turn(), pass_turn();
+        order.take_turn(), order.pass_turn();
         release(smem.k_empty[kv.stage]);
     }
     __device__ void skip_v(Ring<cfg::stages> at) {
@@ -219,7 +213,7 @@ struct Consumer {
 
     __device__ void first_step(const Mask& mask, const TileRange& tiles, i32 row, Softmax& softmax) {
         start_qk();
-        pass_turn();
+        order.pass_turn();
         ptx::wgmma_wait<0>();
         release(smem.k_empty[kv.stage]);
         kv.advance();
@@ -253,7 +247,7 @@ struct Consumer {
     __device__ void step(const Mask& mask, const TileRange& tiles, i32 tile, i32 row, Softmax& softmax) {
         start_qk();
         start_pv(kv.previous());
-        pass_turn();
+        order.pass_turn();
         ptx::wgmma_wait<1>();
         mask_and_score(mask, tiles, tile, row);
         const bool moved = softmax.next(s, [&] { multiply_qk_again(), mask_and_score(mask, tiles, tile, row); });
@@ -269,7 +263,6 @@ struct Consumer {
 __device__ void consume(const Args& args, Smem& smem) {
     ptx::acquire_registers<cfg::consumer_registers>();
     Consumer consumer(args, smem);
-    if (consumer.index == cfg::consumers - 1) consumer.pass_turn();
     Ring<2> ring;
     while (true) {
         smem.work_full[ring.stage].wait(ring.parity);
@@ -298,6 +291,8 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
+    ptx::wait_for_previous_grid();
+    ptx::let_next_grid_start();
     if (threadIdx.x < 128) produce(args, smem);
     else consume(args, smem);
 }

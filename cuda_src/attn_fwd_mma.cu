@@ -39,8 +39,8 @@ static_assert(SoftmaxChoice<Softmax>, "variant/softmax");
 static_assert(AsyncKvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
 static_assert(ScheduleChoice<Schedule>, "variant/schedule");
 
-struct Facts { u32 smem_bytes, args_bytes, threads; };
-extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads};
+struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, false};
 
 // The ring of K and V tiles, as every thread of the block fills it and walks along it.
 struct Tiles {

@@ -65,8 +65,8 @@ struct Smem {
     Numbers<cfg::tile_q, cfg::tile_kv> p;
 };
 
-struct Facts { u32 smem_bytes, args_bytes, threads; };
-extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads};
+struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, false};
 
 __device__ inline Number group_max(Number x) {
 #pragma unroll

@@ -15,7 +15,7 @@ from typing import Any
 
 from rawattn.choose import choose
 from rawattn.device import Device
-from rawattn.variant import softmax
+from rawattn.variant import order, softmax
 
 from . import command, machine, report, sets, statistics, timing
 from .checking import Check, failure
@@ -43,6 +43,11 @@ def lazy(kernel: Any) -> Any:
     return altered(kernel, choices=lambda found, *_: {**found, "Softmax": softmax.Lazy()})
 
 
+def other_order(kernel: Any) -> Any:
+    others = {order.PingPong(): order.Unordered(), order.Unordered(): order.PingPong()}
+    return altered(kernel, order_of=lambda found, *_: others[found])
+
+
 ABLATIONS = [
     Ablation("full", "The kernel as it is."),
     Ablation("two_stages", "Rings of two K and V tiles.", config={"stages": 2}),
@@ -51,6 +56,7 @@ ABLATIONS = [
     Ablation("tiny_tiles", "Key tiles of 32 rows.", config={"tile_kv": 32}),
     Ablation("one_group", "No groups of heads for L2: all heads in turn.", one_group),
     Ablation("lazy_softmax", "A maximum is looked for in every tile.", lazy),
+    Ablation("other_order", "Warpgroups issue their products in turns, or, where they do, whenever they like.", other_order),
 ]
 for _path in sorted(PATCHES.glob("*.patch")):
     if _path.stem not in LEAKS:

@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rawattn.choose import KERNELS
+from rawattn.choose import KERNELS, portfolio
 from rawattn.device import TYPICAL, Device
 from rawattn.testing import Case
 
@@ -50,8 +50,8 @@ class Tuner:
 
     def __init__(self, case: Case, kernel: Any, device: Device, seed: int = 0, recorded: Any = None) -> None:
         self.case, self.kernel, self.device, self.problem = case, kernel, device, without_lse(case.problem)
-        candidates, typical = sorted(kernel.candidates(self.problem, device), key=self.cost), kernel.typical(self.problem)
-        self.first = self.best = min(kernel.candidates(typical, device), key=lambda c: kernel.cost(c, typical, device))
+        candidates = sorted(kernel.candidates(self.problem, device), key=self.cost)
+        self.first = self.best = min(portfolio(kernel, kernel.typical(self.problem), device), key=self.cost)
         seeds = [self.first, *([recorded] if recorded else []), *candidates[: GENERATION - 2]]
         self.search = Search(seeds, genes(candidates), lambda c: kernel.legal(c, self.problem, device) is None, seed)
         self.us, self.ratio, self.unfit = math.nan, statistics.Ratio(), dict[str, str]()

@@ -84,18 +84,18 @@ def explain(options: Options) -> int:
     """Prints which kernel and configuration a problem gets, why, and how the best configurations compare."""
     problem, device = _problem(options), _device(options)
     choice = choose(problem, device)
-    typical = choice.kernel.typical(problem)
-    console.print(f"{api.Explanation(problem, device.name, choice)}\ncompared for {typical}")
-    costs = {config: choice.kernel.cost(config, typical, device) for config in choice.kernel.candidates(typical, device)}
+    console.print(f"{api.Explanation(problem, device.name, choice)}")
+    costs = {config: choice.kernel.cost(config, problem, device) for config in choice.kernel.candidates(problem, device)}
     for config in sorted(costs, key=lambda config: costs[config])[:COMPARED]:
         console.print(f"  {config}, {costs[config] * 1e6:,.0f} us")
     return 0
 
 
 def compile(options: Options) -> int:
-    """Compiles into the cache, and with --out into a folder."""
+    """Compiles into the cache all that problems of this kind may run in, and with --out what this one does into a folder."""
     choice, source = _render(options)
-    binary = _compile(source)
+    device = _device(options)
+    binary = _compile(source, *(choice.kernel.render(_problem(options), config, device.arch) for config in choice.compiled_with))
     name = f"{choice.kernel.name}-{source.key[:12]}"
     console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
     if options.out:
@@ -136,11 +136,11 @@ def _render(options: Options) -> tuple[Choice, Source]:
     return choice, choice.kernel.render(problem, choice.config, device.arch)
 
 
-def _compile(source: Source) -> Binary:
-    """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
+def _compile(source: Source, *others: Source) -> Binary:
+    """A source compiled, others with it, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
         warnings.simplefilter("error", compiler.CacheWarning)
-        return compiler.compile(source, lambda: status.update("NVRTC compiles"))
+        return compiler.compile_together(source, others, lambda: status.update("NVRTC compiles"))
 
 
 def _problem(options: Options) -> Problem:

@@ -19,13 +19,14 @@ KERNELS: tuple[ModuleType, ...] = (attn_fwd, attn_fwd_mma, attn_fwd_simt, cpu)  
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """A kernel and its configuration, why, and why the others were passed over. ``slow`` says so where one that is made for the
-    device was among these."""
+    device was among these. ``compiled_with``: the configurations that other problems of this kind may get."""
 
     kernel: Any
     config: Any
     why: str
     refusals: tuple[tuple[str, str], ...]
     slow: str | None = None
+    compiled_with: tuple[Any, ...] = ()
 
 
 def choose(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Choice:
@@ -52,14 +53,15 @@ def _choose(problem: Problem, device: Device, kernel: str | None, config: Any) -
             continue
         reason = candidate.supports(problem, device)
         if reason is None:
-            best, why = _configure(candidate, problem, device, config)
-            return Choice(candidate, best, why, tuple(refusals), slow and f"{candidate.name} computes this, slowly; {slow}")
+            best, why, others = _configure(candidate, problem, device, config)
+            slow = slow and f"{candidate.name} computes this, slowly; {slow}"
+            return Choice(candidate, best, why, tuple(refusals), slow, others)
         refusals.append((candidate.name, reason))
         if candidate.runs_on(device):
             slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
             if kernel is None and _refuses_strides(candidate, problem, device):
-                others = [repr(k.name) for k in KERNELS if k.supports(problem, device) is None]
-                raise UnsupportedError(f"{candidate.name}: {reason}; or ask for a slower kernel: kernel={' or '.join(others)}.")
+                slower = [repr(k.name) for k in KERNELS if k.supports(problem, device) is None]
+                raise UnsupportedError(f"{candidate.name}: {reason}; or ask for a slower kernel: kernel={' or '.join(slower)}.")
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {problem} on {device.name}:{reasons}")
 
@@ -70,18 +72,29 @@ def _refuses_strides(kernel: ModuleType, problem: Problem, device: Device) -> bo
     return reason is None
 
 
-def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tuple[Any, str]:
+def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tuple[Any, str, tuple[Any, ...]]:
     if config is not None:
         if not isinstance(config, kernel.Config):
             raise ProblemError(f"config is {config!r}; kernel {kernel.name} takes a {kernel.__name__}.Config.")
         reason = kernel.legal(config, problem, device)
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
-        return config, "given by the caller"
-    typical = kernel.typical(problem)
-    costs = {candidate: kernel.cost(candidate, typical, device) for candidate in kernel.candidates(typical, device)}
-    if not costs:
+        return config, "given by the caller", ()
+    configs = portfolio(kernel, kernel.typical(problem), device)
+    if not configs:
         raise UnsupportedError(f"{kernel.name} has no configuration that fits {problem} on {device.name}.")
-    best = min(costs, key=lambda candidate: costs[candidate])
-    micros = kernel.cost(best, problem, device) * 1e6
-    return best, f"cheapest of {len(costs)} by the cost model, which expects {micros:,.0f} us"
+    costs = [kernel.cost(each, problem, device) for each in configs]
+    best = min(range(len(configs)), key=costs.__getitem__)
+    why = f"cheapest of {len(configs)} by the cost model, which expects {costs[best] * 1e6:,.0f} us"
+    return configs[best], why, configs[:best] + configs[best + 1 :]
+
+
+@functools.lru_cache(maxsize=256)
+def portfolio(kernel: Any, typical: tuple[Problem, ...], device: Device) -> tuple[Any, ...]:
+    """The configurations that problems of a kind may run in: for each of the kind's typical problems the cheapest, each once."""
+    found: dict[Any, None] = {}
+    for problem in typical:
+        costs = {config: kernel.cost(config, problem, device) for config in kernel.candidates(problem, device)}
+        if costs:
+            found[min(costs, key=costs.__getitem__)] = None
+    return tuple(found)

@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from .errors import CompileError, UnsupportedError
@@ -129,6 +129,19 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
                 binary = _read(source) or _store(source, _run_nvrtc(source))
         _memory[source.key] = dataclasses.replace(binary, origin="memory")
     return binary
+
+
+def compile_together(source: Source, others: Iterable[Source], on_compile: Callable[[], None] | None = None) -> Binary:
+    """``compile``; where the source has to be compiled, also the others, at the same time, so that they are there when needed.
+    What NVRTC refuses of them says so then."""
+    if source.key in _memory or _entry(source).exists():
+        return compile(source, on_compile)
+    from concurrent.futures import ThreadPoolExecutor  # takes 10 ms to import
+
+    with ThreadPoolExecutor() as pool:
+        for other in others:
+            pool.submit(compile, other)
+        return compile(source, on_compile)
 
 
 def nvrtc_version() -> str:

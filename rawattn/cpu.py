@@ -78,9 +78,9 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
     return None
 
 
-def typical(problem: Problem) -> Problem:
-    """The problem by which configurations are compared: itself, since its loops are compiled once for all configurations."""
-    return problem
+def typical(problem: Problem) -> tuple[Problem, ...]:
+    """The problems by which configurations are compared: itself, since its loops are compiled once for all configurations."""
+    return (problem,)
 
 
 def candidates(problem: Problem, device: Device) -> list[Config]:

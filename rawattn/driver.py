@@ -123,18 +123,23 @@ class Function:
 
     def __init__(self, cubin: bytes, name: str, index: int) -> None:
         module, function, facts, size = c_void_p(), c_void_p(), c_void_p(), c_size_t()
-        numbers = (c_uint * 3)()
+        numbers = (c_uint * 4)()
         with current(index):
             call("cuModuleLoadData", byref(module), cubin)
             call("cuModuleGetFunction", byref(function), module, name.encode())
             call("cuModuleGetGlobal_v2", byref(facts), byref(size), module, b"facts")
             call("cuMemcpyDtoH_v2", numbers, facts, ctypes.sizeof(numbers))
-            self.smem_bytes, self.args_bytes, self.threads = numbers
+            self.smem_bytes, self.args_bytes, self.threads, self.begins_early = numbers
             if self.smem_bytes > 48 << 10:
                 call("cuFuncSetAttribute", function, _MAX_SMEM_BYTES, self.smem_bytes)
             call("cuFuncSetAttribute", function, _SMEM_CARVEOUT, 100)  # as many blocks as fit, at the cost of L1
         assert function.value is not None
         self.handle, self.index = function.value, index
+
+
+# A CUlaunchAttribute, 72 bytes: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1. The launch may begin when blocks of the one
+# before it in the stream have ended; the kernel waits for the rest itself, which hides its start (0.7 us on an H200).
+_EARLY = (c_uint * 18)(6, 0, 1)
 
 
 class Launch:
@@ -153,7 +158,10 @@ class Launch:
             raise DeviceError(f"the kernel has {function.args_bytes} bytes of arguments; the host filled {len(args)}.")
         self._args = ctypes.create_string_buffer(args, len(args))
         self._pointers = (c_void_p * 1)(ctypes.addressof(self._args))
-        self._config = self._Config(grid, 1, 1, function.threads, 1, 1, function.smem_bytes, stream, None, 0)
+        early = function.begins_early
+        self._config = self._Config(
+            grid, 1, 1, function.threads, 1, 1, function.smem_bytes, stream, ctypes.addressof(_EARLY) if early else None, early
+        )
         self._addresses = ctypes.addressof(self._config), function.handle, ctypes.addressof(self._pointers), None
         self._index, self._context = function.index, _primary_context(function.index)
         self._launch = library().cuLaunchKernelEx

@@ -64,7 +64,9 @@ class Plan:
 
     def _load(self, on_compile: Callable[[], None] | None) -> None:
         kernel, problem = self._choice.kernel, self.problem
-        self.binary = compiler.compile(kernel.render(problem, self.config, self.device.arch), on_compile)
+        source = kernel.render(problem, self.config, self.device.arch)
+        others = (kernel.render(problem, config, self.device.arch) for config in self._choice.compiled_with)
+        self.binary = compiler.compile_together(source, others, on_compile)
         self._function = _function(self.binary, kernel.name, self.device.index)
         self._counters = driver.counters(self.device.index)
         fields = kernel.fields(problem)

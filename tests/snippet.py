@@ -14,8 +14,8 @@ from rawattn.variant.element import BF16
 
 HEADERS = {path.relative_to(render.FOLDER).as_posix(): path.read_text() for path in sorted(render.FOLDER.rglob("*.cuh"))}
 ENTRY = """
-struct Facts { u32 smem_bytes, args_bytes, threads; };
-extern "C" __device__ Facts facts = {cfg::smem_bytes, sizeof(Args), cfg::threads};
+struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
+extern "C" __device__ Facts facts = {cfg::smem_bytes, sizeof(Args), cfg::threads, false};
 extern "C" __global__ __launch_bounds__(cfg::threads) void snippet(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) unsigned char smem[];
     run(args, smem);

@@ -33,6 +33,12 @@ template <class S> concept SoftmaxChoice = requires(S softmax, float (&s)[8], fl
     static_cast<float>(softmax.total(0));       // of one of the thread's rows, at the end: the sum of the weights
     static_cast<float>(softmax.lse(0, 1.f));    // of a row and its total
 };
+// order: when a warpgroup may issue products, if others do too. Every consumer takes and passes as many turns.
+template <class O> concept OrderChoice = requires(const O order, u32 index) {
+    O(index);                                   // of a warpgroup
+    order.take_turn();
+    order.pass_turn();
+};
 // kv: where key and value bytes come from.
 template <class K, class Rows, class KTile, class VTile> concept KvChoice =
     requires(const K kv, const Args& args, const Rows& rows, KTile& k, VTile& v, ptx::Mbarrier& full, i32 i) {

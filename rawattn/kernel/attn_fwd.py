@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
-from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
+from ..variant import Choice, Fields, element, kv, order, rows, schedule, softmax, store
 from ..variant.mask import Causal, Full, Ints, Mask
 from ..variant.score import Scale
 
@@ -41,7 +43,7 @@ class Config:
     def registers(self) -> tuple[int, int]:
         """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
         part of them (multiples of 8), and what the producer gives up the consumers take."""
-        return {1: (56, 256), 2: (40, 232), 3: (32, 160) if self.tile_kv > 112 else (40, 152)}[self.consumers]
+        return {1: (56, 256), 2: (40, 232), 3: (32, 160) if self.tile_kv > 112 else (40, 152), 4: (32, 112)}[self.consumers]
 
 
 def runs_on(device: Device) -> bool:
@@ -86,8 +88,8 @@ def accumulators(config: Config, problem: Problem) -> int:
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:
     """None if the configuration can be compiled and run for the problem, else the reason why not."""
-    if config.tile_q not in (64, 128, 192):
-        return f"tile_q is {config.tile_q}; it must be 64, 128 or 192"
+    if config.tile_q not in (64, 128, 192, 256):
+        return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
     if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
         return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
     if config.stages < 2 or config.q_stages not in (1, 2):
@@ -96,26 +98,32 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
         return f"it needs {smem_bytes(config, problem)} bytes of shared memory; a block has {device.smem_bytes}"
     if config.consumers == 3 and config.tile_kv > 128:
         return f"tile_kv is {config.tile_kv}; with three consumer warpgroups it spills above 128"
-    limit = {256: 208, 232: 200, 160: 128, 152: 120}[config.registers[1]]
+    limit = {256: 208, 232: 200, 160: 128, 152: 120, 112: 80}[config.registers[1]]
     if accumulators(config, problem) > limit:
         return f"its accumulators take {accumulators(config, problem)} registers of a thread; above {limit} it spills"
     return None
 
 
-def typical(problem: Problem) -> Problem:
-    """The problem by which configurations are compared. It has nothing that is a run-time value in the kernel, so that a new
-    length, batch, window or number of heads gets the configuration that is compiled already."""
+def typical(problem: Problem) -> tuple[Problem, ...]:
+    """The problems by which configurations are compared: one that fills a GPU many times over, one that fills it about twice, and
+    one that does not. They have nothing that is a run-time value in the kernel: all that a kind of problem may ever run in is
+    compiled together, and a new length, batch, window or number of heads compiles nothing."""
     mask = problem.mask if isinstance(problem.mask, Full) else Causal()
-    return dataclasses.replace(problem, batch=8, q_len=4096, kv_len=4096, heads=16, kv_heads=16, mask=mask, varlen=False)
+    sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
+    return tuple(
+        dataclasses.replace(problem, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, mask=mask, varlen=False, total_q=b * n, total_kv=b * n)
+        for b, n, h in sizes
+    )
 
 
 def candidates(problem: Problem, device: Device) -> list[Config]:
-    """The legal configurations worth a thought: the deepest rings that fit, key tiles of 64 rows and more where there are any."""
+    """The legal configurations worth a thought: the deepest rings that fit, key tiles of 64 to 128 rows where
+    there are any (longer ones lost wherever they were tried)."""
     found = []
-    for tile_q in (128, 192):
-        for tile_kv in range(32, 257, 16):
-            for q_stages in (1, 2):
-                fitting = [Config(tile_q, tile_kv, stages, q_stages) for stages in (4, 3, 2)]
+    for tile_q in (64, 128, 192, 256):
+        for tile_kv in range(32, 129, 16):
+            for q_stages in (2, 1):
+                fitting = [Config(tile_q, tile_kv, stages, q_stages) for stages in (8, 6, 5, 4, 3, 2)]
                 found += [c for c in fitting if legal(c, problem, device) is None][:1]
     return [c for c in found if c.tile_kv >= 64] or found
 
@@ -133,28 +141,36 @@ def kept_keys(mask: Mask, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, I
 
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
-_CLOCK = 1.7e9  # per second, under load
-_UNHIDDEN = {1: 0.8, 2: 0.45, 3: 0.4}  # part of the exponentials' time that products do not cover, by warpgroups
-_STEP = 8.0  # what else a warpgroup's step takes from the others
-_ALONE, _ALONE_PER_KEY = 340.0, 8.0  # what a step takes one warpgroup besides its products, whatever the others do
-_WORK, _WORK_PER_COLUMN = 800.0, 24.0  # first and last step of a query tile, and its store
-_LONE_Q = 1500.0  # more of it where the next Q cannot be loaded ahead
+_CLOCK = 1.755e9  # per second
+_LAUNCH = 1.9e-6  # seconds
+_OVERLAP = {1: 9.0, 2: 1.3, 3: 1.62, 4: 1.85}  # of products and exponentials, by warpgroups: 1 is none, infinity complete
+_STEP = 30.0  # what else a step of one takes from the others
+_ALONE, _ALONE_PER_KEY = 150.0, 3.7  # what a step takes one warpgroup besides its products, whatever the others do
+_WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, and its store
 
 
 def cost(config: Config, problem: Problem, device: Device) -> float:
     """Estimated seconds, to compare configurations: for every query tile the clocks of its steps over key tiles, at the rate of
     the tensor cores (4096 FLOP a clock) and the exponentials (16 a clock), and what a tile costs besides."""
     columns = -(-problem.head_dim // 16) * 16 + problem.head_dim_v
-    strip = 64 * config.tile_kv * (columns / 2048 + _UNHIDDEN[config.consumers] / 16) + _STEP  # 64 rows by one key tile
-    alone = config.tile_kv * (columns / 32 + _ALONE_PER_KEY) + _ALONE
+    products, exponentials = 64 * config.tile_kv * columns / 2048, 4 * config.tile_kv  # of 64 rows by one key tile
+    overlap = _OVERLAP[config.consumers]
+    strip = (products**overlap + exponentials**overlap) ** (1 / overlap) + _STEP
+    alone = products + _ALONE_PER_KEY * config.tile_kv + _ALONE
     begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, config.tile_q)
     strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
     work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * problem.head_dim_v
-    work = work + (_LONE_Q if config.q_stages == 1 else 0.0)
-    count = max(1, -(-problem.q_len // config.tile_q)) * problem.heads * problem.batch
-    even = work.max() < 1.05 * work.mean()
-    waves = -(-count // device.units) if even else max(1.0, count / device.units + 0.3)
-    return float(waves * work.mean()) / _CLOCK
+    return makespan(work, tiles(problem, config.tile_q), device.units) / _CLOCK + _LAUNCH
+
+
+def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
+    """When the workers are through with ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
+    if count > 8 * workers:
+        return float(work.mean()) * (count / workers + 0.5)
+    busy = [0.0] * workers
+    for each in np.sort(np.resize(work, count))[::-1]:
+        heapq.heapreplace(busy, busy[0] + float(each))
+    return max(busy)
 
 
 def choices(problem: Problem) -> dict[str, Choice]:
@@ -169,6 +185,12 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
     }
+
+
+def order_of(problem: Problem, config: Config) -> Choice:
+    """The order of the warpgroups' products: the one choice that depends on the configuration. At head_dim 256 the products of
+    one warpgroup leave the other's softmax time enough, and turns cost 1 to 3 % (perf/notes/attn_fwd.md)."""
+    return order.PingPong() if config.consumers == 2 and problem.head_dim_v <= 128 else order.Unordered()
 
 
 def fields(problem: Problem) -> Fields:
@@ -186,7 +208,8 @@ def render(problem: Problem, config: Config, arch: str = arch) -> Source:
         wgmma("QkMma", problem.element, config.tile_kv, a_in_registers=False, b_by_rows=False, negate=problem.scale < 0),
         wgmma("PvMma", problem.element, problem.head_dim_v, a_in_registers=True, b_by_rows=True),
     ]
-    return source(file, config_header(constants, fields(problem), products, choices(problem)), arch)
+    every = choices(problem) | {"Order": order_of(problem, config)}
+    return source(file, config_header(constants, fields(problem), products, every), arch)
 
 
 # Bytes of keys and values, fitted as above: of a group, of the last group at most, and of one head so long that its tiles keep

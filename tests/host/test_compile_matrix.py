@@ -32,6 +32,7 @@ FACTORS: dict[str, list[Any]] = {
     "varlen": [False, True],
     "return_lse": [False, True],
     "element": [BF16, FP16],
+    "grid": [(8, 2048, 16), (1, 4096, 8), (1, 512, 8)],  # batch, length, heads: what of a kind's configurations it gets
 }
 Combination = tuple[Problem, attn_fwd.Config]
 
@@ -56,9 +57,11 @@ def pairwise(factors: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
         yield {name: factors[name][level] for name, level in row.items()}
 
 
-def problem(size: tuple[int, int], **kinds: Any) -> Problem:
-    shape = {"batch": 2, "heads": 16, "kv_heads": 16, "head_dim": size[0], "head_dim_v": size[1]}
-    return Problem(**shape, **dict.fromkeys(["q_len", "kv_len", "total_q", "total_kv"], 4096), **kinds)
+def problem(size: tuple[int, int], grid: tuple[int, int, int], **kinds: Any) -> Problem:
+    batch, length, heads = grid
+    shape = {"batch": batch, "heads": heads, "kv_heads": heads, "head_dim": size[0], "head_dim_v": size[1]}
+    lengths = {"q_len": length, "kv_len": length, "total_q": batch * length, "total_kv": batch * length}
+    return Problem(**shape, **lengths, **kinds)
 
 
 def covering() -> Iterator[Combination]:

@@ -102,5 +102,7 @@ def test_smem_is_what_the_kernel_says(name: str) -> None:
     for size, size_v in ((64, 64), (24, 40), (72, 256)):
         given = problem(BF16, size, size_v)
         choice = choose(given, TYPICAL["sm_89"], name)
-        smem_bytes, _, threads = words(compiler.compile(choice.kernel.render(given, choice.config, "sm_89")).cubin, "facts")
+        facts = words(compiler.compile(choice.kernel.render(given, choice.config, "sm_89")).cubin, "facts")
+        smem_bytes, _, threads, begins_early = facts
+        assert not begins_early, "it would have to wait for the launch before it"
         assert choice.config.threads == threads and choice.kernel.smem_bytes(choice.config, given) == smem_bytes

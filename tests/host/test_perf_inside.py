@@ -119,7 +119,7 @@ def test_patches_apply() -> None:
     plain = attn_fwd.render(PROBLEM, CONFIG)
     sources = {name: compiling.altered(attn_fwd, name).render(PROBLEM, CONFIG) for name in names}
     assert len({plain.key, *(source.key for source in sources.values())}) == 1 + len(names)
-    for name in ("static_order", "no_turns"):
+    for name in ("draw_ahead", "barrier_each_step"):
         assert compiling.faults(compiler.compile(sources[name])) == ""
 
 

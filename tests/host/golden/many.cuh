@@ -83,3 +83,5 @@ using Kv = Strided;
 using Schedule = LongestFirstVarlen<Drawn>;
 #include "variant/store/o_lse.cuh"
 using Store = StoreOLse;
+#include "variant/order/unordered.cuh"
+using Order = Unordered;

@@ -77,3 +77,5 @@ using Kv = Strided;
 using Schedule = LongestFirst<Drawn>;
 #include "variant/store/o.cuh"
 using Store = StoreO;
+#include "variant/order/ping_pong.cuh"
+using Order = PingPong;

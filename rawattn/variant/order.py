@@ -1,0 +1,24 @@
+"""The order in which the warpgroups of a block issue their matrix products."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from . import Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class PingPong(Choice):
+    """In turn, so that one warpgroup's softmax runs beside another's products."""
+
+    type: ClassVar[str] = "PingPong"
+    source: ClassVar[str] = "variant/order/ping_pong.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unordered(Choice):
+    """As each is ready."""
+
+    type: ClassVar[str] = "Unordered"
+    source: ClassVar[str] = "variant/order/unordered.cuh"
