@@ -31,6 +31,7 @@ FACTORS: dict[str, list[Any]] = {
     "scale": [0.1, -0.1],
     "varlen": [False, True],
     "return_lse": [False, True],
+    "constant_time": [False, True],
     "element": [BF16, FP16],
     "grid": [(8, 2048, 16), (1, 4096, 8), (1, 512, 8)],  # batch, length, heads: what of a kind's configurations it gets
 }
