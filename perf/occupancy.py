@@ -88,7 +88,8 @@ def step(text: str, config: Config, problem: Problem) -> collections.Counter[str
     for path in paths(text):
         counts = collections.Counter(map(sass.family, path))
         if all(counts[name] >= count for name, count in least.items()):
-            found.append(counts | {"issue": len(path)})
+            counts["issue"] = len(path)
+            found.append(counts)
     return min(found, key=lambda counts: counts["issue"], default=collections.Counter())
 
 

@@ -80,10 +80,10 @@ def registers(config: Config, problem: Problem) -> int:
 
 
 def register_limit(config: Config, device: Device) -> int:
-    """Registers that a thread may have, with as many blocks on a multiprocessor, less what ptxas wants more of for an
-    architecture than for Hopper: found by compiling all that is ever chosen."""
-    more = 32 if device.capability >= 100 else 4 if device.capability != 90 and config.slabs == 1 else 0
-    return min(255, 65536 // (config.threads * config.blocks) // 8 * 8) - more
+    """Registers that a thread may have, with as many blocks on a multiprocessor, less what ptxas wants for itself: found by
+    compiling what is chosen with NVRTC 13.0 and 13.5."""
+    wanted = (24, 32) if device.capability >= 100 else (8, 0)
+    return min(255, 65536 // (config.threads * config.blocks) // 8 * 8) - wanted[config.slabs - 1]
 
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:
@@ -108,15 +108,12 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 
 
-def typical(problem: Problem) -> Problem:
-    """The problem by which configurations are compared: one of two, as few query rows leave multiprocessors idle, which smaller
-    tiles use. So a new length gets the configuration that is compiled already, unless it crosses from one kind to the other."""
+def typical(problem: Problem) -> tuple[Problem, ...]:
+    """The problems by which configurations are compared, as for attn_fwd; a mask of one kind takes as many registers."""
     found = attn_fwd.typical(problem)
-    if not isinstance(problem.mask, (Full, Causal)):
-        found = dataclasses.replace(found, mask=Both(Causal(), Window()))  # takes as many registers
-    if problem.total_q * problem.heads > _FEW_ROWS:
+    if isinstance(problem.mask, (Full, Causal)):
         return found
-    return dataclasses.replace(found, batch=1, q_len=512, kv_len=512, heads=8, kv_heads=8)
+    return tuple(dataclasses.replace(each, mask=Both(Causal(), Window())) for each in found)
 
 
 def candidates(problem: Problem, device: Device) -> list[Config]:
@@ -133,8 +130,6 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
                 found += [config, *([dataclasses.replace(config, q_kept=kept)] if kept else [])]
     return found
 
-
-_FEW_ROWS = 16384  # query rows of all heads: up to here the typical problem is the small one
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
 _CLOCK = 1.7e9  # per second, under load
@@ -155,13 +150,18 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     read = (keys * (qk + v) * 2 * (warps + 1) + rows * qk * 2 * reread) / 128  # by each warp, and written
     count = max(1, tiles(problem, rows)) / device.units  # blocks of a multiprocessor, and of them at a time
     together = min(config.blocks, max(1.0, count))
-    busy = together * (_larger(products + exponentials, read) + _EACH_STEP)
-    alone = _larger((products + exponentials) * max(1.0, 4 / warps), read) + _STEP  # a warp has one of four tensor cores
+    busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
+    alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
     begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, rows)
     tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
     work = tiles_each * max(busy, alone) + _WORK
     waves = np.ceil(count / together) if work.max() < 1.05 * work.mean() else max(1.0, count / together + 0.3)
     return float(waves * work.mean()) / _CLOCK
+
+
+def _uneven(warps: float) -> float:
+    """How much longer the four schedulers take, each with its own tensor core, than if the warps were spread evenly."""
+    return float(np.ceil(warps / 4) * 4 / warps)
 
 
 def _larger(a: float, b: float) -> float:

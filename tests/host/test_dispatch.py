@@ -14,6 +14,8 @@ from rawattn.errors import ProblemError, SlowKernelWarning, UnsupportedError
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from rawattn.problem import Problem
 from rawattn.variant.element import BF16, ELEMENTS, FP32
+from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.score import Softcap
 
 PROBLEM = Problem(BF16, 2, 512, 512, 8, 8, 64, 64, 0.125)
 ARRAYS: dict[str, dict[str, Any]] = {
@@ -106,3 +108,15 @@ def test_every_size_has_a_configuration(arch: str) -> None:
                 problem = dataclasses.replace(PROBLEM, element=element, head_dim=size, head_dim_v=size_v)
                 found = chosen(problem, TYPICAL[arch])
                 assert found.kernel.legal(found.config, problem, TYPICAL[arch]) is None
+
+
+@pytest.mark.parametrize("arch", [*AMPERE_ON, "sm_90a"])
+def test_every_size_has_a_configuration(arch: str) -> None:
+    """With every kind of mask and score, though some take more registers, on GPUs with little shared memory."""
+    for size in range(8, 257, 8):
+        for size_v in {8, size, 256}:
+            for kinds in ({}, {"mask": Both(Causal(), Window(9)), "score": Softcap(3.0)}):
+                problem = dataclasses.replace(PROBLEM, head_dim=size, head_dim_v=size_v, **kinds)
+                choice = chosen(problem, TYPICAL[arch], "attn_fwd_mma")
+                for config in (choice.config, *choice.compiled_with):
+                    assert attn_fwd_mma.legal(config, problem, TYPICAL[arch]) is None
