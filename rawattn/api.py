@@ -13,7 +13,7 @@ from . import plan as plans
 from .arrays import Array
 from .choose import Choice, choose
 from .errors import ProblemError, SlowKernelWarning
-from .plan import Inputs, Plan
+from .plan import Bound, Inputs, Plan
 from .problem import Problem, make_mask, make_scale, make_score
 from .tma import misaligned, misfit
 from .variant.element import ELEMENTS
@@ -23,12 +23,13 @@ from .variant.score import Score
 Window = tuple[int | None, int | None]
 KEPT_PLANS = 4096
 _plans: dict[Any, Plan] = {}
+_bounds: dict[Any, Bound] = {}
 
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, out: Any = None, return_lse: bool = False,
-    kernel: str | None = None, config: Any = None,
+    constant_time: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
 
@@ -64,14 +65,15 @@ def attention(
     The formula is equation 1 of arXiv 1706.03762, computed as in FlashAttention 3 (arXiv 2407.08608); the specification in array
     operations is ``rawattn.reference.attention``.
     """
-    options = (causal, window, softcap, scale, mask, score, return_lse, kernel, config)
-    return _run(Inputs(arrays.read(q, "q"), arrays.read(k, "k"), arrays.read(v, "v")), None, options, q, out)
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
+    return _run((q, k, v), None, options, out)
 
 
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int, *, causal: bool = False,
     window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
-    score: Score | None = None, out: Any = None, return_lse: bool = False, kernel: str | None = None, config: Any = None,
+    score: Score | None = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, kernel: str | None = None,
+    config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -91,19 +93,15 @@ def attention_varlen(
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
         ``attention`` gives for it alone.
     """
-    inputs = Inputs(
-        arrays.read(q, "q"), arrays.read(k, "k"), arrays.read(v, "v"),
-        arrays.read(cu_seqlens_q, "cu_seqlens_q"), arrays.read(cu_seqlens_kv, "cu_seqlens_kv"),
-    )  # fmt: skip
-    options = (causal, window, softcap, scale, mask, score, return_lse, kernel, config)
-    return _run(inputs, (max_seqlen_q, max_seqlen_kv), options, q, out)
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
+    return _run((q, k, v, cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv), options, out)
 
 
 def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, return_lse: bool = False,
-    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None,
+    constant_time: bool = False, kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for arrays like these, compiled and loaded: ``plan.run(q, k, v)`` then costs the least a call can cost.
 
@@ -113,7 +111,7 @@ def plan(
     Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen`` (the maximal lengths default to the
     total rows). ``on_compile`` is called before NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
-    options = (causal, window, softcap, scale, mask, score, return_lse, kernel, config)
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
     return _plan(*_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv), options, on_compile)
 
 
@@ -121,15 +119,15 @@ def explain(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, return_lse: bool = False,
-    kernel: str | None = None, config: Any = None,
+    constant_time: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
     """What ``attention`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
     inputs, lengths = _inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    options = (causal, window, softcap, scale, mask, score, return_lse, kernel, config)
-    problem = make_problem(inputs, lengths, *options[:7])
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
+    problem = make_problem(inputs, lengths, *options[:8])
     device = plans.device_of(inputs.q)
     return Explanation(problem, device.name, choose(problem, device, kernel, config))
 
@@ -153,7 +151,7 @@ class Explanation:
 
 def make_problem(
     inputs: Inputs, lengths: tuple[int, int] | None, causal: bool, window: Window | None, softcap: float | None,
-    scale: float | None, mask: Mask | None, score: Score | None, return_lse: bool,
+    scale: float | None, mask: Mask | None, score: Score | None, return_lse: bool, constant_time: bool,
 ) -> Problem:  # fmt: skip
     """The problem that arrays and options pose. Raises ProblemError where they contradict each other."""
     q, k, v = inputs[:3]
@@ -180,13 +178,14 @@ def make_problem(
     element = ELEMENTS[q.dtype]
     named = (("q", q), ("k", k), ("v", v))
     places = [(n, x.shape, x.strides, element.itemsize, x.pointer) for n, x in named if x.device != arrays.CPU]
-    if not isinstance(return_lse, bool):
-        raise ProblemError(f"return_lse is {return_lse!r}; it must be True or False.")
+    for option, value in (("return_lse", return_lse), ("constant_time", constant_time)):
+        if not isinstance(value, bool):
+            raise ProblemError(f"{option} is {value!r}; it must be True or False.")
     return Problem(
         element=element, batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=k.shape[-2], head_dim=head_dim,
         head_dim_v=v.shape[-1], scale=make_scale(scale, head_dim), mask=make_mask(causal, window, mask),
         score=make_score(softcap, score), varlen=lengths is not None, total_q=q.shape[0], total_kv=k.shape[0],
-        return_lse=return_lse, tma_misfit=next(filter(None, (misfit(*x) for x in places)), None),
+        return_lse=return_lse, constant_time=constant_time, tma_misfit=next(filter(None, (misfit(*x) for x in places)), None),
         misaligned=next(filter(None, (misaligned(*x) for x in places)), None),
     )  # fmt: skip
 
@@ -244,16 +243,24 @@ def _inputs(
     return found, (longest[0] if max_seqlen_q is None else max_seqlen_q, longest[1] if max_seqlen_kv is None else max_seqlen_kv)
 
 
+def _key(options: tuple[Any, ...], lengths: tuple[int, int] | None) -> Any:
+    """What tells options from others, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
+    window = options[1]
+    if isinstance(window, (tuple, list)):
+        options = (options[0], (*window, *map(type, window)), *options[2:])
+    return options, tuple(map(type, options)), lengths and (lengths, *map(type, lengths))
+
+
 def _plan(
     inputs: Inputs, lengths: tuple[int, int] | None, options: tuple[Any, ...], on_compile: Callable[[], None] | None = None
 ) -> Plan:
     if arrays.requires_grad(*(x.object for x in inputs[:3])):
         raise ProblemError(plans.NO_GRAD)
-    # What the plan binds of each array; strides and alignment decide only whether a kernel refuses.
-    key: Any = (lengths, options, *[x and (*x[:5], x.pointer % 16) for x in inputs])
     try:
+        # What the plan binds of each array; strides and alignment decide only whether a kernel refuses.
+        key: Any = (_key(options, lengths), *[x and (*x[:5], x.pointer % 16) for x in inputs])
         found = _plans.get(key)
-    except TypeError:  # an option that cannot be hashed is a wrong one, or a list for a tuple
+    except TypeError:  # an option that cannot be hashed is a wrong one
         found, key = None, None
     if found is None:
         *rest, kernel, config = options
@@ -264,9 +271,7 @@ def _plan(
             _warn_once(choice.slow)
         found = Plan(problem, device, choice, inputs.q.library, on_compile)
         if key is not None:
-            if len(_plans) >= KEPT_PLANS:
-                _plans.clear()
-            _plans[key] = found
+            plans.keep(_plans, key, found, KEPT_PLANS)
     return found
 
 
@@ -275,5 +280,16 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, SlowKernelWarning, stacklevel=5)
 
 
-def _run(inputs: Inputs, lengths: tuple[int, int] | None, options: tuple[Any, ...], original: Any, out: Any) -> Any:
-    return _plan(inputs, lengths, options)._run(inputs, original, out)
+def _run(given: tuple[Any, ...], lengths: tuple[int, int] | None, options: tuple[Any, ...], out: Any) -> Any:
+    signatures = plans.signatures(given)
+    try:
+        key: Any = (signatures, _key(options, lengths))
+        bound = _bounds.get(key)
+    except TypeError:  # as above
+        key, bound = None, None
+    if bound is None:
+        inputs = Inputs(*map(arrays.read, given, plans.INPUTS))
+        bound = _plan(inputs, lengths, options).bind(inputs)
+        if key is not None and None not in signatures:
+            plans.keep(_bounds, key, bound, plans.KEPT_BOUNDS)
+    return bound(given[0], out)
