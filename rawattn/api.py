@@ -48,6 +48,10 @@ def attention(
         mask, score: choices from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
+        constant_time: take kernels whose time does not depend on the numbers in q, k and v: no branch looks at one, and no
+            instruction takes longer for some. The time still follows from shapes, strides, masks and other options, and with packed
+            sequences from their lengths. Not covered: power, and the clock rate, which follows it; what other work on the GPU can
+            learn from the caches; a score of your own; the library that calls. For bf16, fp16 and fp32 on a GPU.
         kernel, config: instead of the choice that ``rawattn.explain`` shows.
 
     Returns:
@@ -290,6 +294,6 @@ def _run(given: tuple[Any, ...], lengths: tuple[int, int] | None, options: tuple
     if bound is None:
         inputs = Inputs(*map(arrays.read, given, plans.INPUTS))
         bound = _plan(inputs, lengths, options).bind(inputs)
-        if key is not None and None not in signatures:
-            plans.keep(_bounds, key, bound, plans.KEPT_BOUNDS)
+        if bound.lasts and key is not None and None not in signatures:
+            plans.keep(_bounds, key, bound, KEPT_PLANS)
     return bound(given[0], out)

@@ -193,8 +193,8 @@ def stream_state(stream: int) -> tuple[int, bool]:
     handle, cuda = c_void_p.from_param(stream), library()
     if cuda.cuStreamIsCapturing(handle, answers.status_address) == 0 and answers.status.value == 1:
         return -1, True  # asking a capturing stream for its number would end the capture
-    cuda.cuStreamGetId(handle, answers.identity_address)
-    return answers.identity.value, False
+    failed = cuda.cuStreamGetId(handle, answers.identity_address)
+    return 0 if failed else answers.identity.value, False
 
 
 class Counters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from .device import cpu as this_cpu
 from .errors import ProblemError
 from .problem import Problem
 
-KEPT_BOUNDS = 1024  # sets of inputs for which a plan is kept bound
-KEPT_LAUNCHES = 64  # prepared launches of each, one for each output and stream
+KEPT_BOUNDS = 512  # sets of inputs for which a plan is kept bound
+KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
 
 INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")
 
@@ -74,8 +75,8 @@ class Plan:
         fields = kernel.fields(problem)
         places, size = render.layout(fields, problem.element.lse_dtype)
         names, (offsets, formats) = list(places), zip(*places.values(), strict=True)
-        self._record = np.dtype({"names": names, "offsets": offsets, "formats": formats, "itemsize": size})
-        self._template = np.zeros((), self._record)
+        self.layout = np.dtype({"names": names, "offsets": offsets, "formats": formats, "itemsize": size})
+        self._template = np.zeros((), self.layout)
         for name, value in kernel.values(problem, self.config, self.device).items():
             self._template[name] = value
         self._boxes = kernel.boxes(problem, self.config) if ("q", "Tensor") in fields else None
@@ -94,7 +95,7 @@ class Plan:
             inputs = Inputs(*map(arrays.read, given, INPUTS))
             self._check(inputs)
             bound = self.bind(inputs)
-            if None not in key:
+            if bound.lasts and None not in key:
                 keep(self._bounds, key, bound, KEPT_BOUNDS)
         return bound(q, out)
 
@@ -109,17 +110,19 @@ class Plan:
             keep(self._bounds, key, bound, KEPT_BOUNDS)
         return bound
 
-    def record(self, inputs: Inputs) -> np.void | None:
+    def record(self, inputs: Inputs) -> bytes | None:
         """The arguments of a launch, but for the outputs and the counter; None where there is nothing to launch."""
         if not self._grid:
             return None
-        record = self._template.copy()
+        memory, layout = bytearray(self._template.tobytes()), self.layout
         for name, array in zip(("q", "k", "v"), inputs, strict=False):
-            assert array is not None
-            record[name] = self._tensor(name, array if 0 not in array.shape else inputs.q)
+            assert array is not None and layout.fields is not None
+            encoded, at = self._tensor(name, array if 0 not in array.shape else inputs.q), layout.fields[name][1]
+            memory[at : at + len(encoded)] = encoded
+        record: Any = np.ndarray((), layout, memory)
         if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_kv is not None:
             record["cu_seqlens_q"], record["cu_seqlens_kv"] = inputs.cu_seqlens_q.pointer, inputs.cu_seqlens_kv.pointer
-        return record
+        return bytes(memory)
 
     def counter(self, stream_id: int, captured: bool) -> int:
         """Where launches on a stream count."""
@@ -148,18 +151,18 @@ class Plan:
         if arrays.requires_grad(*(array.object for array in inputs[:3] if array is not None)):
             raise ProblemError(NO_GRAD)
 
-    def _tensor(self, name: str, array: Array) -> np.void:
+    def _tensor(self, name: str, array: Array) -> bytes:
         size = self.problem.element.itemsize
         reason = self._choice.kernel.misfit(name, array.shape, array.strides, size, array.pointer)
         if reason is not None:
             raise ProblemError(f"{reason}.")
         if self._boxes is None:
             batch, (row, head) = 0 if self.problem.varlen else array.strides[0], array.strides[-3:-1]
-            return np.void(np.array([array.pointer, batch * size, row * size, head * size], np.int64).tobytes())
+            return struct.pack("=4q", array.pointer, batch * size, row * size, head * size)
         shape = tma.geometry(array.shape, array.strides, size, self._boxes[name])
         with driver.current(self.device.index):
             encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
-        return np.void(encoded + np.array([shape.head_step, shape.batch_step], np.int32).tobytes() + bytes(56))
+        return encoded + struct.pack("=2i", shape.head_step, shape.batch_step)
 
     def __repr__(self) -> str:
         return f"Plan({self.problem}; {self.kernel}, {self.config}, {self.device.name})"
@@ -168,7 +171,8 @@ class Plan:
 class Bound:
     """A plan on inputs that were checked: all is known but where the result goes, and the stream.
 
-    It may be kept for inputs on a GPU, and called from several threads at once, on any arrays that lie where these did.
+    One for a GPU may be kept, and called from several threads at once, for any arrays that lie as these did (``lasts``); one for
+    the CPU holds the arrays themselves.
     """
 
     def __init__(self, plan: Plan, inputs: Inputs) -> None:
@@ -178,8 +182,8 @@ class Bound:
         self._new_o = arrays.maker(q, plan.o_shape, element.name)
         lse_dtype = "fp64" if element.name == "fp64" else "fp32"
         self._new_lse = arrays.maker(q, plan.lse_shape, lse_dtype) if problem.return_lse else None
-        self._is_torch, self._is_cpu = q.library == "torch", plan.device.is_cpu
-        if not self._is_cpu:
+        self._is_torch, self.lasts = q.library == "torch", not plan.device.is_cpu
+        if self.lasts:
             self._stream = arrays.stream_of(q.library)
             self._record = plan.record(inputs)  # None where nothing is to be computed
 
@@ -187,12 +191,12 @@ class Bound:
         """Runs; ``out`` and the result are of q's library."""
         o = self._new_o(q) if out is None else out
         lse = None if self._new_lse is None else self._new_lse(q)
-        if self._is_cpu:
+        if not self.lasts:
             self._compute(o, out, lse)
         else:
             stream = self._stream(self._device)
             stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream)
-            place = arrays.address(o) if out is None else arrays.signature(out)
+            place = arrays.address(o) if out is None else self._place(out)
             key = (stream_id, place, lse is not None and arrays.address(lse))
             launch = self._launches.get(key)
             if launch is None or capturing:
@@ -204,6 +208,10 @@ class Bound:
             o, lse = o if out is not None else arrays.give_back(o, q), lse if lse is None else arrays.give_back(lse, q)
         return o if lse is None else (o, lse)
 
+    def _place(self, out: Any) -> Any:
+        """What tells outputs from others; None for one that requires grad, which is allowed at times."""
+        return arrays.signature(out) if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
+
     def _prepare(self, o: Any, out: Any, lse: Any, stream: int, counter: int) -> Callable[[], None]:
         """The launch on a stream; of the record only pointers and strides of the outputs and the counter are open."""
         plan, found = self._plan, arrays.read(o, "out")
@@ -213,15 +221,16 @@ class Bound:
             return _nothing
         if out is not None:
             self._check_places(found)
-        record = self._record.copy()
-        if "counter" in (record.dtype.names or ()):
+        memory = bytearray(self._record)
+        record: Any = np.ndarray((), plan.layout, memory)
+        if "counter" in (plan.layout.names or ()):
             record["counter"] = counter
         record["o"] = found.pointer
         record["o_stride_batch"] = 0 if plan.problem.varlen else found.strides[0]
         record["o_stride_row"], record["o_stride_head"] = found.strides[-3:-1]
         if lse is not None:
             record["lse"] = arrays.address(lse)
-        return plan.launch(record.tobytes(), stream)
+        return plan.launch(bytes(memory), stream)
 
     def _compute(self, o: Any, out: Any, lse: Any) -> None:
         """Runs on the CPU."""
@@ -229,7 +238,8 @@ class Bound:
         if out is not None:
             self._check_out(o, out)
             self._check_places(o)
-        given = zip((*INPUTS, "o", "lse"), (*self._inputs, o, lse and arrays.read(lse, "lse")), strict=True)
+        read_lse = None if lse is None else arrays.read(lse, "lse")
+        given = zip((*INPUTS, "o", "lse"), (*self._inputs, o, read_lse), strict=True)
         views = {name: arrays.as_numpy(array) for name, array in given if array is not None}
         for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * problem.varlen]:
             _check_starts(name, views[name], tensor, len(views[tensor]))
@@ -259,7 +269,7 @@ class Bound:
         if arrays.overlap(o, o):
             raise ProblemError("several elements of out share one place in memory (an expanded array?); give a whole array.")
         steps = [s * size for n, s in zip(o.shape[:-1], o.strides, strict=False) if n > 1]
-        alignment = size if self._is_cpu else self._plan.alignment
+        alignment = self._plan.alignment
         if any(place % alignment for place in (o.pointer, *steps)):
             raise ProblemError(f"out has a pointer or stride that is no multiple of {alignment} bytes; give a whole array.")
         for name, array in zip(INPUTS, self._inputs, strict=False):
