@@ -274,7 +274,7 @@ def prepare(name: str, task: Task, peers: dict[str, Adapter]) -> Call:
     return ours(task, name) if name.startswith("ours") else peers[name](task)
 
 
-def plan_of(task: Task, kernel: Any, config: Any) -> Plan:
+def plan_of(task: Task, kernel: Any, config: Any, constant_time: bool = False) -> Plan:
     """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
-    problem = dataclasses.replace(task.case.problem, return_lse=False)
+    problem = dataclasses.replace(task.case.problem, return_lse=False, constant_time=constant_time)
     return Plan(problem, driver.device(task.q.get_device()), Choice(kernel, config, "", ()), "torch")

@@ -49,9 +49,9 @@ def attention(
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels whose time does not depend on the numbers in q, k and v: no branch looks at one, and no
-            instruction takes longer for some. The time still follows from shapes, strides, masks and other options, and with packed
-            sequences from their lengths. Not covered: power, and the clock rate, which follows it; what other work on the GPU can
-            learn from the caches; a score of your own; the library that calls. For bf16, fp16 and fp32 on a GPU.
+            instruction takes longer for some. The time still follows from shapes, strides, masks and other options, and with
+            packed sequences from their lengths. Not covered: power, and the clock rate, which follows it; what other work on the
+            GPU can learn from the caches; a score of your own. For bf16, fp16 and fp32 on a GPU.
         kernel, config: instead of the choice that ``rawattn.explain`` shows.
 
     Returns:
