@@ -15,7 +15,7 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
-from ..variant import Choice, Fields, element, kv, order, rows, schedule, softmax, store
+from ..variant import Choice, Fields, element, kv, order, rows, schedule, softmax, steady, store
 from ..variant.mask import Causal, Full, Ints, Mask
 from ..variant.score import Scale, Softcap
 
@@ -178,8 +178,7 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
-    steady = problem.constant_time
-    return {
+    found: dict[str, Choice] = {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
@@ -189,6 +188,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
     }
+    return steady(found) if problem.constant_time else found
 
 
 def order_of(problem: Problem, config: Config) -> Choice:

@@ -11,7 +11,7 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
 from ..tma import misaligned
-from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
+from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, steady, store
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.score import Scale, Softcap
 from . import attn_fwd
@@ -171,8 +171,7 @@ def _larger(a: float, b: float) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
-    steady = problem.constant_time
-    return {
+    found: dict[str, Choice] = {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
@@ -182,6 +181,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
     }
+    return steady(found) if problem.constant_time else found
 
 
 def fields(problem: Problem) -> Fields:

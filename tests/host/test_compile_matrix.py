@@ -31,6 +31,7 @@ FACTORS: dict[str, list[Any]] = {
     "scale": [0.1, -0.1],
     "varlen": [False, True],
     "return_lse": [False, True],
+    "constant_time": [False, True],
     "element": [BF16, FP16],
     "constant_time": [False, True],
     "grid": [(8, 2048, 16), (1, 4096, 8), (1, 512, 8)],  # batch, length, heads: what of a kind's configurations it gets
@@ -96,26 +97,42 @@ def test_nothing_spills_and_nothing_waits() -> None:
     check(combinations, 2)
 
 
-def instructions(combination: Combination, nvdisasm: str) -> set[str]:
+@pytest.fixture(scope="module")
+def nvdisasm() -> str:
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    found = find_nvidia_binary_utility("nvdisasm")
+    return found or pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+
+
+def instructions(binary: compiler.Binary, nvdisasm: str) -> set[str]:
     """The names of a kernel's machine instructions, with all that their dots add."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiler.compile(attn_fwd.render(*combination)).cubin)
+        file.write(binary.cubin)
         file.flush()
         text = subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout
     return set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([\w.]+)", text, re.MULTILINE))
 
 
-def test_machine_code() -> None:
+def test_machine_code(nvdisasm: str) -> None:
     """One kernel for each head size."""
-    from cuda.pathfinder import find_nvidia_binary_utility
-
-    nvdisasm = find_nvidia_binary_utility("nvdisasm")
-    if nvdisasm is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     for asked, config in {(asked.head_dim, asked.head_dim_v): (asked, config) for asked, config in covering()}.values():
-        found = instructions((asked, config), nvdisasm)
+        found = instructions(compiler.compile(attn_fwd.render(asked, config)), nvdisasm)
         for name in ("UTMALDG", f"HGMMA.64x{config.tile_kv}x16", f"HGMMA.64x{asked.head_dim_v}x16"):
             assert any(each.startswith(name) for each in found), f"{asked}; {config}: no {name}"
+
+
+@pytest.mark.parametrize("kernel, arch", [("attn_fwd", "sm_90a"), ("attn_fwd_mma", "sm_89")])
+@pytest.mark.parametrize("constant_time", [False, True])
+def test_constant_time_has_no_votes(kernel: str, arch: str, constant_time: bool, nvdisasm: str) -> None:
+    """Warps vote on values where time may depend on them, and only there."""
+    for score in (Scale(), Softcap(30.0)):
+        kinds = {"mask": Causal(), "score": score, "scale": 0.1, "return_lse": True, "element": BF16}
+        asked = problem((64, 64), (8, 2048, 16), constant_time=constant_time, **kinds)
+        choice = choose(asked, TYPICAL[arch], kernel)
+        binary = compiler.compile(choice.kernel.render(asked, choice.config, arch))
+        votes = {name for name in instructions(binary, nvdisasm) if name.startswith(("VOTE.ANY", "VOTE.ALL"))}
+        assert bool(votes) is not constant_time, f"{asked}: {votes}"
 
 
 def test_covering_array_covers() -> None:
