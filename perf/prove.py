@@ -120,13 +120,21 @@ def poison(case: Case, runs: int) -> str:
 
 
 def class_data(torch: Any, name: str) -> Any:
-    """q, k, v of a class as one array."""
+    """q, k, v of a class as one array. All are noise but for what the class is about: constants switch fewer transistors, and the
+    power that this saves is a leak of the chip, not of the kernel."""
     data = torch.randn(3, 1, TIMED.q_len, TIMED.heads, TIMED.head_dim, device="cuda", dtype=torch.bfloat16)
     if name.endswith("key"):  # tiles are read from the last to the first
-        data[0], data[1] = 1, 0
+        data[0].abs_()
         data[1, :, -1 if name == "early_key" else 0] = 8
     data[0] *= {"large": 30, "near_zero": 1e-3}.get(name, 1)
     return data
+
+
+def pieces(torch: Any, name: str) -> list[Any]:
+    """What the launches of a class are given, from as many places in memory for each class, so that caches tell no class: one
+    input many times, or, of the class ``random``, many."""
+    first = class_data(torch, name)
+    return [first] + [class_data(torch, name) if name == "random" else first.clone() for _ in range(63)]
 
 
 def cycles(device: Device, launches: int, constant_time: bool, *patches: str) -> tuple[Any, Any]:
@@ -137,7 +145,7 @@ def cycles(device: Device, launches: int, constant_time: bool, *patches: str) ->
     clocks = torch.zeros(SLOTS, choice.kernel.grid(problem, choice.config, device), 8, dtype=torch.int32, device="cuda")
     kernels = [timed(choice.kernel, slot.data_ptr(), *patches) for slot in clocks]
     plans = [plan_of(task, kernel, choice.config, constant_time=constant_time) for kernel in kernels]
-    pool = {name: [class_data(torch, name) for _ in range(64 if name == "random" else 1)] for name in CLASSES}
+    pool = {name: pieces(torch, name) for name in CLASSES}
     q, k, v = inputs = torch.empty_like(pool["ordinary"][0])
     out = torch.empty_like(task.q)
     labels, found = np.random.default_rng(0).integers(len(CLASSES), size=launches // SLOTS * SLOTS), []

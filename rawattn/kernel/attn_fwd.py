@@ -17,7 +17,7 @@ from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
 from ..variant import Choice, Fields, element, kv, order, rows, schedule, softmax, steady, store
 from ..variant.mask import Causal, Full, Ints, Mask
-from ..variant.score import Scale, Softcap
+from ..variant.score import Scale
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
@@ -182,8 +182,8 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score.steady if steady and isinstance(problem.score, Softcap) else problem.score,  # type: ignore[dict-item]
-        "Softmax": softmax.Steady() if steady else softmax.Trusting(),
+        "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Softmax": softmax.Trusting(),
         "Kv": kv.Strided(),
         "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),

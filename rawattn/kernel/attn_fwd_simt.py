@@ -40,8 +40,6 @@ def supports(problem: Problem, device: Device) -> str | None:
     """None if this kernel computes the problem on the device, else the reason why not."""
     if not runs_on(device):
         return f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}"
-    if problem.constant_time:
-        return "constant_time is True, and the time of its arithmetic depends on the numbers"
     for which in ("head_dim", "head_dim_v"):
         if getattr(problem, which) > 512:
             return f"{which} is {getattr(problem, which)}; it takes up to 512"
