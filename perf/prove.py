@@ -5,11 +5,21 @@ python -m perf.prove                                  all three
 python -m perf.prove timing --launches 200000         for each class of data
 python -m perf.prove timing --demand                  exit status 1 where time depends on the data
 
+bits: every run has the same bits, on four streams, replayed from a graph, in another process. poison: NaN between and beside the
+rows of the inputs, and under the output, changes no bit.
+
 timing compares classes of data by Welch's t-test, of first order (means) and second (variances), on the cycles that the blocks of
 a launch take from their first work to their last store: a fixed input against random ones, large logits, logits near zero, and
 one key that takes all, the first or the last that is read. Launches of all classes alternate at random on the same memory, so
-that drift hits all alike. |t| < 4.5 is passed; a kernel that skips work by value must fail, or the test is worth nothing. The
-test does not see power, clocks, and what other kernels could learn from caches, nor exclude a leak below its noise.
+that drift hits all alike. |t| < 4.5 is passed. It tests three kernels:
+
+  plain      as it is: trusts the first tile's maximum and mends what it was wrong about: by design its time
+             depends on the range of the logits
+  steady     rescales at every tile, so that no branch asks for a value: it must pass, or the machine disturbs the test
+  leaky      the steady one, but it skips what is far below the maximum: it must be caught, or the test sees nothing
+
+The test does not see power, clocks, and what other kernels could learn from caches, nor exclude a leak below its noise. Exit
+status 1 where bits or poison fail, where steady is not passed or leaky not caught, and with --demand where plain leaks.
 """
 
 from __future__ import annotations
@@ -21,10 +31,12 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 import rawattn
 from rawattn.choose import choose
@@ -32,7 +44,7 @@ from rawattn.device import Device
 from rawattn.testing import Case
 from rawattn.variant import Choice, Fields
 
-from . import command, machine, report, sets, timing
+from . import ablate, command, machine, report, sets, timing
 from .compiling import altered, without_lse
 from .peers import Task, our_plan, ours, plan_of
 from .statistics import welch_t
@@ -41,7 +53,9 @@ LIMIT = 4.5
 SLOTS = 256  # launches whose clocks are read together
 CLASSES = ("ordinary", "random", "large", "near_zero", "early_key", "late_key")
 TIMED = sets.dense(1, 1024, 8, 64, False)  # one work for each block
+INPUTS = 64  # of each class
 Curve = list[tuple[int, float, float]]  # (launches so far, t of first order, t of second order)
+Alter = Callable[[Any], Any]  # from a kernel to another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +78,25 @@ class Timed(Choice):
         return (*self.base.fields, ("cycles", "i32*")) if self.wrapper == "TimedStore" else self.base.fields
 
 
-def timed(kernel: Any, pointer: int, *patches: str) -> Any:
+def timed(kernel: Any, pointer: int) -> Any:
     """A kernel that writes its blocks' clocks to memory at ``pointer``, {begin, ends of the consumers} of each."""
 
     def choices(found: dict[str, Choice], *_: Any) -> dict[str, Choice]:
         return {**found, **{axis: Timed(found[axis], f"Timed{axis}") for axis in ("Schedule", "Store")}}
 
-    return altered(kernel, *patches, choices=choices, values=lambda found, *_: {**found, "cycles": pointer})
+    return altered(kernel, choices=choices, values=lambda found, *_: {**found, "cycles": pointer})
+
+
+def steady(kernel: Any, *patches: str) -> Any:
+    """A kernel that does the same whatever the data, but for what the patches add."""
+    return ablate.lazy(altered(kernel, "steady", *patches))
+
+
+KERNELS: dict[str, tuple[Alter, str]] = {
+    "plain": (lambda kernel: kernel, "as it is"),
+    "steady": (steady, "must pass"),
+    "leaky": (lambda kernel: steady(kernel, "leaky"), "must be caught"),
+}
 
 
 def digest(output: Any) -> str:
@@ -128,17 +154,23 @@ def class_data(torch: Any, name: str) -> Any:
     return data
 
 
-def cycles(device: Device, launches: int, *patches: str) -> tuple[Any, Any]:
+def inputs_of(torch: Any, name: str) -> list[Any]:
+    """As many different inputs for the class "random" as copies of one for the others, so that all come alike from memory."""
+    data = [class_data(torch, name) for _ in range(INPUTS if name == "random" else 1)]
+    return data if name == "random" else [data[0].clone() for _ in range(INPUTS)]
+
+
+def cycles(device: Device, launches: int, alter: Alter) -> tuple[Any, Any]:
     """Of launches in random order of classes: the class, and the cycles of a block in the mean."""
     task, torch, problem = Task.make(TIMED), timing.Gpu().torch, without_lse(TIMED.problem)
     choice = choose(problem, device)
     clocks = torch.zeros(SLOTS, choice.kernel.grid(problem, choice.config, device), 4, dtype=torch.int32, device="cuda")
-    plans = [plan_of(task, timed(choice.kernel, slot.data_ptr(), *patches), choice.config) for slot in clocks]
-    pool = {name: [class_data(torch, name) for _ in range(64 if name == "random" else 1)] for name in CLASSES}
+    plans = [plan_of(task, timed(alter(choice.kernel), slot.data_ptr()), choice.config) for slot in clocks]
+    pool = {name: inputs_of(torch, name) for name in CLASSES}
     q, k, v = inputs = torch.empty_like(pool["ordinary"][0])
     out = torch.empty_like(task.q)
     labels, found = np.random.default_rng(0).integers(len(CLASSES), size=launches // SLOTS * SLOTS), []
-    for start in range(0, len(labels), SLOTS):
+    for start in track(range(0, len(labels), SLOTS), "launching", console=Console(stderr=True), transient=True):
         for i, plan in enumerate(plans):
             data = pool[CLASSES[labels[start + i]]]
             inputs.copy_(data[(start // SLOTS + i) % len(data)])
@@ -159,10 +191,12 @@ def leakage(labels: Any, samples: Any, points: int = 40) -> dict[str, Curve]:
 
 def verdicts(found: dict[str, Curve]) -> tuple[list[list[str]], bool]:
     """A table of the last t of each class, and whether any is a leak."""
-    rows = [["ordinary against", "launches", "t, means", "t, variances", ""]]
+    rows = [["ordinary against", "launches of each", "t of means", "t of variances", "verdict"]]
     for name, points in found.items():
         count, *t = points[-1]
-        rows.append([name, str(count), *(f"{x:+.1f}" for x in t), "leaks" if max(map(abs, t)) >= LIMIT else "passed"])
+        rows.append(
+            [name, str(count // len(CLASSES)), *(f"{x:+.1f}" for x in t), "leaks" if max(map(abs, t)) >= LIMIT else "passed"]
+        )
     return rows, any(row[-1] == "leaks" for row in rows)
 
 
@@ -179,14 +213,16 @@ def draw(found: dict[str, Curve], path: pathlib.Path) -> None:
     figure.savefig(path)
 
 
-def leaks(device: Device, launches: int, folder: pathlib.Path, *patches: str) -> bool:
-    """Whether the kernel's time depends on the data; what was found is written."""
-    found, stem = leakage(*cycles(device, len(CLASSES) * launches, *patches)), "-".join(("prove-timing", *patches))
+def leaks(device: Device, launches: int, folder: pathlib.Path, name: str) -> bool:
+    """Whether a kernel's time depends on the data; what was found is written."""
+    found, stem = leakage(*cycles(device, len(CLASSES) * launches, KERNELS[name][0])), f"prove-timing-{name}"
     rows, leaking = verdicts(found)
-    report.write(folder / f"{stem}.json", json.dumps({"machine": machine.facts(), "t": found}))
-    report.write(folder / f"{stem}.md", report.table(rows, markdown=True) + "\n")
+    title, facts = f"timing of the {name} kernel: {KERNELS[name][1]}", machine.facts()
+    report.write(folder / f"{stem}.json", json.dumps({"machine": facts, "t": found}))
+    parts = [f"# {title}", report.origin(facts), report.table(rows, markdown=True)]
+    report.write(folder / f"{stem}.md", "\n\n".join(parts) + "\n")
     draw(found, folder / f"{stem}.svg")
-    print(f"{' '.join(patches)}\n{report.table(rows)}")
+    print(f"\n{title}\n{report.table(rows)}", flush=True)
     return leaking
 
 
@@ -206,7 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{check.__name__}: {sets.label(case)}: {why or 'passed'}", flush=True)
     if "timing" in options.what:
         folder = options.out or machine.record(device)
-        bad |= leaks(device, options.launches, folder) and options.demand
+        bad |= leaks(device, options.launches, folder, "plain") and options.demand
+        bad |= leaks(device, options.launches, folder, "steady")
         bad |= not leaks(device, options.launches // 10, folder, "leaky")
     return int(bad)
 

@@ -153,6 +153,10 @@ def test_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_table() -> None:
     assert report.table([["a", "bb"], ["ccc", 1]]) == "a    bb\nccc   1"
     assert report.table([["a", "bb"], ["ccc", 1]], markdown=True) == "| a   | bb |\n| --- | -: |\n| ccc |  1 |"
+    words = report.table(
+        [["xx", "number", "config", "what"], ["y", math.nan, "64x8s2", "Some words."]], markdown=True
+    ).splitlines()
+    assert words[1:] == ["| -- | -----: | -----: | ----------- |", "| y  |      - | 64x8s2 | Some words. |"]
 
 
 def test_sets() -> None:

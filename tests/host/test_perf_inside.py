@@ -115,7 +115,7 @@ def test_counters_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_patches_apply() -> None:
     """Each changes the source; two of them are compiled here, all of them where a GPU times them."""
     names = sorted(path.stem for path in compiling.PATCHES.glob("*.patch"))
-    assert len(names) >= 8 and set(ablate.LEAKS) < set(names)
+    assert len(names) >= 8 and set(ablate.FOR_PROVE) < set(names)
     plain = attn_fwd.render(PROBLEM, CONFIG)
     sources = {name: compiling.altered(attn_fwd, name).render(PROBLEM, CONFIG) for name in names}
     assert len({plain.key, *(source.key for source in sources.values())}) == 1 + len(names)
@@ -144,7 +144,7 @@ def test_altered_kernel_leaves_the_original_alone() -> None:
 
 def test_ablations_change_something() -> None:
     names = [each.name for each in ablate.ABLATIONS]
-    assert names[0] == "full" and len(set(names)) == len(names) and "static_order" in names and "leaky" not in names
+    assert names[0] == "full" and len(set(names)) == len(names) and "static_order" in names and not {*ablate.FOR_PROVE} & {*names}
     assert all(each.what.endswith(".") for each in ablate.ABLATIONS)
     for each in ablate.ABLATIONS:
         assert (
@@ -165,7 +165,27 @@ def test_gate_sees_what_got_worse() -> None:
     )
     rows, bad = gate.compare(before, now)
     assert bad == ["a against cudnn: 1.100 -> 1.050"]
-    assert [row[4] for row in rows if row[1] == "cudnn"][:2] == ["-4.5%", "-1.4%"]
+    assert [row[4:] for row in rows[1:]] == [["-4.5%", "worse"], ["-1.4%", ""], ["-4.5%", ""], ["+18.2%", ""], ["-", "new"]]
+    assert "nan" not in report.table(rows)
+
+
+def test_gate_misses_a_peer() -> None:
+    """What was compared and is not any more is no silent pass."""
+    before, now = (gate_run({"a": (1.1, 1.09, 1.11), "b": (1.1, 1.09, 1.11)}) for _ in range(2))
+    now.results[0].ratios.clear()
+    del now.results[1]
+    rows, bad = gate.compare(before, now)
+    assert [row[-1] for row in rows[1:]] == ["missing", "missing"] and len(bad) == 2
+
+
+def test_gate_without_peers_compares_with_the_matrix_product() -> None:
+    def run(us: float) -> Run:
+        timing = report.Timing("ours", us=us, medians=[0.995 * us, us, 1.005 * us])
+        return Run({}, {}, {"matmul_tflops": 800.0}, [Result("a", {}, 400 * 10**8, 1, "events", [timing])])
+
+    assert gate.ratios(run(100.0))["a"] == {"matmul": pytest.approx((0.5, 0.5 / 1.005, 0.5 / 0.995))}
+    assert gate.compare(run(100.0), run(101.5))[1] == [] and gate.compare(run(101.5), run(100.0))[1] == []
+    assert gate.compare(run(100.0), run(104.0))[1] == ["a against matmul: 0.500 -> 0.481"]
 
 
 def test_gate_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +225,21 @@ def test_leaks_are_found_and_only_those() -> None:
     assert abs(float(rows[2][2])) > 4.5 > abs(float(rows[3][2])), "a wider spread is seen by the second order alone"
 
 
+def test_verdict_counts_the_launches_of_a_class() -> None:
+    rows, _ = prove.verdicts({"random": [(600, 1.0, 1.0), (1200, -2.0, 5.0)]})
+    assert rows[1] == ["random", "200", "-2.0", "+5.0", "leaks"]
+
+
+@pytest.mark.parametrize("leaking", [(), ("steady",), ("plain",), ("plain", "leaky"), ("steady", "leaky")], ids=str)
+def test_timing_fails_where_the_test_is_worth_nothing(monkeypatch: pytest.MonkeyPatch, leaking: tuple[str, ...]) -> None:
+    """The steady kernel must pass and the leaky one be caught; what the plain one does counts with --demand alone."""
+    monkeypatch.setattr(machine, "gpu", lambda tool: compiling.devices.TYPICAL["sm_90a"])
+    monkeypatch.setattr(prove, "leaks", lambda device, launches, folder, name: name in leaking)
+    good = "leaky" in leaking and "steady" not in leaking
+    assert prove.main(["timing"]) == (not good)
+    assert prove.main(["timing", "--demand"]) == (not good or "plain" in leaking)
+
+
 def test_t_of_a_leak_grows_with_the_root_of_launches(tmp_path: Any) -> None:
     found = prove.leakage(*cycles(np.random.default_rng(1), 400_000, {"random": 20}, {}))
     points = [abs(t) for _, t, _ in found["random"]]
@@ -214,14 +249,18 @@ def test_t_of_a_leak_grows_with_the_root_of_launches(tmp_path: Any) -> None:
     assert "</svg>" in (tmp_path / "t.svg").read_text()
 
 
-@pytest.mark.parametrize("patches", [(), ("leaky",)], ids=["kernel", "leaky"])
-def test_the_clock_is_written_by_choices(patches: tuple[str, ...]) -> None:
-    """The kernel of the timing proof differs from the product's in two choices and one field, and compiles."""
+@pytest.mark.parametrize("name", prove.KERNELS)
+def test_the_clock_is_written_by_choices(name: str) -> None:
+    """The kernels of the timing proof differ from the product's in two choices and one field, the steady and the leaky one in the
+    softmax besides, and compile."""
     problem = compiling.without_lse(prove.TIMED.problem)
-    kernel = prove.timed(attn_fwd, 4096, *patches)
+    kernel = prove.timed(prove.KERNELS[name][0](attn_fwd), 4096)
     config = Config(128, 128, 2, 1)
     source = kernel.render(problem, config)
     header = dict(source.headers)["config.cuh"]
+    assert ("using Softmax = Lazy;" in header) is (name != "plain")
+    text = dict(source.headers)["tile/softmax.cuh"]
+    assert ("const bool moved = true;" in text) is (name != "plain") and ("__all_sync" in text) is (name == "leaky")
     assert "using Store = TimedStore<StoreO>;" in header and "using Schedule = TimedSchedule<LongestFirst<Drawn>>;" in header
     assert kernel.fields(problem) == (*attn_fwd.fields(problem), ("cycles", "i32*"))
     device = compiling.devices.TYPICAL["sm_90a"]
