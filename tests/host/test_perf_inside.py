@@ -77,7 +77,7 @@ def test_machine_code_of_a_kernel(capsys: pytest.CaptureFixture[str], tmp_path: 
 RAW = """\
 ==PROF== Connected to process 7
 "ID","Process ID","Process Name","Host Name","Kernel Name","launch__registers_per_thread","lts__t_sector_hit_rate.pct",\
-"sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active","l1tex__data_bank_conflicts_pipe_lsu.sum",\
+"sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active","l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",\
 "smsp__average_warps_issue_stalled_selected_per_issue_active.ratio","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
 "smsp__average_warps_issue_stalled_math_pipe_throttle_per_issue_active.ratio"
 "","","","","","register/thread","%","%","","inst","inst","inst"
@@ -94,15 +94,59 @@ SOURCE = """\
 
 def test_counters_are_parsed_and_judged() -> None:
     metrics = counters.parse_raw(RAW)
-    assert metrics["launch__registers_per_thread"] == 168 and metrics["l1tex__data_bank_conflicts_pipe_lsu.sum"] == 1024
+    assert metrics["launch__registers_per_thread"] == 168 and metrics[counters.CONFLICTS] == 1024
     rows = {row[0]: row[1:] for row in counters.verdict(metrics)}
     assert rows["tensor pipe active, %"] == ["71.25", ">= 80", "off"]
     assert rows["shared-memory bank conflicts"] == ["1024", "<= 0", "off"]
     assert rows["L2 hit rate, %"] == ["93.5", "", ""]
     assert [name for name in rows if name.startswith("stalled")] == ["stalled: math_pipe_throttle", "stalled: wait"]
-    assert counters.parse_source(SOURCE) == [("FADD R1, R2", 1500, "wait"), ("HGMMA.64x128x16 R88", 400, "math")]
+    add, multiply = counters.parse_source(SOURCE)
+    assert add == counters.Instruction(0x10, "FADD R1, R2", 1500, {"wait": 1400, "math": 100}) and add.reason == "wait"
+    assert (multiply.offset, multiply.samples, multiply.reason) == (0, 400, "math")
     assert counters.parse_raw("==ERROR== none") == {} and counters.parse_source("") == []
     assert next(csv.reader(io.StringIO(RAW.splitlines()[1])))[0] == "ID"
+
+
+def test_spills_are_judged() -> None:
+    rows = [{row[0]: row[1:] for row in counters.verdict({}, spills)} for spills in (0, 16, None)]
+    assert rows[0]["bytes spilled"] == ["0", "<= 0", "ok"] and rows[1]["bytes spilled"] == ["16", "<= 0", "off"]
+    assert "bytes spilled" not in rows[2]
+
+
+def test_roofline_position() -> None:
+    """At half the tensor cores' rate and a tenth of the memory's, the ridge is at a fifth of the intensity."""
+    flops, units = 4096 * 132 * 1000, 132
+    metrics = {"dram__bytes_read.sum": 3e6, "dram__bytes_write.sum": 1e6, "sm__cycles_elapsed.max": 2000.0}
+    metrics["gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"] = 10.0
+    intensity = flops / 4e6
+    rows = counters.roofline(metrics, flops, units)
+    assert rows[0][1:] == [f"{intensity:.0f}", f"ridge {intensity / 5:.0f}", "bound by tensor cores"]
+    assert rows[1][:2] == ["roofline: share of the roof, %", "50.0"]
+    metrics["gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"] = 90.0
+    assert counters.roofline(metrics, flops, units)[0][3] == "bound by memory"
+    assert counters.roofline({}, flops, units) == []
+
+
+def test_stalls_by_source_line() -> None:
+    """Each instruction of a real kernel has its line, by the repository's paths; a wait inside a wrapper is its caller's."""
+    source = attn_fwd.render(PROBLEM, CONFIG)
+    try:
+        listing = compiler.disassemble(compiler.compile(source).cubin, "-c", "-gi")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    places, texts = counters.source_lines(listing, source), {source.name: source.text, **dict(source.headers)}
+    count = len(sass.parse(listing)[0])
+    assert sorted(places) == [16 * i for i in range(count)]
+    found = {offset: texts[path].splitlines()[int(line) - 1] for offset, at in places.items() for path, line in [at.split(":")]}
+    assert not [at for at in places.values() if at.startswith(counters.WRAPPERS)]
+    names = sass.parse(listing)[0]
+    multiplies = ["multiply(" in found[16 * i] for i, name in enumerate(names) if name.startswith("HGMMA")]
+    assert sum(multiplies) > 0.75 * len(multiplies) > 0
+    samples = [counters.Instruction(offset, "", 10, {"wait": 9, "selected": 1}) for offset in list(places)[:5]]
+    samples += [counters.Instruction(16 * i, "", 100, {"math": 100}) for i, name in enumerate(names) if name.startswith("HGMMA")]
+    rows = counters.stalled_lines(samples, places, source)
+    assert [row[0] for row in rows[1:3]] == ["math", "math"] and "multiply(" in rows[1][4] and rows[-1][0] == "wait"
+    assert "selected" not in [row[0] for row in rows]
 
 
 def test_counters_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
