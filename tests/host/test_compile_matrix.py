@@ -116,7 +116,7 @@ def test_descriptors_stay_in_uniform_registers(head_dim: int) -> None:
     """Where the compiler cannot see that a ring's stage is the same in the whole warp, it moves each descriptor by R2UR: some
     three for each product of a step. Whether it sees that depends on its version, so this counts what came out."""
     asked = problem((head_dim, head_dim), FACTORS["grid"][0], element=BF16, scale=0.1, mask=Causal())
-    for config in portfolio(attn_fwd, attn_fwd.typical(asked), DEVICE):
+    for config in {member.config for member in portfolio(attn_fwd, attn_fwd.typical(asked), DEVICE)}:
         counts = collections.Counter(map(sass.family, sass.main_loop(listing(asked, config))))
         assert counts["HGMMA"] == config.tile_kv // 16 + -(-head_dim // 16), f"{config}: not one step over a key tile"
         assert counts["R2UR"] <= counts["HGMMA"] // 4, f"{config}: {counts['R2UR']} R2UR a step"

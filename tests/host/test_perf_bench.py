@@ -239,7 +239,8 @@ def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_machine() -> None:
-    assert machine.slug("NVIDIA H200") == "h200" and machine.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    names = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100-80gb-hbm3", TYPICAL["sm_90a"].name: "h200"}
+    assert {name: dataclasses.replace(TYPICAL["sm_90a"], name=name).slug for name in names} == names
     assert machine.source_hash() == machine.source_hash() and len(machine.source_hash()) == 16
     assert {"date", "source_hash", "python"} <= set(machine.facts())
     monitor = machine.Monitor()
