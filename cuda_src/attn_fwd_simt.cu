@@ -3,7 +3,7 @@
 //
 // A block computes cfg::tile_q query rows of one head, in groups of 16 threads. Group g has rows g, g + groups, ... of the tile.
 // Lane l of a group has keys l, l + 16, ... of a key tile, and of the result vectors l, l + 16, ... of columns. All threads load,
-// and convert: Q once, then of each key tile K and V, cfg::chunk and cfg::chunk_v columns at a time.
+// and convert: Q once, then of each key tile K and V, cfg::chunk and cfg::v_chunk columns at a time.
 //
 //   barrier                 arrives        waits          protects
 //   __syncthreads, loaded   every thread   every thread   smem.kv (and at first smem.q) until loaded
@@ -21,14 +21,14 @@ static_assert(ScoreChoice<Score>, "variant/score");
 static_assert(ScheduleChoice<Schedule>, "variant/schedule");
 
 constexpr int groups = cfg::threads / 16, rows_each = cfg::tile_q / groups, keys_each = cfg::tile_kv / 16;
-constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, chunks_v = (cfg::head_dim_v + cfg::chunk_v - 1) / cfg::chunk_v;
+constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, v_chunks = (cfg::head_dim_v + cfg::v_chunk - 1) / cfg::v_chunk;
 
 template <int n>
 struct alignas(n * sizeof(Number)) Vector {
     Number x[n];
 };
 constexpr int widest = 16 / sizeof(Number);  // numbers that one instruction reads from shared memory
-constexpr int width_v = cfg::chunk_v % (16 * widest) == 0 ? widest : 1, vectors_v = cfg::chunk_v / (16 * width_v);
+constexpr int width_v = cfg::v_chunk % (16 * widest) == 0 ? widest : 1, vectors_v = cfg::v_chunk / (16 * width_v);
 
 // A tile of numbers. Rows are a vector longer than their columns, so that a column's vectors in eight rows lie in different banks.
 template <int rows, int columns>
@@ -60,7 +60,7 @@ struct Smem {
     Numbers<cfg::tile_q, chunks * cfg::chunk> q;
     union {
         Numbers<cfg::tile_kv, cfg::chunk> k;
-        Numbers<cfg::tile_kv, cfg::chunk_v> v;
+        Numbers<cfg::tile_kv, cfg::v_chunk> v;
     } kv;
     Numbers<cfg::tile_q, cfg::tile_kv> p;
 };
@@ -82,7 +82,7 @@ __device__ inline Number group_sum(Number x) {
 // A thread's rows, keys and columns.
 struct Thread {
     const int group = threadIdx.x / 16, lane = threadIdx.x % 16;
-    Number s[rows_each][keys_each] = {}, o[rows_each][chunks_v * vectors_v][width_v] = {};
+    Number s[rows_each][keys_each], o[rows_each][v_chunks * vectors_v][width_v] = {};
     Number top[rows_each], sum[rows_each] = {};  // highest logit of the whole row so far, in units of s; this thread's part
 
     // The highest logit starts finite, so that a row without a key needs no special case.
@@ -92,8 +92,9 @@ struct Thread {
     }
     __device__ int row(int i) const { return group + groups * i; }
 
-    // s += q k^T over one chunk of columns.
+    // s = q k^T, over one chunk of columns after the other. Each is summed apart: what rounding costs grows with the sum's length.
     __device__ void multiply_qk(const Smem& smem, int chunk) {
+        Number part[rows_each][keys_each] = {};
 #pragma unroll 1
         for (int begin = 0; begin < cfg::chunk; begin += 16)
 #pragma unroll
@@ -108,8 +109,12 @@ struct Thread {
 #pragma unroll
                     for (int i = 0; i < rows_each; ++i)
 #pragma unroll
-                        for (int j = 0; j < keys_each; ++j) s[i][j] += q[i].x[x] * k[j].x[x];
+                        for (int j = 0; j < keys_each; ++j) part[i][j] += q[i].x[x] * k[j].x[x];
             }
+#pragma unroll
+        for (int i = 0; i < rows_each; ++i)
+#pragma unroll
+            for (int j = 0; j < keys_each; ++j) s[i][j] = chunk == 0 ? part[i][j] : s[i][j] + part[i][j];
     }
     // o += p v for one chunk of columns.
     __device__ void multiply_pv(const Smem& smem, int chunk) {
@@ -146,7 +151,7 @@ struct Thread {
             }
         }
     }
-    // smem.p = exp(s - top), and s = 0 for the next tile; o follows the top.
+    // smem.p = exp(s - top); o follows the top.
     __device__ void softmax(Smem& smem, Number scale_log2) {
 #pragma unroll
         for (int i = 0; i < rows_each; ++i) {
@@ -163,7 +168,7 @@ struct Thread {
 #pragma unroll
             for (int j = 0; j < keys_each; ++j) {
                 const Number p = ptx::exp2((s[i][j] - highest) * scale_log2);
-                sum[i] += p, s[i][j] = 0;
+                sum[i] += p;
                 smem.p.data[row(i)][lane + 16 * j] = p;
             }
         }
@@ -176,10 +181,10 @@ struct Thread {
             if (q >= rows.q_len) continue;
             if (lane == 0) Store::store_lse(args, rows, work.head, q, (top[i] * scale_log2 + log2(total)) * Number(0.6931471805599453));
 #pragma unroll
-            for (int c = 0; c < chunks_v * vectors_v; ++c)
+            for (int c = 0; c < v_chunks * vectors_v; ++c)
 #pragma unroll
                 for (int y = 0; y < width_v; ++y) {
-                    const int column = c / vectors_v * cfg::chunk_v + (c % vectors_v * 16 + lane) * width_v + y;
+                    const int column = c / vectors_v * cfg::v_chunk + (c % vectors_v * 16 + lane) * width_v + y;
                     if (column < cfg::head_dim_v) Store::store_o(args, rows, work.head, q, column, o[i][c][y] * inverse);
                 }
         }
@@ -211,8 +216,8 @@ __device__ void attend(const Args& args, Smem& smem, const Work& work) {
         thread.softmax(smem, score.scale_log2);
         __syncwarp();
 #pragma unroll
-        for (int chunk = 0; chunk < chunks_v; ++chunk) {
-            smem.kv.v.load(args.v, v, first, last, chunk * cfg::chunk_v, cfg::head_dim_v);
+        for (int chunk = 0; chunk < v_chunks; ++chunk) {
+            smem.kv.v.load(args.v, v, first, last, chunk * cfg::v_chunk, cfg::head_dim_v);
             __syncthreads();
             thread.multiply_pv(smem, chunk);
             __syncthreads();

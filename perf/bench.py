@@ -3,11 +3,12 @@
 python -m perf.bench --set paper --protocol burst --fa3 fa3.so.xz --peers fa3,cudnn
 python -m perf.bench --set small,gqa                       everything that is installed
 python -m perf.bench --set paper --configs all --peers ""  all our configurations, for the cost model
+python -m perf.bench --set paper --kernel attn_fwd_mma --peers fa2   a kernel that is not this GPU's own
 python -m perf.bench --set paper --protocol sustained --seconds 300
 
-Sets: seeds, paper, gqa, varlen, small, heads, smoke. ``--cases FILE`` adds a JSON list of objects with the fields of
+Sets: seeds, paper, gqa, varlen, small, heads, fp32, smoke. ``--cases FILE`` adds a JSON list of objects with the fields of
 ``rawattn.testing.Case``. Ratios are the peer's time over ours: above 1 we are faster. Results go to
-perf/record/DEVICE/bench-SET-PROTOCOL.json, .csv and .md after every case, so an interruption keeps what was timed;
+perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an interruption keeps what was timed;
 ``python -m perf.plot`` draws them.
 """
 
@@ -34,7 +35,7 @@ from rawattn.device import Device
 from rawattn.errors import RawattnError
 from rawattn.testing import Case
 
-from . import cold, command, machine, report, sets, statistics, timing
+from . import cold, command, machine, peers, report, sets, statistics, timing
 from .checking import Check, failure
 from .compiling import Pool, without_lse
 from .peers import Adapter, Task, config_name, installed, our_options, our_plan, prepare
@@ -49,6 +50,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help="instead of the protocol's own (burst 5, sustained 3)")
     parser.add_argument("--peers", help="comma-separated; by default all that are installed")
     parser.add_argument("--fa3", metavar="FILE", help="FlashAttention 3 as a torch library, .so or .so.xz")
+    parser.add_argument(
+        "--kernel", choices=[kernel.name for kernel in KERNELS], help="ours is this one, not the library's choice"
+    )
     parser.add_argument("--configs", default="", help="all, or comma-separated configurations of ours such as 128x128s2q2")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
     parser.add_argument("--seed", type=int, default=0)
@@ -154,17 +158,17 @@ def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], 
         names = {case: our_names(case, options.configs, device) for case in cases}
         count = pool.submit(sources(names, device))
         bar = progress.add_task(f"compiling {count} kernels", total=count)
-        bench = Bench(options, peers := installed(options.fa3, options.peers))
+        bench = Bench(options, found := installed(options.fa3, options.peers))
         for _ in pool.results():
             progress.advance(bar)
-        console.print(f"{count} kernels compiled, peers {', '.join(peers)}: {time.monotonic() - begin:.1f} s")
+        console.print(f"{count} kernels compiled, peers {', '.join(found)}: {time.monotonic() - begin:.1f} s")
         run.ceilings = bench.ceilings()
         progress.reset(bar, description="timing", total=len(cases))
         for case in cases:
             if (started := time.monotonic()) - begin > options.seconds:
                 run.left_out.append(sets.label(case))
                 continue
-            run.results.append(result := bench.case(case, [*names[case], *peers]))
+            run.results.append(result := bench.case(case, [*names[case], *found]))
             result.state = monitor.summary(started)
             save()
             progress.advance(bar)
@@ -179,7 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, cases, device = Console(), sets.load(options.set, options.cases), machine.gpu("bench")
     run = Run(machine.facts(), {name: str(value) for name, value in vars(options).items() if name != "out"})
     folder, begin, code = options.out or machine.record(device), time.monotonic(), 0
-    stem = f"bench-{(options.set or pathlib.Path(options.cases).stem).replace(',', '-')}-{options.protocol}"
+    words = [
+        (options.set or pathlib.Path(options.cases).stem).replace(",", "-"),
+        *filter(None, [options.kernel]),
+        options.protocol,
+    ]
+    stem, peers.KERNEL = "-".join(["bench", *words]), options.kernel
     save = functools.partial(run.write, folder, stem)
     try:
         measure(options, device, cases, run, save, console)

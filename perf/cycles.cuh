@@ -1,12 +1,12 @@
 #pragma once
-// A schedule and a store that write clocks of the block's multiprocessor: cycles[4 * block] when its first work was taken, and
-// cycles[4 * block + c] when consumer c had stored its rows.
+// A schedule and a store that write clocks of the block's multiprocessor: cycles[8 * block] when its first work was taken, and
+// cycles[8 * block + c] when consumer c had stored its rows.
 #include "ptx/base.cuh"
 
 __device__ inline void write_clock(const Args& args) {
     u32 now;
     asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
-    if (threadIdx.x % 128 == 0) args.cycles[4 * blockIdx.x + threadIdx.x / 128] = i32(now);
+    if (threadIdx.x % 128 == 0) args.cycles[8 * blockIdx.x + threadIdx.x / 128] = i32(now);
 }
 
 template <class Base> struct TimedSchedule : Base {

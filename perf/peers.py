@@ -27,6 +27,7 @@ from rawattn.testing import Case
 from .timing import Call
 
 MATH_BYTES = 8 << 30  # most that the plain formula may take for its logits
+KERNEL: str | None = None  # what ours asks for; None where the library chooses
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
@@ -48,7 +49,8 @@ class Task:
     def make(cls, case: Case, seed: int = 0, device: str = "cuda") -> Task:
         import torch
 
-        random, dtype = torch.Generator(device).manual_seed(seed), {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        random, dtype = torch.Generator(device).manual_seed(seed), dtypes[case.dtype]
         rows: list[tuple[int, ...]] = [(case.batch, case.q_len), (case.batch, case.kv_len)]
         packed: tuple[Any, ...] = ()
         if case.lengths is not None:
@@ -75,28 +77,37 @@ class Task:
                 raise Unserved(f"no {name}")
 
 
+def short_names(config_type: Any) -> dict[str, str]:
+    """Fields of a configuration but for its tile: as many letters as tell them apart -> the name."""
+    names = [f.name for f in dataclasses.fields(config_type) if not f.name.startswith("tile_")]
+    return {
+        next(name[:n] for n in range(1, len(name) + 1) if sum(other.startswith(name[:n]) for other in names) == 1): name
+        for name in names
+    }
+
+
 def config_name(config: Any) -> str:
-    """A configuration in a few characters: the tile, then the other fields by their initials, such as ``128x96s2q2``."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    tile = f"{values.pop('tile_q')}x{values.pop('tile_kv')}"
-    return tile + "".join(f"{name[0]}{int(value)}" for name, value in values.items())
+    """A configuration in a few characters: the tile, then the other fields by their first letters, such as ``128x96s2q2``."""
+    rest = (f"{short}{int(getattr(config, name))}" for short, name in short_names(config).items())
+    return f"{config.tile_q}x{config.tile_kv}{''.join(rest)}"
 
 
 def parse_config(config_type: Any, text: str) -> Any:
     """The configuration that ``config_name`` shortens to ``text``; fields left away keep their defaults."""
-    match = re.fullmatch(r"(\d+)x(\d+)((?:[a-z]\d+)*)", text)
+    match, names = re.fullmatch(r"(\d+)x(\d+)((?:[a-z]+\d+)*)", text), short_names(config_type)
     if match is None:
         raise ValueError(f"{text!r} is no configuration; write one as 128x96s2q2")
-    initials = {f.name[0]: f.name for f in dataclasses.fields(config_type) if not f.name.startswith("tile_")}
-    rest = {initials[letter]: int(number) for letter, number in re.findall(r"([a-z])(\d+)", match[3])}
+    rest = {names[letters]: int(number) for letters, number in re.findall(r"([a-z]+)(\d+)", match[3])}
     return config_type(tile_q=int(match[1]), tile_kv=int(match[2]), **rest)
 
 
 def our_options(case: Case, name: str) -> dict[str, Any]:
     """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``."""
     kernel, _, config = name.removeprefix("ours").removeprefix(":").rpartition("/")
-    module = next((k for k in KERNELS if k.name == kernel), KERNELS[0])
-    return case.options | ({"kernel": module.name, "config": parse_config(module.Config, config)} if config else {})
+    if not config:
+        return case.options | ({"kernel": KERNEL} if KERNEL else {})
+    module = next((k for k in KERNELS if k.name == (kernel or KERNEL)), KERNELS[0])
+    return case.options | {"kernel": module.name, "config": parse_config(module.Config, config)}
 
 
 def ours(task: Task, name: str) -> Call:
@@ -275,7 +286,7 @@ def prepare(name: str, task: Task, peers: dict[str, Adapter]) -> Call:
     return ours(task, name) if name.startswith("ours") else peers[name](task)
 
 
-def plan_of(task: Task, kernel: Any, config: Any) -> Plan:
+def plan_of(task: Task, kernel: Any, config: Any, constant_time: bool = False) -> Plan:
     """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
-    problem = dataclasses.replace(task.case.problem, return_lse=False)
+    problem = dataclasses.replace(task.case.problem, return_lse=False, constant_time=constant_time)
     return Plan(problem, driver.device(task.q.get_device()), Choice(kernel, config, "", ()), "torch")

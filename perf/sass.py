@@ -47,7 +47,7 @@ def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
 def main_loop(text: str) -> list[str]:
     """The instructions of the shortest loop that has a third of the matrix products, and exponentials; empty for none."""
     names, loops = parse(text)
-    before = [0, *itertools.accumulate(name.startswith("HGMMA") for name in names)]
+    before = [0, *itertools.accumulate(name.startswith(("HGMMA", "HMMA")) for name in names)]
     found = [names[first : last + 1] for first, last in loops if 3 * (before[last + 1] - before[first]) >= max(1, before[-1])]
     return min((loop for loop in found if "MUFU.EX2" in loop), key=len, default=[])
 

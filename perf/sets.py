@@ -48,6 +48,7 @@ SETS = {
         dense(4, 4096, 32, 128, True, kv_heads=8, window=(1024, 0)),
         *(dense(4, 4096, 16, 128, causal, softcap=30.0) for causal in MASKS),
     ],
+    "fp32": [dense(2, 4096, 16, d, causal, dtype="fp32") for d in (64, 128) for causal in MASKS],
     "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],
     "gate": [*grid(1024, 4096), dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8), packed(16, 128)],
 }

@@ -79,10 +79,9 @@ def explain(options: Options) -> int:
 
 
 def compile(options: Options) -> int:
-    """Compiles into the cache all that problems of this kind may run in, and with --out what this one does into a folder."""
+    """Compiles into the cache, and with --out into a folder."""
     choice, source = _render(options)
-    device = _device(options)
-    binary = _compile(source, *(choice.kernel.render(_problem(options), config, device.arch) for config in choice.compiled_with))
+    binary = _compile(source)
     name = f"{choice.kernel.name}-{source.key[:12]}"
     console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
     if options.out:
@@ -123,11 +122,11 @@ def _render(options: Options) -> tuple[Choice, Source]:
     return choice, choice.kernel.render(problem, choice.config, device.arch)
 
 
-def _compile(source: Source, *others: Source) -> Binary:
-    """A source compiled, others with it, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
+def _compile(source: Source) -> Binary:
+    """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
         warnings.simplefilter("error", compiler.CacheWarning)
-        return compiler.compile_together(source, others, lambda: status.update("NVRTC compiles"))
+        return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
 def _problem(options: Options) -> Problem:

@@ -28,7 +28,7 @@ _plans: dict[Any, Plan] = {}
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, out: Any = None, return_lse: bool = False,
-    kernel: str | None = None, config: Any = None,
+    constant_time: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
 
@@ -47,6 +47,9 @@ def attention(
         mask, score: choices from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
+        constant_time: on a GPU with tensor cores, run no instruction more or less because of the values in q, k and v: their
+            lengths, the mask and all other arguments may be seen in the time, their values not. What power, clocks and other
+            users of the GPU add is beyond the kernel. It costs 5 to 15 %. ``perf.prove`` tests it.
         kernel, config: instead of the choice that ``rawattn.explain`` shows.
 
     Returns:
@@ -64,14 +67,15 @@ def attention(
     The formula is equation 1 of arXiv 1706.03762, computed as in FlashAttention 3 (arXiv 2407.08608); the specification in array
     operations is ``rawattn.reference.attention``.
     """
-    options = (causal, window, softcap, scale, mask, score, return_lse, kernel, config)
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
     return _run(Inputs(arrays.read(q, "q"), arrays.read(k, "k"), arrays.read(v, "v")), None, options, q, out)
 
 
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int, *, causal: bool = False,
     window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
-    score: Score | None = None, out: Any = None, return_lse: bool = False, kernel: str | None = None, config: Any = None,
+    score: Score | None = None, out: Any = None, return_lse: bool = False, constant_time: bool = False,
+    kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -95,7 +99,7 @@ def attention_varlen(
         arrays.read(q, "q"), arrays.read(k, "k"), arrays.read(v, "v"),
         arrays.read(cu_seqlens_q, "cu_seqlens_q"), arrays.read(cu_seqlens_kv, "cu_seqlens_kv"),
     )  # fmt: skip
-    options = (causal, window, softcap, scale, mask, score, return_lse, kernel, config)
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
     return _run(inputs, (max_seqlen_q, max_seqlen_kv), options, q, out)
 
 
@@ -103,7 +107,7 @@ def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, return_lse: bool = False,
-    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None,
+    constant_time: bool = False, kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for arrays like these, compiled and loaded: ``plan.run(q, k, v)`` then costs the least a call can cost.
 
@@ -113,7 +117,7 @@ def plan(
     Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen`` (the maximal lengths default to the
     total rows). ``on_compile`` is called before NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
-    options = (causal, window, softcap, scale, mask, score, return_lse, kernel, config)
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
     return _plan(*_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv), options, on_compile)
 
 
@@ -121,15 +125,15 @@ def explain(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, return_lse: bool = False,
-    kernel: str | None = None, config: Any = None,
+    constant_time: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
     """What ``attention`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
     inputs, lengths = _inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    options = (causal, window, softcap, scale, mask, score, return_lse, kernel, config)
-    problem = make_problem(inputs, lengths, *options[:7])
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
+    problem = make_problem(inputs, lengths, *options[:-2])
     device = plans.device_of(inputs.q)
     return Explanation(problem, device.name, choose(problem, device, kernel, config))
 
@@ -153,7 +157,7 @@ class Explanation:
 
 def make_problem(
     inputs: Inputs, lengths: tuple[int, int] | None, causal: bool, window: Window | None, softcap: float | None,
-    scale: float | None, mask: Mask | None, score: Score | None, return_lse: bool,
+    scale: float | None, mask: Mask | None, score: Score | None, return_lse: bool, constant_time: bool = False,
 ) -> Problem:  # fmt: skip
     """The problem that arrays and options pose. Raises ProblemError where they contradict each other."""
     q, k, v = inputs[:3]
@@ -180,13 +184,14 @@ def make_problem(
     element = ELEMENTS[q.dtype]
     named = (("q", q), ("k", k), ("v", v))
     places = [(n, x.shape, x.strides, element.itemsize, x.pointer) for n, x in named if x.device != arrays.CPU]
-    if not isinstance(return_lse, bool):
-        raise ProblemError(f"return_lse is {return_lse!r}; it must be True or False.")
+    for name, value in (("return_lse", return_lse), ("constant_time", constant_time)):
+        if not isinstance(value, bool):
+            raise ProblemError(f"{name} is {value!r}; it must be True or False.")
     return Problem(
         element=element, batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=k.shape[-2], head_dim=head_dim,
         head_dim_v=v.shape[-1], scale=make_scale(scale, head_dim), mask=make_mask(causal, window, mask),
         score=make_score(softcap, score), varlen=lengths is not None, total_q=q.shape[0], total_kv=k.shape[0],
-        return_lse=return_lse, tma_misfit=next(filter(None, (misfit(*x) for x in places)), None),
+        return_lse=return_lse, constant_time=constant_time, tma_misfit=next(filter(None, (misfit(*x) for x in places)), None),
         misaligned=next(filter(None, (misaligned(*x) for x in places)), None),
     )  # fmt: skip
 

@@ -116,8 +116,8 @@ def portfolio(kernel: Any, typical: tuple[Problem, ...], device: Device) -> tupl
 
 
 def nearest(kernel: Any, members: tuple[Member, ...], problem: Problem, device: Device) -> tuple[Member, float]:
-    """The member that serves a problem, and the seconds that the cost model expects of its own choice for it. By that choice it is
-    found, so that a record changes what a kind of problem runs in, not which problems are of that kind."""
+    """The member that serves a problem, and the seconds that the cost model expects of its own choice for it. By that choice it
+    is found, so that a record changes what a kind of problem runs in, not which problems are of that kind."""
     costs = [kernel.cost(member.modelled, problem, device) for member in members]
     best = min(range(len(members)), key=costs.__getitem__)
     return members[best], costs[best]

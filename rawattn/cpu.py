@@ -61,6 +61,8 @@ def supports(problem: Problem, device: Device) -> str | None:
     """None if this kernel computes the problem on the device, else the reason why not."""
     if not device.is_cpu:
         return f"it runs on the CPU, and the arrays are on {device.name}"
+    if problem.constant_time:
+        return "constant_time is True, and the time of its arithmetic depends on the numbers"
     for which in ("head_dim", "head_dim_v"):
         if getattr(problem, which) > 1024:
             return f"{which} is {getattr(problem, which)}; it takes up to 1024"

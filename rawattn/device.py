@@ -53,7 +53,9 @@ TYPICAL = {
     "sm_75": Device("T4 (typical)", "sm_75", 40, 65_536, 4 << 20),
     "sm_80": Device("A100 (typical)", "sm_80", 108, 166_912, 40 << 20),
     "sm_86": Device("A10 (typical)", "sm_86", 72, 101_376, 6 << 20),
+    "sm_87": Device("AGX Orin (typical)", "sm_87", 16, 166_912, 4 << 20),
     "sm_89": Device("L4 (typical)", "sm_89", 58, 101_376, 48 << 20),
     "sm_90a": Device("H200 (typical)", "sm_90a", 132, 232_448, 50 << 20),
+    "sm_100": Device("B200 (typical)", "sm_100", 148, 232_448, 126 << 20),
     "sm_120": Device("RTX 5090 (typical)", "sm_120", 170, 101_376, 96 << 20),
 }

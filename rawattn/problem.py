@@ -21,6 +21,7 @@ class Problem:
     Lengths are rows: of every sequence when dense, of the longest one (``max_seqlen``) when ``varlen``. ``total_q`` and
     ``total_kv`` are the rows of the whole tensors, batch * length when dense. ``tma_misfit`` says why the copy engine of Hopper
     cannot read these strides or pointers, ``misaligned`` why threads cannot read them 16 bytes at a time; None where they can.
+    ``constant_time`` forbids what would make the time depend on the values in q, k and v.
     """
 
     element: Element
@@ -38,6 +39,7 @@ class Problem:
     total_q: int = -1
     total_kv: int = -1
     return_lse: bool = False
+    constant_time: bool = False
     tma_misfit: str | None = None
     misaligned: str | None = None
 
@@ -92,6 +94,7 @@ class Problem:
         return (
             f"{self.element.name} batch {self.batch}, length {length},{packed} heads {heads}, head_dim {dim}, "
             f"{self.mask}, {self.score}, scale {self.scale:.6g}{', lse' if self.return_lse else ''}"
+            f"{', constant time' if self.constant_time else ''}"
         )
 
 

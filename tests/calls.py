@@ -9,6 +9,8 @@ from typing import Any
 import rawattn
 from rawattn.testing import Case, expect
 
+KERNEL: str | None = None  # the kernel that is tested; None where the library chooses
+
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
@@ -24,7 +26,7 @@ def poisoned_memory() -> Iterator[None]:
 
 def attend(case: Case, *inputs: Any, **options: Any) -> Any:
     """What ``rawattn.attention`` or ``attention_varlen`` gives for these inputs: (o, lse) unless the options say otherwise."""
-    options = {**case.options, "return_lse": True, **options}
+    options = {**case.options, "return_lse": True, "kernel": KERNEL, **options}
     with poisoned_memory():
         if case.lengths is None:
             return rawattn.attention(*inputs, **options)

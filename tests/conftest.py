@@ -27,17 +27,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @functools.cache
-def missing_gpu() -> str | None:
-    """Why the tests marked ``gpu`` cannot run here; None where they can."""
+def missing_gpu(which: str = "Hopper") -> str | None:
+    """Why tests marked ``gpu`` or ``gpu("any")`` cannot run here; None where they can."""
+    needs = "needs a Hopper GPU" if which == "Hopper" else "needs a GPU of compute capability 7.5 or newer"
     try:
         from cupy.cuda import runtime
 
         properties = runtime.getDeviceProperties(0)
     except Exception as error:  # no CuPy, no driver, no device: each raises its own
-        return f"needs a Hopper GPU: {error!r}".partition("\n")[0]
-    return None if properties["major"] == 9 else f"needs a Hopper GPU, not {properties['name'].decode()}"
+        return f"{needs}: {error!r}".partition("\n")[0]
+    capability = properties["major"], properties["minor"]
+    fits = capability[0] == 9 if which == "Hopper" else capability >= (7, 5)
+    return None if fits else f"{needs}, not {properties['name'].decode()}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and (reason := missing_gpu()):
+    marker = item.get_closest_marker("gpu")
+    if marker and (reason := missing_gpu(*marker.args)):
         pytest.skip(reason)

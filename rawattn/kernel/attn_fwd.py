@@ -17,7 +17,7 @@ from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
 from ..variant import Choice, Fields, element, kv, order, rows, schedule, softmax, store
 from ..variant.mask import Causal, Full, Ints, Mask
-from ..variant.score import Scale
+from ..variant.score import Scale, Softcap
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
@@ -82,7 +82,8 @@ def smem_bytes(config: Config, problem: Problem) -> int:
 
 def accumulators(config: Config, problem: Problem) -> int:
     """Registers of a consumer thread that hold S, P and O, and what a score works with besides."""
-    score = 0 if isinstance(problem.score, Scale) else config.tile_kv // 4
+    tight = config.consumers in (1, 4) or config.tile_kv > 112  # found by trying
+    score = 17 if tight and not isinstance(problem.score, Scale) else 0
     return config.tile_kv // 2 + config.tile_kv // 4 + problem.head_dim_v // 2 + score
 
 
@@ -111,7 +112,9 @@ def typical(problem: Problem) -> tuple[Problem, ...]:
     mask = problem.mask if isinstance(problem.mask, Full) else Causal()
     sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
     return tuple(
-        dataclasses.replace(problem, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, mask=mask, varlen=False, total_q=b * n, total_kv=b * n)
+        dataclasses.replace(
+            problem, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, mask=mask, varlen=False, total_q=b * n, total_kv=b * n
+        )
         for b, n, h in sizes
     )
 
@@ -130,10 +133,11 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
 
 @functools.lru_cache(maxsize=256)
 def kept_keys(mask: Mask, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
-    """First and one past the last key that 64 rows keep, for the strips of up to 64 sampled query tiles: (tiles, strips)."""
+    """First and one past the last key that 64 rows keep, or a smaller tile, for the strips of up to 64 sampled query tiles:
+    (tiles, strips)."""
     q_len = max(1, q_len)
     first = np.unique(np.linspace(0, (q_len - 1) // tile_q, 64).astype(np.int64)) * tile_q
-    rows = np.minimum(first[:, None] + np.arange(0, tile_q + 1, 64), q_len)
+    rows = np.minimum(first[:, None] + np.arange(0, tile_q + 1, min(64, tile_q)), q_len)
     begin, _ = mask.interval(np.minimum(rows[:, :-1], q_len - 1), q_len, kv_len)
     _, end = mask.interval(np.maximum(rows[:, 1:] - 1, 0), q_len, kv_len)
     return begin, np.where(rows[:, 1:] > rows[:, :-1], end, begin)
@@ -174,12 +178,13 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
+    steady = problem.constant_time
     return {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score,  # type: ignore[dict-item]  # likewise
-        "Softmax": softmax.Trusting(),
+        "Score": problem.score.steady if steady and isinstance(problem.score, Softcap) else problem.score,  # type: ignore[dict-item]
+        "Softmax": softmax.Steady() if steady else softmax.Trusting(),
         "Kv": kv.Strided(),
         "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),

@@ -12,10 +12,10 @@ from ..problem import Problem
 from ..render import config_header, source
 from ..tma import misaligned
 from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
-from ..variant.mask import Causal, Full
-from ..variant.score import Scale
+from ..variant.mask import Both, Causal, Full, Window
+from ..variant.score import Scale, Softcap
+from . import attn_fwd
 from .attn_fwd import kept_keys, tiles
-from .attn_fwd import typical as typical
 from .attn_fwd import values as values
 
 name = "attn_fwd_mma"
@@ -76,7 +76,14 @@ def registers(config: Config, problem: Problem) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
     plain = isinstance(problem.mask, (Full, Causal)) and isinstance(problem.score, Scale)
     kept = max(1, config.q_kept)
-    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + (52 if plain else 60)
+    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + (52 if plain else 76)
+
+
+def register_limit(config: Config, device: Device) -> int:
+    """Registers that a thread may have, with as many blocks on a multiprocessor, less what ptxas wants for itself: found by
+    compiling what is chosen with NVRTC 13.0 and 13.5."""
+    wanted = (24, 32) if device.capability >= 100 else (8, 0)
+    return min(255, 65536 // (config.threads * config.blocks) // 8 * 8) - wanted[config.slabs - 1]
 
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:
@@ -93,8 +100,7 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
     per_block = smem_bytes(config, problem) + RESERVED_SMEM
     if per_block * config.blocks > device.smem_bytes + RESERVED_SMEM:
         return f"{config.blocks} blocks need {per_block * config.blocks} bytes of shared memory; there are {device.smem_bytes}"
-    limit = min(255, 65536 // (config.threads * config.blocks) // 8 * 8)
-    if registers(config, problem) > limit:
+    if registers(config, problem) > (limit := register_limit(config, device)):
         return f"a thread needs about {registers(config, problem)} registers; above {limit} it spills"
     return None
 
@@ -102,53 +108,76 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 
 
+def typical(problem: Problem) -> tuple[Problem, ...]:
+    """The problems by which configurations are compared, as for attn_fwd; a mask of one kind takes as many registers."""
+    found = attn_fwd.typical(problem)
+    if isinstance(problem.mask, (Full, Causal)):
+        return found
+    return tuple(dataclasses.replace(each, mask=Both(Causal(), Window())) for each in found)
+
+
 def candidates(problem: Problem, device: Device) -> list[Config]:
-    """Every legal configuration worth comparing, with as many blocks and then stages as fit."""
+    """Legal configurations worth comparing: as many blocks as fit, a ring of two, whose slots are known at compile time, and of Q
+    in registers nothing, or as much as fits."""
     steps, found = columns(problem)[0] // 16, []
-    for slabs, tile_q in ((2, 128), (1, 64), (1, 128), (2, 64)):
-        for tile_kv in (32, 48, 64, 80, 96, 112, 128):
-            for q_kept in (0, steps):
-                fitting = [Config(tile_q, tile_kv, st, slabs, q_kept, b) for b in (4, 3, 2, 1) for st in (4, 3, 2)]
-                found += [c for c in fitting if legal(c, problem, device) is None][:1]
+    for slabs, tile_q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)):
+        for tile_kv in (64, 32) if slabs == 2 else (64, 32, 128):
+            bare = [Config(tile_q, tile_kv, 2, slabs, 0, blocks) for blocks in (4, 3, 2, 1)]
+            fitting = [c for c in bare if legal(c, problem, device) is None][:1]
+            for config in fitting:
+                room = 1 + (register_limit(config, device) - registers(config, problem)) // (4 * slabs)
+                kept = min(steps, room // 2 * 2)
+                found += [config, *([dataclasses.replace(config, q_kept=kept)] if kept else [])]
     return found
 
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
 _CLOCK = 1.7e9  # per second, under load
 _FLOPS = {80: 2048, 90: 2560, 100: 2560}  # of mma.sync in a clock; 1024 on the others
-_EACH_STEP = 100.0  # that a block's step takes from the others: barriers, addresses, hand-over
-_STEP = 300.0  # of a lone block: barriers, the latency of the softmax and of the first fragments
-_UNHIDDEN = 0.5  # part of the exponentials' time that other warps' products do not cover
-_WORK, _WORK_PER_COLUMN = 2000.0, 16.0  # of a block: its start, its first loads and its store
+_EACH_STEP = 40.0  # that a block's step takes from the others: barriers, addresses
+_STEP = 1000.0  # that it takes a lone block: latencies
+_WORK = 4400.0  # of a block: its start, its first loads, and its store
 
 
 def cost(config: Config, problem: Problem, device: Device) -> float:
-    """Estimated seconds, to compare configurations: for every key tile of every block the clocks of the products, of shared
-    memory (128 bytes a clock) and of the exponentials (16 a clock), or the latencies of a lone block, whichever are more."""
+    """Estimated seconds, to compare configurations: for every key tile of every block the clocks of the products and of the
+    exponentials (16 a clock), or of shared memory (128 bytes a clock), or the latencies of a lone block, whichever are more."""
     qk, v = columns(problem)
-    rows, keys, together = config.tile_q, config.tile_kv, config.blocks
+    rows, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
     products = 2 * rows * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
-    reread = 1 - config.q_kept / (qk // 16)
-    read = keys * (qk + v) * 2 * config.threads / 32 + rows * qk * 2 * reread + keys * (qk + v) * 2  # by ldmatrix, and written
     exponentials = rows * keys / 16
-    busy = together * (max(products, read / 128) + _UNHIDDEN * exponentials + _EACH_STEP)
-    alone = products + exponentials + _STEP
-    begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, config.tile_q)
+    reread = 1 - config.q_kept / (qk // 16)
+    read = (keys * (qk + v) * 2 * (warps + 1) + rows * qk * 2 * reread) / 128  # by each warp, and written
+    count = max(1, tiles(problem, rows)) / device.units  # blocks of a multiprocessor, and of them at a time
+    together = min(config.blocks, max(1.0, count))
+    busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
+    alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
+    begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, rows)
     tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
-    work = tiles_each * max(busy, alone) + _WORK + _WORK_PER_COLUMN * v  # of as many blocks as share a multiprocessor
-    count = max(1, tiles(problem, config.tile_q)) / (device.units * together)
-    waves = np.ceil(count) if work.max() < 1.05 * work.mean() else max(1.0, count + 0.3)
+    work = tiles_each * max(busy, alone) + _WORK
+    waves = np.ceil(count / together) if work.max() < 1.05 * work.mean() else max(1.0, count / together + 0.3)
     return float(waves * work.mean()) / _CLOCK
+
+
+def _uneven(warps: float) -> float:
+    """How much longer the four schedulers take, each with its own tensor core, than if the warps were spread evenly."""
+    return float(np.ceil(warps / 4) * 4 / warps)
+
+
+def _larger(a: float, b: float) -> float:
+    """What two things take that overlap, nearly."""
+    return float((a**4 + b**4) ** 0.25)
 
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
+    steady = problem.constant_time
     return {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score,  # type: ignore[dict-item]  # likewise
-        "Softmax": softmax.Trusting(),
+        "Score": problem.score.steady if steady and isinstance(problem.score, Softcap) else problem.score,  # type: ignore[dict-item]
+        "Softmax": softmax.Steady() if steady else softmax.Trusting(),
         "Kv": kv.Async(),
         "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),

@@ -26,7 +26,7 @@ class Config:
     tile_q: int = 64
     tile_kv: int = 64
     chunk: int = 64
-    chunk_v: int = 64
+    v_chunk: int = 64
     threads: int = 256
     blocks: int = 1
 
@@ -40,6 +40,8 @@ def supports(problem: Problem, device: Device) -> str | None:
     """None if this kernel computes the problem on the device, else the reason why not."""
     if not runs_on(device):
         return f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}"
+    if problem.constant_time:
+        return "constant_time is True, and the time of its arithmetic depends on the numbers"
     for which in ("head_dim", "head_dim_v"):
         if getattr(problem, which) > 512:
             return f"{which} is {getattr(problem, which)}; it takes up to 512"
@@ -61,23 +63,25 @@ def smem_bytes(config: Config, problem: Problem) -> int:
     """Shared memory of a block: Q, a part of K or V, and P, each row a vector of 16 bytes longer than its numbers."""
     size = 8 if problem.element is element.FP64 else 4
     q = config.tile_q * (size * _round_up(problem.head_dim, config.chunk) + 16)
-    kv = config.tile_kv * (size * max(config.chunk, config.chunk_v) + 16)
+    kv = config.tile_kv * (size * max(config.chunk, config.v_chunk) + 16)
     return q + kv + config.tile_q * (size * config.tile_kv + 16)
 
 
 def registers(config: Config, problem: Problem) -> int:
-    """Registers of a thread, about: S, O, the vectors that are multiplied, and the rest, fitted to what ptxas uses."""
+    """Registers of a thread, about: S, of which there are two where it has chunks, O, the vectors that are multiplied, and the
+    rest, fitted to what ptxas uses."""
     words = 2 if problem.element is element.FP64 else 1
     rows_each, keys_each = config.tile_q * 16 // config.threads, config.tile_kv // 16
-    columns_each = _round_up(problem.head_dim_v, config.chunk_v) // 16
-    return words * rows_each * (keys_each + columns_each + 2) + 4 * (rows_each + keys_each) + 52
+    columns_each = _round_up(problem.head_dim_v, config.v_chunk) // 16
+    sums = 1 if problem.head_dim <= config.chunk else 2
+    return words * rows_each * (sums * keys_each + columns_each + 2) + 4 * (rows_each + keys_each) + 52
 
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:
     """None if the configuration can be compiled and run for the problem, else the reason why not."""
     if config.threads % 32 or not 32 <= config.threads <= 1024 or config.tile_q % (config.threads // 16) or config.tile_q < 1:
         return f"threads is {config.threads}, tile_q {config.tile_q}; they must be multiples of 32 and of threads / 16"
-    for which in ("tile_kv", "chunk", "chunk_v"):
+    for which in ("tile_kv", "chunk", "v_chunk"):
         if getattr(config, which) % 16 or getattr(config, which) < 16:
             return f"{which} is {getattr(config, which)}; it must be a multiple of 16"
     per_block = smem_bytes(config, problem) + RESERVED_SMEM
@@ -96,10 +100,10 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
     for threads in (256, 128):
         for rows_each in (8, 4, 2, 1):
             for tile_kv in (64, 32, 16):
-                for width in sorted(widths):
-                    chunk, chunk_v = (min(_round_up(n, 16), width) for n in (problem.head_dim, problem.head_dim_v))
+                for width in sorted(widths, reverse=True):
+                    chunk, v_chunk = (min(_round_up(n, 16), width) for n in (problem.head_dim, problem.head_dim_v))
                     tile_q = rows_each * threads // 16
-                    fitting = [Config(tile_q, tile_kv, chunk, chunk_v, threads, blocks) for blocks in (4, 3, 2, 1)]
+                    fitting = [Config(tile_q, tile_kv, chunk, v_chunk, threads, blocks) for blocks in (4, 3, 2, 1)]
                     found += [c for c in fitting if legal(c, problem, device) is None][:1]
     return found
 
@@ -112,7 +116,7 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     tiles = -(-problem.q_len // config.tile_q) * problem.batch * problem.heads
     waves = max(1.0, tiles / (device.units * config.blocks))
     work = config.tile_q * config.blocks * max(1, problem.kv_len) * (problem.head_dim + problem.head_dim_v)
-    return waves * work * (1 + vectors) * (1 + 4 / warps) / 128 / 1.5e9
+    return waves * work * (1 + vectors) * (1 + 2 / warps) / 128 / 1.5e9
 
 
 def choices(problem: Problem) -> dict[str, Choice]:

@@ -32,8 +32,8 @@ FOLDER = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a kernel's typical problem stands for. Nothing in it comes from the lengths of a call but by way of the typical problem
-    that the call is like, so a new length needs no new configuration."""
+    """What a kernel's typical problem stands for. Nothing in it comes from the lengths of a call but by way of the typical
+    problem that the call is like, so a new length needs no new configuration."""
 
     kernel: str
     element: str
@@ -63,8 +63,8 @@ class Record:
 
 
 def source_hash(kernel: Any, typical: Problem, config: Any, device: Device) -> str:
-    """Of all that NVRTC is given for a configuration; lse, and the scale's sign, make no difference to a kind."""
-    plain = dataclasses.replace(typical, return_lse=False, scale=1.0)
+    """Of all that NVRTC is given for a configuration; lse, the scale's sign and constant time make no difference to a kind."""
+    plain = dataclasses.replace(typical, return_lse=False, scale=1.0, constant_time=False)
     key: str = kernel.render(plain, config, device.arch).key
     return key[:16]
 
@@ -81,7 +81,7 @@ def _installed(slug: str) -> dict[Kind, dict[str, Any]]:
 
 
 def find(kernel: Any, typical: Problem, device: Device) -> Record | None:
-    """What was measured for a kernel's typical problem on a device; None where nothing was, or where it does not count any more."""
+    """What was measured for a kernel's typical problem on a device; None where nothing was, or where it counts no more."""
     found = _installed(device.slug).get(Kind.of(kernel, typical)) if not device.is_cpu else None
     return None if found is None else current(found, kernel, typical, device)
 

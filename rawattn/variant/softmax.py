@@ -22,3 +22,11 @@ class Lazy(Choice):
 
     type: ClassVar[str] = "Lazy"
     source: ClassVar[str] = "variant/softmax/lazy.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Steady(Choice):
+    """Looks for the maximum and rescales in every tile: the same work for every input."""
+
+    type: ClassVar[str] = "Steady"
+    source: ClassVar[str] = "variant/softmax/steady.cuh"

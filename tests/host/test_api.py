@@ -120,6 +120,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "scale text": ({"scale": "big"}, ["scale is 'big'", "finite number"]),
     "causal": ({"causal": "yes"}, ["causal is 'yes'", "True or False"]),
     "return_lse": ({"return_lse": 2}, ["return_lse is 2", "True or False"]),
+    "constant_time": ({"constant_time": 2}, ["constant_time is 2", "True or False"]),
     "mask and causal": ({"mask": rawattn.mask.Full(), "causal": True}, ["mask was given beside causal", "Both"]),
     "mask and window": ({"mask": rawattn.mask.Full(), "window": (1, 1)}, ["mask was given beside", "Both"]),
     "score and softcap": ({"score": rawattn.score.Scale(), "softcap": 1.0}, ["score was given beside softcap"]),

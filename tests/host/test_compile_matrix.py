@@ -32,6 +32,7 @@ FACTORS: dict[str, list[Any]] = {
     "varlen": [False, True],
     "return_lse": [False, True],
     "element": [BF16, FP16],
+    "constant_time": [False, True],
     "grid": [(8, 2048, 16), (1, 4096, 8), (1, 512, 8)],  # batch, length, heads: what of a kind's configurations it gets
 }
 Combination = tuple[Problem, attn_fwd.Config]

@@ -3,6 +3,7 @@ the products and copies that it should."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -13,10 +14,12 @@ import pytest
 from rawattn import compiler
 from rawattn.choose import choose
 from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd_mma
 from rawattn.problem import Problem
-from rawattn.variant.element import BF16, ELEMENTS, FP16
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.element import BF16, ELEMENTS
+from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
+from tests.host import test_compile_matrix as matrix
 
 PLAIN: dict[str, Any] = {}
 EVERYTHING = {
@@ -31,32 +34,22 @@ def problem(element: Any, size: int, size_v: int, **kinds: Any) -> Problem:
                                  (element, 2, 4096, 4096, 16, 16, size, size_v, 0.1), strict=True)), **kinds})  # fmt: skip
 
 
+ARCHS = [arch for arch, device in TYPICAL.items() if attn_fwd_mma.runs_on(device)]
+SIZES = [(64, 64), (128, 128), (256, 256), (80, 80), (72, 192), (192, 128), (8, 256), (256, 8), (248, 248), (120, 120)]
+
+
 def asked() -> list[Asked]:
-    """Each size that matters with the plain and the causal mask, the architectures in turn; and everything at once."""
-    mma = [(64, 64), (128, 128), (256, 256), (80, 80), (72, 192), (192, 128), (8, 256)]
-    archs = ["sm_89", "sm_80", "sm_120", "sm_86", "sm_90a"]
-    found = []
-    for i, size in enumerate(mma):
-        kinds = [PLAIN, {"mask": Causal(), "return_lse": True}, {"mask": Full(), "element": FP16}, EVERYTHING]
-        for j, kind in enumerate(kinds[: 4 if i < 3 else 2]):
-            found.append(
-                (
-                    "attn_fwd_mma",
-                    archs[(i + j) % len(archs)],
-                    problem(**{"element": BF16, "size": size[0], "size_v": size[1], **kind}),
-                )
-            )
-    for i, (element, size) in enumerate(
-        [*((e, 64) for e in ELEMENTS.values()), (ELEMENTS["fp32"], 128), (ELEMENTS["fp64"], 300)]
-    ):
-        found.append(
-            (
-                "attn_fwd_simt",
-                ("sm_75", "sm_90a", "sm_89")[i % 3],
-                problem(element, size, size, **(EVERYTHING if i % 2 else PLAIN)),
-            )
-        )
+    """For attn_fwd_mma each two of sizes, architectures, masks and other kinds together; for attn_fwd_simt each format, with the
+    plain mask or everything at once."""
+    found = [("attn_fwd_mma", row.pop("arch"), matrix.problem(**row)) for row in matrix.pairwise(FACTORS)]
+    formats = [*((e, 64) for e in ELEMENTS.values()), (ELEMENTS["fp32"], 128), (ELEMENTS["fp32"], 512), (ELEMENTS["fp64"], 300)]
+    for i, (element, size) in enumerate(formats):
+        given = problem(element, size, size, **(EVERYTHING if i % 2 else PLAIN))
+        found.append(("attn_fwd_simt", ("sm_75", "sm_90a", "sm_89")[i % 3], given))
     return found
+
+
+FACTORS = {**matrix.FACTORS, "size": SIZES, "arch": ARCHS}
 
 
 def instructions(cubin: bytes) -> set[str] | None:
@@ -83,6 +76,7 @@ def faults(each: Asked) -> list[str]:
 
 def test_nothing_spills_and_the_instructions_are_there() -> None:
     everything = asked()
+    assert len(everything) <= 100, "more than CI has time for"
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         bad = [line for lines in pool.map(faults, everything) for line in lines]
     assert not bad, "\n".join([f"{len(bad)} of {len(everything)}", *bad])
@@ -99,3 +93,16 @@ def test_smem_is_what_the_kernel_says(name: str) -> None:
         smem_bytes, _, threads, begins_early = facts
         assert not begins_early, "it would have to wait for the launch before it"
         assert choice.config.threads == threads and choice.kernel.smem_bytes(choice.config, given) == smem_bytes
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("arch", ARCHS)
+def test_full_product(arch: str, pytestconfig: pytest.Config) -> None:
+    """All that the chooser can pick on an architecture: some thousands of kernels."""
+    if "matrix" not in pytestconfig.option.markexpr:
+        pytest.skip("takes hours; run it by pytest -m matrix")
+    kinds = [dict(zip(matrix.FACTORS, levels, strict=True)) for levels in itertools.product(*matrix.FACTORS.values())]
+    everything = [("attn_fwd_mma", arch, matrix.problem(**row)) for row in kinds]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        bad = [line for lines in pool.map(faults, everything, chunksize=8) for line in lines]
+    assert not bad, "\n".join([f"{len(bad)} of {len(everything)}", *bad])

@@ -10,10 +10,13 @@ import pytest
 
 from rawattn import api, choose
 from rawattn.device import TYPICAL, Device
+from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, SlowKernelWarning, UnsupportedError
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from rawattn.problem import Problem
 from rawattn.variant.element import BF16, ELEMENTS, FP32
+from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.score import Softcap
 
 PROBLEM = Problem(BF16, 2, 512, 512, 8, 8, 64, 64, 0.125)
 ARRAYS: dict[str, dict[str, Any]] = {
@@ -21,7 +24,7 @@ ARRAYS: dict[str, dict[str, Any]] = {
     "expanded rows": {"tma_misfit": "k has a row stride of 0"},
     "misaligned": {"tma_misfit": "k is misaligned", "misaligned": "k is misaligned"},
 }
-AMPERE_ON = ("sm_80", "sm_86", "sm_89", "sm_120")
+AMPERE_ON = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_120")
 # (arch, element, head_dim, arrays) -> the kernel's name; None where it is left to the caller to copy or to ask for a kernel.
 TABLE = {
     **{("sm_90a", name, 64, "any"): "attn_fwd" for name in ("bf16", "fp16")},
@@ -106,3 +109,27 @@ def test_every_size_has_a_configuration(arch: str) -> None:
                 problem = dataclasses.replace(PROBLEM, element=element, head_dim=size, head_dim_v=size_v)
                 found = chosen(problem, TYPICAL[arch])
                 assert found.kernel.legal(found.config, problem, TYPICAL[arch]) is None
+
+
+@pytest.mark.parametrize("arch", [*AMPERE_ON, "sm_90a"])
+def test_all_that_a_kind_is_compiled_with_is_legal(arch: str) -> None:
+    """With every kind of mask and score, though some take more registers, on GPUs with little shared memory."""
+    for size in range(8, 257, 8):
+        for size_v in {8, size, 256}:
+            for kinds in ({}, {"mask": Both(Causal(), Window(9)), "score": Softcap(3.0)}):
+                problem = dataclasses.replace(PROBLEM, head_dim=size, head_dim_v=size_v, **kinds)
+                choice = chosen(problem, TYPICAL[arch], "attn_fwd_mma")
+                for config in (choice.config, *choice.compiled_with):
+                    assert attn_fwd_mma.legal(config, problem, TYPICAL[arch]) is None
+
+
+def test_constant_time() -> None:
+    """No branch on a value: another softmax and another cap; no kernel whose arithmetic takes its time by the numbers."""
+    problem = dataclasses.replace(PROBLEM, score=Softcap(30.0), constant_time=True)
+    for kernel in (attn_fwd, attn_fwd_mma):
+        found, plain = kernel.choices(problem), kernel.choices(dataclasses.replace(problem, constant_time=False))
+        assert (found["Softmax"].type, found["Score"].type) == ("Steady", "SteadySoftcap")
+        assert (plain["Softmax"].type, plain["Score"].type) == ("Trusting", "Softcap")
+    for device in (TYPICAL["sm_75"], this_cpu()):
+        with pytest.raises(UnsupportedError, match="constant_time is True"):
+            choose.choose(problem, device)

@@ -18,7 +18,7 @@ import pytest
 from perf import bench, machine, peers, plot, report, sets, timing
 from perf.timing import Call, Load
 from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd
+from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from rawattn.testing import Case
 
 torch = pytest.importorskip("torch")
@@ -187,15 +187,22 @@ def test_cases_of_a_file(tmp_path: pathlib.Path) -> None:
     ]
 
 
-def test_config_names() -> None:
+def test_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
     device, problem = TYPICAL["sm_90a"], sets.SETS["paper"][12].problem
-    for config in attn_fwd.candidates(problem, device):
-        assert peers.parse_config(attn_fwd.Config, peers.config_name(config)) == config
+    for kernel in (attn_fwd, attn_fwd_mma, attn_fwd_simt):
+        for config in kernel.candidates(problem, device):
+            assert peers.parse_config(kernel.Config, peers.config_name(config)) == config
+    assert peers.config_name(attn_fwd_mma.Config(64, 32, 3, 1, 4, 2)) == "64x32st3sl1q4b2"
     assert peers.parse_config(attn_fwd.Config, "192x96") == attn_fwd.Config(192, 96)
     with pytest.raises(ValueError, match="no configuration"):
         peers.parse_config(attn_fwd.Config, "fast")
     options = peers.our_options(Case(causal=True), "ours:attn_fwd/128x96s2q2")
     assert options == {"causal": True, "kernel": "attn_fwd", "config": attn_fwd.Config(128, 96, 2, 2)}
+    monkeypatch.setattr(peers, "KERNEL", "attn_fwd_mma")
+    assert peers.our_options(Case(), "ours") == {"kernel": "attn_fwd_mma"}
+    assert peers.our_options(Case(), "ours:64x32")["config"] == attn_fwd_mma.Config(64, 32)
+    monkeypatch.undo()
+    assert peers.our_options(Case(), "ours") == {}
     names = bench.our_names(sets.SETS["paper"][12], "all", device)
     assert names[0] == "ours" and len(names) > 10
     assert len(list(bench.sources({sets.SETS["paper"][12]: [*names, "ours:64x256"]}, device))) == len(names), (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -13,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perf import ablate, compiling, counters, gate, machine, prove, report, sass, sets
+from perf import ablate, compiling, counters, gate, machine, occupancy, prove, report, sass, sets
 from perf.report import Result, Run
 from rawattn import compiler
-from rawattn.kernel import attn_fwd
+from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_fwd import Config
 
 CASE = sets.dense(4, 4096, 16, 128, True)
@@ -159,7 +161,7 @@ def test_counters_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_patches_apply() -> None:
     """Each changes the source; two of them are compiled here, all of them where a GPU times them."""
     names = sorted(path.stem for path in compiling.PATCHES.glob("*.patch"))
-    assert len(names) >= 8 and set(ablate.FOR_PROVE) < set(names)
+    assert len(names) >= 8 and set(ablate.LEAKS) < set(names)
     plain = attn_fwd.render(PROBLEM, CONFIG)
     sources = {name: compiling.altered(attn_fwd, name).render(PROBLEM, CONFIG) for name in names}
     assert len({plain.key, *(source.key for source in sources.values())}) == 1 + len(names)
@@ -188,7 +190,7 @@ def test_altered_kernel_leaves_the_original_alone() -> None:
 
 def test_ablations_change_something() -> None:
     names = [each.name for each in ablate.ABLATIONS]
-    assert names[0] == "full" and len(set(names)) == len(names) and "static_order" in names and not {*ablate.FOR_PROVE} & {*names}
+    assert names[0] == "full" and len(set(names)) == len(names) and "static_order" in names and not {*ablate.LEAKS} & {*names}
     assert all(each.what.endswith(".") for each in ablate.ABLATIONS)
     for each in ablate.ABLATIONS:
         assert (
@@ -274,14 +276,13 @@ def test_verdict_counts_the_launches_of_a_class() -> None:
     assert rows[1] == ["random", "200", "-2.0", "+5.0", "leaks"]
 
 
-@pytest.mark.parametrize("leaking", [(), ("steady",), ("plain",), ("plain", "leaky"), ("steady", "leaky")], ids=str)
-def test_timing_fails_where_the_test_is_worth_nothing(monkeypatch: pytest.MonkeyPatch, leaking: tuple[str, ...]) -> None:
-    """The steady kernel must pass and the leaky one be caught; what the plain one does counts with --demand alone."""
+@pytest.mark.parametrize("leaking", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_what_the_timing_proof_demands(monkeypatch: pytest.MonkeyPatch, leaking: tuple[bool, bool, bool]) -> None:
+    """constant_time must pass and the leaky one be caught; the default may do either."""
+    order = [(True,), (False,), (True, "leaky")]
     monkeypatch.setattr(machine, "gpu", lambda tool: compiling.devices.TYPICAL["sm_90a"])
-    monkeypatch.setattr(prove, "leaks", lambda device, launches, folder, name: name in leaking)
-    good = "leaky" in leaking and "steady" not in leaking
-    assert prove.main(["timing"]) == (not good)
-    assert prove.main(["timing", "--demand"]) == (not good or "plain" in leaking)
+    monkeypatch.setattr(prove, "leaks", lambda device, launches, folder, *kernel: leaking[order.index(kernel)])
+    assert prove.main(["timing"]) == (leaking[0] or not leaking[2])
 
 
 def test_t_of_a_leak_grows_with_the_root_of_launches(tmp_path: Any) -> None:
@@ -293,24 +294,60 @@ def test_t_of_a_leak_grows_with_the_root_of_launches(tmp_path: Any) -> None:
     assert "</svg>" in (tmp_path / "t.svg").read_text()
 
 
-@pytest.mark.parametrize("name", prove.KERNELS)
+@pytest.mark.parametrize("name", prove.EXPECTED)
 def test_the_clock_is_written_by_choices(name: str) -> None:
-    """The kernels of the timing proof differ from the product's in two choices and one field, the steady and the leaky one in the
-    softmax besides, and compile."""
-    problem = compiling.without_lse(prove.TIMED.problem)
-    kernel = prove.timed(prove.KERNELS[name][0](attn_fwd), 4096)
+    """The kernels of the timing proof differ from the product's in two choices and one field, and compile."""
+    kind, *patches = name.split("-")
+    problem = dataclasses.replace(compiling.without_lse(prove.TIMED.problem), constant_time=kind == "constant_time")
+    kernel = prove.timed(attn_fwd, 4096, *patches)
     config = Config(128, 128, 2, 1)
     source = kernel.render(problem, config)
     header = dict(source.headers)["config.cuh"]
-    assert ("using Softmax = Lazy;" in header) is (name != "plain")
-    text = dict(source.headers)["tile/softmax.cuh"]
-    assert ("const bool moved = true;" in text) is (name != "plain") and ("__all_sync" in text) is (name == "leaky")
+    assert ("using Softmax = Steady;" in header) is (name != "default")
+    assert ("__all_sync" in dict(source.headers)["tile/softmax.cuh"]) is (name == "constant_time-leaky")
     assert "using Store = TimedStore<StoreO>;" in header and "using Schedule = TimedSchedule<LongestFirst<Drawn>>;" in header
     assert kernel.fields(problem) == (*attn_fwd.fields(problem), ("cycles", "i32*"))
     device = compiling.devices.TYPICAL["sm_90a"]
     assert kernel.values(problem, config, device)["cycles"] == 4096
     assert kernel.grid(problem, config, device) == 64, "each block has one work"
     assert compiler.compile(source).registers > 0
+
+
+def test_a_step_on_every_way_through_the_loop() -> None:
+    """A branch over what is rare, one over a second product, one back."""
+    text = """\
+.L_x_1:
+        /*0000*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0010*/              @P0 BRA `(.L_x_2) ;
+        /*0020*/                   FMUL R1, R1, R2 ;
+        /*0030*/                   FMUL R1, R1, R2 ;
+.L_x_2:
+        /*0040*/              @P1 BRA `(.L_x_3) ;
+        /*0050*/                   MUFU.EX2 R5, R6 ;
+        /*0060*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+.L_x_3:
+        /*0070*/              @P2 BRA `(.L_x_1) ;
+        /*0080*/                   EXIT ;
+"""
+    ways = [sorted(collections.Counter(map(sass.family, way)).items()) for way in occupancy.paths(text)]
+    assert len(ways) == 4
+    assert [("BRA", 3), ("HMMA", 1)] in ways and [("BRA", 3), ("FMUL", 2), ("HMMA", 2), ("MUFU.EX2", 1)] in ways
+
+
+def test_occupancy_and_predictions() -> None:
+    device = compiling.devices.TYPICAL["sm_89"]
+    try:
+        titles, *rows = occupancy.table([device], [(64, 64)])
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    for row in (dict(zip(titles, row, strict=True)) for row in rows):
+        assert row["spills"] == "0" and int(row["HMMA"]) >= 64 and int(row["LDSM"]) > 0 and int(row["LDGSTS"]) > 0
+        assert int(row["blocks"]) >= 2 and int(row["step"]) > int(row["HMMA"]) + int(row["LDSM"]) + int(row["MUFU.EX2"])
+    problem = compiling.without_lse(sets.dense(8, 4096, 16, 64, False).problem)
+    config = attn_fwd_mma.Config(128, 64, 2, 2, 4, 2)
+    assert [occupancy.blocks(config, problem, device, registers) for registers in (255, 168, 128, 64)] == [2, 3, 3, 3]
+    predicted = occupancy.predictions(device)[1:]
+    assert len(predicted) == 26 and all(float(row[4]) >= float(row[2]) for row in predicted)
 
 
 def test_no_tool_needs_the_gpu_to_be_imported() -> None:

@@ -5,28 +5,41 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import multiprocessing
+from types import ModuleType
 
 import pytest
 
 from rawattn import compiler, driver
 from rawattn.choose import choose
 from rawattn.errors import RawattnError
-from rawattn.kernel import attn_fwd
 from rawattn.testing import Case
+from tests import calls
 
 
 def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
-    """By key, what tests with a parameter ``case``, and perhaps ``config``, will compile."""
+    """By key, what tests with a parameter ``case``, and perhaps ``kernel`` and ``config``, will compile."""
     found = {}
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         case = parameters.get("case")
         if isinstance(case, Case):
             with contextlib.suppress(RawattnError):  # the test will say so itself
-                choice = choose(case.problem, driver.device(0), attn_fwd.name, parameters.get("config"))
-                source = attn_fwd.render(case.problem, choice.config)
+                device, kernel = driver.device(0), parameters.get("kernel")
+                choice = choose(case.problem, device, kernel and kernel.name, parameters.get("config"))
+                source = choice.kernel.render(case.problem, choice.config, device.arch)
                 found[source.key] = source
     return found
+
+
+@pytest.fixture(autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType | None:
+    """The kernel that ``tests.calls`` asks for in this test, where a parameter says one. Skips where it cannot run."""
+    asked: ModuleType | None = getattr(request, "param", None)
+    if asked is not None:
+        if not asked.runs_on(driver.device(0)):
+            pytest.skip(f"{asked.name} does not run on {driver.device(0).arch}")
+        monkeypatch.setattr(calls, "KERNEL", asked.name)
+    return asked
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,10 +1,12 @@
-"""attn_fwd.cu against the reference: each thing it must do in a list of cases, and what may vary at run time by Hypothesis."""
+"""attn_fwd.cu and attn_fwd_mma.cu against the reference: each thing they must do in a list of cases, and what may vary at run
+time by Hypothesis."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -14,14 +16,13 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd
-from rawattn.kernel.attn_fwd import Config
+from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.testing import Case, cases, expect
 from rawattn.variant.mask import Both, Causal, Window
 from tests.calls import attend, check
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu("any")
 
 DEVICE = TYPICAL["sm_90a"]
 HEAD_DIMS = range(8, 257, 8)
@@ -49,8 +50,16 @@ PACKED: list[tuple[tuple[int, int], ...]] = [
 ]
 
 
-def label(parameter: Case | Config) -> str:
-    if isinstance(parameter, Config):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test with each kernel; a test of configurations has its own list of both."""
+    if "config" not in metafunc.fixturenames:
+        metafunc.parametrize("kernel", [attn_fwd, attn_fwd_mma], ids=lambda kernel: kernel.name, indirect=True)
+
+
+def label(parameter: Any) -> str:
+    if isinstance(parameter, ModuleType):
+        return parameter.name
+    if not isinstance(parameter, Case):
         return str(parameter)
     many = parameter.lengths is not None and len(parameter.lengths) > 8
     return f"{dataclasses.replace(parameter, lengths=None).name}, many sequences" if many else parameter.name
@@ -97,6 +106,14 @@ def test_batches_and_heads(case: Case) -> None:
 )
 def test_scores(case: Case) -> None:
     check(case)
+
+
+@listed(
+    Case(dtype, 2, 300, 500, 4, 2, head_dim, head_dim, causal=True, softcap=softcap)
+    for dtype, head_dim, softcap in itertools.product(["bf16", "fp16"], [64, 80, 128, 256], [None, 5.0])
+)
+def test_constant_time(case: Case) -> None:
+    check(case, constant_time=True)
 
 
 @listed(
@@ -186,13 +203,23 @@ CONFIGURED = [
 ]
 
 
-def configs(case: Case) -> list[Config]:
-    lone = (Config(64, tile_kv, stages, q_stages) for tile_kv in (32, 112, 256) for stages in (2, 5) for q_stages in (1, 2))
-    return attn_fwd.candidates(case.problem, DEVICE) + [c for c in lone if attn_fwd.legal(c, case.problem, DEVICE) is None]
+def configs(kernel: ModuleType, case: Case) -> list[Any]:
+    """What the chooser compares, and some that it leaves out."""
+    lone: list[Any] = [
+        kernel.Config(64, tile_kv, stages, last) for tile_kv in (32, 112, 256) for stages in (2, 5) for last in (1, 2)
+    ]
+    if kernel is attn_fwd_mma:
+        lone = [kernel.Config(32 * n, 16 * n, stages, 1 + n % 2, 1, 1) for n in (2, 3, 4, 8) for stages in (3, 5)]
+    return kernel.candidates(case.problem, DEVICE) + [c for c in lone if kernel.legal(c, case.problem, DEVICE) is None]
 
 
-@pytest.mark.parametrize(("case", "config"), [(case, config) for case in CONFIGURED for config in configs(case)], ids=label)
-def test_every_config(case: Case, config: Config) -> None:
+CONFIGS = [
+    (kernel, case, config) for kernel in (attn_fwd, attn_fwd_mma) for case in CONFIGURED for config in configs(kernel, case)
+]
+
+
+@pytest.mark.parametrize(("kernel", "case", "config"), CONFIGS, ids=label, indirect=["kernel"])
+def test_every_config(case: Case, config: Any) -> None:
     check(case, config=config)
 
 
@@ -209,7 +236,12 @@ KINDS = [
     Case("bf16", head_dim=96, head_dim_v=96, window=(0, 0), softcap=1.0, lengths=()),
     Case("fp16", head_dim=40, mask=Both(Causal("top_left"), Window(0, 0)), scale=-1.0, lengths=()),
 ]
-KERNELS = [(case, found[at]) for case in KINDS for found in [configs(case)] for at in (len(found) // 3, len(found) * 2 // 3)]
+KERNELS = [
+    (kernel, case, found[at])
+    for kernel, case in itertools.product([attn_fwd, attn_fwd_mma], KINDS)
+    for found in [configs(kernel, case)]
+    for at in (len(found) // 3, len(found) * 2 // 3)
+]
 
 
 @st.composite
@@ -238,10 +270,10 @@ def varied(draw: Any, case: Case, longest: int = 400) -> Case:
     return dataclasses.replace(case, layout=layout, seed=seed, **changes)
 
 
-@pytest.mark.parametrize(("case", "config"), KERNELS, ids=label)
+@pytest.mark.parametrize(("kernel", "case", "config"), KERNELS, ids=label, indirect=["kernel"])
 @hypothesis.settings(max_examples=30, derandomize=True)
 @hypothesis.given(data=st.data())
-def test_whatever_the_run_time_values(case: Case, config: Config, data: Any) -> None:
+def test_whatever_the_run_time_values(case: Case, config: Any, data: Any) -> None:
     check(data.draw(varied(case)), config=config)
 
 
@@ -311,7 +343,7 @@ def test_non_finite_queries(case: Case, value: str) -> None:
 
 @pytest.mark.parametrize("value", NON_FINITE)
 @listed([Case("bf16", 1, 1500, 1500, 2, 1, causal=True), Case("fp16", 1, 1500, 1500, 2, 1, window=(40, 20))])
-def test_non_finite_values(case: Case, value: str) -> None:
+def test_non_finite_values(case: Case, value: str, kernel: ModuleType) -> None:
     """They reach the rows that keep them; of the others only rows that share a tile with a row that does, as is documented."""
     q, k, v = case.inputs("torch", "cuda")
     v[:, 700, :, 3] = NON_FINITE[value]
@@ -321,7 +353,7 @@ def test_non_finite_values(case: Case, value: str) -> None:
     mask, queries = case.problem.mask, np.arange(1500)
     begin, end = mask.interval(queries, 1500, 1500)
     kept = (begin <= 700) & (end > 700)
-    config = rawattn.explain(q, k, v, **case.options, return_lse=True).choice.config
+    config = rawattn.explain(q, k, v, **case.options, return_lse=True, kernel=kernel.name).choice.config
     near = np.abs(queries[:, None] - queries[kept]).min(1) <= config.tile_q + config.tile_kv
     exempt = torch.from_numpy(near & ~kept).to(o.device)
     assert 0 < int(exempt.sum()) < 1000
@@ -364,8 +396,8 @@ def test_lse_changes_nothing(case: Case) -> None:
     assert torch.equal(attend(case, *inputs)[0], attend(case, *inputs, return_lse=False))
 
 
-def test_reversed_rows_are_refused() -> None:
+def test_reversed_rows_are_refused(kernel: ModuleType) -> None:
     pytest.importorskip("cupy")
     case = Case("fp16", layout="reversed")
     with pytest.raises(rawattn.RawattnError, match="row stride of -128 bytes"):
-        rawattn.attention(*case.inputs("cupy", 0))
+        rawattn.attention(*case.inputs("cupy", 0), kernel=kernel.name)

@@ -1,0 +1,123 @@
+"""attn_fwd_simt.cu against the reference, in every format, layout and head size; and the other kernels against it, on the GPU."""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
+from rawattn.testing import LAYOUTS, Case, cases, expect
+from rawattn.variant.element import ELEMENTS
+from tests.calls import attend, check
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu("any")
+
+SIZES = [(1, 1), (3, 5), (20, 20), (64, 64), (72, 72), (100, 60), (128, 128), (300, 300), (512, 512), (64, 512), (512, 17)]
+KINDS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (10, 20)}, {"softcap": 5.0}, {"scale": -0.3}]
+MISALIGNED = [Case("fp16", 2, 100, 90, 4, 2, 37, 37, causal=True), Case("fp32", 2, 100, 90, 4, 2, 64, 64)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test with this kernel, but where another is held against it."""
+    if metafunc.function is not test_kernels_against_each_other:
+        metafunc.parametrize("kernel", [attn_fwd_simt], ids=lambda kernel: kernel.name, indirect=True)
+
+
+def label(parameter: Any) -> str:
+    return parameter.name if isinstance(parameter, Case | ModuleType) else str(parameter)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype, 2, 133, 222, 4, 2, *size, **kind)
+        for i, (dtype, size) in enumerate(itertools.product(ELEMENTS, SIZES))
+        for kind in (KINDS[i % 5], KINDS[(i + 2) % 5])
+    ],
+    ids=label,
+)
+def test_formats_and_sizes(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "case", [Case("fp32", head_dim=512, head_dim_v=v, q_len=300, kv_len=400, scale=-0.3) for v in (512, 17)], ids=label
+)
+def test_long_dot_products(case: Case) -> None:
+    """Their rounding grows with the head size, and so does what is allowed: no more than the order of the sums can make."""
+    check(case)
+
+
+@pytest.mark.parametrize("offset", [1, 3])
+@pytest.mark.parametrize("case", MISALIGNED, ids=label)
+def test_addresses_and_strides_that_are_no_multiple_of_16_bytes(case: Case, offset: int) -> None:
+    found = []
+    for x in case.inputs("torch", "cuda"):
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), float("nan"), dtype=x.dtype, device="cuda")
+        found.append(wide[..., offset : offset + x.shape[-1]])
+        found[-1].copy_(x)
+    wide = torch.full((2, 100, 4, case.head_dim_v + 3), float("nan"), dtype=found[0].dtype, device="cuda")
+    o, lse = attend(case, *found, out=wide[..., 1:-2])
+    expect(*found, **case.options).check(o, lse)
+    assert wide[..., 0].isnan().all() and wide[..., -2:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp64"])
+def test_reversed_rows(dtype: str) -> None:
+    pytest.importorskip("cupy")
+    case = Case(dtype, 2, 70, 130, 2, 2, 40, 40, causal=True, layout="reversed")
+    inputs = case.inputs("cupy", 0)
+    expect(*inputs, **case.options).check(*attend(case, *inputs))
+
+
+CONFIGS = [
+    (case, config)
+    for case in (
+        Case("fp32", 1, 333, 555, 2, 1, 64, 64, causal=True),
+        Case("fp64", 1, 200, 300, 2, 2, 96, 96, causal=True),
+        Case("bf16", 1, 200, 300, 2, 2, 300, 40, window=(90, 0)),
+    )
+    for config in attn_fwd_simt.candidates(case.problem, TYPICAL["sm_90a"])
+]
+
+
+@pytest.mark.parametrize(("case", "config"), CONFIGS, ids=label)
+def test_every_config(case: Case, config: Any) -> None:
+    check(case, config=config)
+
+
+@hypothesis.settings(max_examples=40, derandomize=True)  # most compile a kernel
+@hypothesis.given(cases(longest=200, layouts=LAYOUTS[:-1]))
+def test_whatever_the_kinds(case: Case) -> None:
+    check(case)
+
+
+AGAINST = [
+    Case(dtype, 2, *lengths, 4, 2, *size, **kind)
+    for (dtype, size), lengths, kind in itertools.product(
+        [("bf16", (64, 64)), ("fp16", (128, 128)), ("bf16", (256, 256)), ("fp16", (72, 40))],
+        [(300, 500), (65, 64)],
+        [{}, {"causal": True}, {"window": (100, 30), "softcap": 20.0}],
+    )
+]
+
+
+@pytest.mark.parametrize("kernel", [attn_fwd, attn_fwd_mma], ids=label, indirect=True)
+@pytest.mark.parametrize("case", AGAINST, ids=label)
+def test_kernels_against_each_other(case: Case, kernel: ModuleType) -> None:
+    """This kernel computes in float32 throughout, so another may differ from it by what it may from the reference, and by the
+    rounding of two results; both are far less than a wrong mask or a lost key would make."""
+    inputs = case.inputs("torch", "cuda")
+    o, lse = attend(case, *inputs)
+    exact_o, exact_lse = attend(case, *inputs, kernel=attn_fwd_simt.name)
+    allowed = expect(*inputs, **case.options)
+    assert np.abs((o.double() - exact_o.double()).cpu().numpy()).max() <= 1.5 * allowed.o_error
+    difference = (lse - exact_lse)[lse.isfinite()].abs().max().item()
+    assert difference <= 2 * allowed.lse_error and torch.equal(lse.isfinite(), exact_lse.isfinite())
