@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib.metadata
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 
@@ -54,8 +50,9 @@ def show(options: Options) -> int:
     console.print(f"// ---- machine code of {choice.kernel.name}, {choice.config}")
     binary = _compile(source)
     console.print(f"compiled {demo.describe(binary)}{''.join(f', {code}' for code in binary.advisories)}")
-    counts = count_instructions(binary.cubin)
-    if counts is None:
+    try:
+        counts = count_instructions(binary.cubin)
+    except FileNotFoundError:
         console.print("its instructions are counted where nvdisasm is: pip install nvidia-cuda-nvdisasm")
         return 0
     console.print(f"{sum(counts.values()):>5} instructions, of these")
@@ -64,19 +61,9 @@ def show(options: Options) -> int:
     return 0
 
 
-def count_instructions(cubin: bytes) -> collections.Counter[str] | None:
-    """How often each instruction stands in the machine code; None where there is no nvdisasm."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    tool = next((str(file.locate()) for file in files if file.stem == "nvdisasm"), shutil.which("nvdisasm"))
-    if tool is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        text = subprocess.run([tool, str(path)], check=True, capture_output=True, text=True).stdout
+def count_instructions(cubin: bytes) -> collections.Counter[str]:
+    """How often each instruction stands in the machine code."""
+    text = compiler.disassemble(cubin)
     return collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text))
 
 

@@ -162,8 +162,8 @@ def test_show_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show_without_nvdisasm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command_line.shutil, "which", lambda name: None)
-    monkeypatch.setattr(command_line.importlib.metadata, "files", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.metadata.files", lambda name: None)
     assert main(["show", "--arch", "sm_90a", *SMALL]) == 0
     assert "pip install nvidia-cuda-nvdisasm" in capsys.readouterr().out
 
