@@ -199,15 +199,16 @@ def cycles(rng: np.random.Generator, launches: int, leak: dict[str, float], wide
 def test_leaks_are_found_and_only_those() -> None:
     rng = np.random.default_rng(0)
     rows, leaks = prove.verdicts(prove.leakage(*cycles(rng, 120_000, {}, {})))
-    assert not leaks and [row[-1] for row in rows[1:]] == ["passed"] * 5
+    assert not leaks and [row[-1] for row in rows[1:]] == ["passed"] * 6
     rows, leaks = prove.verdicts(prove.leakage(*cycles(rng, 120_000, {"large": -15}, {"near_zero": 2})))
-    assert leaks and [row[-1] for row in rows[1:]] == ["passed", "leaks", "leaks", "passed", "passed"]
-    assert abs(float(rows[2][2])) > 4.5 > abs(float(rows[3][2])), "a wider spread is seen by the second order alone"
+    assert leaks and [row[-1] for row in rows[1:]] == ["passed", "passed", "leaks", "leaks", "passed", "passed"]
+    assert float(rows[3][2]) == pytest.approx(-15, abs=4), "how much is told, too"
+    assert abs(float(rows[3][3])) > 4.5 > abs(float(rows[4][3])), "a wider spread is seen by the second order alone"
 
 
 def test_t_of_a_leak_grows_with_the_root_of_launches(tmp_path: Any) -> None:
     found = prove.leakage(*cycles(np.random.default_rng(1), 400_000, {"random": 20}, {}))
-    points = [abs(t) for _, t, _ in found["random"]]
+    points = [abs(t) for _, t, *_ in found["random"]]
     assert points[-1] / points[9] == pytest.approx(2, rel=0.4) and found["random"][-1][0] == 400_000
     pytest.importorskip("matplotlib")
     prove.draw(found, tmp_path / "t.svg")
