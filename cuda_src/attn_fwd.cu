@@ -166,8 +166,7 @@ struct Consumer {
     // From dot products to logits, -inf where the mask keeps no key.
     __device__ void mask_and_score(const Mask& mask, const TileRange& tiles, i32 tile, i32 row) {
         const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < QkMma::accumulators; ++i) s[i] = score(s[i], row + 8 * fragment_row(i), first + fragment_column(i));
+        score_fragment(score, s, row, first);
         if (tiles.is_full(tile)) return;
         const Mask::Row kept[2] = {mask.row(row, first), mask.row(row + 8, first)};
 #pragma unroll

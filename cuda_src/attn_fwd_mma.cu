@@ -164,8 +164,7 @@ struct Warp {
     // From dot products to logits, -inf where the mask keeps no key.
     __device__ void mask_and_score(const Mask& mask, bool full, i32 tile, i32 row) {
         const i32 first = tile * cfg::tile_kv + threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < slabs * cfg::tile_kv / 2; ++i) s[i] = score(s[i], row + 8 * fragment_row(i), first + fragment_column(i));
+        score_fragment(score, s, row, first);
         if (full) return;
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {

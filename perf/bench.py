@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import sys
 import time
@@ -172,7 +173,8 @@ def measure(options: argparse.Namespace, device: Device, cases: Sequence[Case], 
             save()
             progress.advance(bar)
             times = " ".join(f"{t.name} {t.us:.1f}" for t in sorted(result.timings, key=lambda t: t.us) if t.rounds)
-            console.print(f"{result.label:32} best {result.ratio():.3f}  us: {times[:160]}", highlight=False, soft_wrap=True)
+            best = f"best {result.ratio():.3f}" if math.isfinite(result.ratio()) else "no peer   "
+            console.print(f"{result.label:32} {best}  us: {times[:160]}", highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,11 +7,18 @@ import pathlib
 import signal
 
 
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the text as it is, and of each option the default that says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = action.default in (None, False, "", argparse.SUPPRESS) or isinstance(action.default, list)
+        return action.help if said else f"{action.help}; default: %(default)s"
+
+
 def parser(tool: str, text: str | None, default: str = "perf/record/DEVICE") -> argparse.ArgumentParser:
     """A parser for ``python -m perf.TOOL`` that shows the module's docstring as it is. A polite kill then counts as Ctrl-C, so
     that what was measured is kept."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    form = argparse.RawDescriptionHelpFormatter
-    found = argparse.ArgumentParser(prog=f"python -m perf.{tool}", description=text, formatter_class=form)
+    found = argparse.ArgumentParser(prog=f"python -m perf.{tool}", description=text, formatter_class=Formatter)
     found.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help=f"for what is written; by default {default}")
     return found

@@ -83,21 +83,23 @@ def patch(source: Source, text: str) -> Source:
 
 
 def altered(kernel: Any, *patches: str, **replaced: Callable[..., Any]) -> Any:
-    """A copy of a kernel's module, of patched sources, whose functions see each other's replacements. A replacement is given the
-    result of the original, and its arguments.
+    """A copy of a kernel's module, of patched sources, whose functions see each other's replacements, also those of an altered
+    kernel that is altered again. A replacement is given the result of the original, and its arguments.
 
     >>> altered(attn_fwd, "static_order", values=lambda found, problem, config, device: {**found, "head_group": 1})
     """
+    original, before = getattr(kernel, "altered_from", (kernel, []))
     copy = types.ModuleType(kernel.__name__)
-    for name, value in vars(kernel).items():
-        if isinstance(value, types.FunctionType) and value.__globals__ is vars(kernel):
+    for name, value in vars(original).items():
+        if isinstance(value, types.FunctionType) and value.__globals__ is vars(original):
             value = types.FunctionType(value.__code__, vars(copy), name, value.__defaults__)
         setattr(copy, name, value)
-    changes = [*replaced.items()]
+    changes = [*before, *replaced.items()]
     for text in ((PATCHES / f"{name}.patch").read_text() for name in patches):
         changes.append(("render", lambda source, *_, text=text: patch(source, text)))
     for name, change in changes:
         setattr(copy, name, _changed(getattr(copy, name), change))
+    vars(copy)["altered_from"] = original, changes
     return copy
 
 

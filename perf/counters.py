@@ -3,6 +3,11 @@
 python -m perf.counters paper/21                      our kernel, in the configuration that the library chooses
 python -m perf.counters paper/21 --name fa3 --fa3 fa3.so.xz --kernel flash
 
+The verdict says what is far from its target, where the kernel stands under the roofline, and what warps wait for: the reasons by
+how many warps stall for them when one issues, and the source lines on which the samples of the three most sampled ones fall.
+Bank conflicts are those of threads' own loads and stores; what the copy engine and the tensor cores do with shared memory is not
+counted there. Spills are the compiler's.
+
 ncu comes with the CUDA toolkit, and alone from https://developer.nvidia.com/nsight-compute. Where it says ERR_NVGPUCTRPERM, the
 counters are for administrators: run it as root, or let the driver's option NVreg_RestrictProfilingToAdminUsers be 0. Clocks are
 left alone. ncu's own time of a kernel is not a benchmark: caches are flushed before each of its passes.
@@ -10,9 +15,14 @@ left alone. ncu's own time of a kernel is not a benchmark: caches are flushed be
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import csv
+import dataclasses
 import glob
 import io
+import json
+import math
 import pathlib
 import re
 import shutil
@@ -21,8 +31,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from . import command, machine, peers, report, sets, timing
+from rawattn import compiler
+from rawattn.compiler import Source
 
+from . import bench, command, machine, peers, report, sets, timing
+
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"  # is in no set of ncu's
 # What is shown: its name, ncu's metric (names differ by version: the first that matches), and least and greatest of the target.
 FIGURES = (
     ("SM busy, %", r"sm__instruction_throughput\.avg\.pct.*active|sm__throughput\.avg\.pct.*", 80, None),
@@ -33,13 +47,15 @@ FIGURES = (
     ("DRAM throughput, %", r"(gpu__)?dram__?throughput\.avg\.pct.*", None, None),
     ("L2 throughput, %", r"lts__(throughput|t_sectors)\.avg\.pct.*", None, None),
     ("L2 hit rate, %", r"lts__t_sector_hit_rate\.pct", None, None),
-    ("shared-memory bank conflicts", r"l1tex__data_bank_conflicts_pipe_lsu\.sum", None, 0),
-    ("local memory (spills)", r"smsp__inst_executed_op_local.*\.sum|.*local_spill.*\.sum", None, 0),
+    ("shared-memory bank conflicts", re.escape(CONFLICTS), None, 0),
     ("registers at entry", r"launch__registers_per_thread", None, None),
     ("warps resident, % of most", r"sm__warps_active\.avg\.pct.*", None, None),
 )
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 SAMPLES = "Warp Stall Sampling (All Samples)"
+TENSOR_FLOPS = 4096  # that a multiprocessor multiplies in a clock, 16-bit with float32 sums
+WRAPPERS = ("ptx/", "config.cuh", "tile/tile.cuh", "tile/ring.cuh")  # where a line says nothing of who waits
+REASONS, LINES, MOST_INSTRUCTIONS = 3, 3, 10  # what is shown
 
 
 def number(text: str) -> float:
@@ -55,28 +71,98 @@ def parse_raw(text: str) -> dict[str, float]:
     return {name: number(value) for name, value in zip(rows[0], rows[2], strict=False)} if len(rows) > 2 else {}
 
 
-def parse_source(text: str, most: int = 10) -> list[tuple[str, int, str]]:
-    """(instruction, samples, greatest stall reason) of the most sampled lines of ``ncu --page source --csv``."""
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A line of ``ncu --page source --csv``: bytes from the first instruction, samples in all and by stall reason."""
+
+    offset: int
+    text: str
+    samples: int
+    stalls: dict[str, int]
+
+    @property
+    def reason(self) -> str:
+        return max(self.stalls, key=self.stalls.__getitem__, default="")
+
+
+def parse_source(text: str) -> list[Instruction]:
+    """The sampled instructions, the most sampled first."""
     rows = list(csv.reader(io.StringIO(text)))
     names = next((row for row in rows if SAMPLES in row), [])
     lines = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names) and row != names]
-    found = []
+    begin, found = int(lines[0]["Address"], 0) if lines else 0, []
     for line in (line for line in lines if number(line[SAMPLES]) > 0):
-        stalls = [(number(x), name[6:]) for name, x in line.items() if re.fullmatch(r"stall_.*(?<!_not_issued)", name)]
-        found.append((line["Source"].strip(), int(number(line[SAMPLES])), max(stalls, default=(0, ""))[1]))
-    return sorted(found, key=lambda each: -each[1])[:most]
+        stalls = {name[6:]: int(number(x)) for name, x in line.items() if re.fullmatch(r"stall_.*(?<!_not_issued)", name)}
+        samples, offset = int(number(line[SAMPLES])), int(line["Address"], 0) - begin
+        found.append(Instruction(offset, line["Source"].strip(), samples, {name: x for name, x in stalls.items() if x}))
+    return sorted(found, key=lambda each: -each.samples)
 
 
-def verdict(metrics: dict[str, float]) -> list[list[str]]:
+def source_lines(listing: str, source: Source) -> dict[int, str]:
+    """``file:line`` by the offset of an instruction, from ``nvdisasm -c -gi``: of the calls that were inlined the innermost
+    that is no wrapper. An instruction without a line, as ptxas leaves most products, has that of the one before it."""
+    files, found, here, frames = {source.name, *dict(source.headers)}, dict[int, str](), "", list[str]()
+    for line in listing.splitlines():
+        if marked := re.search(r'//## File "([^"]+)", line (\d+)', line):
+            path = next((name for name in files if f"/{marked[1]}".endswith(f"/{name}")), marked[1])
+            frames.append(f"{path}:{marked[2]}")
+        elif at := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s", line):
+            if frames:
+                here = next((frame for frame in frames if not frame.startswith(WRAPPERS)), frames[0])
+            found[int(at[1], 16)], frames = here, []
+    return found
+
+
+def stalled_lines(instructions: Sequence[Instruction], places: dict[int, str], source: Source) -> list[list[str]]:
+    """For each of the most sampled stall reasons the lines that have most of its samples, with what stands there."""
+    every, by_reason = sum(each.samples for each in instructions), dict[str, collections.Counter[str]]()
+    for each in instructions:
+        for reason, samples in each.stalls.items():
+            if reason != "selected":
+                by_reason.setdefault(reason, collections.Counter())[places.get(each.offset, "")] += samples
+    texts, rows = {source.name: source.text, **dict(source.headers)}, [["stall", "of all", "line", "of this", "source"]]
+    for reason in sorted(by_reason, key=lambda reason: -by_reason[reason].total())[:REASONS]:
+        total = by_reason[reason].total()
+        for place, samples in by_reason[reason].most_common(LINES):
+            path, _, line = place.partition(":")
+            text = texts[path].splitlines()[int(line) - 1].strip() if path in texts else ""
+            rows.append([reason, f"{total / every:.0%}", place, f"{samples / total:.0%}", text[:90]])
+    return rows
+
+
+def first(metrics: dict[str, float], pattern: str) -> float:
+    """The first metric whose name matches; NaN for none."""
+    return next((value for name, value in metrics.items() if re.fullmatch(pattern, name)), math.nan)
+
+
+def roofline(metrics: dict[str, float], flops: int, units: int) -> list[list[str]]:
+    """Where the kernel stands: operations per byte that memory moved against the ridge, where memory and tensor cores bound
+    alike, and its share of the roof above it. Empty where ncu has not counted them."""
+    moved = sum(first(metrics, rf"dram__bytes_{way}\.sum") for way in ("read", "write"))
+    multiplied = 100 * flops / units / TENSOR_FLOPS / first(metrics, r"(sm|gpc)__cycles_elapsed\.max")
+    copied = first(metrics, r"(gpu__)?dram__?throughput\.avg\.pct.*")
+    if not all(value > 0 for value in (moved, multiplied, copied)):
+        return []
+    ridge = flops / moved * copied / multiplied
+    bound = "tensor cores" if flops / moved > ridge else "memory"
+    return [
+        ["roofline: FLOP a byte", f"{flops / moved:.0f}", f"ridge {ridge:.0f}", f"bound by {bound}"],
+        ["roofline: share of the roof, %", f"{max(multiplied, copied):.1f}", "", ""],
+    ]
+
+
+def verdict(metrics: dict[str, float], spills: int | None = None) -> list[list[str]]:
     """A line for each figure that was found, and whether it is where it should be; then the three greatest stall reasons."""
     rows = [["figure", "value", "target", ""]]
+    if spills is not None:
+        rows.append(["bytes spilled", str(spills), "<= 0", "off" if spills else "ok"])
     for name, pattern, least, most in FIGURES:
         for value in [metrics[metric] for metric in metrics if re.fullmatch(pattern, metric)][:1]:
             target = f">= {least}" if least is not None else f"<= {most}" if most is not None else ""
             good = (least is None or value >= least) and (most is None or value <= most)
             rows.append([name, f"{value:.6g}", target, "" if not target else "ok" if good else "off"])
     stalls = sorted(((metrics[m[0]], m[1]) for m in map(STALL.fullmatch, metrics) if m and m[1] != "selected"), reverse=True)
-    return rows + [[f"stalled: {reason}", f"{value:.2f}", "", "warps per issue"] for value, reason in stalls[:3]]
+    return rows + [[f"stalled: {reason}", f"{value:.2f}", "", "warps per issue"] for value, reason in stalls[:REASONS]]
 
 
 def run_three_times(name: str, spec: str, fa3: str | None) -> None:
@@ -90,7 +176,8 @@ def run_three_times(name: str, spec: str, fa3: str | None) -> None:
 
 def pages(ncu: str, words: Sequence[str | None], kernel: str) -> list[str]:
     """ncu's pages "raw" and "source" of the third launch of a kernel. Raises SystemExit where ncu fails."""
-    options = f"--set full --clock-control none --kernel-name regex:{kernel} --launch-skip 2 --launch-count 1".split()
+    options = f"--set full --metrics {CONFLICTS} --clock-control none".split()
+    options += f"--kernel-name regex:{kernel} --launch-skip 2 --launch-count 1".split()
     python = [sys.executable, "-c", f"from perf import counters; counters.run_three_times(*{words})"]
     with tempfile.TemporaryDirectory() as folder:
         rep = pathlib.Path(folder, "counters.ncu-rep")
@@ -113,12 +200,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     ncu = shutil.which("ncu") or next(iter(glob.glob("/usr/local/cuda*/bin/ncu") + glob.glob("/opt/nvidia/*/*/ncu")), None)
     if ncu is None:
         raise SystemExit("perf.counters: ncu is not here. " + (__doc__ or "").split("\n\n")[-1])
-    raw, source = pages(ncu, [options.name, options.case, options.fa3], options.kernel)
-    instructions = [["instruction", "samples", "stall"], *parse_source(source)]
-    text = f"{report.table(verdict(parse_raw(raw)))}\n\n{report.table(instructions)}"
-    folder = options.out or machine.record(machine.gpu("counters"))
-    report.write(folder / f"counters-{options.case.replace('/', '-')}-{options.name}.txt", text + "\n")
-    print(text)
+    device, case, spills, places = machine.gpu("counters"), sets.pick(options.case), None, dict[int, str]()
+    source = Source("", "", (), device.arch)
+    for source in bench.sources({case: [options.name]} if options.name.startswith("ours") else {}, device):
+        binary = compiler.compile(source)
+        spills = binary.spill_bytes
+        with contextlib.suppress(FileNotFoundError):  # no nvdisasm: no lines
+            places = source_lines(compiler.disassemble(binary.cubin, "-c", "-gi"), source)
+    raw, sampled = pages(ncu, [options.name, options.case, options.fa3], options.kernel)
+    metrics, instructions = parse_raw(raw), parse_source(sampled)
+    table = [["instruction", "line", "samples", "stall"]]
+    table += [[x.text, places.get(x.offset, ""), str(x.samples), x.reason] for x in instructions[:MOST_INSTRUCTIONS]]
+    rows = verdict(metrics, spills) + roofline(metrics, sets.flops(case), device.units)
+    tables = {"verdict": rows, "stalls": stalled_lines(instructions, places, source), "instructions": table}
+    folder, facts = options.out or machine.record(device), machine.facts()
+    stem = f"counters-{re.sub(r'[^A-Za-z0-9]+', '-', f'{options.case}-{options.name}')}"
+    report.write(folder / f"{stem}.json", json.dumps({"machine": facts, "case": sets.to_json(case), **tables}, indent=1))
+    parts = [
+        f"# {options.name} on {sets.label(case)}",
+        report.origin(facts),
+        *(report.table(x, markdown=True) for x in tables.values()),
+    ]
+    report.write(folder / f"{stem}.md", "\n\n".join(parts) + "\n")
+    print("\n\n".join(report.table(x) for x in tables.values()))
     return 0
 
 

@@ -4,11 +4,13 @@ python -m perf.gate              tests on the GPU, compile checks, timing; exit 
 python -m perf.gate --update     the same, and what it finds becomes the record
 
 Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio to cuDNN or FlashAttention 2 that is
-worse than the recorded one by more than 2 % and by more than the noise of both runs.
+worse than the recorded one by more than 2 % and by more than the noise of both runs. A case that no peer computes is compared by
+its rate over the matrix product's of its run. What was recorded and is missing now is a failure too.
 """
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,17 +27,32 @@ PEERS = ("cudnn", "fa2")
 WORSE = 0.98
 
 
+Ratios = dict[str, tuple[float, float, float]]  # peer -> value, low, high
+
+
+def ratios(run: Run) -> dict[str, Ratios]:
+    """Of each case of a run the ratios to the peers that computed it, or, where none did, to the matrix product."""
+    found, matmul = dict[str, Ratios](), run.ceilings.get("matmul_tflops", math.nan)
+    for result in run.results:
+        found[result.label] = {peer: ratio for peer, ratio in result.ratios.get("ours", {}).items() if peer in PEERS}
+        for ours in (t for t in result.timings if t.name == "ours" and t.medians and not found[result.label]):
+            rates = [result.flops / us / 1e6 / matmul for us in (ours.us, max(ours.medians), min(ours.medians))]
+            found[result.label]["matmul"] = rates[0], rates[1], rates[2]
+    return found
+
+
 def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
     """The table of what moved, and the regressions in words."""
-    recorded = {result.label: result.ratios.get("ours", {}) for result in before.results}
-    rows, bad = [["case", "peer", "recorded", "now", "moved", ""]], list[str]()
-    for result in now.results:
-        for peer in PEERS:
-            old, new = recorded.get(result.label, {}).get(peer, NONE), result.ratios.get("ours", {}).get(peer, NONE)
-            worse = new[0] < WORSE * old[0] and new[2] < old[1]
-            moved = f"{new[0] / old[0] - 1:+.1%}"
-            rows.append([result.label, peer, f"{old[0]:.3f}", f"{new[0]:.3f}", moved, "worse" * worse])
-            bad += [f"{result.label} against {peer}: {old[0]:.3f} -> {new[0]:.3f}"] * worse
+    recorded, found, rows, bad = ratios(before), ratios(now), [["case", "peer", "recorded", "now", "moved", ""]], list[str]()
+    for label in dict.fromkeys([*found, *recorded]):
+        old, new = recorded.get(label, {}), found.get(label, {})
+        for peer in dict.fromkeys([*new, *old]):
+            a, b = old.get(peer, NONE), new.get(peer, NONE)
+            worse = b[0] < WORSE * a[0] and b[2] < a[1]
+            what = "new" if peer not in old else "missing" if peer not in new else "worse" if worse else ""
+            moved = f"{b[0] / a[0] - 1:+.1%}" if peer in old and peer in new else "-"
+            rows.append([label, peer, f"{a[0]:.3f}", f"{b[0]:.3f}", moved, what])
+            bad += [f"{label} against {peer}: {a[0]:.3f} -> {b[0]:.3f}"] * (what in ("worse", "missing"))
     return rows, bad
 
 

@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import pathlib
 import platform
-import re
 import statistics
 import subprocess
 import threading
@@ -25,14 +24,9 @@ SMI = ("nvidia-smi", "--format=csv,noheader,nounits", "--id=0")
 LIBRARIES = ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers")
 
 
-def slug(name: str) -> str:
-    """A device's name as a file's: ``NVIDIA H200`` is ``h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia")).strip("-")
-
-
 def record(device: Device) -> pathlib.Path:
     """The folder of what was measured on a device."""
-    return ROOT / "perf" / "record" / slug(device.name)
+    return ROOT / "perf" / "record" / device.slug
 
 
 def gpu(tool: str) -> Device:

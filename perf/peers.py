@@ -128,6 +128,8 @@ def sdpa(backend: str, task: Task) -> Call:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    if backend == "FLASH_ATTENTION" and task.packed:
+        return packed_flash(task)
     task.refuse("lengths", "window", "softcap")
     case, (q, k, v) = task.case, task.heads_first
     if case.causal and case.q_len != case.kv_len:
@@ -139,6 +141,16 @@ def sdpa(backend: str, task: Task) -> Call:
     more = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": k.shape[1] != q.shape[1]}
     call = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, **more)
     return Call(call, lambda o: o.transpose(1, 2), lambda: sdpa_kernel(getattr(SDPBackend, backend)))
+
+
+def packed_flash(task: Task) -> Call:
+    """torch's FlashAttention 2 on packed sequences, by the operator under torch.nn.attention.varlen."""
+    import torch
+
+    task.refuse("window", "softcap")
+    forward = torch.ops.aten._flash_attention_forward
+    inputs = (task.q, task.k, task.v, *task.packed, 0.0, task.case.causal, False)  # no dropout, no mask of it
+    return Call(lambda: forward(*inputs, scale=task.case.scale)[0])
 
 
 def flex(task: Task) -> Call:

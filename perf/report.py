@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -177,11 +178,21 @@ def write(path: pathlib.Path, text: str) -> None:
     partial.replace(path)
 
 
+def origin(facts: dict[str, Any]) -> str:
+    """One line that says where and when a table was measured, from ``machine.facts()``."""
+    names = ("device", "date", "commit", "source_hash", "nvrtc")
+    return ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
+
+
 def table(rows: Sequence[Sequence[Any]], markdown: bool = False) -> str:
-    """Rows as aligned text, or as a Markdown table; the first row is the heading."""
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    aligned = [[f"{cell!s:{'>' if i else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows]
+    """Rows as aligned text, or as a Markdown table; the first row is the heading. Columns of numbers are aligned to the right,
+    columns with words, and the first, to the left."""
+    texts = [["-" if (cell := str(each)) in ("nan", "nan..nan", "[nan, nan]") else cell for each in row] for row in rows]
+    columns = [*zip(*texts, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    left = [i == 0 or any(re.search("[A-Za-z]{2}", cell) for cell in column[1:]) for i, column in enumerate(columns)]
+    aligned = [[f"{cell:{'<' if left[i] else '>'}{widths[i]}}" for i, cell in enumerate(row)] for row in texts]
     if not markdown:
         return "\n".join("  ".join(row).rstrip() for row in aligned)
-    rule = ["-" * max(1, width - 1) + ":-"[i == 0] for i, width in enumerate(widths)]
+    rule = ["-" * max(1, width - 1) + ":-"[left[i]] for i, width in enumerate(widths)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [aligned[0], rule, *aligned[1:]])

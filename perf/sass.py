@@ -12,12 +12,8 @@ import collections
 import itertools
 import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-
-from cuda.pathfinder import find_nvidia_binary_utility
 
 from rawattn import compiler
 from rawattn.device import TYPICAL
@@ -31,14 +27,8 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\w+\s+)?([A-Z][\w.]*)[
 
 
 def disassemble(cubin: bytes) -> str:
-    """nvdisasm's text. Raises FileNotFoundError where there is none."""
-    tool = find_nvidia_binary_utility("nvdisasm")
-    if tool is None:
-        raise FileNotFoundError("nvdisasm is not here: pip install nvidia-cuda-nvdisasm")
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        return subprocess.run([tool, "-c", str(path)], check=True, capture_output=True, text=True).stdout
+    """The machine code without its data. Raises FileNotFoundError where there is no nvdisasm."""
+    return compiler.disassemble(cubin, "-c")
 
 
 def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
@@ -57,7 +47,7 @@ def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
 def main_loop(text: str) -> list[str]:
     """The instructions of the shortest loop that has a third of the matrix products, and exponentials; empty for none."""
     names, loops = parse(text)
-    before = [0, *itertools.accumulate(name.startswith("HGMMA") for name in names)]
+    before = [0, *itertools.accumulate(name.startswith(("HGMMA", "HMMA")) for name in names)]
     found = [names[first : last + 1] for first, last in loops if 3 * (before[last + 1] - before[first]) >= max(1, before[-1])]
     return min((loop for loop in found if "MUFU.EX2" in loop), key=len, default=[])
 

@@ -1,14 +1,17 @@
 """Searches the configurations of our kernels for the fastest on this device, and writes what it finds for the library to use.
 
-python -m perf.tune --set paper --seconds 600       evolves a population for each case, timed against the incumbent
+python -m perf.tune --set paper --seconds 600       a search for each kind of problem in the set
 python -m perf.tune --set paper --dry --budget 30   no GPU: ranks what compiles without spills by the cost model
 
+A configuration serves a kind of problem (``rawattn.records.Kind``) whatever its length, so all cases of a kind are tuned at once.
 The first population is what the cost model and the record think best. A candidate must be legal, compile without spills or
 serialized wgmma (in parallel processes, while the GPU times others) and be right before it is timed, in rounds interleaved with
-the incumbent. It takes the incumbent's place if it is 1 % faster and faster than the noise, twice.
+the incumbent. It takes the incumbent's place if, twice, it is 1 % faster and faster than the noise in the geometric mean over the
+kind's cases, and on none of them slower by more than 2 %.
 
-Winners go to rawattn/records/DEVICE.jsonl as they are found (perf/records.py has the format), what was tried and the leaderboard
-to tune.json and tune.md. A search that is started again passes over the classes that have a record for the same sources.
+Winners go to rawattn/records/DEVICE.jsonl kind by kind (rawattn/records/__init__.py has the format), what was tried and the
+leaderboard to tune.json and tune.md. ``ratio`` is the time of the cost model's own choice over the best one's. A search that is
+started again passes over the kinds that have a record of these sources.
 """
 
 from __future__ import annotations
@@ -20,113 +23,176 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from rawattn.choose import KERNELS, portfolio
+from rawattn import records
+from rawattn.choose import KERNELS, Member, choose, nearest, portfolio
 from rawattn.device import TYPICAL, Device
+from rawattn.records import Kind
 from rawattn.testing import Case
 
-from . import command, machine, records, report, sets, statistics, timing
+from . import command, machine, report, sets, statistics, timing
 from .checking import Check, failure
 from .compiling import Pool, faults, without_lse
 from .peers import Task, config_name, ours
-from .records import shape_class
 from .search import Search, genes
+from .statistics import Ratio, mean_ratio
 
-AHEAD = 1.01  # a winner must be faster by this factor, and by more than the noise
+AHEAD = 1.01  # a winner must be faster by this factor in the mean, and by more than the noise
+BEHIND = 0.98  # no case may lose more
+HOPELESS = 1.15  # what a first look shows to be slower than the incumbent by this factor is not raced
 GENERATION = 6
 
 
-def beats(ratio: statistics.Ratio) -> bool:
-    """Whether a ratio of the incumbent's time to a candidate's makes the candidate the incumbent."""
-    return ratio.value >= AHEAD and ratio.low > 1
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The cases that one configuration of a kernel serves."""
+
+    kernel: Any
+    member: Member
+    cases: list[Case]
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.of(self.kernel, self.member.like)
+
+
+def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> list[Group]:
+    """The cases by what the library would run them in; those that the kernel does not compute are left away."""
+    found: dict[Any, Group] = {}
+    for case in cases:
+        problem = without_lse(case.problem)
+        module = next(k for k in KERNELS if k.name == kernel) if kernel else choose(problem, device).kernel
+        if module.supports(problem, device) is None:
+            member, _ = nearest(module, portfolio(module, module.typical(problem), device), problem, device)
+            found.setdefault((module.name, member.like), Group(module, member, [])).cases.append(case)
+    return list(found.values())
+
+
+def beats(ratios: Sequence[Ratio]) -> bool:
+    """Whether ratios of the incumbent's time to a candidate's, one for each case, make the candidate the incumbent."""
+    mean = mean_ratio(ratios)
+    return mean.value >= AHEAD and mean.low > 1 and min(each.value for each in ratios) >= BEHIND
 
 
 class Tuner:
-    """The search for one case and kernel: what is tried next, and what became of it."""
+    """The search for one group of cases: what is tried next, and what became of it. Costs are geometric means of microseconds."""
 
-    def __init__(self, case: Case, kernel: Any, device: Device, seed: int = 0, recorded: Any = None) -> None:
-        self.case, self.kernel, self.device, self.problem = case, kernel, device, without_lse(case.problem)
-        candidates = sorted(kernel.candidates(self.problem, device), key=self.cost)
-        self.first = self.best = min(portfolio(kernel, kernel.typical(self.problem), device), key=self.cost)
+    def __init__(self, group: Group, device: Device, seed: int = 0, recorded: Any = None) -> None:
+        self.group, self.kernel, self.device = group, group.kernel, device
+        self.problems = [without_lse(case.problem) for case in group.cases]
+        candidates = sorted(self.kernel.candidates(group.member.like, device), key=self.cost)
+        self.first = self.best = group.member.modelled
         seeds = [self.first, *([recorded] if recorded else []), *candidates[: GENERATION - 2]]
-        self.search = Search(seeds, genes(candidates), lambda c: kernel.legal(c, self.problem, device) is None, seed)
-        self.us, self.ratio, self.unfit = math.nan, statistics.Ratio(), dict[str, str]()
+        self.search = Search(seeds, genes(candidates), lambda c: self.kernel.legal(c, self.problems[0], device) is None, seed)
+        self.us, self.ratios = math.nan, list[Ratio]()
+        self.tried: dict[str, list[float] | str] = {}  # microseconds of each case, or why it is unfit
+
+    @property
+    def ratio(self) -> Ratio:
+        """Of the first choice's time to the best one's."""
+        return mean_ratio(self.ratios) if self.ratios else Ratio()
 
     def cost(self, config: Any) -> float:
         """Microseconds that the cost model expects."""
-        return float(self.kernel.cost(config, self.problem, self.device)) * 1e6
+        return 1e6 * statistics.geometric_mean(self.kernel.cost(config, problem, self.device) for problem in self.problems)
 
     def reject(self, config: Any, why: str) -> None:
         self.search.tell(config, math.inf)
-        self.unfit[config_name(config)] = why
+        self.tried[config_name(config)] = why
 
     def submit(self, pool: Pool, count: int) -> dict[str, Any]:
-        """Starts compiling the next generation; its configurations by the key of their source."""
-        found = {self.kernel.render(self.problem, config, self.device.arch): config for config in self.search.ask(count)}
+        """Starts compiling the next generation; its configurations by the keys of their sources."""
+        found = {
+            self.kernel.render(problem, config, self.device.arch): config
+            for config in self.search.ask(count)
+            for problem in self.problems
+        }
         pool.submit(found)
         return {source.key: config for source, config in found.items()}
 
     def compiled(self, pool: Pool, generation: dict[str, Any]) -> list[Any]:
-        """Those of a generation that compile well."""
-        fit = []
+        """Those of a generation that compile well for every case."""
+        bad = set()
         for key, binary in pool.results():
             if why := "refused by NVRTC" if isinstance(binary, Exception) else faults(binary):
                 self.reject(generation[key], why)
-            else:
-                fit.append(generation[key])
-        return fit
+                bad.add(generation[key])
+        return [config for config in dict.fromkeys(generation.values()) if config not in bad]
 
     def dry(self, pool: Pool, budget: int) -> None:
         """Without a GPU: the cost model's order among what compiles well."""
         while generation := self.submit(pool, min(2 * GENERATION, budget - len(self.search.costs))):
             for config in self.compiled(pool, generation):
                 self.search.tell(config, self.cost(config))
+                self.tried[config_name(config)] = [self.cost(config)]
         self.best, self.us = self.search.ranking()[0]
-        self.ratio = statistics.Ratio(*[self.cost(self.first) / self.us] * 3)
+        self.ratios = [Ratio(*[self.cost(self.first) / self.us] * 3)]
 
     def row(self) -> list[str]:
         """Of the leaderboard."""
-        names = sets.label(self.case), config_name(self.first), config_name(self.best)
-        return [*names, f"{self.us:.1f}", *str(self.ratio).split(" ", 1), str(len(self.search.costs)), str(len(self.unfit))]
+        unfit, worst = (
+            sum(isinstance(each, str) for each in self.tried.values()),
+            min((r.value for r in self.ratios), default=math.nan),
+        )
+        names = str(self.group.kind), str(len(self.problems)), config_name(self.first), config_name(self.best)
+        return [*names, f"{self.us:.1f}", *str(self.ratio).split(" ", 1), f"{worst:.3f}", str(len(self.tried)), str(unfit)]
 
     def record(self, clocks: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
-        """What perf/records.py describes."""
-        found: dict[str, Any] = {"kernel": self.kernel.name, "class": dataclasses.asdict(shape_class(self.problem))}
-        found |= {"config": dataclasses.asdict(self.best), "us": round(self.us, 3), "ratio": round(self.ratio.value, 4)}
-        found |= {"interval": [self.ratio.low, self.ratio.high], "case": sets.to_json(self.case), "clocks": clocks}
-        return found | {name: facts.get(name) for name in ("nvrtc", "source_hash", "commit", "date")}
+        """What rawattn/records/__init__.py describes."""
+        like = self.group.member.like
+        found: dict[str, Any] = {"kernel": self.kernel.name, "kind": dataclasses.asdict(self.group.kind)}
+        found |= {"config": dataclasses.asdict(self.best)}
+        found |= {"source_hash": records.source_hash(self.kernel, like, self.best, self.device)}
+        found |= {"ratio": round(self.ratio.value, 4), "interval": [round(x, 4) for x in (self.ratio.low, self.ratio.high)]}
+        found |= {"worst": round(min(r.value for r in self.ratios), 4), "us": round(self.us, 3)}
+        found |= {"cases": [sets.label(case) for case in self.group.cases], "clocks": clocks}
+        return found | {name: facts.get(name) for name in ("nvrtc", "commit", "date")}
 
 
 class Race:
-    """Times configurations of one case on the GPU."""
+    """Times configurations on the GPU, on each case of a tuner."""
 
     def __init__(self, tuner: Tuner) -> None:
-        self.tuner, self.gpu, self.task = tuner, timing.Gpu(), Task.make(tuner.case)
-        self.check, self.loads = Check(self.task), dict[Any, timing.Load]()
+        self.tuner, self.gpu = tuner, timing.Gpu()
+        self.tasks = [Task.make(case) for case in tuner.group.cases]
+        self.checks, self.loads = [Check(task) for task in self.tasks], dict[Any, list[timing.Load]]()
 
     def ready(self, config: Any) -> bool:
-        """Whether a configuration computes what it should; one that does not is rejected."""
+        """Whether a configuration computes what it should and is worth a race; one that does not is rejected."""
         try:
-            call = ours(self.task, f"ours:{self.tuner.kernel.name}/{config_name(config)}")
-            self.check(call)
-            load = self.gpu.load(call)
-            self.loads[config] = self.gpu.graph(call) if load.us < timing.GRAPH_BELOW_US else load
+            self.loads[config] = [self.load(config, task, check) for task, check in zip(self.tasks, self.checks, strict=True)]
         except Exception as error:  # a kernel that fails is a result
             self.tuner.reject(config, failure(error))
-        return config in self.loads
+            return False
+        if self.tuner.best in self.loads:
+            times = [[load.us for load in self.loads[each]] for each in (config, self.tuner.best)]
+            slower = statistics.geometric_mean(a / b for a, b in zip(*times, strict=True))
+            if slower > HOPELESS and config != self.tuner.first:
+                self.tuner.search.tell(config, statistics.geometric_mean(times[0]))
+                self.tuner.tried[config_name(config)] = times[0]
+                del self.loads[config]
+                return False
+        return True
 
-    def times(self, configs: Sequence[Any], rounds: int, seed: int = 0) -> dict[Any, timing.Rounds]:
+    def load(self, config: Any, task: Task, check: Check) -> timing.Load:
+        call = ours(task, f"ours:{self.tuner.kernel.name}/{config_name(config)}")
+        check(call)
+        load = self.gpu.load(call)
+        return self.gpu.graph(call) if load.us < timing.GRAPH_BELOW_US else load
+
+    def times(self, configs: Sequence[Any], rounds: int, seed: int = 0) -> list[dict[Any, timing.Rounds]]:
+        """For each case the times of each configuration."""
         protocol = dataclasses.replace(timing.BURST, rounds=rounds)
-        return timing.race(self.gpu, {config: self.loads[config] for config in configs}, protocol, seed)
+        loads = ({config: self.loads[config][i] for config in configs} for i in range(len(self.tasks)))
+        return [timing.race(self.gpu, each, protocol, seed) for each in loads]
 
-    def ratio(self, a: Any, b: Any, seed: int) -> statistics.Ratio:
-        """Time of a over that of b, in a race of its own."""
-        times = self.times([a, b], timing.BURST.rounds, seed)
-        return statistics.ratio(times[a], times[b])
+    def ratios(self, a: Any, b: Any, seed: int) -> list[Ratio]:
+        """Time of a over that of b on each case, in a race of their own."""
+        return [statistics.ratio(times[a], times[b]) for times in self.times([a, b], timing.BURST.rounds, seed)]
 
 
 def evolve(tuner: Tuner, race: Race, pool: Pool, seconds: float) -> None:
@@ -137,51 +203,71 @@ def evolve(tuner: Tuner, race: Race, pool: Pool, seconds: float) -> None:
         tuner.best = fit[0]
     while fit and time.monotonic() - begin < seconds:
         generation = tuner.submit(pool, GENERATION)
-        times = race.times(list(dict.fromkeys([tuner.best, *fit])), 3)
-        tuner.us = statistics.median_of_rounds(times[tuner.best])
-        ratios = {config: statistics.ratio(times[tuner.best], rounds) for config, rounds in times.items()}
-        for config, ratio in ratios.items():
-            tuner.search.tell(config, tuner.us / ratio.value)
-        fastest = max(ratios, key=lambda config: ratios[config].value)
-        if beats(ratios[fastest]) and beats(race.ratio(tuner.best, fastest, seed=1)):
-            tuner.best, tuner.us = fastest, tuner.us / ratios[fastest].value
+        raced = list(dict.fromkeys([tuner.best, *fit]))
+        times = race.times(raced, 3)
+        us = {config: [statistics.median_of_rounds(each[config]) for each in times] for config in raced}
+        for config in raced:
+            tuner.tried[config_name(config)] = [round(x, 3) for x in us[config]]
+            tuner.search.tell(config, statistics.geometric_mean(us[config]))
+        ratios = {config: [statistics.ratio(each[tuner.best], each[config]) for each in times] for config in raced}
+        fastest = max(raced, key=lambda config: mean_ratio(ratios[config]).value)
+        if beats(ratios[fastest]) and beats(race.ratios(tuner.best, fastest, seed=1)):
+            tuner.best = fastest
+        tuner.us = statistics.geometric_mean(us[tuner.best])
         fit = [config for config in tuner.compiled(pool, generation) if race.ready(config)]
     pool.drop()
-    if tuner.first in race.loads:
-        tuner.ratio = race.ratio(tuner.first, tuner.best, seed=2)
+    if tuner.first in race.loads and tuner.best in race.loads:
+        tuner.ratios = race.ratios(tuner.first, tuner.best, seed=2)
 
 
 def leaderboard(tuners: Sequence[Tuner]) -> list[list[str]]:
-    """The table of all searches; the last line is the geometric mean over the cost model's first choices."""
-    heading = ["case", "first choice", "best", "us", "ratio", "interval", "tried", "unfit"]
-    mean = statistics.geometric_mean(t.ratio.value for t in tuners if not math.isnan(t.ratio.value))
-    return [heading, *(tuner.row() for tuner in tuners), ["geometric mean", "", "", "", f"{mean:.3f}", "", "", ""]]
+    """The table of all searches; the last line is the geometric mean over all cases, of the cost model's choices."""
+    heading = ["kind", "cases", "first choice", "best", "us", "ratio", "interval", "worst", "tried", "unfit"]
+    mean = statistics.geometric_mean(ratio.value for tuner in tuners for ratio in tuner.ratios)
+    return [heading, *(tuner.row() for tuner in tuners), ["geometric mean", "", "", "", "", f"{mean:.3f}", "", "", "", ""]]
+
+
+def add(path: pathlib.Path, record: dict[str, Any]) -> None:
+    """Writes a record in the place of one for the same kind."""
+    lines = {**records.read(path), Kind(**record["kind"]): record}.values()
+    report.write(path, "".join(json.dumps(each) + "\n" for each in lines))
+
+
+def pending(options: argparse.Namespace, device: Device, known: dict[Kind, dict[str, Any]]) -> Iterator[Group]:
+    """The groups that have no record of these sources; all where they are asked for."""
+    cases = sets.load(options.set or ("" if options.cases else "paper"), options.cases)
+    for group in groups(cases, device, options.kernel):
+        record = known.get(group.kind)
+        done = record is not None and records.current(record, group.kernel, group.member.like, device) is not None
+        if options.again or options.dry or not done:
+            yield group
+
+
+def recorded(group: Group, known: dict[Kind, dict[str, Any]]) -> Any:
+    """The recorded configuration of a kind, also of other sources; None for none that the kernel still has."""
+    fields = known.get(group.kind, {}).get("config", {})
+    return group.kernel.Config(**fields) if {f.name for f in dataclasses.fields(group.kernel.Config)} == set(fields) else None
 
 
 def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path, tuners: list[Tuner]) -> None:
-    """Searches each class of shapes once, the time shared evenly among those that are left."""
+    """Searches each group once, the time shared by the number of cases that are left."""
     console, known, facts, begin = Console(stderr=True), records.read(path), machine.facts(), time.monotonic()
-    cases = sets.load(options.set or ("" if options.cases else "paper"), options.cases)
-    done = {key for key, each in known.items() if each["source_hash"] == facts["source_hash"] and not options.again | options.dry}
-    todo: dict[Any, tuple[Case, Any]] = {}
-    for case in cases:
-        for kernel in (kernel for kernel in KERNELS if kernel.supports(without_lse(case.problem), device) is None):
-            todo.setdefault((kernel.name, shape_class(without_lse(case.problem))), (case, kernel))
-    todo = {key: item for key, item in todo.items() if key not in done}
+    todo = [*pending(options, device, known)]
     with Pool() as pool, machine.Monitor() as monitor:
-        for i, (key, (case, kernel)) in enumerate(todo.items()):
-            recorded, started = kernel.Config(**known[key]["config"]) if key in known else None, time.monotonic()
-            tuner = Tuner(case, kernel, device, options.seed, recorded)
+        for i, group in enumerate(todo):
+            started, left = time.monotonic(), sum(len(each.cases) for each in todo[i:])
+            tuner = Tuner(group, device, options.seed, recorded(group, known))
             if options.dry:
                 tuner.dry(pool, options.budget)
             else:
-                evolve(tuner, Race(tuner), pool, (options.seconds - (started - begin)) / (len(todo) - i))
-                if not math.isnan(tuner.us):
-                    records.add(path, tuner.record(monitor.summary(started), facts))
+                evolve(tuner, Race(tuner), pool, (options.seconds - (started - begin)) * len(group.cases) / left)
+                if tuner.ratios:
+                    add(path, tuner.record(monitor.summary(started), facts))
             tuners.append(tuner)
-            tried = {sets.label(t.case): {config_name(c): us for c, us in t.search.ranking()} | t.unfit for t in tuners}
-            report.write(folder / "tune.json", json.dumps(tried, indent=1))
-            report.write(folder / "tune.md", report.table(leaderboard(tuners), markdown=True) + "\n")
+            tried = {str(t.group.kind): {"cases": [sets.label(case) for case in t.group.cases], "us": t.tried} for t in tuners}
+            report.write(folder / "tune.json", json.dumps({"machine": facts, "tried": tried}, indent=1))
+            parts = ["# Leaderboard", report.origin(facts), report.table(leaderboard(tuners), markdown=True)]
+            report.write(folder / "tune.md", "\n\n".join(parts) + "\n")
             console.print(f"{i + 1}/{len(todo)} {'  '.join(tuner.row())}", highlight=False, soft_wrap=True)
 
 
@@ -189,21 +275,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("tune", __doc__)
     parser.add_argument("--set", default="", help=f"comma-separated: {', '.join(sets.SETS)}; paper if no --cases is given")
     parser.add_argument("--cases", help="JSON file with cases of your own")
+    parser.add_argument("--kernel", choices=[k.name for k in KERNELS[:-1]], help="instead of those that the library chooses")
     parser.add_argument("--seconds", type=float, default=600, help="of search, over all cases")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true", help="search classes that are recorded for these sources too")
+    parser.add_argument("--again", action="store_true", help="search kinds that are recorded for these sources too")
     parser.add_argument("--dry", action="store_true", help="no GPU: compile, and rank by the cost model; writes no records")
-    parser.add_argument("--budget", type=int, default=30, help="configurations for each case with --dry")
+    parser.add_argument("--budget", type=int, default=30, help="configurations for each kind with --dry")
     parser.add_argument("--records", type=pathlib.Path, help="file for the records; by default rawattn/records/DEVICE.jsonl")
     options = parser.parse_args(argv)
     device, tuners = TYPICAL["sm_90a"] if options.dry else machine.gpu("tune"), list[Tuner]()
-    path = options.records or records.FOLDER / f"{machine.slug(device.name)}.jsonl"
+    path, code = options.records or records.FOLDER / f"{device.slug}.jsonl", 0
     try:
         tune(options, device, path, options.out or machine.record(device), tuners)
     except KeyboardInterrupt:
         print("interrupted: what was found is kept", file=sys.stderr)
+        code = 130
     print(report.table(leaderboard(tuners)))
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib.metadata
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 
@@ -54,8 +50,9 @@ def show(options: Options) -> int:
     console.print(f"// ---- machine code of {choice.kernel.name}, {choice.config}")
     binary = _compile(source)
     console.print(f"compiled {demo.describe(binary)}{''.join(f', {code}' for code in binary.advisories)}")
-    counts = count_instructions(binary.cubin)
-    if counts is None:
+    try:
+        counts = count_instructions(binary.cubin)
+    except FileNotFoundError:
         console.print("its instructions are counted where nvdisasm is: pip install nvidia-cuda-nvdisasm")
         return 0
     console.print(f"{sum(counts.values()):>5} instructions, of these")
@@ -64,19 +61,9 @@ def show(options: Options) -> int:
     return 0
 
 
-def count_instructions(cubin: bytes) -> collections.Counter[str] | None:
-    """How often each instruction stands in the machine code; None where there is no nvdisasm."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    tool = next((str(file.locate()) for file in files if file.stem == "nvdisasm"), shutil.which("nvdisasm"))
-    if tool is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        text = subprocess.run([tool, str(path)], check=True, capture_output=True, text=True).stdout
+def count_instructions(cubin: bytes) -> collections.Counter[str]:
+    """How often each instruction stands in the machine code."""
+    text = compiler.disassemble(cubin)
     return collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text))
 
 
@@ -92,10 +79,9 @@ def explain(options: Options) -> int:
 
 
 def compile(options: Options) -> int:
-    """Compiles into the cache all that problems of this kind may run in, and with --out what this one does into a folder."""
+    """Compiles into the cache, and with --out into a folder."""
     choice, source = _render(options)
-    device = _device(options)
-    binary = _compile(source, *(choice.kernel.render(_problem(options), config, device.arch) for config in choice.compiled_with))
+    binary = _compile(source)
     name = f"{choice.kernel.name}-{source.key[:12]}"
     console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
     if options.out:
@@ -136,11 +122,11 @@ def _render(options: Options) -> tuple[Choice, Source]:
     return choice, choice.kernel.render(problem, choice.config, device.arch)
 
 
-def _compile(source: Source, *others: Source) -> Binary:
-    """A source compiled, others with it, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
+def _compile(source: Source) -> Binary:
+    """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
         warnings.simplefilter("error", compiler.CacheWarning)
-        return compiler.compile_together(source, others, lambda: status.update("NVRTC compiles"))
+        return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
 def _problem(options: Options) -> Problem:

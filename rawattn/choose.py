@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import cpu
+from . import cpu, records
 from .device import Device
 from .errors import ProblemError, UnsupportedError
 from .kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
@@ -30,8 +30,9 @@ class Choice:
 
 
 def choose(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Choice:
-    """The first kernel that supports the problem, in its cheapest configuration for problems of this kind; ``kernel`` and
-    ``config`` override.
+    """The first kernel that supports the problem, in the configuration that serves the most similar of this kind's typical
+    problems best: by the device's record where that is of these sources, else by the cost model. ``kernel`` and ``config``
+    override.
 
     Raises UnsupportedError with every kernel's reason, or where a better kernel would compute the problem but for the strides of
     the arrays; ProblemError for an override that does not fit.
@@ -80,21 +81,43 @@ def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tu
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
         return config, "given by the caller", ()
-    configs = portfolio(kernel, kernel.typical(problem), device)
-    if not configs:
+    members = portfolio(kernel, kernel.typical(problem), device)
+    if not members:
         raise UnsupportedError(f"{kernel.name} has no configuration that fits {problem} on {device.name}.")
-    costs = [kernel.cost(each, problem, device) for each in configs]
-    best = min(range(len(configs)), key=costs.__getitem__)
-    why = f"cheapest of {len(configs)} by the cost model, which expects {costs[best] * 1e6:,.0f} us"
-    return configs[best], why, configs[:best] + configs[best + 1 :]
+    best, seconds = nearest(kernel, members, problem, device)
+    why = f"cheapest of {len(members)} by the cost model, which expects {seconds * 1e6:,.0f} us"
+    if best.date:
+        why = f"record of {best.date} for problems like {records.Kind.of(kernel, best.like).size}"
+    others = dict.fromkeys(member.config for member in members if member.config != best.config)
+    return best.config, why, tuple(others)
+
+
+class Member(NamedTuple):
+    """What the problems of a kind run in that are most like one of its typical problems."""
+
+    like: Problem
+    modelled: Any  # the cheapest configuration by the cost model
+    config: Any  # the recorded one where there is one, else the modelled
+    date: str  # of the record; empty for none
 
 
 @functools.lru_cache(maxsize=256)
-def portfolio(kernel: Any, typical: tuple[Problem, ...], device: Device) -> tuple[Any, ...]:
-    """The configurations that problems of a kind may run in: for each of the kind's typical problems the cheapest, each once."""
-    found: dict[Any, None] = {}
+def portfolio(kernel: Any, typical: tuple[Problem, ...], device: Device) -> tuple[Member, ...]:
+    """All that problems of a kind may run in: a member for each of the kind's typical problems, but for those that the cost model
+    tells not apart."""
+    found: dict[Any, Member] = {}
     for problem in typical:
         costs = {config: kernel.cost(config, problem, device) for config in kernel.candidates(problem, device)}
-        if costs:
-            found[min(costs, key=costs.__getitem__)] = None
-    return tuple(found)
+        modelled = min(costs, key=costs.__getitem__, default=None)
+        if modelled is not None and modelled not in found:
+            record = records.find(kernel, problem, device)
+            found[modelled] = Member(problem, modelled, *((record.config, record.date) if record else (modelled, "")))
+    return tuple(found.values())
+
+
+def nearest(kernel: Any, members: tuple[Member, ...], problem: Problem, device: Device) -> tuple[Member, float]:
+    """The member that serves a problem, and the seconds that the cost model expects of its own choice for it. By that choice it
+    is found, so that a record changes what a kind of problem runs in, not which problems are of that kind."""
+    costs = [kernel.cost(member.modelled, problem, device) for member in members]
+    best = min(range(len(members)), key=costs.__getitem__)
+    return members[best], costs[best]

@@ -144,6 +144,26 @@ def compile_together(source: Source, others: Iterable[Source], on_compile: Calla
         return compile(source, on_compile)
 
 
+def disassemble(cubin: bytes, *options: str) -> str:
+    """nvdisasm's text of a kernel. Raises FileNotFoundError where there is no nvdisasm."""
+    import importlib.metadata
+    import shutil
+    import subprocess
+    import tempfile
+
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    tool = next((str(file.locate()) for file in files if file.stem == "nvdisasm"), shutil.which("nvdisasm"))
+    if tool is None:
+        raise FileNotFoundError("nvdisasm is not here: pip install nvidia-cuda-nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, *options, file.name], check=True, capture_output=True, text=True).stdout
+
+
 def nvrtc_version() -> str:
     """The version of the NVRTC that would compile, such as "13.5". Raises UnsupportedError where there is none."""
     return "{}.{}".format(*_nvrtc().getVersion())

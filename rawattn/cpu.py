@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import shutil
 import tempfile
 import threading
 import time
@@ -142,7 +141,8 @@ def _load(number: str, storage: str) -> Kernel:
         except Exception:
             if own is None:
                 raise
-            shutil.rmtree(own, ignore_errors=True)  # a damaged entry
+            for entry in own.rglob("*.nb[ci]"):  # one of them is damaged
+                entry.unlink(missing_ok=True)
             attend = lanes.compile(number, storage, own)
     return Kernel(attend, time.perf_counter() - start, bool(attend.stats.cache_hits))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,12 @@ class Device:
     def capability(self) -> int:
         """The compute capability as one number, such as 90 or 120; 0 for the CPU."""
         return 0 if self.is_cpu else int(self.arch.removeprefix("sm_").rstrip("a"))
+
+    @property
+    def slug(self) -> str:
+        """The name as a file's: ``NVIDIA H200``, and the typical one, are ``h200``."""
+        name = self.name.lower().removeprefix("nvidia").removesuffix("(typical)")
+        return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
     @property
     def is_cpu(self) -> bool:

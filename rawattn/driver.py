@@ -139,8 +139,8 @@ class Function:
         self.handle, self.index = function.value, index
 
 
-# A CUlaunchAttribute, 72 bytes: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1. The launch may begin when blocks of the one
-# before it in the stream have ended; the kernel waits for the rest itself, which hides its start (0.7 us on an H200).
+# A CUlaunchAttribute, 72 bytes: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1. The launch may begin when blocks of the
+# one before it in the stream have ended; the kernel waits for the rest itself, which hides its start (0.7 us on an H200).
 _EARLY = (c_uint * 18)(6, 0, 1)
 
 

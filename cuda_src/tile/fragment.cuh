@@ -10,6 +10,14 @@ __device__ constexpr int fragment_row(int i) { return i / 4 % cfg::slabs * 2 + i
 __device__ constexpr int fragment_column(int i) { return i / (4 * cfg::slabs) * 8 + i % 2; }  // from the thread's first column
 __device__ constexpr int fragment_index(int block, int row) { return (block * cfg::slabs + row / 2) * 4 + row % 2 * 2; }
 
+// From dot products to logits; the thread's first element is that of query `row` and key `first`.
+template <class Score, int n>
+__device__ void score_fragment(const Score& score, float (&s)[n], i32 row, i32 first) {
+    if constexpr (requires { score.apply(s); }) return score.apply(s);
+#pragma unroll
+    for (int i = 0; i < n; ++i) s[i] = score(s[i], row + 8 * fragment_row(i), first + fragment_column(i));
+}
+
 __device__ inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));

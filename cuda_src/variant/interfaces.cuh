@@ -18,7 +18,8 @@ template <class M> concept MaskChoice = requires(const M m, i32 i) {
     static_cast<TileRange>(m.tiles(i, i));      // key tiles of query rows [begin, end)
     m.row(i, i).keep(i);                        // bool: does this query keep the key at first + i
 };
-// score: the logit of a dot product, in units of 1 / scale_log2; a non-decreasing function.
+// score: the logit of a dot product, in units of 1 / scale_log2; a non-decreasing function. It may have apply(s), which does a
+// warp's fragment of float at once.
 template <class S> concept ScoreChoice = requires(const S s, const Args& args, Number x, i32 i) {
     S(args);
     s.scale_log2;                               // Number >= 0: logit in log2 units = scale_log2 * s(x, q, kv)

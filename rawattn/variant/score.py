@@ -61,3 +61,14 @@ class Softcap(Choice):
     @property
     def values(self) -> dict[str, float]:
         return {"softcap": float(self.cap)}
+
+    @property
+    def steady(self) -> SteadySoftcap:
+        """The same function, in the same time for every value."""
+        return SteadySoftcap(self.cap)
+
+
+class SteadySoftcap(Softcap):
+    """Softcap by exponentials for every logit."""
+
+    type: ClassVar[str] = "SteadySoftcap"

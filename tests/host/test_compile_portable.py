@@ -6,8 +6,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import re
-import subprocess
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -56,15 +54,10 @@ FACTORS = {**matrix.FACTORS, "size": SIZES, "arch": ARCHS}
 
 def instructions(cubin: bytes) -> set[str] | None:
     """The names of the machine instructions, with all that their dots add; None where there is no disassembler."""
-    from cuda.pathfinder import find_nvidia_binary_utility
-
-    nvdisasm = find_nvidia_binary_utility("nvdisasm")
-    if nvdisasm is None:
+    try:
+        text = compiler.disassemble(cubin, "-c")
+    except FileNotFoundError:
         return None
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout
     return set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([\w.]+)", text, re.MULTILINE))
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from rawattn import api, choose
 from rawattn.device import TYPICAL, Device
+from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, SlowKernelWarning, UnsupportedError
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from rawattn.problem import Problem
@@ -111,7 +112,7 @@ def test_every_size_has_a_configuration(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [*AMPERE_ON, "sm_90a"])
-def test_every_size_has_a_configuration(arch: str) -> None:
+def test_all_that_a_kind_is_compiled_with_is_legal(arch: str) -> None:
     """With every kind of mask and score, though some take more registers, on GPUs with little shared memory."""
     for size in range(8, 257, 8):
         for size_v in {8, size, 256}:
@@ -120,3 +121,14 @@ def test_every_size_has_a_configuration(arch: str) -> None:
                 choice = chosen(problem, TYPICAL[arch], "attn_fwd_mma")
                 for config in (choice.config, *choice.compiled_with):
                     assert attn_fwd_mma.legal(config, problem, TYPICAL[arch]) is None
+
+
+def test_constant_time() -> None:
+    """No branch on a value: another softmax and another cap; no kernel whose arithmetic takes its time by the numbers."""
+    problem = dataclasses.replace(PROBLEM, score=Softcap(30.0), constant_time=True)
+    for kernel in (attn_fwd, attn_fwd_mma):
+        found, plain = kernel.choices(problem), kernel.choices(dataclasses.replace(problem, constant_time=False))
+        assert (found["Softmax"].type, found["Score"].type) == ("Steady", "SteadySoftcap")
+        assert (plain["Softmax"].type, plain["Score"].type) == ("Trusting", "Softcap")
+    with pytest.raises(UnsupportedError, match="constant_time is for GPUs"):
+        choose.choose(problem, this_cpu())

@@ -153,6 +153,10 @@ def test_plot(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_table() -> None:
     assert report.table([["a", "bb"], ["ccc", 1]]) == "a    bb\nccc   1"
     assert report.table([["a", "bb"], ["ccc", 1]], markdown=True) == "| a   | bb |\n| --- | -: |\n| ccc |  1 |"
+    words = report.table(
+        [["xx", "number", "config", "what"], ["y", math.nan, "64x8s2", "Some words."]], markdown=True
+    ).splitlines()
+    assert words[1:] == ["| -- | -----: | -----: | ----------- |", "| y  |      - | 64x8s2 | Some words. |"]
 
 
 def test_sets() -> None:
@@ -242,7 +246,8 @@ def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_machine() -> None:
-    assert machine.slug("NVIDIA H200") == "h200" and machine.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    names = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100-80gb-hbm3", TYPICAL["sm_90a"].name: "h200"}
+    assert {name: dataclasses.replace(TYPICAL["sm_90a"], name=name).slug for name in names} == names
     assert machine.source_hash() == machine.source_hash() and len(machine.source_hash()) == 16
     assert {"date", "source_hash", "python"} <= set(machine.facts())
     monitor = machine.Monitor()

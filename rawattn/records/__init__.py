@@ -1,0 +1,96 @@
+"""Which configuration was measured to be the fastest on a device, for each kind of problem. Written by perf/tune.py.
+
+``DEVICE.jsonl`` in this folder (``Device.slug`` of the device, such as ``h200``) has a JSON object a line:
+
+    kernel       name of the kernel, such as "attn_fwd"
+    kind         the fields of ``Kind``: what the problems have in common that the configuration serves
+    config       the fields of the kernel's Config
+    source_hash  of what was measured: the kernel's whole source in this configuration
+    ratio        time of the cost model's choice over this one's, geometric mean over ``cases``, and [low, high] as ``interval``
+    worst        the least such ratio of a case
+    us           microseconds, geometric mean over ``cases``
+    cases        labels of what it was measured on
+    clocks       sm_mhz, power_w, celsius meanwhile
+    nvrtc, commit, date
+
+A record counts only where the kernel's source in that configuration is still what was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
+
+from ..device import Device
+from ..problem import Problem
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a kernel's typical problem stands for. Nothing in it comes from the lengths of a call but by way of the typical
+    problem that the call is like, so a new length needs no new configuration."""
+
+    kernel: str
+    element: str
+    head_dim: int
+    head_dim_v: int
+    mask: str  # the C++ type
+    score: str  # likewise
+    size: str  # of the typical problem, such as "8x2048 h16"
+
+    @classmethod
+    def of(cls, kernel: Any, typical: Problem) -> Kind:
+        size = f"{typical.batch}x{typical.q_len} h{typical.heads}"
+        kinds = typical.element.name, typical.head_dim, typical.head_dim_v, typical.mask.cuda_type, typical.score.cuda_type
+        return cls(kernel.name, *kinds, size)
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}" + f"/{self.head_dim_v}" * (self.head_dim != self.head_dim_v)
+        return " ".join([self.element, dims, self.mask, *[self.score] * (self.score != "Scale"), self.size])
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A configuration that was measured, and the day of it."""
+
+    config: Any
+    date: str
+
+
+def source_hash(kernel: Any, typical: Problem, config: Any, device: Device) -> str:
+    """Of all that NVRTC is given for a configuration; lse, the scale's sign and constant time make no difference to a kind."""
+    plain = dataclasses.replace(typical, return_lse=False, scale=1.0, constant_time=False)
+    key: str = kernel.render(plain, config, device.arch).key
+    return key[:16]
+
+
+def read(path: pathlib.Path) -> dict[Kind, dict[str, Any]]:
+    """The lines of a file by kind; none where there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {Kind(**record["kind"]): record for record in map(json.loads, lines)}
+
+
+@functools.cache
+def _installed(slug: str) -> dict[Kind, dict[str, Any]]:
+    return read(FOLDER / f"{slug}.jsonl")
+
+
+def find(kernel: Any, typical: Problem, device: Device) -> Record | None:
+    """What was measured for a kernel's typical problem on a device; None where nothing was, or where it counts no more."""
+    found = _installed(device.slug).get(Kind.of(kernel, typical)) if not device.is_cpu else None
+    return None if found is None else current(found, kernel, typical, device)
+
+
+def current(record: dict[str, Any], kernel: Any, typical: Problem, device: Device) -> Record | None:
+    """A line of a file, if its configuration still is what was measured."""
+    if {field.name for field in dataclasses.fields(kernel.Config)} != set(record["config"]):
+        return None
+    config = kernel.Config(**record["config"])
+    if kernel.legal(config, typical, device) is not None or record["source_hash"] != source_hash(kernel, typical, config, device):
+        return None
+    return Record(config, record["date"][:10])
