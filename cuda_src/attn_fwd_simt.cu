@@ -177,7 +177,7 @@ struct Thread {
 #pragma unroll
         for (int i = 0; i < rows_each; ++i) {
             const i32 q = work.q_begin + row(i);
-            const Number total = group_sum(sum[i]), inverse = total == 0 ? Number(0) : 1 / total;
+            const Number total = group_sum(sum[i]), inverse = total == 0 ? Number(0) : ptx::reciprocal(total);
             if (q >= rows.q_len) continue;
             if (lane == 0) Store::store_lse(args, rows, work.head, q, (top[i] * scale_log2 + log2(total)) * Number(0.6931471805599453));
 #pragma unroll

@@ -13,7 +13,7 @@ from . import plan as plans
 from .arrays import Array
 from .choose import Choice, choose
 from .errors import ProblemError, SlowKernelWarning
-from .plan import Inputs, Plan
+from .plan import Bound, Inputs, Plan
 from .problem import Problem, make_mask, make_scale, make_score
 from .tma import misaligned, misfit
 from .variant.element import ELEMENTS
@@ -23,6 +23,7 @@ from .variant.score import Score
 Window = tuple[int | None, int | None]
 KEPT_PLANS = 4096
 _plans: dict[Any, Plan] = {}
+_bounds: dict[Any, Bound] = {}
 
 
 def attention(
@@ -47,9 +48,10 @@ def attention(
         mask, score: choices from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
-        constant_time: on a GPU with tensor cores, run no instruction more or less because of the values in q, k and v: their
-            lengths, the mask and all other arguments may be seen in the time, their values not. What power, clocks and other
-            users of the GPU add is beyond the kernel. It costs 5 to 15 %. ``perf.prove`` tests it.
+        constant_time: take kernels whose time does not depend on the numbers in q, k and v: no branch looks at one, and no
+            instruction takes longer for some. The time still follows from shapes, strides, masks and other options, and with
+            packed sequences from their lengths. Not covered: power, and the clock rate, which follows it; what other work on the
+            GPU can learn from the caches; a score of your own. For bf16, fp16 and fp32 on a GPU.
         kernel, config: instead of the choice that ``rawattn.explain`` shows.
 
     Returns:
@@ -68,14 +70,14 @@ def attention(
     operations is ``rawattn.reference.attention``.
     """
     options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
-    return _run(Inputs(arrays.read(q, "q"), arrays.read(k, "k"), arrays.read(v, "v")), None, options, q, out)
+    return _run((q, k, v), None, options, out)
 
 
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int, *, causal: bool = False,
     window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
-    score: Score | None = None, out: Any = None, return_lse: bool = False, constant_time: bool = False,
-    kernel: str | None = None, config: Any = None,
+    score: Score | None = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, kernel: str | None = None,
+    config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -95,12 +97,8 @@ def attention_varlen(
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
         ``attention`` gives for it alone.
     """
-    inputs = Inputs(
-        arrays.read(q, "q"), arrays.read(k, "k"), arrays.read(v, "v"),
-        arrays.read(cu_seqlens_q, "cu_seqlens_q"), arrays.read(cu_seqlens_kv, "cu_seqlens_kv"),
-    )  # fmt: skip
     options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
-    return _run(inputs, (max_seqlen_q, max_seqlen_kv), options, q, out)
+    return _run((q, k, v, cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv), options, out)
 
 
 def plan(
@@ -133,7 +131,7 @@ def explain(
     """
     inputs, lengths = _inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
-    problem = make_problem(inputs, lengths, *options[:-2])
+    problem = make_problem(inputs, lengths, *options[:8])
     device = plans.device_of(inputs.q)
     return Explanation(problem, device.name, choose(problem, device, kernel, config))
 
@@ -157,7 +155,7 @@ class Explanation:
 
 def make_problem(
     inputs: Inputs, lengths: tuple[int, int] | None, causal: bool, window: Window | None, softcap: float | None,
-    scale: float | None, mask: Mask | None, score: Score | None, return_lse: bool, constant_time: bool = False,
+    scale: float | None, mask: Mask | None, score: Score | None, return_lse: bool, constant_time: bool,
 ) -> Problem:  # fmt: skip
     """The problem that arrays and options pose. Raises ProblemError where they contradict each other."""
     q, k, v = inputs[:3]
@@ -184,9 +182,9 @@ def make_problem(
     element = ELEMENTS[q.dtype]
     named = (("q", q), ("k", k), ("v", v))
     places = [(n, x.shape, x.strides, element.itemsize, x.pointer) for n, x in named if x.device != arrays.CPU]
-    for name, value in (("return_lse", return_lse), ("constant_time", constant_time)):
+    for option, value in (("return_lse", return_lse), ("constant_time", constant_time)):
         if not isinstance(value, bool):
-            raise ProblemError(f"{name} is {value!r}; it must be True or False.")
+            raise ProblemError(f"{option} is {value!r}; it must be True or False.")
     return Problem(
         element=element, batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=k.shape[-2], head_dim=head_dim,
         head_dim_v=v.shape[-1], scale=make_scale(scale, head_dim), mask=make_mask(causal, window, mask),
@@ -249,16 +247,24 @@ def _inputs(
     return found, (longest[0] if max_seqlen_q is None else max_seqlen_q, longest[1] if max_seqlen_kv is None else max_seqlen_kv)
 
 
+def _key(options: tuple[Any, ...], lengths: tuple[int, int] | None) -> Any:
+    """What tells options from others, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
+    window = options[1]
+    if isinstance(window, (tuple, list)):
+        options = (options[0], (*window, *map(type, window)), *options[2:])
+    return options, tuple(map(type, options)), lengths and (lengths, *map(type, lengths))
+
+
 def _plan(
     inputs: Inputs, lengths: tuple[int, int] | None, options: tuple[Any, ...], on_compile: Callable[[], None] | None = None
 ) -> Plan:
     if arrays.requires_grad(*(x.object for x in inputs[:3])):
         raise ProblemError(plans.NO_GRAD)
-    # What the plan binds of each array; strides and alignment decide only whether a kernel refuses.
-    key: Any = (lengths, options, *[x and (*x[:5], x.pointer % 16) for x in inputs])
     try:
+        # What the plan binds of each array; strides and alignment decide only whether a kernel refuses.
+        key: Any = (_key(options, lengths), *[x and (*x[:5], x.pointer % 16) for x in inputs])
         found = _plans.get(key)
-    except TypeError:  # an option that cannot be hashed is a wrong one, or a list for a tuple
+    except TypeError:  # an option that cannot be hashed is a wrong one
         found, key = None, None
     if found is None:
         *rest, kernel, config = options
@@ -269,9 +275,7 @@ def _plan(
             _warn_once(choice.slow)
         found = Plan(problem, device, choice, inputs.q.library, on_compile)
         if key is not None:
-            if len(_plans) >= KEPT_PLANS:
-                _plans.clear()
-            _plans[key] = found
+            plans.keep(_plans, key, found, KEPT_PLANS)
     return found
 
 
@@ -280,5 +284,16 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, SlowKernelWarning, stacklevel=5)
 
 
-def _run(inputs: Inputs, lengths: tuple[int, int] | None, options: tuple[Any, ...], original: Any, out: Any) -> Any:
-    return _plan(inputs, lengths, options)._run(inputs, original, out)
+def _run(given: tuple[Any, ...], lengths: tuple[int, int] | None, options: tuple[Any, ...], out: Any) -> Any:
+    signatures = plans.signatures(given)
+    try:
+        key: Any = (signatures, _key(options, lengths))
+        bound = _bounds.get(key)
+    except TypeError:  # as above
+        key, bound = None, None
+    if bound is None:
+        inputs = Inputs(*map(arrays.read, given, plans.INPUTS))
+        bound = _plan(inputs, lengths, options).bind(inputs)
+        if bound.lasts and key is not None and None not in signatures:
+            plans.keep(_bounds, key, bound, KEPT_PLANS)
+    return bound(given[0], out)

@@ -61,13 +61,13 @@ def supports(problem: Problem, device: Device) -> str | None:
     """None if this kernel computes the problem on the device, else the reason why not."""
     if not device.is_cpu:
         return f"it runs on the CPU, and the arrays are on {device.name}"
-    if problem.constant_time:
-        return "constant_time is True, and the time of its arithmetic depends on the numbers"
     for which in ("head_dim", "head_dim_v"):
         if getattr(problem, which) > 1024:
             return f"{which} is {getattr(problem, which)}; it takes up to 1024"
     if not isinstance(problem.score, (Scale, Softcap)):
         return f"it takes the scores Scale and Softcap, not {type(problem.score).__name__}"
+    if problem.constant_time:
+        return "a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs"
     return None
 
 

@@ -32,7 +32,6 @@ def library() -> Any:
         cuda = ctypes.CDLL(name)
     except OSError as error:
         raise UnsupportedError(f"there is no NVIDIA driver ({error}); install one, or use arrays on the CPU.") from None
-    cuda.cuLaunchKernelEx.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
     code = cuda.cuInit(0)
     if code == _NO_DEVICE:
         raise UnsupportedError("the NVIDIA driver finds no GPU; use arrays on the CPU.")
@@ -48,10 +47,13 @@ def _error_name(cuda: Any, code: int) -> str:
 
 def call(name: str, *args: Any) -> None:
     """Calls a driver function; raises DeviceError where it does not return CUDA_SUCCESS."""
-    cuda = library()
-    code = getattr(cuda, name)(*args)
+    check(name, getattr(library(), name)(*args))
+
+
+def check(name: str, code: int) -> None:
+    """Raises DeviceError unless a driver function's code is CUDA_SUCCESS."""
     if code:
-        raise DeviceError(f"{name} failed: {_error_name(cuda, code)} ({code}).", code)
+        raise DeviceError(f"{name} failed: {_error_name(library(), code)} ({code}).", code)
 
 
 def version() -> tuple[int, int]:
@@ -162,27 +164,37 @@ class Launch:
         self._config = self._Config(
             grid, 1, 1, function.threads, 1, 1, function.smem_bytes, stream, ctypes.addressof(_EARLY) if early else None, early
         )
-        self._addresses = ctypes.addressof(self._config), function.handle, ctypes.addressof(self._pointers), None
-        self._index, self._context = function.index, _primary_context(function.index)
-        self._launch = library().cuLaunchKernelEx
+        # As ctypes hands them over: it has nothing left to convert.
+        addresses = byref(self._config), c_void_p.from_param(function.handle), byref(self._pointers), None
+        self._index, self._issue = function.index, functools.partial(library().cuLaunchKernelEx, *addresses)
 
     def __call__(self) -> None:
-        code = self._launch(*self._addresses)
-        if code:  # most often: this thread has no context yet, or another device's
+        if self._issue():  # most often: this thread has no context yet, or another device's
             with current(self._index):
-                call("cuLaunchKernelEx", *self._addresses)
+                check("cuLaunchKernelEx", self._issue())
+
+
+class _Answers(threading.local):
+    """Where the driver writes its answers, for each thread."""
+
+    def __init__(self) -> None:
+        self.identity, self.status = c_uint64(), c_int()
+        self.identity_address, self.status_address = byref(self.identity), byref(self.status)
+
+
+_answers = _Answers()
 
 
 def stream_state(stream: int) -> tuple[int, bool]:
     """A number that no other stream of this process ever has (handles are used again), and whether it is capturing a graph."""
     if stream == 0:  # the legacy default stream: one of it, never captured
         return 0, False
-    identity, status = c_uint64(), c_int()
-    cuda = library()
-    if cuda.cuStreamIsCapturing(c_void_p(stream), byref(status)) == 0 and status.value == 1:
+    answers = _answers
+    handle, cuda = c_void_p.from_param(stream), library()
+    if cuda.cuStreamIsCapturing(handle, answers.status_address) == 0 and answers.status.value == 1:
         return -1, True  # asking a capturing stream for its number would end the capture
-    cuda.cuStreamGetId(c_void_p(stream), byref(identity))
-    return identity.value, False
+    failed = cuda.cuStreamGetId(handle, answers.identity_address)
+    return 0 if failed else answers.identity.value, False
 
 
 class Counters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,9 +17,10 @@ from .device import cpu as this_cpu
 from .errors import ProblemError
 from .problem import Problem
 
-KEPT_LAUNCHES = 512  # prepared launches a plan keeps, one for each set of pointers and each stream it has met
+KEPT_BOUNDS = 512  # sets of inputs for which a plan is kept bound
+KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
 
-_INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")
+INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")
 
 
 class Inputs(NamedTuple):
@@ -46,12 +48,13 @@ class Plan:
         self.problem, self.device, self.config, self._choice, self._library = problem, device, choice.config, choice, library
         self.kernel: str = choice.kernel.name
         self.binary: compiler.Binary | None = None
-        self._launches: dict[tuple[Any, ...], driver.Launch] = {}
+        self.alignment: int = problem.element.itemsize if device.is_cpu else choice.kernel.alignment  # bytes, of the output
+        self._bounds: dict[Any, Bound] = {}
         packed = problem.varlen
         batch = () if packed else (problem.batch,)
         q_rows, kv_rows = (problem.total_q, problem.total_kv) if packed else (problem.q_len, problem.kv_len)
-        self._o_shape = (*batch, q_rows, problem.heads, problem.head_dim_v)
-        self._lse_shape = (problem.heads, q_rows) if packed else (problem.batch, problem.heads, q_rows)
+        self.o_shape = (*batch, q_rows, problem.heads, problem.head_dim_v)
+        self.lse_shape = (problem.heads, q_rows) if packed else (problem.batch, problem.heads, q_rows)
         self._shapes = {
             "q": (*batch, q_rows, problem.heads, problem.head_dim),
             "k": (*batch, kv_rows, problem.kv_heads, problem.head_dim),
@@ -72,8 +75,8 @@ class Plan:
         fields = kernel.fields(problem)
         places, size = render.layout(fields, problem.element.lse_dtype)
         names, (offsets, formats) = list(places), zip(*places.values(), strict=True)
-        self._record = np.dtype({"names": names, "offsets": offsets, "formats": formats, "itemsize": size})
-        self._template = np.zeros((), self._record)
+        self.layout = np.dtype({"names": names, "offsets": offsets, "formats": formats, "itemsize": size})
+        self._template = np.zeros((), self.layout)
         for name, value in kernel.values(problem, self.config, self.device).items():
             self._template[name] = value
         self._boxes = kernel.boxes(problem, self.config) if ("q", "Tensor") in fields else None
@@ -84,14 +87,53 @@ class Plan:
 
         ``out`` receives o if given. Raises ProblemError where an array is not what the plan was made for.
         """
-        given = (q, k, v) if cu_seqlens_q is None and cu_seqlens_kv is None else (q, k, v, cu_seqlens_q, cu_seqlens_kv)
-        inputs = Inputs(*map(arrays.read, given, _INPUTS))
-        self._check(inputs)
-        return self._run(inputs, q, out)
+        packed = cu_seqlens_q is not None or cu_seqlens_kv is not None
+        given = (q, k, v, cu_seqlens_q, cu_seqlens_kv) if packed else (q, k, v)
+        key = signatures(given)
+        bound = self._bounds.get(key)
+        if bound is None:
+            inputs = Inputs(*map(arrays.read, given, INPUTS))
+            self._check(inputs)
+            bound = self.bind(inputs)
+            if bound.lasts and None not in key:
+                keep(self._bounds, key, bound, KEPT_BOUNDS)
+        return bound(q, out)
+
+    def bind(self, inputs: Inputs) -> Bound:
+        """The plan on inputs that were checked."""
+        if self.device.is_cpu:
+            return Bound(self, inputs)
+        key = tuple(x and x[:-1] for x in inputs)
+        bound = self._bounds.get(key)
+        if bound is None:
+            bound = Bound(self, Inputs._make(x and x._replace(object=None) for x in inputs))  # keeps no memory alive
+            keep(self._bounds, key, bound, KEPT_BOUNDS)
+        return bound
+
+    def record(self, inputs: Inputs) -> bytes | None:
+        """The arguments of a launch, but for the outputs and the counter; None where there is nothing to launch."""
+        if not self._grid:
+            return None
+        memory, layout = bytearray(self._template.tobytes()), self.layout
+        for name, array in zip(("q", "k", "v"), inputs, strict=False):
+            assert array is not None and layout.fields is not None
+            encoded, at = self._tensor(name, array if 0 not in array.shape else inputs.q), layout.fields[name][1]
+            memory[at : at + len(encoded)] = encoded
+        record: Any = np.ndarray((), layout, memory)
+        if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_kv is not None:
+            record["cu_seqlens_q"], record["cu_seqlens_kv"] = inputs.cu_seqlens_q.pointer, inputs.cu_seqlens_kv.pointer
+        return bytes(memory)
+
+    def counter(self, stream_id: int, captured: bool) -> int:
+        """Where launches on a stream count."""
+        return self._counters.take(stream_id, captured) if self._grid else 0
+
+    def launch(self, args: bytes, stream: int) -> driver.Launch:
+        return driver.Launch(self._function, self._grid, args, stream)
 
     def _check(self, inputs: Inputs) -> None:
         """Raises where ``inputs`` are not what the plan binds."""
-        place, names = inputs.q.device, _INPUTS[: 5 if self.problem.varlen else 3]
+        place, names = inputs.q.device, INPUTS[: 5 if self.problem.varlen else 3]
         if place != (arrays.CPU if self.device.is_cpu else self.device.index):
             raise ProblemError(f"q is on device {place}; this plan was made for {self.device.name} {self.device.index}.")
         for name, array in zip(names, inputs, strict=False):
@@ -109,79 +151,105 @@ class Plan:
         if arrays.requires_grad(*(array.object for array in inputs[:3] if array is not None)):
             raise ProblemError(NO_GRAD)
 
-    def _run(self, inputs: Inputs, original: Any, out: Any) -> Any:
-        """``run`` on arrays that were checked; the result goes to the library of ``original``, the caller's q."""
-        q, element = inputs.q, self.problem.element
-        if out is None:
-            o = arrays.read(arrays.empty(q, self._o_shape, element.name), "out")
-        else:
-            o = arrays.read(out, "out")
-            self._check_out(o, out, inputs)
-            if self.device.is_cpu:
-                self._check_places(inputs, o)
-        lse = None
-        if self.problem.return_lse:
-            lse = arrays.read(arrays.empty(q, self._lse_shape, "fp64" if element.name == "fp64" else "fp32"), "lse")
-        if self.device.is_cpu:
-            given = zip((*_INPUTS, "o", "lse"), (*inputs, o, lse), strict=True)
-            views = {name: arrays.as_numpy(array) for name, array in given if array is not None}
-            for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * self.problem.varlen]:
-                _check_starts(name, views[name], tensor, len(views[tensor]))
-            cpu.run(self.problem, self.config, **views)
-        elif self._grid:
-            self._launch(inputs, o, lse)
-        result = out if out is not None else arrays.give_back(o.object, original)
-        return (result, arrays.give_back(lse.object, original)) if lse is not None else result
-
-    def _launch(self, inputs: Inputs, o: Array, lse: Array | None) -> None:
-        stream = arrays.stream(inputs.q)
-        stream_id, capturing = driver.stream_state(stream)
-        everything = (*inputs, o, lse)
-        key = (stream_id, *[x and (x.pointer, x.strides) for x in everything])
-        launch = self._launches.get(key)
-        if launch is None or capturing:
-            launch = self._prepare(inputs, o, lse, stream, self._counters.take(stream_id, capturing))
-            if not capturing:
-                if len(self._launches) >= KEPT_LAUNCHES:
-                    self._launches.clear()
-                self._launches[key] = launch
-        launch()
-
-    def _prepare(self, inputs: Inputs, o: Array, lse: Array | None, stream: int, counter: int) -> driver.Launch:
-        """Fills the launch record: what ``_load`` left open are tensor maps, pointers and strides."""
-        self._check_places(inputs, o)
-        record, packed = self._template.copy(), self.problem.varlen
-        for name, array in zip(("q", "k", "v"), inputs, strict=False):
-            assert array is not None
-            record[name] = self._tensor(name, array if 0 not in array.shape else inputs.q)
-        if "counter" in (self._record.names or ()):
-            record["counter"] = counter
-        record["o"] = o.pointer
-        record["o_stride_batch"] = 0 if packed else o.strides[0]
-        record["o_stride_row"], record["o_stride_head"] = o.strides[-3:-1]
-        if lse is not None:
-            record["lse"] = lse.pointer
-        if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_kv is not None:
-            record["cu_seqlens_q"], record["cu_seqlens_kv"] = inputs.cu_seqlens_q.pointer, inputs.cu_seqlens_kv.pointer
-        return driver.Launch(self._function, self._grid, record.tobytes(), stream)
-
-    def _tensor(self, name: str, array: Array) -> np.void:
+    def _tensor(self, name: str, array: Array) -> bytes:
         size = self.problem.element.itemsize
         reason = self._choice.kernel.misfit(name, array.shape, array.strides, size, array.pointer)
         if reason is not None:
             raise ProblemError(f"{reason}.")
         if self._boxes is None:
             batch, (row, head) = 0 if self.problem.varlen else array.strides[0], array.strides[-3:-1]
-            return np.void(np.array([array.pointer, batch * size, row * size, head * size], np.int64).tobytes())
+            return struct.pack("=4q", array.pointer, batch * size, row * size, head * size)
         shape = tma.geometry(array.shape, array.strides, size, self._boxes[name])
         with driver.current(self.device.index):
             encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
-        return np.void(encoded + np.array([shape.head_step, shape.batch_step], np.int32).tobytes() + bytes(56))
+        return encoded + struct.pack("=2i", shape.head_step, shape.batch_step)
 
-    def _check_out(self, o: Array, out: Any, inputs: Inputs) -> None:
+    def __repr__(self) -> str:
+        return f"Plan({self.problem}; {self.kernel}, {self.config}, {self.device.name})"
+
+
+class Bound:
+    """A plan on inputs that were checked: all is known but where the result goes, and the stream.
+
+    One for a GPU may be kept, and called from several threads at once, for any arrays that lie as these did (``lasts``); one for
+    the CPU holds the arrays themselves.
+    """
+
+    def __init__(self, plan: Plan, inputs: Inputs) -> None:
+        q, problem, element = inputs.q, plan.problem, plan.problem.element
+        self._plan, self._inputs, self._device = plan, inputs, q.device
+        self._launches: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self._new_o = arrays.maker(q, plan.o_shape, element.name)
+        lse_dtype = "fp64" if element.name == "fp64" else "fp32"
+        self._new_lse = arrays.maker(q, plan.lse_shape, lse_dtype) if problem.return_lse else None
+        self._is_torch, self.lasts = q.library == "torch", not plan.device.is_cpu
+        if self.lasts:
+            self._stream = arrays.stream_of(q.library)
+            self._record = plan.record(inputs)  # None where nothing is to be computed
+
+    def __call__(self, q: Any, out: Any = None) -> Any:
+        """Runs; ``out`` and the result are of q's library."""
+        o = self._new_o(q) if out is None else out
+        lse = None if self._new_lse is None else self._new_lse(q)
+        if not self.lasts:
+            self._compute(o, out, lse)
+        else:
+            stream = self._stream(self._device)
+            stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream)
+            place = arrays.address(o) if out is None else self._place(out)
+            key = (stream_id, place, lse is not None and arrays.address(lse))
+            launch = self._launches.get(key)
+            if launch is None or capturing:
+                launch = self._prepare(o, out, lse, stream, self._plan.counter(stream_id, capturing))
+                if place is not None and not capturing:
+                    keep(self._launches, key, launch, KEPT_LAUNCHES)
+            launch()
+        if not self._is_torch:
+            o, lse = o if out is not None else arrays.give_back(o, q), lse if lse is None else arrays.give_back(lse, q)
+        return o if lse is None else (o, lse)
+
+    def _place(self, out: Any) -> Any:
+        """What tells outputs from others; None for one that requires grad, which is allowed at times."""
+        return arrays.signature(out) if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
+
+    def _prepare(self, o: Any, out: Any, lse: Any, stream: int, counter: int) -> Callable[[], None]:
+        """The launch on a stream; of the record only pointers and strides of the outputs and the counter are open."""
+        plan, found = self._plan, arrays.read(o, "out")
+        if out is not None:
+            self._check_out(found, out)
+        if self._record is None:
+            return _nothing
+        if out is not None:
+            self._check_places(found)
+        memory = bytearray(self._record)
+        record: Any = np.ndarray((), plan.layout, memory)
+        if "counter" in (plan.layout.names or ()):
+            record["counter"] = counter
+        record["o"] = found.pointer
+        record["o_stride_batch"] = 0 if plan.problem.varlen else found.strides[0]
+        record["o_stride_row"], record["o_stride_head"] = found.strides[-3:-1]
+        if lse is not None:
+            record["lse"] = arrays.address(lse)
+        return plan.launch(bytes(memory), stream)
+
+    def _compute(self, o: Any, out: Any, lse: Any) -> None:
+        """Runs on the CPU."""
+        problem, o = self._plan.problem, arrays.read(o, "out")
+        if out is not None:
+            self._check_out(o, out)
+            self._check_places(o)
+        read_lse = None if lse is None else arrays.read(lse, "lse")
+        given = zip((*INPUTS, "o", "lse"), (*self._inputs, o, read_lse), strict=True)
+        views = {name: arrays.as_numpy(array) for name, array in given if array is not None}
+        for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * problem.varlen]:
+            _check_starts(name, views[name], tensor, len(views[tensor]))
+        cpu.run(problem, self._plan.config, **views)
+
+    def _check_out(self, o: Array, out: Any) -> None:
         """Raises where ``out`` cannot receive the result."""
         found = (o.library, o.device, o.dtype, o.shape)
-        wanted = (inputs.q.library, inputs.q.device, inputs.q.dtype, self._o_shape)
+        q = self._inputs.q
+        wanted = (q.library, q.device, q.dtype, self._plan.o_shape)
         if found != wanted:
             raise ProblemError(f"out is {describe(*found)}; it must be {describe(*wanted)}.")
         if o.object is not out:
@@ -191,25 +259,38 @@ class Plan:
         if arrays.requires_grad(out):
             raise ProblemError(NO_GRAD)
 
-    def _check_places(self, inputs: Inputs, o: Array) -> None:
+    def _check_places(self, o: Array) -> None:
         """Raises where o cannot be written where it lies."""
         if 0 in o.shape:
             return
-        size = self.problem.element.itemsize
+        size = self._plan.problem.element.itemsize
         if o.shape[-1] > 1 and o.strides[-1] != 1:
             raise ProblemError(f"out has a stride of {o.strides[-1]} in its last dimension; it must be 1.")
         if arrays.overlap(o, o):
             raise ProblemError("several elements of out share one place in memory (an expanded array?); give a whole array.")
         steps = [s * size for n, s in zip(o.shape[:-1], o.strides, strict=False) if n > 1]
-        alignment = size if self.device.is_cpu else self._choice.kernel.alignment
+        alignment = self._plan.alignment
         if any(place % alignment for place in (o.pointer, *steps)):
             raise ProblemError(f"out has a pointer or stride that is no multiple of {alignment} bytes; give a whole array.")
-        for name, array in zip(_INPUTS, inputs, strict=False):
+        for name, array in zip(INPUTS, self._inputs, strict=False):
             if array is not None and arrays.overlap(o, array):
                 raise ProblemError(f"out overlaps {name} in memory; give an array of its own.")
 
-    def __repr__(self) -> str:
-        return f"Plan({self.problem}; {self.kernel}, {self.config}, {self.device.name})"
+
+def _nothing() -> None:
+    """The launch of a problem without rows."""
+
+
+def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells inputs from others; with None for one that cannot be told that way."""
+    return tuple(map(arrays.signature, given))
+
+
+def keep(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    """Adds to a cache, which is emptied when it is full."""
+    if len(cache) >= limit:
+        cache.clear()
+    cache[key] = value
 
 
 NO_GRAD = (

@@ -21,25 +21,29 @@ struct OnlineSoftmax {
 
     __device__ float lowest() const { return -1e37f * ptx::reciprocal(fmaxf(1.f, scale_log2)); }
 
-    // Replaces s by exp2(scale_log2 * (s - max)). True, in the whole warp, when the reference moved.
+    // Weighs s, by a reference near enough. True, in the whole warp, when the reference moved.
     template <int n>
     __device__ bool update(float (&s)[n]) {
-        const bool moved = __any_sync(0xffffffffu, lags_behind(s));
-        if (moved) move();
-        exponentiate(s);
+        find_top(s);
+        bool behind = false;
 #pragma unroll
-        for (int r = 0; r < rows_each; ++r) sum[r] += part(s, r);
+        for (int r = 0; r < rows_each; ++r) behind |= top[r] > max[r] + lag;
+        const bool moved = __any_sync(0xffffffffu, behind);
+        if (moved) move();
+        weigh(s);
         return moved;
     }
     template <int n>
-    __device__ bool lags_behind(const float (&s)[n]) {
-        bool behind = false;
+    __device__ void find_top(const float (&s)[n]) {
 #pragma unroll
-        for (int r = 0; r < rows_each; ++r) {
-            top[r] = fold_row(s, r, [](float a, float b) { return fmaxf(a, b); });
-            behind |= top[r] > max[r] + lag;
-        }
-        return behind;
+        for (int r = 0; r < rows_each; ++r) top[r] = fold_row(s, r, [](float a, float b) { return fmaxf(a, b); });
+    }
+    // Replaces s by exp2(scale_log2 * (s - max)), and adds it up.
+    template <int n>
+    __device__ void weigh(float (&s)[n]) {
+        exponentiate(s);
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) sum[r] += part(s, r);
     }
     __device__ void move() {
 #pragma unroll

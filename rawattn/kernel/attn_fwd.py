@@ -15,9 +15,9 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
-from ..variant import Choice, Fields, element, kv, order, rows, schedule, softmax, store
+from ..variant import Choice, Fields, element, kv, order, rows, schedule, softmax, steady, store
 from ..variant.mask import Causal, Full, Ints, Mask
-from ..variant.score import Scale, Softcap
+from ..variant.score import Scale
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
@@ -178,17 +178,17 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
-    steady = problem.constant_time
-    return {
+    found: dict[str, Choice] = {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score.steady if steady and isinstance(problem.score, Softcap) else problem.score,  # type: ignore[dict-item]
-        "Softmax": softmax.Steady() if steady else softmax.Trusting(),
+        "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Softmax": softmax.Trusting(),
         "Kv": kv.Strided(),
         "Schedule": schedule.LongestFirstVarlen() if problem.varlen else schedule.LongestFirst(),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
     }
+    return steady(found) if problem.constant_time else found
 
 
 def order_of(problem: Problem, config: Config) -> Choice:

@@ -11,9 +11,9 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
 from ..tma import misaligned
-from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, store
+from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, steady, store
 from ..variant.mask import Both, Causal, Full, Window
-from ..variant.score import Scale, Softcap
+from ..variant.score import Scale
 from . import attn_fwd
 from .attn_fwd import kept_keys, tiles
 from .attn_fwd import values as values
@@ -171,17 +171,17 @@ def _larger(a: float, b: float) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
-    steady = problem.constant_time
-    return {
+    found: dict[str, Choice] = {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score.steady if steady and isinstance(problem.score, Softcap) else problem.score,  # type: ignore[dict-item]
-        "Softmax": softmax.Steady() if steady else softmax.Trusting(),
+        "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Softmax": softmax.Trusting(),
         "Kv": kv.Async(),
         "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
         "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
     }
+    return steady(found) if problem.constant_time else found
 
 
 def fields(problem: Problem) -> Fields:

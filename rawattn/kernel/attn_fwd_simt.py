@@ -8,7 +8,7 @@ from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
-from ..variant import Choice, Fields, element, rows, schedule, store
+from ..variant import Choice, Fields, element, rows, schedule, steady, store
 from .attn_fwd import tiles
 from .attn_fwd import typical as typical
 from .attn_fwd import values as values
@@ -40,11 +40,11 @@ def supports(problem: Problem, device: Device) -> str | None:
     """None if this kernel computes the problem on the device, else the reason why not."""
     if not runs_on(device):
         return f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}"
-    if problem.constant_time:
-        return "constant_time is True, and the time of its arithmetic depends on the numbers"
     for which in ("head_dim", "head_dim_v"):
         if getattr(problem, which) > 512:
             return f"{which} is {getattr(problem, which)}; it takes up to 512"
+    if problem.constant_time and problem.element is element.FP64:
+        return "it takes longer for some numbers of fp64; constant_time is for bf16, fp16 and fp32"
     if tiles(problem, 8) >= 1 << 31:
         return f"{problem.total_q * problem.heads} query rows are more than a grid has blocks for"
     return None
@@ -121,7 +121,7 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
-    return {
+    found: dict[str, Choice] = {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
@@ -129,6 +129,7 @@ def choices(problem: Problem) -> dict[str, Choice]:
         "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
         "Store": store.StoreEachOLse() if problem.return_lse else store.StoreEachO(),
     }
+    return steady(found) if problem.constant_time else found
 
 
 def fields(problem: Problem) -> Fields:

@@ -46,6 +46,16 @@ class Choice:
         return {}
 
     @property
+    def steady(self) -> Choice:
+        """The choice that computes the same in a time that does not depend on the data: itself, if it does so already."""
+        return self
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What a compiled kernel depends on: everything but the run-time values."""
         return (self.cuda_type, tuple(self.constants.items()))
+
+
+def steady(choices: dict[str, Choice]) -> dict[str, Choice]:
+    """The choices in the forms whose time does not depend on the data."""
+    return {axis: getattr(choice, "steady", choice) for axis, choice in choices.items()}

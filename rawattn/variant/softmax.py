@@ -9,11 +9,20 @@ from . import Choice
 
 
 @dataclasses.dataclass(frozen=True)
+class Steady(Choice):
+    """Looks for the maximum and rescales in every tile. Time does not depend on the data."""
+
+    type: ClassVar[str] = "Steady"
+    source: ClassVar[str] = "variant/softmax/steady.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class Trusting(Choice):
     """Trusts the first tile's maximum, and looks for another only where a sum shows that it is far off. Time depends on data."""
 
     type: ClassVar[str] = "Trusting"
     source: ClassVar[str] = "variant/softmax/trusting.cuh"
+    steady: ClassVar[Choice] = Steady()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +31,4 @@ class Lazy(Choice):
 
     type: ClassVar[str] = "Lazy"
     source: ClassVar[str] = "variant/softmax/lazy.cuh"
-
-
-@dataclasses.dataclass(frozen=True)
-class Steady(Choice):
-    """Looks for the maximum and rescales in every tile: the same work for every input."""
-
-    type: ClassVar[str] = "Steady"
-    source: ClassVar[str] = "variant/softmax/steady.cuh"
+    steady: ClassVar[Choice] = Steady()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import re
 import sys
@@ -18,11 +19,12 @@ from hypothesis import strategies as st
 import rawattn
 from rawattn import api, arrays, choose, driver
 from rawattn.arrays import Array
-from rawattn.device import TYPICAL
+from rawattn.device import TYPICAL, Device
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel import attn_fwd
 from rawattn.plan import Inputs
 from rawattn.problem import Problem
+from rawattn.variant.softmax import Steady, Trusting
 
 H200 = TYPICAL["sm_90a"]
 
@@ -120,7 +122,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "scale text": ({"scale": "big"}, ["scale is 'big'", "finite number"]),
     "causal": ({"causal": "yes"}, ["causal is 'yes'", "True or False"]),
     "return_lse": ({"return_lse": 2}, ["return_lse is 2", "True or False"]),
-    "constant_time": ({"constant_time": 2}, ["constant_time is 2", "True or False"]),
+    "constant_time": ({"constant_time": "always"}, ["constant_time is 'always'", "True or False"]),
     "mask and causal": ({"mask": rawattn.mask.Full(), "causal": True}, ["mask was given beside causal", "Both"]),
     "mask and window": ({"mask": rawattn.mask.Full(), "window": (1, 1)}, ["mask was given beside", "Both"]),
     "score and softcap": ({"score": rawattn.score.Scale(), "softcap": 1.0}, ["score was given beside softcap"]),
@@ -139,6 +141,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("call", [rawattn.attention, rawattn.plan, rawattn.explain])
 def test_wrong_option(call: Callable[..., Any], options: dict[str, Any], parts: list[str]) -> None:
     refused(lambda: call(**inputs(), **options), ProblemError, *parts)
+
+
+@pytest.mark.parametrize("call", [rawattn.attention, rawattn.plan, rawattn.explain])
+def test_constant_time_is_refused_on_the_cpu(call: Callable[..., Any]) -> None:
+    parts = "constant time on CPU", "cpu: a CPU takes longer for some numbers", "constant_time is for GPUs"
+    refused(lambda: call(**inputs(), constant_time=True), UnsupportedError, *parts)
 
 
 @pytest.mark.parametrize("align", ["last", None])
@@ -507,12 +515,30 @@ def on_gpu(
 
 def problem_of(q: Array, k: Array, v: Array, *cu_seqlens: Array) -> Problem:
     lengths = (16, 16) if cu_seqlens else None
-    return api.make_problem(Inputs(q, k, v, *cu_seqlens), lengths, False, None, None, None, None, None, False)
+    return api.make_problem(Inputs(q, k, v, *cu_seqlens), lengths, False, None, None, None, None, None, False, False)
 
 
 def square(head_dim: int = 64, head_dim_v: int | None = None, **changes: Any) -> Problem:
     q = on_gpu(1, 16, 2, head_dim, **changes)
     return problem_of(q, q, on_gpu(1, 16, 2, head_dim_v or head_dim, **changes))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("device", TYPICAL.values(), ids=TYPICAL)
+def test_constant_time_on_gpus(dtype: str, device: Device) -> None:
+    """The same kernel in the same configuration, but for what time depends on."""
+    plain = square(dtype=dtype)
+    steady = dataclasses.replace(plain, constant_time=True)
+    first, second = choose.choose(plain, device), choose.choose(steady, device)
+    assert (first.kernel, first.config) == (second.kernel, second.config)
+    found = second.kernel.choices(steady)
+    assert found.get("Softmax", Steady()) == Steady() and first.kernel.choices(plain).get("Softmax") in (None, Trusting())
+    assert all(choice.steady == choice for choice in found.values())
+
+
+def test_constant_time_is_refused_in_fp64() -> None:
+    problem = dataclasses.replace(square(dtype="fp64"), constant_time=True)
+    refused(lambda: choose.choose(problem, H200), UnsupportedError, "attn_fwd_simt: it takes longer for some numbers of fp64")
 
 
 def test_cpu_kernel_for_gpu_arrays() -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ FACTORS: dict[str, list[Any]] = {
     "scale": [0.1, -0.1],
     "varlen": [False, True],
     "return_lse": [False, True],
-    "element": [BF16, FP16],
     "constant_time": [False, True],
+    "element": [BF16, FP16],
     "grid": [(8, 2048, 16), (1, 4096, 8), (1, 512, 8)],  # batch, length, heads: what of a kind's configurations it gets
 }
 Combination = tuple[Problem, attn_fwd.Config]
@@ -96,10 +97,10 @@ def test_nothing_spills_and_nothing_waits() -> None:
     check(combinations, 2)
 
 
-def listing(asked: Problem, config: attn_fwd.Config) -> str:
+def listing(asked: Problem, config: Any, kernel: ModuleType = attn_fwd, arch: str = attn_fwd.arch) -> str:
     """A kernel's machine code in words."""
     try:
-        return sass.disassemble(compiler.compile(attn_fwd.render(asked, config)).cubin)
+        return sass.disassemble(compiler.compile(kernel.render(asked, config, arch)).cubin)
     except FileNotFoundError as error:
         pytest.skip(str(error))
 
@@ -121,6 +122,19 @@ def test_descriptors_stay_in_uniform_registers(head_dim: int) -> None:
         counts = collections.Counter(map(sass.family, sass.main_loop(listing(asked, config))))
         assert counts["HGMMA"] == config.tile_kv // 16 + -(-head_dim // 16), f"{config}: not one step over a key tile"
         assert counts["R2UR"] <= counts["HGMMA"] // 4, f"{config}: {counts['R2UR']} R2UR a step"
+
+
+@pytest.mark.parametrize("kernel, arch", [("attn_fwd", "sm_90a"), ("attn_fwd_mma", "sm_89")])
+@pytest.mark.parametrize("constant_time", [False, True])
+def test_constant_time_has_no_votes(kernel: str, arch: str, constant_time: bool) -> None:
+    """Warps vote on values where time may depend on them, and only there."""
+    for score in (Scale(), Softcap(30.0)):
+        kinds = {"mask": Causal(), "score": score, "scale": 0.1, "return_lse": True, "element": BF16}
+        asked = problem((64, 64), (8, 2048, 16), constant_time=constant_time, **kinds)
+        choice = choose(asked, TYPICAL[arch], kernel)
+        found = sass.parse(listing(asked, choice.config, choice.kernel, arch))[0]
+        votes = {name for name in found if name.startswith(("VOTE.ANY", "VOTE.ALL"))}
+        assert bool(votes) is not constant_time, f"{asked}: {votes}"
 
 
 def test_covering_array_covers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import multiprocessing
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from tests import calls
 
 
 def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
-    """By key, what tests with a parameter ``case``, and perhaps ``kernel`` and ``config``, will compile."""
+    """By key, what tests with a parameter ``case``, and perhaps ``kernel``, ``config`` and ``constant_time``, will compile."""
     found = {}
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -25,8 +26,9 @@ def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
         if isinstance(case, Case):
             with contextlib.suppress(RawattnError):  # the test will say so itself
                 device, kernel = driver.device(0), parameters.get("kernel")
-                choice = choose(case.problem, device, kernel and kernel.name, parameters.get("config"))
-                source = choice.kernel.render(case.problem, choice.config, device.arch)
+                problem = dataclasses.replace(case.problem, constant_time=parameters.get("constant_time", False))
+                choice = choose(problem, device, kernel and kernel.name, parameters.get("config"))
+                source = choice.kernel.render(problem, choice.config, device.arch)
                 found[source.key] = source
     return found
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn.plan import KEPT_LAUNCHES
+from rawattn.plan import KEPT_BOUNDS, KEPT_LAUNCHES
 from rawattn.testing import Case, expect
 from tests.calls import attend
 
@@ -141,6 +141,32 @@ def test_plan_takes_other_pointers() -> None:
     for out in outs + outs:
         plan.run(*inputs, out=out)
     assert all(torch.equal(out, wanted) for out in outs)
+
+
+def test_plan_takes_other_inputs() -> None:
+    """More of them than a plan stays bound to."""
+    inputs, out = CASE.inputs("torch", "cuda"), None
+    plan = rawattn.plan(*inputs, **CASE.options)
+    wanted = plan.run(*inputs)
+    many = [inputs[0].clone() for _ in range(KEPT_BOUNDS + 10)]
+    for q in many + many:
+        out = torch.full_like(wanted, float("nan"))
+        plan.run(q, *inputs[1:], out=out)
+        q[:] = float("nan")  # it is not read again
+        assert torch.equal(out, wanted)
+        q.copy_(inputs[0])
+
+
+def test_memory_that_is_used_again() -> None:
+    """Other tensors at the same address: the results are of those."""
+    memory = torch.randn(3, 1 << 20, device="cuda").bfloat16()
+    for shape in ((2, 128, 4, 64), (2, 64, 8, 64), (1, 256, 4, 64), (2, 128, 2, 128), (2, 128, 4, 64)):
+        count = shape[0] * shape[1] * shape[2] * shape[3]
+        q, k, v = (x[:count].view(shape) for x in memory)
+        for given in ((q, k, v), (k, v, q), (q.view(torch.float16), k.view(torch.float16), v.view(torch.float16))):
+            expect(*given).check(rawattn.attention(*given))
+        swapped = [x.view(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) for x in (q, k, v)]
+        expect(*swapped).check(rawattn.attention(*swapped))
 
 
 def test_what_the_copy_engine_cannot_read() -> None:

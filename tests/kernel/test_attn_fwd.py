@@ -109,14 +109,6 @@ def test_scores(case: Case) -> None:
 
 
 @listed(
-    Case(dtype, 2, 300, 500, 4, 2, head_dim, head_dim, causal=True, softcap=softcap)
-    for dtype, head_dim, softcap in itertools.product(["bf16", "fp16"], [64, 80, 128, 256], [None, 5.0])
-)
-def test_constant_time(case: Case) -> None:
-    check(case, constant_time=True)
-
-
-@listed(
     Case(dtype, heads=2, kv_heads=1, head_dim=64, head_dim_v=head_dim_v, lengths=lengths, **mask)
     for (dtype, head_dim_v), mask, lengths in itertools.product(
         [("bf16", 64), ("fp16", 40)], [*MASKS[:4], {"softcap": 9.0}], PACKED

@@ -1,6 +1,6 @@
 #pragma once
 // logit = softcap * tanh(scale * s / softcap).
-#include "tile/fragment.cuh"
+#include "ptx/base.cuh"
 
 // One by one, in the same time for every value.
 struct SteadySoftcap {

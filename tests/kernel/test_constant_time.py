@@ -1,0 +1,90 @@
+"""Each kernel as ``constant_time=True`` has it, against the reference. That its time does not depend on the numbers is for
+perf.prove to say; here its results are right for those numbers that it treats like all others."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import ModuleType
+
+import pytest
+
+import rawattn
+from rawattn.choose import portfolio
+from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
+from rawattn.testing import Case
+from tests.calls import attend, check
+from tests.kernel.test_attn_fwd import DEVICE, NON_FINITE, PROFILES, label
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu("any"),
+    pytest.mark.parametrize("constant_time", [True], ids=["constant time"]),
+    pytest.mark.parametrize("kernel", [attn_fwd, attn_fwd_mma, attn_fwd_simt], ids=label, indirect=True),
+]
+
+CASES = [
+    *(
+        Case(dtype, 2, 200, 333, 4, 2, size, size, causal=causal, layout="padded")
+        for (dtype, causal), size in itertools.product([("bf16", False), ("fp16", True)], [8, 64, 72, 128, 192, 256])
+    ),
+    Case("bf16", 1, 300, 700, 2, 1, 192, 128, causal=True, softcap=20.0),
+    Case("fp16", 1, 300, 300, 2, 2, window=(50, 10), scale=-0.1),
+    Case("bf16", 1, 300, 300, 2, 2, scale=0.0),
+    Case("fp16", 1, 300, 300, 2, 2, causal=True, scale=-300.0),
+    Case("bf16", 1, 900, 130, 2, 1, causal=True),
+    Case("bf16", 1, 70, 0, 2, 1),
+    Case("bf16", heads=2, causal=True, lengths=((300, 300), (1, 500), (0, 40), (200, 0), (129, 129))),
+]
+CONFIGURED = [Case("bf16", 1, 700, 900, 3, 1, size, size, causal=True) for size in (64, 128, 256)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_cases(case: Case, constant_time: bool) -> None:
+    check(case, constant_time=constant_time)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    "case", [Case(dtype, 1, 300, 1100, 2, 1, causal=True, scale=0.125) for dtype in ("bf16", "fp16")], ids=label
+)
+def test_logits_that_move_along_the_row(case: Case, profile: str, constant_time: bool) -> None:
+    q, k, v = case.inputs("torch", "cuda")
+    factors = torch.tensor([8.0, 4.0, 0.0, -8.0, 2.0, 8.0, 0.0], device="cuda")
+    q[:], k[:] = 0.0, 0.0
+    q[..., 0] = factors[torch.arange(case.q_len) % 7, None]
+    k[..., 0] = torch.tensor([[float(PROFILES[profile](j))] for j in range(case.kv_len)])
+    check(case, q, k, v, constant_time=constant_time)
+
+
+@pytest.mark.parametrize("value", NON_FINITE)
+@pytest.mark.parametrize("case", [Case("bf16", 1, 300, 300, 2, 1, causal=True)], ids=label)
+def test_non_finite_keys_and_queries(case: Case, value: str, constant_time: bool) -> None:
+    for which in range(2):
+        inputs = case.inputs("torch", "cuda")
+        inputs[which][..., 170, :, 3] = NON_FINITE[value]
+        check(case, *inputs, constant_time=constant_time)
+
+
+@pytest.mark.parametrize("case", CONFIGURED, ids=label)
+def test_every_chosen_config(case: Case, kernel: ModuleType, constant_time: bool) -> None:
+    problem = dataclasses.replace(case.problem, constant_time=constant_time)
+    for config in portfolio(kernel, kernel.typical(problem), DEVICE):
+        if kernel.legal(config, problem, DEVICE) is None:
+            check(case, config=config, constant_time=constant_time)
+
+
+@pytest.mark.parametrize("case", CASES[:1], ids=label)
+def test_the_same_bits_on_every_run(case: Case, constant_time: bool) -> None:
+    inputs = case.inputs("torch", "cuda")
+    first = attend(case, *inputs, constant_time=constant_time)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(attend(case, *inputs, constant_time=constant_time), first, strict=True))
+
+
+@pytest.mark.parametrize("case", [Case("fp32", 1, 300, 300, 2, 1, causal=True, softcap=9.0)], ids=label)
+def test_fp32(case: Case, kernel: ModuleType, constant_time: bool) -> None:
+    if kernel is attn_fwd_simt:
+        return check(case, constant_time=constant_time)
+    with pytest.raises(rawattn.UnsupportedError, match="it takes bf16 and fp16"):
+        attend(case, *case.inputs("torch", "cuda"), constant_time=constant_time)
