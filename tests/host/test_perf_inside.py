@@ -87,7 +87,7 @@ RAW = """\
 """
 SOURCE = """\
 "attn_fwd"
-"#","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_wait","stall_math","stall_math_not_issued"
+"#","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_wait","stall_math","stall_math (Not Issued)"
 "1","0x10","  HGMMA.64x128x16 R88","400","400","10","390","800"
 "2","0x20","  FADD R1, R2","1,500","1500","1400","100","0"
 "3","0x30","  EXIT","0","0","","",""
@@ -97,7 +97,8 @@ SOURCE = """\
 def test_counters_are_parsed_and_judged() -> None:
     metrics = counters.parse_raw(RAW)
     assert metrics["launch__registers_per_thread"] == 168 and metrics[counters.CONFLICTS] == 1024
-    rows = {row[0]: row[1:] for row in counters.verdict(metrics)}
+    rows = {row[0]: row[1:] for row in counters.verdict(metrics | {"l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": 102400.0})}
+    assert rows["conflicts, % of shared wavefronts"][0] == "1.00"
     assert rows["tensor pipe active, %"] == ["71.25", ">= 80", "off"]
     assert rows["shared-memory bank conflicts"] == ["1024", "<= 0", "off"]
     assert rows["L2 hit rate, %"] == ["93.5", "", ""]
