@@ -166,8 +166,9 @@ def test_patches_apply() -> None:
     plain = attn_fwd.render(PROBLEM, CONFIG)
     sources = {name: compiling.altered(attn_fwd, name).render(PROBLEM, CONFIG) for name in names}
     assert len({plain.key, *(source.key for source in sources.values())}) == 1 + len(names)
-    for name in ("draw_ahead", "barrier_each_step"):
-        assert compiling.faults(compiler.compile(sources[name])) == ""
+    unordered = Config(192, 64, 4, 2)
+    for source in (sources["draw_ahead"], compiling.altered(attn_fwd, "barrier_each_step").render(PROBLEM, unordered)):
+        assert compiling.faults(compiler.compile(source)) == ""
 
 
 def test_patch_that_does_not_apply() -> None:
