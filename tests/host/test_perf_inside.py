@@ -18,6 +18,7 @@ import pytest
 from perf import ablate, compiling, counters, gate, machine, occupancy, prove, report, sass, sets
 from perf.report import Result, Run
 from rawattn import compiler
+from rawattn.choose import choose
 from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_fwd import Config
 
@@ -160,15 +161,22 @@ def test_counters_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patches_apply() -> None:
-    """Each changes the source; two of them are compiled here, all of them where a GPU times them."""
+    """Each changes the source, and compiles in what the library chooses for problems with and without turns."""
     names = sorted(path.stem for path in compiling.PATCHES.glob("*.patch"))
     assert len(names) >= 8 and set(ablate.LEAKS) < set(names)
-    plain = attn_fwd.render(PROBLEM, CONFIG)
-    sources = {name: compiling.altered(attn_fwd, name).render(PROBLEM, CONFIG) for name in names}
-    assert len({plain.key, *(source.key for source in sources.values())}) == 1 + len(names)
-    unordered = Config(192, 64, 4, 2)
-    for source in (sources["draw_ahead"], compiling.altered(attn_fwd, "barrier_each_step").render(PROBLEM, unordered)):
-        assert compiling.faults(compiler.compile(source)) == ""
+    sources = dict[str, compiler.Source]()
+    for case in (CASE, sets.SETS["paper"][30]):
+        problem = compiling.without_lse(case.problem)
+        config = choose(problem, compiling.devices.TYPICAL["sm_90a"]).config
+        plain = attn_fwd.render(problem, config)
+        patched = {f"{name}, {config}": compiling.altered(attn_fwd, name).render(problem, config) for name in names}
+        assert len({plain.key, *(source.key for source in patched.values())}) == 1 + len(names)
+        sources |= patched
+    with compiling.Pool(2) as pool:
+        pool.submit(sources.values())
+        results = dict(pool.results())
+    refused = {name: str(results[source.key]) for name, source in sources.items() if isinstance(results[source.key], Exception)}
+    assert not refused
 
 
 def test_patch_that_does_not_apply() -> None:
