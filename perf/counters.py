@@ -37,6 +37,7 @@ from rawattn.compiler import Source
 from . import bench, command, machine, peers, report, sets, timing
 
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"  # is in no set of ncu's
+WAVEFRONTS = r"l1tex__data_pipe_lsu_wavefronts_mem_shared\.sum"
 # What is shown: its name, ncu's metric (names differ by version: the first that matches), and least and greatest of the target.
 FIGURES = (
     ("SM busy, %", r"sm__instruction_throughput\.avg\.pct.*active|sm__throughput\.avg\.pct.*", 80, None),
@@ -92,7 +93,7 @@ def parse_source(text: str) -> list[Instruction]:
     lines = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names) and row != names]
     begin, found = int(lines[0]["Address"], 0) if lines else 0, []
     for line in (line for line in lines if number(line[SAMPLES]) > 0):
-        stalls = {name[6:]: int(number(x)) for name, x in line.items() if re.fullmatch(r"stall_.*(?<!_not_issued)", name)}
+        stalls = {name[6:]: int(number(x)) for name, x in line.items() if re.fullmatch(r"stall_\w+", name)}
         samples, offset = int(number(line[SAMPLES])), int(line["Address"], 0) - begin
         found.append(Instruction(offset, line["Source"].strip(), samples, {name: x for name, x in stalls.items() if x}))
     return sorted(found, key=lambda each: -each.samples)
@@ -161,6 +162,9 @@ def verdict(metrics: dict[str, float], spills: int | None = None) -> list[list[s
             target = f">= {least}" if least is not None else f"<= {most}" if most is not None else ""
             good = (least is None or value >= least) and (most is None or value <= most)
             rows.append([name, f"{value:.6g}", target, "" if not target else "ok" if good else "off"])
+    share = 100 * metrics.get(CONFLICTS, math.nan) / (first(metrics, WAVEFRONTS) or math.nan)
+    if math.isfinite(share):
+        rows.append(["conflicts, % of shared wavefronts", f"{share:.2f}", "", ""])
     stalls = sorted(((metrics[m[0]], m[1]) for m in map(STALL.fullmatch, metrics) if m and m[1] != "selected"), reverse=True)
     return rows + [[f"stalled: {reason}", f"{value:.2f}", "", "warps per issue"] for value, reason in stalls[:REASONS]]
 

@@ -161,7 +161,9 @@ def flex(task: Task) -> Call:
     task.refuse("lengths", "window", "softcap")
     case, shift, mask = task.case, task.case.kv_len - task.case.q_len, None
     if case.causal:
-        mask = create_block_mask(lambda b, h, i, j: j <= i + shift, None, None, case.q_len, case.kv_len, device="cuda")
+        mask = create_block_mask(
+            lambda b, h, i, j: j <= i + shift, None, None, case.q_len, case.kv_len, device=str(task.q.device)
+        )
     more = {"block_mask": mask, "scale": case.scale, "enable_gqa": case.heads != case.kv_heads}
     return Call(functools.partial(torch.compile(flex_attention), *task.heads_first, **more), lambda o: o.transpose(1, 2))
 
@@ -221,8 +223,9 @@ def flashinfer(task: Task) -> Call:
     if case.window and not (case.causal and right <= 0):
         raise Unserved("windows are causal only")
     steps = ((case.batch, case.q_len), (case.batch, case.kv_len))
-    cu = task.packed[:2] or tuple(torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length for batch, length in steps)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
+    place = task.q.device
+    cu = task.packed[:2] or tuple(torch.arange(batch + 1, dtype=torch.int32, device=place) * length for batch, length in steps)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device=place), "NHD")
     more = {"causal": case.causal, "sm_scale": case.scale, "window_left": left, "logits_soft_cap": case.softcap}
     wrapper.plan(*cu, case.heads, case.kv_heads, case.head_dim, case.head_dim_v, q_data_type=task.q.dtype, **more)
     inputs = [x.reshape(-1, *x.shape[-2:]) for x in (task.q, task.k, task.v)]

@@ -134,7 +134,7 @@ def test_choose(capsys: pytest.CaptureFixture[str]) -> None:
         assert line in out
     configs = re.findall(r"Config\(.*?\)", out)
     times = [int(found.replace(",", "")) for found in re.findall(r"^  Config\(.*\), ([\d,]+) us$", out, re.MULTILINE)]
-    assert configs[0] == configs[1] and len(set(configs)) == len(times) == command_line.COMPARED
+    assert len(set(configs[1:])) == len(times) == command_line.COMPARED, "a record may choose what the cost model does not"
     assert sorted(times) == times
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import pathlib
+import sys
 import time
 import types
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ from typing import Any
 import pytest
 
 from perf import bench, machine, peers, plot, report, sets, timing
+from perf.checking import Check
 from perf.timing import Call, Load
+from rawattn import reference
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from rawattn.testing import Case
@@ -292,3 +296,149 @@ def test_peers_that_are_not_here() -> None:
 def test_windows_as_flash_attn_writes_them() -> None:
     assert peers.window_of(Case(window=(5, None))) == (5, -1) and peers.window_of(Case()) == (-1, -1)
     assert math.isnan(report.Timing("ours").us)
+
+
+# ---- peers: fake libraries, with the signatures that the real ones document, that compute by our reference -------------------
+
+ROWS = sets.dense(2, 24, 4, 16, False, kv_heads=2)
+LENGTHS = dataclasses.replace(sets.packed(3, 64, tokens=60), heads=2, kv_heads=2, head_dim=16, head_dim_v=16)
+
+
+class Fake:
+    """Remembers what it is called with, and computes it."""
+
+    def __init__(self, window_of: Any = lambda window: window) -> None:
+        self.window_of, self.seen = window_of, dict[str, Any]()
+
+    def compute(self, q: Any, k: Any, v: Any, window: Any, **options: Any) -> Any:
+        sides = tuple(None if side in (-1, None) else side for side in window)
+        arrays = [x.float().numpy() for x in (q, k, v)]
+        kept = sides if any(side is not None for side in sides) else None
+        o = reference.attention(*arrays, window=kept, **options)
+        return torch.from_numpy(o).to(q.dtype)
+
+    # flash_attn 2.8, flash_attn_interface and flash_attn.cute have these in common, by name
+    def flash_attn_func(
+        self, q: Any, k: Any, v: Any, *, softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None),
+        softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        self.seen = {"window_size": window_size, "softmax_scale": softmax_scale}
+        return self.compute(q, k, v, window_size, causal=causal, scale=softmax_scale, softcap=softcap or None)
+
+    def flash_attn_varlen_func(
+        self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+        softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None), softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k == int(cu_seqlens_k.diff().max())
+        return self.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, window=window_size, causal=causal, scale=softmax_scale)
+
+    def packed(self, q: Any, k: Any, v: Any, *cu_seqlens: Any, **options: Any) -> Any:
+        assert all(cu.dtype == torch.int32 for cu in cu_seqlens)
+        spans = zip(*(itertools.pairwise(cu.tolist()) for cu in cu_seqlens), strict=True)
+        return torch.cat([self.compute(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0] for (a, b), (c, d) in spans])
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def error(case: Case, adapter: peers.Adapter) -> float:
+    task = peers.Task.make(case, device="cpu")
+    return Check(task)(adapter(task))
+
+
+@pytest.mark.parametrize("name", ["fa3", "flash_attn", "fa4"])
+@pytest.mark.parametrize("returns", [lambda o: o, lambda o: (o, None)], ids=["o", "o and lse"])
+def test_flash_packages(monkeypatch: pytest.MonkeyPatch, name: str, returns: Any) -> None:
+    """Windows are written -1 for unbounded, or None in FlashAttention 4; versions differ in whether lse comes along."""
+    fake, module = Fake(), {"fa3": "flash_attn_interface", "flash_attn": "flash_attn", "fa4": "flash_attn.cute"}[name]
+    functions = {each: getattr(fake, each) for each in ("flash_attn_func", "flash_attn_varlen_func")}
+    if name == "fa4":
+        install(monkeypatch, "flash_attn")
+    install(monkeypatch, module, **{k: lambda *a, f=f, **b: returns(f(*a, **b)) for k, f in functions.items()})
+    adapter = peers.PEERS[name][1]
+    for case in (ROWS, dataclasses.replace(ROWS, causal=True, scale=0.3), dataclasses.replace(ROWS, causal=True, softcap=2.0)):
+        assert error(case, adapter) < 5e-3
+    assert fake.seen["window_size"] == (None, None), "not said where there is none"
+    assert error(dataclasses.replace(ROWS, window=(5, None)), adapter) < 5e-3
+    assert fake.seen["window_size"] == ((5, None) if name == "fa4" else (5, -1))
+    assert error(LENGTHS, adapter) < 5e-3
+
+
+def test_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake()
+
+    class Wrapper:
+        def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD") -> None:
+            assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+
+        def plan(
+            self, qo_indptr: Any, kv_indptr: Any, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_vo: int, *,
+            causal: bool, window_left: int, logits_soft_cap: Any, sm_scale: Any, q_data_type: Any,
+        ) -> None:  # fmt: skip
+            assert (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo) == self.expected and q_data_type == torch.bfloat16
+            self.cu, self.options = (qo_indptr, kv_indptr), {"causal": causal, "scale": sm_scale}
+            self.options |= {"softcap": logits_soft_cap, "window": (window_left, -1)}
+
+        def run(self, q: Any, k: Any, v: Any) -> Any:
+            return fake.packed(q, k, v, *self.cu, **self.options)
+
+        expected = (4, 2, 16, 16)
+
+    install(monkeypatch, "flashinfer", BatchPrefillWithRaggedKVCacheWrapper=Wrapper)
+    adapter = peers.PEERS["flashinfer"][1]
+    capped = dataclasses.replace(ROWS, causal=True, softcap=2.0)
+    for case in (ROWS, dataclasses.replace(ROWS, causal=True, window=(5, 0)), capped):
+        assert error(case, adapter) < 5e-3
+    Wrapper.expected = (2, 2, 16, 16)
+    assert error(LENGTHS, adapter) < 5e-3
+    with pytest.raises(peers.Unserved, match="causal only"):
+        error(dataclasses.replace(ROWS, window=(5, None)), adapter)
+
+
+def test_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake()
+    bias = types.SimpleNamespace(LowerTriangularFromBottomRightMask=lambda: "causal from the bottom right")
+
+    def attention(query: Any, key: Any, value: Any, attn_bias: Any = None, p: float = 0.0, scale: Any = None) -> Any:
+        assert attn_bias in (None, "causal from the bottom right") and p == 0.0
+        return fake.compute(query, key, value, (None, None), causal=attn_bias is not None, scale=scale)
+
+    install(monkeypatch, "xformers")
+    fmha = types.SimpleNamespace(memory_efficient_attention=attention, attn_bias=bias)
+    install(monkeypatch, "xformers.ops", fmha=fmha)
+    adapter, alike = peers.PEERS["xformers"][1], dataclasses.replace(ROWS, kv_heads=4)
+    for case in (alike, dataclasses.replace(alike, causal=True, kv_len=40, scale=0.3)):
+        assert error(case, adapter) < 5e-3
+    with pytest.raises(peers.Unserved, match="grouped heads"):
+        error(ROWS, adapter)
+
+
+def test_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own, on the CPU, without its compiler."""
+    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda each: each))
+    adapter = peers.PEERS["flex"][1]
+    for case in (ROWS, dataclasses.replace(ROWS, causal=True), dataclasses.replace(ROWS, causal=True, kv_len=40, scale=0.3)):
+        assert error(case, adapter) < 5e-3
+
+
+def test_packed_sequences_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the operator's own schema: its arguments in their order, and no other names."""
+    operator, fake = torch.ops.aten._flash_attention_forward, Fake()
+    names = [argument.name for argument in operator.default._schema.arguments]
+
+    def forward(*given: Any, **more: Any) -> Any:
+        asked = dict(zip(names, given, strict=False)) | more
+        assert set(asked) <= set(names) and asked["dropout_p"] == 0.0 and not asked["return_debug_mask"]
+        cu = {"cu_seqlens_q": asked["cum_seq_q"], "cu_seqlens_k": asked["cum_seq_k"]}
+        longest = {"max_seqlen_q": asked["max_q"], "max_seqlen_k": asked["max_k"]}
+        return (fake.flash_attn_varlen_func(*given[:3], **cu, **longest, causal=asked["is_causal"]), None)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    assert error(LENGTHS, peers.PEERS["fa2"][1]) < 5e-3
+    with pytest.raises(peers.Unserved, match="no softcap"):
+        error(dataclasses.replace(LENGTHS, softcap=1.0), peers.PEERS["fa2"][1])
+    with pytest.raises(peers.Unserved, match="no lengths"):
+        error(LENGTHS, peers.PEERS["cudnn"][1])

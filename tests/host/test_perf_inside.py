@@ -18,6 +18,7 @@ import pytest
 from perf import ablate, compiling, counters, gate, machine, occupancy, prove, report, sass, sets
 from perf.report import Result, Run
 from rawattn import compiler
+from rawattn.choose import choose
 from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_fwd import Config
 
@@ -87,7 +88,7 @@ RAW = """\
 """
 SOURCE = """\
 "attn_fwd"
-"#","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_wait","stall_math","stall_math_not_issued"
+"#","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_wait","stall_math","stall_math (Not Issued)"
 "1","0x10","  HGMMA.64x128x16 R88","400","400","10","390","800"
 "2","0x20","  FADD R1, R2","1,500","1500","1400","100","0"
 "3","0x30","  EXIT","0","0","","",""
@@ -97,7 +98,8 @@ SOURCE = """\
 def test_counters_are_parsed_and_judged() -> None:
     metrics = counters.parse_raw(RAW)
     assert metrics["launch__registers_per_thread"] == 168 and metrics[counters.CONFLICTS] == 1024
-    rows = {row[0]: row[1:] for row in counters.verdict(metrics)}
+    rows = {row[0]: row[1:] for row in counters.verdict(metrics | {"l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": 102400.0})}
+    assert rows["conflicts, % of shared wavefronts"][0] == "1.00"
     assert rows["tensor pipe active, %"] == ["71.25", ">= 80", "off"]
     assert rows["shared-memory bank conflicts"] == ["1024", "<= 0", "off"]
     assert rows["L2 hit rate, %"] == ["93.5", "", ""]
@@ -159,15 +161,22 @@ def test_counters_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patches_apply() -> None:
-    """Each changes the source; two of them are compiled here, all of them where a GPU times them."""
+    """Each changes the source, and compiles in what the library chooses for problems with and without turns."""
     names = sorted(path.stem for path in compiling.PATCHES.glob("*.patch"))
     assert len(names) >= 8 and set(ablate.LEAKS) < set(names)
-    plain = attn_fwd.render(PROBLEM, CONFIG)
-    sources = {name: compiling.altered(attn_fwd, name).render(PROBLEM, CONFIG) for name in names}
-    assert len({plain.key, *(source.key for source in sources.values())}) == 1 + len(names)
-    unordered = Config(192, 64, 4, 2)
-    for source in (sources["draw_ahead"], compiling.altered(attn_fwd, "barrier_each_step").render(PROBLEM, unordered)):
-        assert compiling.faults(compiler.compile(source)) == ""
+    sources = dict[str, compiler.Source]()
+    for case in (CASE, sets.SETS["paper"][30]):
+        problem = compiling.without_lse(case.problem)
+        config = choose(problem, compiling.devices.TYPICAL["sm_90a"]).config
+        plain = attn_fwd.render(problem, config)
+        patched = {f"{name}, {config}": compiling.altered(attn_fwd, name).render(problem, config) for name in names}
+        assert len({plain.key, *(source.key for source in patched.values())}) == 1 + len(names)
+        sources |= patched
+    with compiling.Pool(2) as pool:
+        pool.submit(sources.values())
+        results = dict(pool.results())
+    refused = {name: str(results[source.key]) for name, source in sources.items() if isinstance(results[source.key], Exception)}
+    assert not refused
 
 
 def test_patch_that_does_not_apply() -> None:
