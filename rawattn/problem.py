@@ -19,7 +19,7 @@ class Problem:
     """One attention problem.
 
     Lengths are rows: of every sequence when dense, of the longest one (``max_seqlen``) when ``varlen``. ``total_q`` and
-    ``total_kv`` are the rows of the whole tensors, batch * length when dense. ``constant_time`` asks for a time that does not
+    ``total_kv`` are the rows of the whole tensors, batch * length when dense. ``constant_time`` asks for instructions that do not
     depend on the numbers. ``tma_misfit`` says why the copy engine of Hopper cannot read these strides or pointers, ``misaligned``
     why threads cannot read them 16 bytes at a time; None where they can.
     """

@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def steady(self) -> Choice:
-        """The choice that computes the same in a time that does not depend on the data: itself, if it does so already."""
+        """The choice that computes the same by instructions that do not depend on the data: itself, if its do not."""
         return self
 
     @property
@@ -57,5 +57,5 @@ class Choice:
 
 
 def steady(choices: dict[str, Choice]) -> dict[str, Choice]:
-    """The choices in the forms whose time does not depend on the data."""
+    """The choices in the forms whose instructions do not depend on the data."""
     return {axis: getattr(choice, "steady", choice) for axis, choice in choices.items()}

@@ -10,7 +10,7 @@ from . import Choice
 
 @dataclasses.dataclass(frozen=True)
 class Steady(Choice):
-    """Looks for the maximum and rescales in every tile. Time does not depend on the data."""
+    """Looks for the maximum and rescales in every tile. What is executed does not depend on the data."""
 
     type: ClassVar[str] = "Steady"
     source: ClassVar[str] = "variant/softmax/steady.cuh"

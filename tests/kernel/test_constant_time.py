@@ -1,5 +1,5 @@
-"""Each kernel as ``constant_time=True`` has it, against the reference. That its time does not depend on the numbers is for
-perf.prove to say; here its results are right for those numbers that it treats like all others."""
+"""Each kernel as ``constant_time=True`` has it, against the reference. What its time depends on is for perf.prove to say; here
+its results are right for the numbers that it treats like all others."""
 
 from __future__ import annotations
 
