@@ -54,6 +54,6 @@ class Check:
 
 
 def failure(error: Exception) -> str:
-    """An exception in one short line."""
-    text = str(error).strip().partition("\n")[0]
+    """An exception in one short line, without the folder that a CompileError names: it is of one machine."""
+    text = str(error).strip().partition("\n")[0].partition(" (all that NVRTC was given")[0]
     return text if isinstance(error, (Unserved, ArithmeticError)) else f"{type(error).__name__}: {text}"[:200]

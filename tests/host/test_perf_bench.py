@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from perf import bench, machine, peers, plot, report, sets, timing
-from perf.checking import Check
+from perf.checking import Check, failure
 from perf.timing import Call, Load
-from rawattn import reference
+from rawattn import compiler, reference
 from rawattn.device import TYPICAL
+from rawattn.errors import CompileError
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from rawattn.testing import Case
 
@@ -285,6 +286,15 @@ def test_arguments_of_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen["max_seqlen_q"] == seen["max_seqlen_k"] == max(lengths) and seen["is_causal"] is True
     with pytest.raises(peers.Unserved, match="no softcap"):
         peers.fa3(peers.Task.make(sets.dense(1, 8, 1, 64, True, softcap=30.0), device="cpu"))
+
+
+def test_failure_names_no_folder() -> None:
+    source = dataclasses.replace(attn_fwd.render(sets.dense(1, 8, 1, 64, True).problem, attn_fwd.Config()), text="#error no\n")
+    with pytest.raises(CompileError) as caught:
+        compiler.compile(source)
+    assert str(caught.value.source) in str(caught.value)
+    text = failure(caught.value)
+    assert text.startswith("CompileError: attn_fwd.cu for sm_90a: ") and "no" in text and "failed/" not in text
 
 
 def test_peers_that_are_not_here() -> None:
