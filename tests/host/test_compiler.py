@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 
 import filelock
 import pytest
@@ -218,6 +219,24 @@ def test_eight_threads_compile_once() -> None:
     for thread in threads:
         thread.join()
     assert sorted(origins) == ["compiled"] + ["memory"] * 7
+
+
+def test_what_is_compiled_together(folder: pathlib.Path) -> None:
+    """Where the source is new the others are compiled beside it, and one that NVRTC refuses stands in nobody's way; where it is
+    there, they are not even rendered."""
+    other, wrong = (dataclasses.replace(SOURCE, text=text) for text in (TEXT + "// another", "no CUDA"))
+    assert compiler.compile_together(SOURCE, iter([other, wrong])).origin == "compiled"
+    assert len(entries(folder)) == 2 and compiler.compile(other).origin == "memory"
+    with pytest.raises(CompileError):
+        compiler.compile(wrong)
+
+    def nobody_asks() -> Iterator[compiler.Source]:
+        raise AssertionError("rendered for nothing")
+        yield other
+
+    for clear in (lambda: None, forget):
+        clear()
+        assert compiler.compile_together(SOURCE, nobody_asks()).origin in ("memory", "disk")
 
 
 def test_killed_process_blocks_nobody(folder: pathlib.Path) -> None:

@@ -1,6 +1,6 @@
 #pragma once
 // The reference is the maximum so far, in every tile: sought, and o rescaled by it, whether it grew or not. No vote and no branch
-// looks at a value, so that the time says nothing about the data.
+// looks at a value: what is executed does not depend on the data.
 #include "tile/softmax.cuh"
 
 struct Steady : OnlineSoftmax {
