@@ -76,9 +76,16 @@ def _import_cupy(what: str) -> Any:
     return cupy
 
 
+def _has_interface(x: Any) -> bool:
+    """Whether an array should come in through ``__cuda_array_interface__``. Before version 3 that names no stream to wait for, so
+    DLPack, which does, goes first where there is both."""
+    found = getattr(x, "__cuda_array_interface__", None)
+    return found is not None and (found.get("version", 0) >= 3 or not hasattr(x, "__dlpack_device__"))
+
+
 def _read_foreign(x: Any, name: str) -> Array:
     """An array of a library that this file does not name: in through CuPy or NumPy, without a copy."""
-    interface = hasattr(x, "__cuda_array_interface__")
+    interface = _has_interface(x)
     if not interface and not hasattr(x, "__dlpack_device__"):
         raise ProblemError(
             f"{name} is a {type(x).__name__}; it must be an array: a torch tensor, a CuPy, NumPy or Numba array, or anything "

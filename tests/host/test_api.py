@@ -586,6 +586,18 @@ class OnGpuByDlpack(Foreign):
         return 2, 0
 
 
+def test_which_door_an_array_takes() -> None:
+    """The one that says which stream to wait for, where there are two."""
+    both = OnGpuByDlpack(inputs()["q"])
+    assert arrays._has_interface(OnGpu()) and not arrays._has_interface(both)
+    for version, taken in ((2, False), (3, True)):
+        interface = dict(OnGpu.__cuda_array_interface__, version=version)
+        both.__cuda_array_interface__ = interface  # type: ignore[attr-defined]
+        assert arrays._has_interface(both) is taken
+        alone = types.SimpleNamespace(__cuda_array_interface__=interface)
+        assert arrays._has_interface(alone)
+
+
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def missing(name: str) -> None:
