@@ -17,6 +17,7 @@
 #include "config.cuh"  // rendered: cfg, Tensor, Args, QkMma, PvMma, and the choices
                        // Element, Rows, Mask, Score, Softmax, Order, Kv, Schedule, Store
 #include "ptx/ldmatrix.cuh"
+#include "tile/facts.cuh"
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
 #include "tile/tile.cuh"
@@ -45,8 +46,6 @@ static_assert(OrderChoice<Order>, "variant/order");
 static_assert(KvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
 static_assert(ScheduleChoice<Schedule>, "variant/schedule");
 
-// The host launches by these, so that no size is computed twice. The kernel may begin before the launch in front of it has ended.
-struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
 // The key tiles of query rows [q_begin, q_begin + count) of a sequence.
@@ -164,11 +163,11 @@ struct Consumer {
     }
 
     // From dot products to logits, -inf where the mask keeps no key.
-    __device__ void mask_and_score(const Mask& mask, const TileRange& tiles, i32 tile, i32 row) {
+    __device__ void mask_and_score(const Mask& mask, bool full, i32 tile, i32 row) {
         const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
         score_fragment(score, s, row, first);
-        if (tiles.is_full(tile)) return;
-        const Mask::Row kept[2] = {mask.row(row, first), mask.row(row + 8, first)};
+        if (full) return;
+        const KeptKeys kept[2] = {mask.row(row, first), mask.row(row + 8, first)};
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; ++i)
             if (!kept[fragment_row(i)].keep(fragment_column(i))) s[i] = minus_inf;
@@ -216,8 +215,9 @@ struct Consumer {
         ptx::wgmma_wait<0>();
         release(smem.k_empty[kv.stage]);
         kv.advance();
-        mask_and_score(mask, tiles, tiles.end - 1, row);
-        softmax.next(s, [] {});
+        const i32 tile = tiles.end - 1;
+        const bool full = tiles.is_full(tile);
+        softmax.next(s, score, full, [&] { mask_and_score(mask, full, tile, row); }, [] {});
         pack_p();
     }
 
@@ -248,8 +248,9 @@ struct Consumer {
         start_pv(kv.previous());
         order.pass_turn();
         ptx::wgmma_wait<1>();
-        mask_and_score(mask, tiles, tile, row);
-        const bool moved = softmax.next(s, [&] { multiply_qk_again(), mask_and_score(mask, tiles, tile, row); });
+        const bool full = tiles.is_full(tile);
+        const auto logits = [&] { mask_and_score(mask, full, tile, row); };
+        const bool moved = softmax.next(s, score, full, logits, [&] { multiply_qk_again(); });
         release(smem.k_empty[kv.stage]);
         ptx::wgmma_wait<0>();
         release(smem.v_empty[kv.previous().stage]);

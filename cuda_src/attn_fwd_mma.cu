@@ -14,6 +14,7 @@
 
 #include "config.cuh"  // rendered: cfg, RawTensor, Args, and the choices
                        // Element, Rows, Mask, Score, Softmax, Kv, Schedule, Store
+#include "tile/facts.cuh"
 #include "tile/fragment.cuh"
 #include "tile/swizzled.cuh"
 #include "variant/interfaces.cuh"
@@ -39,7 +40,6 @@ static_assert(SoftmaxChoice<Softmax>, "variant/softmax");
 static_assert(AsyncKvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
 static_assert(ScheduleChoice<Schedule>, "variant/schedule");
 
-struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, false};
 
 // The ring of K and V tiles, as every thread of the block fills it and walks along it.
@@ -168,7 +168,7 @@ struct Warp {
         if (full) return;
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
-            const Mask::Row kept = mask.row(row + 8 * r, first);
+            const KeptKeys kept = mask.row(row + 8 * r, first);
 #pragma unroll
             for (int i = 0; i < slabs * cfg::tile_kv / 2; ++i)
                 if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
@@ -176,9 +176,9 @@ struct Warp {
     }
     // The weights of one key tile.
     __device__ void weigh(const Mask& mask, bool full, i32 tile, i32 row, u32 slot) {
-        const auto compute = [&] { multiply_qk(slot), mask_and_score(mask, full, tile, row); };
-        compute();
-        if (softmax.next(s, compute)) softmax.rescale(o);
+        const auto multiply = [&] { multiply_qk(slot); };
+        multiply();
+        if (softmax.next(s, score, full, [&] { mask_and_score(mask, full, tile, row); }, multiply)) softmax.rescale(o);
         pack_p();
     }
     __device__ void store(const Args& args, const Smem& smem) const {

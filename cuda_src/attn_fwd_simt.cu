@@ -11,6 +11,7 @@
 //   __syncwarp              the warp       the warp       its rows of smem.p until written, and until read
 
 #include "config.cuh"  // rendered: cfg, RawTensor, Args, and the choices Element, Rows, Mask, Score, Schedule, Store
+#include "tile/facts.cuh"
 #include "tile/raw_tensor.cuh"
 #include "variant/interfaces.cuh"
 
@@ -65,7 +66,6 @@ struct Smem {
     Numbers<cfg::tile_q, cfg::tile_kv> p;
 };
 
-struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, false};
 
 __device__ inline Number group_max(Number x) {
@@ -116,8 +116,9 @@ struct Thread {
 #pragma unroll
             for (int j = 0; j < keys_each; ++j) s[i][j] = chunk == 0 ? part[i][j] : s[i][j] + part[i][j];
     }
-    // o += p v for one chunk of columns.
+    // o += p v for one chunk of columns, this tile's keys summed apart, for the same reason.
     __device__ void multiply_pv(const Smem& smem, int chunk) {
+        Number part[rows_each][vectors_v][width_v] = {};
 #pragma unroll 1
         for (int begin = 0; begin < cfg::tile_kv; begin += 16)
 #pragma unroll
@@ -133,9 +134,15 @@ struct Thread {
 #pragma unroll
                         for (int i = 0; i < rows_each; ++i)
 #pragma unroll
-                            for (int y = 0; y < width_v; ++y) o[i][chunk * vectors_v + c][y] += p[i].x[x] * v.x[y];
+                            for (int y = 0; y < width_v; ++y) part[i][c][y] += p[i].x[x] * v.x[y];
                     }
             }
+#pragma unroll
+        for (int i = 0; i < rows_each; ++i)
+#pragma unroll
+            for (int c = 0; c < vectors_v; ++c)
+#pragma unroll
+                for (int y = 0; y < width_v; ++y) o[i][chunk * vectors_v + c][y] += part[i][c][y];
     }
 
     // From dot products to logits, -inf where the mask keeps no key.
@@ -143,7 +150,7 @@ struct Thread {
 #pragma unroll
         for (int i = 0; i < rows_each; ++i) {
             const i32 q = q_begin + row(i), first = kv_begin + lane;
-            const Mask::Row kept = mask.row(q, first);
+            const KeptKeys kept = mask.row(q, first);
 #pragma unroll
             for (int j = 0; j < keys_each; ++j) {
                 s[i][j] = score(s[i][j], q, first + 16 * j);

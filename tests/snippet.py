@@ -14,7 +14,6 @@ from rawattn.variant.element import BF16
 
 HEADERS = {path.relative_to(render.FOLDER).as_posix(): path.read_text() for path in sorted(render.FOLDER.rglob("*.cuh"))}
 ENTRY = """
-struct Facts { u32 smem_bytes, args_bytes, threads, begins_early; };
 extern "C" __device__ Facts facts = {cfg::smem_bytes, sizeof(Args), cfg::threads, false};
 extern "C" __global__ __launch_bounds__(cfg::threads) void snippet(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -34,7 +33,7 @@ def source(
     fields = tuple((name, ctype) for name, (ctype, _) in args.items())
     config = render.config_header(constants, fields, products, {"Element": BF16, **choices})
     headers = tuple({**HEADERS, "config.cuh": config}.items())
-    return compiler.Source("snippet.cu", f'#include "config.cuh"\n{text}{ENTRY}', headers, "sm_90a")
+    return compiler.Source("snippet.cu", f'#include "config.cuh"\n#include "tile/facts.cuh"\n{text}{ENTRY}', headers, "sm_90a")
 
 
 def run(

@@ -1,9 +1,17 @@
 #pragma once
-// The key tiles that a query tile visits: [begin, end), of which [full_begin, full_end) need no mask.
+// Which keys count.
 #include "ptx/base.cuh"
 
 __device__ constexpr i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 
+// Which keys a query keeps of those from some first one on: offsets [before, room).
+struct KeptKeys {
+    i32 before, room;
+
+    __device__ bool keep(i32 offset) const { return offset >= before && offset < room; }
+};
+
+// The key tiles that a query tile visits: [begin, end), of which [full_begin, full_end) need no mask.
 struct TileRange {
     i32 begin, full_begin, full_end, end;
 

@@ -10,7 +10,7 @@ struct OnlineSoftmax {
     float lag;         // the same 2^8 in units of s
     float max[rows_each], sum[rows_each];  // sum is this thread's part
     float top[rows_each];                  // maximum of this thread's part of the step
-    float shrink[rows_each];               // what o must be multiplied by when update() returned true
+    float shrink[rows_each];               // what o must be multiplied by when the reference moved
 
     // Finite, so that a row without a key needs no special case, and far above -FLT_MAX when scaled.
     __device__ explicit OnlineSoftmax(float scale_log2)
@@ -55,11 +55,16 @@ struct OnlineSoftmax {
     }
     template <int n>
     __device__ void exponentiate(float (&s)[n]) const {
+        exponentiate(s, [this](float x, float less) { return __fmaf_rn(x, scale_log2, less); });
+    }
+    // `exponent` scales an element, and takes the row's reference from it.
+    template <int n, class Exponent>
+    __device__ void exponentiate(float (&s)[n], Exponent exponent) const {
         float less[rows_each];
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) less[r] = -max[r] * scale_log2;
 #pragma unroll
-        for (int i = 0; i < n; ++i) s[i] = ptx::exp2(__fmaf_rn(s[i], scale_log2, less[fragment_row(i)]));
+        for (int i = 0; i < n; ++i) s[i] = ptx::exp2(exponent(s[i], less[fragment_row(i)]));
     }
     // This thread's part of a step's sum.
     template <int n>

@@ -16,20 +16,22 @@ template <class R> concept RowsChoice = requires(const R r, const Args& args, i3
 // mask: which (query, key) pairs count.
 template <class M> concept MaskChoice = requires(const M m, i32 i) {
     static_cast<TileRange>(m.tiles(i, i));      // key tiles of query rows [begin, end)
-    m.row(i, i).keep(i);                        // bool: does this query keep the key at first + i
+    static_cast<KeptKeys>(m.row(i, i));         // of a query, from a first key on
 };
 // score: the logit of a dot product, in units of 1 / scale_log2; a non-decreasing function. It may have apply(s), which does a
-// warp's fragment of float at once.
+// warp's fragment of float at once, and exponent(s, less, within): scale_log2 * s(x) + less, straight from the dot product; where
+// it cannot tell, the highest bit of `within` is cleared.
 template <class S> concept ScoreChoice = requires(const S s, const Args& args, Number x, i32 i) {
     S(args);
     s.scale_log2;                               // Number >= 0: logit in log2 units = scale_log2 * s(x, q, kv)
     static_cast<Number>(s(x, i, i));
 };
-// softmax: from logits to weights, over the tiles of a row.
-template <class S> concept SoftmaxChoice = requires(S softmax, float (&s)[8], float (&o)[8], void (*again)()) {
+// softmax: from dot products to weights, over the tiles of a row.
+template <class S> concept SoftmaxChoice = requires(S softmax, const Score& score, float (&s)[8], float (&o)[8], void (*f)()) {
     S(1.f);                                     // of scale_log2
-    static_cast<bool>(softmax.next(s, again));  // logits to weights; true, in the whole warp, when o must be rescaled. The
-                                                // function computes the logits again, from the second call on
+    static_cast<bool>(softmax.next(s, score, true, f, f));  // dot products to weights; true, in the whole warp, when o must be
+                                                // rescaled. Of a tile that the mask keeps whole or not; the functions make logits
+                                                // of s, and dot products once more
     softmax.rescale(o);
     static_cast<float>(softmax.total(0));       // of one of the thread's rows, at the end: the sum of the weights
     static_cast<float>(softmax.lse(0, 1.f));    // of a row and its total

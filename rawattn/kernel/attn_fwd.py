@@ -82,8 +82,8 @@ def smem_bytes(config: Config, problem: Problem) -> int:
 
 def accumulators(config: Config, problem: Problem) -> int:
     """Registers of a consumer thread that hold S, P and O, and what a score works with besides."""
-    tight = config.consumers in (1, 4) or config.tile_kv > 112  # found by trying
-    score = 17 if tight and not isinstance(problem.score, Scale) else 0
+    tight = config.consumers == 3 or (config.consumers == 4 and problem.varlen)  # found by trying
+    score = 13 if tight and not isinstance(problem.score, Scale) else 0
     return config.tile_kv // 2 + config.tile_kv // 4 + problem.head_dim_v // 2 + score
 
 
@@ -112,9 +112,7 @@ def typical(problem: Problem) -> tuple[Problem, ...]:
     mask = problem.mask if isinstance(problem.mask, Full) else Causal()
     sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
     return tuple(
-        dataclasses.replace(
-            problem, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, mask=mask, varlen=False, total_q=b * n, total_kv=b * n
-        )
+        dataclasses.replace(problem, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, mask=mask, total_q=b * n, total_kv=b * n)
         for b, n, h in sizes
     )
 

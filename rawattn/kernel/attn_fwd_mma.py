@@ -82,7 +82,7 @@ def registers(config: Config, problem: Problem) -> int:
 def register_limit(config: Config, device: Device) -> int:
     """Registers that a thread may have, with as many blocks on a multiprocessor, less what ptxas wants for itself: found by
     compiling what is chosen with NVRTC 13.0 and 13.5."""
-    wanted = (24, 32) if device.capability >= 100 else (8, 0)
+    wanted = (24, 32) if device.capability >= 100 else (20, 0)
     return min(255, 65536 // (config.threads * config.blocks) // 8 * 8) - wanted[config.slabs - 1]
 
 

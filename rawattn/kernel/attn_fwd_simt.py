@@ -43,7 +43,7 @@ def supports(problem: Problem, device: Device) -> str | None:
     for which in ("head_dim", "head_dim_v"):
         if getattr(problem, which) > 512:
             return f"{which} is {getattr(problem, which)}; it takes up to 512"
-    if problem.constant_time and problem.element is element.FP64:
+    if problem.constant_time and problem.element == element.FP64:
         return "it takes longer for some numbers of fp64; constant_time is for bf16, fp16 and fp32"
     if tiles(problem, 8) >= 1 << 31:
         return f"{problem.total_q * problem.heads} query rows are more than a grid has blocks for"
@@ -61,20 +61,20 @@ def _round_up(n: int, multiple: int) -> int:
 
 def smem_bytes(config: Config, problem: Problem) -> int:
     """Shared memory of a block: Q, a part of K or V, and P, each row a vector of 16 bytes longer than its numbers."""
-    size = 8 if problem.element is element.FP64 else 4
+    size = 8 if problem.element == element.FP64 else 4
     q = config.tile_q * (size * _round_up(problem.head_dim, config.chunk) + 16)
     kv = config.tile_kv * (size * max(config.chunk, config.v_chunk) + 16)
     return q + kv + config.tile_q * (size * config.tile_kv + 16)
 
 
 def registers(config: Config, problem: Problem) -> int:
-    """Registers of a thread, about: S, of which there are two where it has chunks, O, the vectors that are multiplied, and the
-    rest, fitted to what ptxas uses."""
-    words = 2 if problem.element is element.FP64 else 1
+    """Registers of a thread, about: O; S, of which there are two where it has chunks, or a part of O; the vectors that are
+    multiplied; and the rest, fitted to what ptxas uses."""
+    words = 2 if problem.element == element.FP64 else 1
     rows_each, keys_each = config.tile_q * 16 // config.threads, config.tile_kv // 16
     columns_each = _round_up(problem.head_dim_v, config.v_chunk) // 16
-    sums = 1 if problem.head_dim <= config.chunk else 2
-    return words * rows_each * (sums * keys_each + columns_each + 2) + 4 * (rows_each + keys_each) + 52
+    sums = max(keys_each if problem.head_dim <= config.chunk else 2 * keys_each, config.v_chunk // 16)
+    return words * rows_each * (sums + columns_each + 2) + 4 * (rows_each + keys_each) + 52
 
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:

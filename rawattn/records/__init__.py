@@ -63,8 +63,9 @@ class Record:
 
 
 def source_hash(kernel: Any, typical: Problem, config: Any, device: Device) -> str:
-    """Of all that NVRTC is given for a configuration; lse, the scale's sign and constant time make no difference to a kind."""
-    plain = dataclasses.replace(typical, return_lse=False, scale=1.0, constant_time=False)
+    """Of all that NVRTC is given for a configuration; lse, the scale's sign, constant time and packed sequences make no
+    difference to a kind."""
+    plain = dataclasses.replace(typical, return_lse=False, scale=1.0, constant_time=False, varlen=False)
     key: str = kernel.render(plain, config, device.arch).key
     return key[:16]
 

@@ -101,7 +101,11 @@ def test_batches_and_heads(case: Case) -> None:
     Case(dtype, 1, 300, 300, 2, 2, causal=True, softcap=softcap, scale=scale)
     for dtype, (softcap, scale) in itertools.product(
         ["bf16", "fp16"],
-        [*((None, x) for x in (-0.1, 0.0, 2.0, -300.0, 1e6, 1e-30, -1e-38)), (30.0, None), (0.5, None), (5.0, -1.0), (3.0, 0.0)],
+        [
+            *((None, x) for x in (-0.1, 0.0, 2.0, -300.0, 1e6, 1e-30, -1e-38)),
+            *((x, None) for x in (30.0, 5.0, 0.5, 1e4, 1e30, 1e-30)),
+            *((5.0, -1.0), (3.0, 0.0), (50.0, 1e-20), (50.0, 10.0)),
+        ],
     )
 )
 def test_scores(case: Case) -> None:
@@ -292,8 +296,8 @@ PROFILES: dict[str, Callable[[int], int]] = {
 
 @pytest.mark.parametrize("profile", PROFILES)
 @listed(
-    Case(dtype, 1, 300, 1100, 2, 1, causal=causal, scale=0.125)
-    for dtype, causal in itertools.product(["bf16", "fp16"], [False, True])
+    Case(dtype, 1, 300, 1100, 2, 1, causal=causal, scale=0.125, softcap=softcap)
+    for dtype, causal, softcap in [*itertools.product(["bf16", "fp16"], [False, True], [None]), ("bf16", False, 100.0)]
 )
 def test_logits_that_move_along_the_row(case: Case, profile: str) -> None:
     """What a running maximum must follow, up and down, in some rows of a warp and not in others."""

@@ -4,11 +4,6 @@
 
 template <class A, class B>
 struct Both {
-    struct Row {
-        typename A::Row a;
-        typename B::Row b;
-        __device__ bool keep(i32 offset) const { return a.keep(offset) && b.keep(offset); }
-    };
     A a;
     B b;
 
@@ -21,5 +16,8 @@ struct Both {
         const i32 full_begin = min(max(x.full_begin, y.full_begin), end);
         return {begin, full_begin, max(full_begin, min(x.full_end, y.full_end)), end};
     }
-    __device__ Row row(i32 q, i32 first) const { return {a.row(q, first), b.row(q, first)}; }
+    __device__ KeptKeys row(i32 q, i32 first) const {
+        const KeptKeys x = a.row(q, first), y = b.row(q, first);
+        return {max(x.before, y.before), min(x.room, y.room)};
+    }
 };

@@ -3,10 +3,6 @@
 #include "tile/range.cuh"
 
 struct Causal {
-    struct Row {
-        i32 room;
-        __device__ bool keep(i32 offset) const { return offset < room; }
-    };
     i32 shift, kv_len;
 
     __device__ Causal(const Args&, const Rows& rows) : shift(cfg::causal_to_last * (rows.kv_len - rows.q_len)), kv_len(rows.kv_len) {}
@@ -15,5 +11,5 @@ struct Causal {
     __device__ TileRange tiles(i32 q_begin, i32 q_end) const {
         return {0, 0, end(q_begin) / cfg::tile_kv, ceil_div(end(q_end - 1), cfg::tile_kv)};
     }
-    __device__ Row row(i32 q, i32 first) const { return {end(q) - first}; }
+    __device__ KeptKeys row(i32 q, i32 first) const { return {0, end(q) - first}; }
 };

@@ -3,10 +3,6 @@
 #include "tile/range.cuh"
 
 struct Window {
-    struct Row {
-        i32 before, room;
-        __device__ bool keep(i32 offset) const { return offset >= before && offset < room; }
-    };
     i32 shift, kv_len, left, right;
 
     __device__ Window(const Args& args, const Rows& rows)
@@ -17,5 +13,5 @@ struct Window {
     __device__ TileRange tiles(i32 q_begin, i32 q_end) const {
         return TileRange::of_keys(begin(q_begin), begin(q_end - 1), end(q_begin), end(q_end - 1));
     }
-    __device__ Row row(i32 q, i32 first) const { return {begin(q) - first, end(q) - first}; }
+    __device__ KeptKeys row(i32 q, i32 first) const { return {begin(q) - first, end(q) - first}; }
 };

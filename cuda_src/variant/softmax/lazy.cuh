@@ -5,6 +5,9 @@
 struct Lazy : OnlineSoftmax {
     __device__ explicit Lazy(float scale_log2) : OnlineSoftmax(scale_log2) {}
 
-    template <int n, class Again>
-    __device__ bool next(float (&s)[n], Again) { return update(s); }
+    template <class S, int n, class Logits, class Again>
+    __device__ bool next(float (&s)[n], const S&, bool, Logits logits, Again) {
+        logits();
+        return update(s);
+    }
 };

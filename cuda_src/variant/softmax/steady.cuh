@@ -6,8 +6,9 @@
 struct Steady : OnlineSoftmax {
     __device__ explicit Steady(float scale_log2) : OnlineSoftmax(scale_log2) {}
 
-    template <int n, class Again>
-    __device__ bool next(float (&s)[n], Again) {
+    template <class S, int n, class Logits, class Again>
+    __device__ bool next(float (&s)[n], const S&, bool, Logits logits, Again) {
+        logits();
         find_top(s);
         move();
         weigh(s);

@@ -2,7 +2,8 @@
 // The first tile's maximum is trusted to be near the row's: later tiles look for none, so their exponentials wait for nothing, and
 // run under the product that is in flight. A sum above 2^15 shows that it was not near. Then the step is done again from its dot
 // products, with its maximum, and the warp looks for maxima until its rows are done: exact for every input, and on logits that grow
-// along the row it costs one step more for each tile of queries.
+// along the row it costs one step more for each tile of queries. The same is done where a logit is more than its score can tell
+// in short. Tiles that the mask cuts are few, and take the long way.
 //
 // 2^15 keeps a weight inside fp16. A row whose first tiles held no key has no reference yet; until all rows of the warp have one,
 // they are looked for.
@@ -14,13 +15,11 @@ struct Trusting : OnlineSoftmax {
 
     __device__ explicit Trusting(float scale_log2) : OnlineSoftmax(scale_log2) {}
 
-    // `again` computes s once more.
-    template <int n, class Again>
-    __device__ bool next(float (&s)[n], Again again) {
-        if (state == trusting) {
-            exponentiate(s);
+    template <class S, int n, class Logits, class Again>
+    __device__ bool next(float (&s)[n], const S& score, bool full, Logits logits, Again again) {
+        if (state == trusting && full) {
+            bool far = !exponentiate_unseen(s, score, logits);
             float parts[rows_each];
-            bool far = false;
 #pragma unroll
             for (int r = 0; r < rows_each; ++r) parts[r] = part(s, r), far |= parts[r] > farthest;
             if (!__any_sync(0xffffffffu, far)) {
@@ -31,6 +30,7 @@ struct Trusting : OnlineSoftmax {
             again();
             state = distrusting;
         }
+        logits();
         const bool moved = update(s);
         if (moved && state == looking) {
             bool found = true;
@@ -39,5 +39,18 @@ struct Trusting : OnlineSoftmax {
             if (__all_sync(0xffffffffu, found)) state = trusting;
         }
         return moved;
+    }
+    // From dot products to weights, through no logit where the score can do without. False where this is not good for all of them.
+    template <class S, int n, class Logits>
+    __device__ bool exponentiate_unseen(float (&s)[n], const S& score, Logits logits) const {
+        if constexpr (requires(u32 within) { score.exponent(0.f, 0.f, within); }) {
+            u32 within = ~0u;
+            exponentiate(s, [&](float x, float less) { return score.exponent(x, less, within); });
+            return within >> 31;
+        } else {
+            logits();
+            exponentiate(s);
+            return true;
+        }
     }
 };
