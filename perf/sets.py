@@ -36,17 +36,20 @@ def grid(*lengths: int) -> list[Case]:
 
 SMALL = [dense(b, s, h, 64, causal) for b, s, h in ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16)) for causal in MASKS]
 HEAD_DIMS = ((80, 80), (96, 96), (112, 112), (192, 192), (192, 128))
+KINDS: tuple[dict[str, Any], ...] = ({}, {"dtype": "fp16"}, {"softcap": 30.0})
 SETS = {
     "paper": grid(512, 1024, 2048, 4096, 8192, 16384),
     "small": SMALL,
     "seeds": [dense(16, 4096, 96, d, causal) for d in (128, 64) for causal in MASKS] + SMALL,
     "heads": [dense(b, s, 16, d, c, head_dim_v=dv) for d, dv in HEAD_DIMS for b, s in ((4, 4096), (1, 16384)) for c in MASKS],
     "varlen": [packed(count, head_dim) for head_dim in (128, 64) for count in (8, 16, 32, 64)],
-    "gqa": [  # and what else models use: windows, softcap
+    "gqa": [  # and what else models use: windows
         *(dense(4, 4096, 32, 128, causal, kv_heads=kv_heads) for kv_heads in (8, 1) for causal in MASKS),
         dense(1, 16384, 16, 128, True, window=(1024, 0)),
         dense(4, 4096, 32, 128, True, kv_heads=8, window=(1024, 0)),
-        *(dense(4, 4096, 16, 128, causal, softcap=30.0) for causal in MASKS),
+    ],
+    "kinds": [  # fp16 and softcap, beside the same without
+        dense(4, 4096, 2048 // d, d, causal, **more) for d in (64, 128, 256) for causal in MASKS for more in KINDS
     ],
     "fp32": [dense(2, 4096, 16, d, causal, dtype="fp32") for d in (64, 128) for causal in MASKS],
     "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],

@@ -62,13 +62,13 @@ class Group:
 
 def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> list[Group]:
     """The cases by what the library would run them in; those that the kernel does not compute are left away."""
-    found: dict[Any, Group] = {}
+    found: dict[Kind, Group] = {}
     for case in cases:
         problem = without_lse(case.problem)
         module = next(k for k in KERNELS if k.name == kernel) if kernel else choose(problem, device).kernel
         if module.supports(problem, device) is None:
             member, _ = nearest(module, portfolio(module, module.typical(problem), device), problem, device)
-            found.setdefault((module.name, member.like), Group(module, member, [])).cases.append(case)
+            found.setdefault(Kind.of(module, member.like), Group(module, member, [])).cases.append(case)
     return list(found.values())
 
 
