@@ -37,6 +37,9 @@ struct Softcap : SteadySoftcap {
         limit = c2 > 1e-36f && c2 < 1e36f ? reach / x2 : -1.f;
     }
 
+    // To the last place, also of small logits.
+    __device__ Number operator()(Number s, i32, i32) const { return tanh(s * (twice / 2)); }
+
     __device__ float exponent(float s, float less, u32& within) const {
         const float t = __fmaf_rn(s, s, -limit);
         within &= __builtin_bit_cast(u32, t);
