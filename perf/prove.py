@@ -53,7 +53,7 @@ CLASSES = ("ordinary", "random", "large", "near_zero", "early_key", "late_key")
 TIMED = sets.dense(1, 1024, 8, 64, False)  # one work for each block
 INPUTS = 64  # of each class
 EXPECTED = {"constant_time": "must pass", "default": "may leak", "constant_time-leaky": "must be caught"}
-Curve = list[tuple[int, float, float]]  # (launches so far, t of first order, t of second order)
+Curve = list[tuple[int, float, float, float]]  # launches so far, t of first and of second order, and how many cycles longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,18 +173,18 @@ def leakage(labels: Any, samples: Any, points: int = 40) -> dict[str, Curve]:
     for end in map(int, np.linspace(0, len(labels), points + 1)[1:]):
         first, *others = (samples[:end][labels[:end] == i] for i in range(len(CLASSES)))
         for name, other in zip(found, others, strict=True):
-            found[name].append((end, welch_t(first, other, 1), welch_t(first, other, 2)))
+            longer = float(other.mean() - first.mean())
+            found[name].append((end, welch_t(first, other, 1), welch_t(first, other, 2), longer))
     return found
 
 
 def verdicts(found: dict[str, Curve]) -> tuple[list[list[str]], bool]:
     """A table of the last t of each class, and whether any is a leak."""
-    rows = [["ordinary against", "launches of each", "t of means", "t of variances", "verdict"]]
+    rows = [["ordinary against", "launches of each", "cycles longer", "t of means", "t of variances", "verdict"]]
     for name, points in found.items():
-        count, *t = points[-1]
-        rows.append(
-            [name, str(count // len(CLASSES)), *(f"{x:+.1f}" for x in t), "leaks" if max(map(abs, t)) >= LIMIT else "passed"]
-        )
+        count, *t, longer = points[-1]
+        verdict = "leaks" if max(map(abs, t)) >= LIMIT else "passed"
+        rows.append([name, str(count // len(CLASSES)), f"{longer:+.2f}", *(f"{x:+.1f}" for x in t), verdict])
     return rows, any(row[-1] == "leaks" for row in rows)
 
 
@@ -204,10 +204,12 @@ def draw(found: dict[str, Curve], path: pathlib.Path) -> None:
 def leaks(device: Device, launches: int, folder: pathlib.Path, constant_time: bool, *patches: str) -> bool:
     """Whether a kernel's time depends on the data; what was found is written."""
     name = "-".join(("constant_time" if constant_time else "default", *patches))
-    found, stem = leakage(*cycles(device, len(CLASSES) * launches, constant_time, *patches)), f"prove-timing-{name}"
+    labels, samples = cycles(device, len(CLASSES) * launches, constant_time, *patches)
+    found, stem = leakage(labels, samples), f"prove-timing-{name}"
     rows, leaking = verdicts(found)
-    title, facts = f"timing, {name}: {EXPECTED[name]}", machine.facts()
-    report.write(folder / f"{stem}.json", json.dumps({"machine": facts, "t": found}))
+    title = f"timing, {name}: {EXPECTED[name]}, of {samples.mean():,.0f} cycles"
+    facts = machine.facts()
+    report.write(folder / f"{stem}.json", json.dumps({"machine": facts, "cycles": samples.mean(), "t": found}))
     parts = [f"# {title}", report.origin(facts), report.table(rows, markdown=True)]
     report.write(folder / f"{stem}.md", "\n\n".join(parts) + "\n")
     draw(found, folder / f"{stem}.svg")
