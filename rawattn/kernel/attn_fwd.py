@@ -82,7 +82,7 @@ def smem_bytes(config: Config, problem: Problem) -> int:
 
 def accumulators(config: Config, problem: Problem) -> int:
     """Registers of a consumer thread that hold S, P and O, and what a score works with besides."""
-    tight = config.consumers == 3 or (config.consumers == 4 and problem.varlen)  # found by trying
+    tight = config.tile_kv > 64 if config.consumers == 3 else config.consumers == 4 and problem.varlen  # found by trying
     score = 13 if tight and not isinstance(problem.score, Scale) else 0
     return config.tile_kv // 2 + config.tile_kv // 4 + problem.head_dim_v // 2 + score
 
