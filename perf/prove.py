@@ -7,10 +7,11 @@ python -m perf.prove timing --launches 200000         for each class of data
 bits: every run has the same bits, on four streams, replayed from a graph, in another process. poison: NaN between and beside the
 rows of the inputs, and under the output, changes no bit.
 
-timing compares classes of data by Welch's t-test, of first order (means) and second (variances), on the cycles that the blocks of
-a launch take from their first work to their last store: a fixed input against random ones, large logits, logits near zero, and
-one key that takes all, the first or the last that is read. Launches of all classes alternate at random on the same memory, so
-that drift hits all alike. |t| < 4.5 is passed. It tests three kernels:
+timing compares classes of data by Welch's t-test, of first order (means) and second (variances), on the cycles that the
+warpgroups of a launch take from their first logits to their last store: a fixed input against random ones, large logits, logits
+near zero, and one key that takes all, the first or the last that is read. Launches of all classes alternate at random on the same
+memory, so that drift hits all alike. |t| < 4.5 is passed. What comes before the first logits is a wait for memory, which has
+another clock: the power that data takes moves one against the other (perf/notes/attn_fwd.md). It tests three kernels:
 
   constant_time         constant_time=True, which no value makes branch: must pass
   default               trusts the first tile's maximum and mends what it was wrong about: its time may follow the logits' range
@@ -58,7 +59,7 @@ Curve = list[tuple[int, float, float, float]]  # launches so far, t of first and
 
 @dataclasses.dataclass(frozen=True)
 class Timed(Choice):
-    """A schedule or a store that also writes the clock."""
+    """A softmax or a store that also reads the clock."""
 
     base: Choice
     wrapper: str
@@ -77,10 +78,10 @@ class Timed(Choice):
 
 
 def timed(kernel: Any, pointer: int, *patches: str) -> Any:
-    """A kernel that writes its blocks' clocks to memory at ``pointer``, {begin, ends of the consumers} of each."""
+    """A kernel that writes the cycles of each block's consumers to memory at ``pointer``, eight numbers a block."""
 
     def choices(found: dict[str, Choice], *_: Any) -> dict[str, Choice]:
-        return {**found, **{axis: Timed(found[axis], f"Timed{axis}") for axis in ("Schedule", "Store")}}
+        return {**found, **{axis: Timed(found[axis], f"Timed{axis}") for axis in ("Softmax", "Store")}}
 
     return altered(kernel, *patches, choices=choices, values=lambda found, *_: {**found, "cycles": pointer})
 
@@ -148,7 +149,7 @@ def inputs_of(torch: Any, name: str) -> list[Any]:
 
 
 def cycles(device: Device, launches: int, constant_time: bool, *patches: str) -> tuple[Any, Any]:
-    """Of launches in random order of classes: the class, and the cycles of a block in the mean."""
+    """Of launches in random order of classes: the class, and the cycles of a block's slowest warpgroup in the mean."""
     task, torch = Task.make(TIMED), timing.Gpu().torch
     problem = dataclasses.replace(without_lse(TIMED.problem), constant_time=constant_time)
     choice = choose(problem, device)
@@ -163,7 +164,7 @@ def cycles(device: Device, launches: int, constant_time: bool, *patches: str) ->
             data = pool[CLASSES[labels[start + i]]]
             inputs.copy_(data[(start // SLOTS + i) % len(data)])
             plan.run(q, k, v, out=out)
-        found.append((clocks[..., 1 : 1 + choice.config.consumers] - clocks[..., :1]).amax(-1).float().mean(-1))
+        found.append(clocks[..., : choice.config.consumers].amax(-1).float().mean(-1))
     return labels, torch.cat(found).double().cpu().numpy()
 
 
