@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import pickle
 import re
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from rawattn import compiler
 from rawattn.choose import choose
 from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd_mma
+from rawattn.kernel import attn_fwd_mma, attn_fwd_simt
 from rawattn.problem import Problem
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
@@ -80,6 +81,17 @@ def test_nothing_spills_and_the_instructions_are_there() -> None:
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         bad = [line for lines in pool.map(faults, everything) for line in lines]
     assert not bad, "\n".join([f"{len(bad)} of {len(everything)}", *bad])
+
+
+def test_a_problem_from_another_process_is_the_same() -> None:
+    """Its number format is equal, not identical, to the one that the kernel knows."""
+    device, config = TYPICAL["sm_89"], attn_fwd_simt.Config()
+    for element in ELEMENTS.values():
+        given = problem(element, 120, 120, constant_time=True)
+        other = pickle.loads(pickle.dumps(given))
+        assert attn_fwd_simt.supports(other, device) == attn_fwd_simt.supports(given, device)
+        assert attn_fwd_simt.smem_bytes(config, other) == attn_fwd_simt.smem_bytes(config, given)
+        assert attn_fwd_simt.registers(config, other) == attn_fwd_simt.registers(config, given)
 
 
 @pytest.mark.parametrize("name", ["attn_fwd_mma", "attn_fwd_simt"])
