@@ -200,13 +200,11 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     """The reference for these arrays, and the error that is allowed, in the maximum norm.
 
     o may err twice as much as the plain formula with logits and probabilities rounded to q's dtype, and by 2 eps of that dtype
-    times its largest element; lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest
-    element, softcap, or 1.
-
-    In float32 and float64 logits and probabilities are rounded no more than the sums are, and the plain formula is luckier than
-    that in a result of few rows. So o may err by (2 + |lse|) eps times the largest sum of p |v|: a logit of the size of lse, its
-    sum and its product with the scale rounded once each, changes p by |lse| eps. For float64 the plain formula is computed in
-    float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are those of ``rawattn.attention``.
+    times its largest element (in float32 and float64 times the largest sum of p |v|, for the rounding of the sums themselves);
+    lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest element, softcap, or 1.
+    For float64 the
+    plain formula is computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are
+    those of ``rawattn.attention``.
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "return_lse": True}
     single = [x.float() if hasattr(x, "float") else x.astype("float32") for x in (q, k, v)]
@@ -216,8 +214,7 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     dtype = str(q.dtype).rpartition(".")[2]
     ratio = 2 * 2.0**-29 if dtype == "float64" else 1.0
     with np.errstate(invalid="ignore"):
-        rounding = 2 * _norm(o) if "16" in dtype else (2 + _norm(lse)) * _norm(size)
-        o_error = 2 * ratio * _norm(plain_o - o) + float(ml_dtypes.finfo(dtype).eps) * rounding
+        o_error = 2 * ratio * _norm(plain_o - o) + 2 * float(ml_dtypes.finfo(dtype).eps) * _norm(o if "16" in dtype else size)
         lse_error = 2 * ratio * _norm(plain_lse - lse) + q.shape[-1] ** 0.5 * 2.0**-23 * ratio * max(
             1.0, _norm(lse), options.get("softcap") or 0.0
         )
