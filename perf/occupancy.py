@@ -16,7 +16,8 @@ from rawattn.choose import Choice, choose
 from rawattn.compiler import Binary, compile
 from rawattn.device import TYPICAL, Device
 from rawattn.kernel import attn_fwd_mma
-from rawattn.kernel.attn_fwd_mma import RESERVED_SMEM, Config
+from rawattn.kernel.attn_fwd_mma import Config
+from rawattn.kernel.face import RESERVED_SMEM
 from rawattn.problem import Problem
 from rawattn.testing import Case
 

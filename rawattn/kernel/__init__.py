@@ -1,1 +1,1 @@
-"""The Python face of each kernel, best first."""
+"""The Python face of each kernel, and what they share."""

@@ -11,12 +11,12 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
 from ..tma import misaligned
-from ..variant import Choice, Fields, element, kv, rows, schedule, softmax, steady, store
+from ..variant import Choice, Fields, element, kv, softmax, store
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.score import Scale
-from . import attn_fwd
-from .attn_fwd import kept_keys, tiles
-from .attn_fwd import values as values
+from . import face
+from .face import RESERVED_SMEM, kept_keys, tiles
+from .face import values as values
 
 name = "attn_fwd_mma"
 file = "attn_fwd_mma.cu"
@@ -105,12 +105,9 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
     return None
 
 
-RESERVED_SMEM = 1024  # bytes that the system takes for each block
-
-
 def typical(problem: Problem) -> tuple[Problem, ...]:
-    """The problems by which configurations are compared, as for attn_fwd; a mask of one kind takes as many registers."""
-    found = attn_fwd.typical(problem)
+    """The problems by which configurations are compared, as for the others; a mask of one kind takes as many registers."""
+    found = face.typical(problem)
     if isinstance(problem.mask, (Full, Causal)):
         return found
     return tuple(dataclasses.replace(each, mask=Both(Causal(), Window())) for each in found)
@@ -171,23 +168,14 @@ def _larger(a: float, b: float) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
-    found: dict[str, Choice] = {
-        "Element": problem.element,
-        "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
-        "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score,  # type: ignore[dict-item]  # likewise
-        "Softmax": softmax.Trusting(),
-        "Kv": kv.Async(),
-        "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
-        "Store": store.StoreOLse() if problem.return_lse else store.StoreO(),
-    }
-    return steady(found) if problem.constant_time else found
+    out = store.StoreOLse() if problem.return_lse else store.StoreO()
+    plan = face.longest_first(problem, persistent=False)
+    return face.choices(problem, Softmax=softmax.Trusting(), Kv=kv.Async(), Schedule=plan, Store=out)
 
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    common = (*((name, "RawTensor") for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
-    return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
+    return face.fields(choices(problem), "RawTensor")
 
 
 def render(problem: Problem, config: Config, arch: str) -> Source:

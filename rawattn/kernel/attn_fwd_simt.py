@@ -8,11 +8,11 @@ from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
-from ..variant import Choice, Fields, element, rows, schedule, steady, store
-from .attn_fwd import tiles
-from .attn_fwd import typical as typical
-from .attn_fwd import values as values
-from .attn_fwd_mma import RESERVED_SMEM
+from ..variant import Choice, Fields, element, store
+from . import face
+from .face import RESERVED_SMEM, tiles
+from .face import typical as typical
+from .face import values as values
 
 name = "attn_fwd_simt"
 file = "attn_fwd_simt.cu"
@@ -121,21 +121,13 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
 
 def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
-    found: dict[str, Choice] = {
-        "Element": problem.element,
-        "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
-        "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
-        "Score": problem.score,  # type: ignore[dict-item]  # likewise
-        "Schedule": schedule.LongestFirstVarlen(persistent=False) if problem.varlen else schedule.LongestFirst(persistent=False),
-        "Store": store.StoreEachOLse() if problem.return_lse else store.StoreEachO(),
-    }
-    return steady(found) if problem.constant_time else found
+    out = store.StoreEachOLse() if problem.return_lse else store.StoreEachO()
+    return face.choices(problem, Schedule=face.longest_first(problem, persistent=False), Store=out)
 
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    common = (*((name, "RawTensor") for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
-    return (*common, *(field for choice in choices(problem).values() for field in choice.fields))
+    return face.fields(choices(problem), "RawTensor")
 
 
 def render(problem: Problem, config: Config, arch: str) -> Source:
