@@ -14,6 +14,7 @@ from ..problem import Problem
 from ..render import config_header, source, wgmma
 from ..tma import misfit as misfit
 from ..variant import Choice, Fields, element, kv, order, softmax, store
+from ..variant.mask import Full
 from ..variant.score import Scale
 from . import face
 from .face import kept_keys, tiles
@@ -159,9 +160,12 @@ def choices(problem: Problem) -> dict[str, Choice]:
 
 
 def order_of(problem: Problem, config: Config) -> Choice:
-    """The order of the warpgroups' products: the one choice that depends on the configuration. At head_dim 256 the products of
-    one warpgroup leave the other's softmax time enough, and turns cost 1 to 3 % (perf/notes/attn_fwd.md)."""
-    return order.PingPong() if config.consumers == 2 and problem.head_dim_v <= 128 else order.Unordered()
+    """The order of the warpgroups' products: the one choice that depends on the configuration. Two take turns, but at head_dim
+    256, where the products of one leave the other's softmax time enough; four do where none of them has tiles to skip, nor a
+    softmax so long that it misses its turn (perf/notes/attn_fwd.md)."""
+    even = isinstance(problem.mask, Full) and isinstance(problem.score, Scale) and not problem.varlen
+    turns = {2: problem.head_dim_v <= 128, 4: even}.get(config.consumers, False)
+    return order.PingPong() if turns else order.Unordered()
 
 
 def fields(problem: Problem) -> Fields:
