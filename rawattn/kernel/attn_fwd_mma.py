@@ -74,9 +74,14 @@ def smem_bytes(config: Config, problem: Problem) -> int:
 
 def registers(config: Config, problem: Problem) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
-    plain = isinstance(problem.mask, (Full, Causal)) and isinstance(problem.score, Scale)
-    kept = max(1, config.q_kept)
-    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * kept) + (52 if plain else 76)
+    rest = 52
+    if not isinstance(problem.mask, (Full, Causal)) or not isinstance(problem.score, Scale):
+        rest += 24
+    elif problem.head_dim % 16 or problem.head_dim_v % 16:
+        rest += 20 if config.slabs == 2 else 8
+    elif config.slabs == 2 and problem.varlen and problem.constant_time:
+        rest += 12
+    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * max(1, config.q_kept)) + rest
 
 
 def register_limit(config: Config, device: Device) -> int:

@@ -47,9 +47,20 @@ def asked() -> list[Asked]:
     for i, (element, size) in enumerate(formats):
         given = problem(element, size, size, **(EVERYTHING if i % 2 else PLAIN))
         found.append(("attn_fwd_simt", ("sm_75", "sm_90a", "sm_89")[i % 3], given))
-    return found
+    return found + [("attn_fwd_mma", arch, problem(element, size, size, **kinds)) for arch, element, size, kinds in TIGHT]
 
 
+def packed(batch: int, length: int, heads: int) -> dict[str, Any]:
+    rows, same = batch * length, {"q_len": length, "kv_len": length, "heads": heads, "kv_heads": heads}
+    return {"batch": batch, **same, "varlen": True, "total_q": rows, "total_kv": rows}
+
+
+TIGHT: list[tuple[str, Any, int, dict[str, Any]]] = [  # configurations that once spilled
+    ("sm_87", BF16, 136, {"mask": Causal(), **packed(2, 512, 8)}),
+    ("sm_89", BF16, 128, {"mask": Causal(), "constant_time": True, **packed(8, 4096, 16)}),
+    ("sm_90a", ELEMENTS["fp16"], 248, {"scale": -0.1}),
+    ("sm_87", ELEMENTS["fp16"], 248, {"mask": Causal("top_left"), "scale": -0.1, **packed(2, 4096, 16)}),
+]
 FACTORS = {**matrix.FACTORS, "size": SIZES, "arch": ARCHS}
 
 
