@@ -1,6 +1,6 @@
 // Forward attention for many query rows on any GPU from Ampere on: o = softmax(mask(score(q k^T))) v, with mma.sync and cp.async.
 //
-// A block computes cfg::tile_q query rows of one head, and a warp 16 * cfg::slabs of them. Every thread loads: Q first, then key and
+// A block computes cfg::tile_q query rows of one head (or of several, where Rows packs them), and a warp 16 * cfg::slabs of them. Every thread loads: Q first, then key and
 // value tiles in turn, last ones first, cfg::stages - 1 tiles ahead of their use, into a ring of slots. S, P and O stay in
 // registers, and of Q what fits: the columns of cfg::q_kept contraction steps.
 //
@@ -204,7 +204,7 @@ __device__ void attend(const Args& args, Smem& smem, const Work& work) {
     const i32 begin = work.q_begin + i32(warp.first_row), row = begin + i32(threadIdx.x) % 32 / 4;
     const TileRange own = tiles_of(mask, rows, begin, 16 * cfg::slabs);
     if (tiles.range.begin < tiles.range.end) {
-        smem.q.fill(args.q.rows(rows.q, work.head), u32(args.q.row_bytes), work.q_begin, rows.q_len - 1);
+        smem.q.fill(matrix_of(args.q, rows.q, work.head), work.q_begin, rows.q_len - 1);
         tiles.load_first();
     }
     for (i32 tile = tiles.range.end - 1; tile >= tiles.range.begin; --tile) {

@@ -10,3 +10,13 @@ struct RawTensor {
     __device__ const unsigned char* rows(BatchEntry at, i32 head) const { return data + at.index * batch_bytes + head * head_bytes; }
     __device__ const unsigned char* rows(RowSpan at, i32 head) const { return data + at.first * row_bytes + head * head_bytes; }
 };
+
+// A head's rows in a sequence.
+struct Matrix {
+    const unsigned char* data;
+    u32 row_bytes;
+
+    __device__ const unsigned char* row(i32 i) const { return data + u64(u32(i)) * row_bytes; }
+};
+template <class At>
+__device__ Matrix matrix_of(const RawTensor& tensor, At at, i32 head) { return {tensor.rows(at, head), u32(tensor.row_bytes)}; }

@@ -16,13 +16,14 @@ struct alignas(128) SwizzledTile {
 
     // Every thread of the block starts copying its share of rows [first, first + rows) of a matrix. Rows past the last are copies of
     // it: what they give is masked, and like every number of the tile it is one that the sequence has.
-    __device__ void fill(const unsigned char* matrix, u32 matrix_row_bytes, i32 first, i32 last) {
+    template <class M>
+    __device__ void fill(const M& matrix, i32 first, i32 last) {
         constexpr u32 rows_at_once = cfg::threads / period;
         const u32 row = threadIdx.x / period, chunk = threadIdx.x % period, to = ptx::smem_address(this) + offset(row, chunk);
 #pragma unroll
         for (u32 i = 0; i < rows; i += rows_at_once) {
             if (rows % rows_at_once != 0 && row + i >= rows) break;
-            const unsigned char* from = matrix + u64(u32(min(i32(first + row + i), last))) * matrix_row_bytes + chunk * 16;
+            const unsigned char* from = matrix.row(min(i32(first + row + i), last)) + chunk * 16;
 #pragma unroll
             for (u32 c = 0; c < chunks; c += period) {
                 const bool inside = columns % 16 == 0 || (c + chunk) * 8 < columns;

@@ -11,12 +11,11 @@ from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
 from ..tma import misaligned
-from ..variant import Choice, Fields, element, kv, softmax, store
+from ..variant import Choice, Fields, element, kv, rows, softmax, store
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.score import Scale
 from . import face
 from .face import RESERVED_SMEM, kept_keys, tiles
-from .face import values as values
 
 name = "attn_fwd_mma"
 file = "attn_fwd_mma.cu"
@@ -56,9 +55,25 @@ def supports(problem: Problem, device: Device) -> str | None:
         size = getattr(problem, which)
         if size % 8 or not 8 <= size <= 256:
             return f"{which} is {size}; it takes multiples of 8 from 8 to 256"
-    if tiles(problem, 32) >= 1 << 31:
+    if tiles(as_rows(problem), 32) >= 1 << 31:
         return f"{problem.total_q * problem.heads} query rows are more than a grid has blocks for"
     return problem.misaligned
+
+
+def packs(problem: Problem) -> bool:
+    """Whether the queries of all heads that share a key head are the rows of a tile: where they are few, so that tiles of 64 rows
+    of one head would be emptier by a tenth. Not for varlen, where sequences have as many queries as they like."""
+    if problem.heads == problem.kv_heads or problem.varlen or not problem.q_len:
+        return False
+    alone, together = (n / (-(-n // 64) * 64) for n in (problem.q_len, problem.q_len * problem.heads_per_kv))
+    return alone < 0.9 * together
+
+
+def as_rows(problem: Problem) -> Problem:
+    """The problem whose queries and heads are the rows of tiles and the works in a row."""
+    if not packs(problem):
+        return problem
+    return dataclasses.replace(problem, q_len=problem.q_len * problem.heads_per_kv, heads=problem.kv_heads)
 
 
 def columns(problem: Problem) -> tuple[int, int]:
@@ -111,8 +126,12 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
 
 
 def typical(problem: Problem) -> tuple[Problem, ...]:
-    """The problems by which configurations are compared, as for the others; a mask of one kind takes as many registers."""
+    """The problems by which configurations are compared, as for the others; a mask of one kind takes as many registers. Where
+    heads share tiles: one query and many keys, of sequences that fill a GPU and of one, and some queries."""
     found = face.typical(problem)
+    if packs(problem):
+        few = dataclasses.replace(found[0], kv_len=4096, heads=8 * problem.heads_per_kv, kv_heads=8)
+        found = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
     if isinstance(problem.mask, (Full, Causal)):
         return found
     return tuple(dataclasses.replace(each, mask=Both(Causal(), Window())) for each in found)
@@ -145,16 +164,17 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     """Estimated seconds, to compare configurations: for every key tile of every block the clocks of the products and of the
     exponentials (16 a clock), or of shared memory (128 bytes a clock), or the latencies of a lone block, whichever are more."""
     qk, v = columns(problem)
-    rows, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
-    products = 2 * rows * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
-    exponentials = rows * keys / 16
+    count_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
+    products = 2 * count_q * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
+    exponentials = count_q * keys / 16
     reread = 1 - config.q_kept / (qk // 16)
-    read = (keys * (qk + v) * 2 * (warps + 1) + rows * qk * 2 * reread) / 128  # by each warp, and written
-    count = max(1, tiles(problem, rows)) / device.units  # blocks of a multiprocessor, and of them at a time
+    read = (keys * (qk + v) * 2 * (warps + 1) + count_q * qk * 2 * reread) / 128  # by each warp, and written
+    problem = as_rows(problem)
+    count = max(1, tiles(problem, count_q)) / device.units  # blocks of a multiprocessor, and of them at a time
     together = min(config.blocks, max(1.0, count))
     busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
     alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
-    begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, rows)
+    begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, count_q)
     tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
     work = tiles_each * max(busy, alone) + _WORK
     waves = np.ceil(count / together) if work.max() < 1.05 * work.mean() else max(1.0, count / together + 0.3)
@@ -175,7 +195,10 @@ def choices(problem: Problem) -> dict[str, Choice]:
     """The choice on each axis, by the name that the kernel has for it."""
     out = store.StoreOLse() if problem.return_lse else store.StoreO()
     plan = face.longest_first(problem, persistent=False)
-    return face.choices(problem, Softmax=softmax.Trusting(), Kv=kv.Async(), Schedule=plan, Store=out)
+    own: dict[str, Choice] = {"Softmax": softmax.Trusting(), "Kv": kv.Async(), "Schedule": plan, "Store": out}
+    if packs(problem):
+        own |= {"Rows": rows.Packed(), "Mask": rows.OfQueries(problem.mask)}
+    return face.choices(problem, **own)
 
 
 def fields(problem: Problem) -> Fields:
@@ -193,4 +216,10 @@ def render(problem: Problem, config: Config, arch: str) -> Source:
 
 def grid(problem: Problem, config: Config, device: Device) -> int:
     """Blocks: one for each query tile."""
-    return tiles(problem, config.tile_q)
+    return tiles(as_rows(problem), config.tile_q)
+
+
+def values(problem: Problem, config: Config, device: Device) -> dict[str, float]:
+    """The fields of Args that follow from the problem alone."""
+    found = face.values(as_rows(problem), config, device)
+    return found | {"q_len": problem.q_len, "packed_heads": problem.heads_per_kv} if packs(problem) else found

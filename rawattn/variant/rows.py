@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from . import Choice, Fields
+from .mask import Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,42 @@ class Dense(Choice):
     @property
     def fields(self) -> Fields:
         return (("q_len", "i32"), ("kv_len", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(Choice):
+    """Sequences of one length, the heads that share a key head side by side: a row for each query and each of them."""
+
+    type: ClassVar[str] = "Packed"
+    source: ClassVar[str] = "variant/rows/packed.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (("q_len", "i32"), ("kv_len", "i32"), ("packed_heads", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class OfQueries(Choice):
+    """The mask that such rows need: each has the mask of its query."""
+
+    mask: Mask
+    source: ClassVar[str] = "variant/rows/packed.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"OfQueries<{self.mask.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.mask.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return self.mask.constants
+
+    @property
+    def fields(self) -> Fields:
+        return self.mask.fields
 
 
 @dataclasses.dataclass(frozen=True)

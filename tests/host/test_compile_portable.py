@@ -47,7 +47,9 @@ def asked() -> list[Asked]:
     for i, (element, size) in enumerate(formats):
         given = problem(element, size, size, **(EVERYTHING if i % 2 else PLAIN))
         found.append(("attn_fwd_simt", ("sm_75", "sm_90a", "sm_89")[i % 3], given))
-    return found + [("attn_fwd_mma", arch, problem(element, size, size, **kinds)) for arch, element, size, kinds in TIGHT]
+    return found + [
+        ("attn_fwd_mma", arch, problem(element, size, size, **kinds)) for arch, element, size, kinds in TIGHT + SHARED
+    ]
 
 
 def packed(batch: int, length: int, heads: int) -> dict[str, Any]:
@@ -60,6 +62,10 @@ TIGHT: list[tuple[str, Any, int, dict[str, Any]]] = [  # configurations that onc
     ("sm_89", BF16, 128, {"mask": Causal(), "constant_time": True, **packed(8, 4096, 16)}),
     ("sm_90a", ELEMENTS["fp16"], 248, {"scale": -0.1}),
     ("sm_87", ELEMENTS["fp16"], 248, {"mask": Causal("top_left"), "scale": -0.1, **packed(2, 4096, 16)}),
+]
+SHARED: list[tuple[str, Any, int, dict[str, Any]]] = [  # tiles, by heads that share a key head
+    ("sm_89", BF16, 128, {"q_len": 1, "kv_heads": 4, "mask": Causal()}),
+    ("sm_80", ELEMENTS["fp16"], 256, {"q_len": 100, "kv_heads": 1, "mask": Both(Causal(), Window(100)), "score": Softcap(30.0)}),
 ]
 FACTORS = {**matrix.FACTORS, "size": SIZES, "arch": ARCHS}
 
@@ -92,6 +98,21 @@ def test_nothing_spills_and_the_instructions_are_there() -> None:
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         bad = [line for lines in pool.map(faults, everything) for line in lines]
     assert not bad, "\n".join([f"{len(bad)} of {len(everything)}", *bad])
+
+
+def test_heads_share_tiles_where_queries_are_few() -> None:
+    device, config = TYPICAL["sm_89"], attn_fwd_mma.Config(64)
+    for q_len, kv_heads, varlen, shares in (
+        (1, 4, {}, True), (40, 1, {}, True), (64, 4, {}, False), (4000, 4, {}, False), (1, 16, {}, False), (0, 4, {}, False),
+        (1, 4, {"varlen": True, "total_q": 2, "total_kv": 8192}, False),
+    ):  # fmt: skip
+        given = problem(BF16, 64, 64, q_len=q_len, kv_heads=kv_heads, **varlen)
+        assert attn_fwd_mma.packs(given) == shares
+        assert attn_fwd_mma.choices(given)["Rows"].cuda_type == ("Packed" if shares else "Varlen" if varlen else "Dense")
+        tiles = -(-q_len * 16 // kv_heads // 64) * kv_heads if shares else -(-q_len // 64) * 16
+        assert attn_fwd_mma.grid(given, config, device) == 2 * tiles
+        counted = {name for name, ctype in attn_fwd_mma.fields(given) if ctype in ("i32", "Number")}
+        assert counted <= set(attn_fwd_mma.values(given, config, device))
 
 
 def test_a_problem_from_another_process_is_the_same() -> None:

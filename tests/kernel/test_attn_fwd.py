@@ -98,6 +98,17 @@ def test_batches_and_heads(case: Case) -> None:
 
 
 @listed(
+    Case("bf16", 2, q_len, 300, heads, kv_heads, layout=layout, **mask)
+    for q_len, (heads, kv_heads, layout), mask in itertools.product(
+        [1, 2, 17, 33], [(8, 2, "padded"), (6, 1, "heads_first"), (40, 8, "packed")], [MASKS[1], MASKS[7], {"softcap": 9.0}]
+    )
+)
+def test_few_queries(case: Case) -> None:
+    """Heads that share a key head may share tiles, too."""
+    check(case)
+
+
+@listed(
     Case(dtype, 1, 300, 300, 2, 2, causal=True, softcap=softcap, scale=scale)
     for dtype, (softcap, scale) in itertools.product(
         ["bf16", "fp16"],
