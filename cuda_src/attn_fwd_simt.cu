@@ -88,7 +88,7 @@ struct Thread {
     // The highest logit starts finite, so that a row without a key needs no special case.
     __device__ explicit Thread(const Score& score) {
 #pragma unroll
-        for (Number& x : top) x = Number(-1e37) / max(Number(1), score.scale_log2);
+        for (Number& x : top) x = Number(sizeof(Number) == 8 ? -1e300 : -1e37) / max(Number(1), score.scale_log2);
     }
     __device__ int row(int i) const { return group + groups * i; }
 

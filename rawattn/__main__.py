@@ -22,9 +22,13 @@ from .problem import Problem, make_mask, make_scale, make_score
 from .variant.element import ELEMENTS
 
 COMPARED = 6  # configurations that `choose` lists, best first
-INSTRUCTIONS = {  # of sm_90a, by how their names begin
-    "HGMMA": "matrix products on the tensor cores",
+INSTRUCTIONS = {  # by how their names begin; those that a kernel has are counted
+    "HGMMA": "matrix products of a warpgroup on the tensor cores",
+    "HMMA": "matrix products of a warp on the tensor cores",
     "UTMALDG": "tiles fetched by the copy engine",
+    "LDGSTS": "copies from global to shared memory",
+    "LDSM": "loads of matrices from shared memory",
+    "DFMA": "float64 multiply-adds",
     "MUFU.EX2": "exponentials",
     "FFMA": "float32 multiply-adds",
     "FMNMX": "float32 maxima",
@@ -57,7 +61,8 @@ def show(options: Options) -> int:
         return 0
     console.print(f"{sum(counts.values()):>5} instructions, of these")
     for name, meaning in INSTRUCTIONS.items():
-        console.print(f"{sum(count for word, count in counts.items() if word.startswith(name)):>5} {name:<8} {meaning}")
+        if count := sum(count for word, count in counts.items() if word.startswith(name)):
+            console.print(f"{count:>5} {name:<8} {meaning}")
     return 0
 
 
@@ -79,11 +84,16 @@ def explain(options: Options) -> int:
 
 
 def compile(options: Options) -> int:
-    """Compiles into the cache, and with --out into a folder."""
+    """Compiles into the cache all that the kind of problem may get on such a device, and with --out what this one gets into a
+    folder."""
     choice, source = _render(options)
     binary = _compile(source)
     name = f"{choice.kernel.name}-{source.key[:12]}"
     console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
+    for config in choice.compiled_with:
+        other = choice.kernel.render(_problem(options), config, source.arch)
+        _compile(other)
+        console.print(f"with {choice.kernel.name}-{other.key[:12]}  {config}, for other sizes")
     if options.out:
         _write(options.out / name, source, binary, options.force)
     return 0
@@ -196,9 +206,11 @@ def _parser() -> argparse.ArgumentParser:
     add("choose", explain, "print which kernel and configuration a problem gets, and why", problem)
     compile_parser = add("compile", compile, "compile a kernel into the cache, for which no GPU is needed", problem)
     compile_parser.epilog = (
-        "One kernel serves all lengths, batches, numbers of heads, window sizes and caps; dtype, head dims, the kind of mask, "
-        "softcap or none, varlen and lse each make another. To prepare another machine, compile for each kind of call that it "
-        "will see and copy the cache folder there: these calls then need no NVRTC."
+        "A few kernels, compiled together, serve all lengths, batches, numbers of heads, window sizes and caps on a device; "
+        "dtype, head dims, the kind of mask, softcap or none, varlen, lse and, with attn_fwd_mma, few queries of grouped heads "
+        "each make others. To prepare another machine, compile for each kind of call that it will see and copy the cache folder "
+        "there: these calls then need no NVRTC. Without a GPU here a typical board of the architecture is prepared for; one with "
+        "another number of multiprocessors may want other configurations."
     )
     add_option = compile_parser.add_argument
     add_option("--out", type=pathlib.Path, metavar="FOLDER", help="also write machine code, sources and log into a folder")

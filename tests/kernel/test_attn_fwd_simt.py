@@ -10,6 +10,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+import rawattn
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
 from rawattn.testing import LAYOUTS, Case, cases, expect
@@ -75,6 +76,16 @@ def test_reversed_rows(dtype: str) -> None:
     case = Case(dtype, 2, 70, 130, 2, 2, 40, 40, causal=True, layout="reversed")
     inputs = case.inputs("cupy", 0)
     expect(*inputs, **case.options).check(*attend(case, *inputs))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp64", 1e20), ("fp64", 1e140), ("fp32", 1e18)])
+def test_logits_far_below_zero(dtype: str, size: float) -> None:
+    """Every weight is the same, however low the logits are."""
+    q, k, v = (x.to("cuda") for x in Case(dtype, 1, 40, 70, 2, 1, 64, 64).inputs("torch", "cuda"))
+    q[:], k[:] = size, -size
+    o, lse = rawattn.attention(q, k, v, scale=1.0, return_lse=True, kernel="attn_fwd_simt")
+    torch.testing.assert_close(o, v.mean(1, keepdim=True).expand_as(o), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, torch.full_like(lse, -64 * size * size))
 
 
 CONFIGS = [
