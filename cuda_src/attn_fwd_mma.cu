@@ -1,8 +1,8 @@
 // Forward attention for many query rows on any GPU from Ampere on: o = softmax(mask(score(q k^T))) v, with mma.sync and cp.async.
 //
-// A block computes cfg::tile_q query rows of one head (or of several, where Rows packs them), and a warp 16 * cfg::slabs of them. Every thread loads: Q first, then key and
-// value tiles in turn, last ones first, cfg::stages - 1 tiles ahead of their use, into a ring of slots. S, P and O stay in
-// registers, and of Q what fits: the columns of cfg::q_kept contraction steps.
+// A block computes cfg::tile_q query rows of one head (or of several, where Rows packs them), and a warp 16 * cfg::slabs of them.
+// Every thread loads: Q first, then key and value tiles in turn, last ones first, cfg::stages - 1 tiles ahead of their use, into a
+// ring of slots. S, P and O stay in registers, and of Q what fits: the columns of cfg::q_kept contraction steps.
 //
 //   barrier               arrives        waits          protects
 //   copy group t          its copies     its thread     a thread's part of tile t (of Q and the first K: group 0) until it is there

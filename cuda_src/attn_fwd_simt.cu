@@ -6,9 +6,8 @@
 // and convert: Q once, then of each key tile K and V, cfg::chunk and cfg::v_chunk columns at a time.
 //
 //   barrier                 arrives        waits          protects
-//   __syncthreads, loaded   every thread   every thread   smem.kv (and at first smem.q) until loaded
-//   __syncthreads, read     every thread   every thread   smem.kv until read
-//   __syncwarp              the warp       the warp       its rows of smem.p until written, and until read
+//   __syncthreads, loaded   every thread   every thread   smem.kv (at first smem.q, with V smem.p) until written
+//   __syncthreads, read     every thread   every thread   smem.kv (with V smem.p) until read
 
 #include "config.cuh"  // rendered: cfg, RawTensor, Args, and the choices Element, Rows, Mask, Score, Schedule, Store
 #include "tile/facts.cuh"
@@ -221,7 +220,6 @@ __device__ void attend(const Args& args, Smem& smem, const Work& work) {
         }
         thread.mask_and_score(score, mask, tiles.is_full(tile), work.q_begin, first);
         thread.softmax(smem, score.scale_log2);
-        __syncwarp();
 #pragma unroll
         for (int chunk = 0; chunk < v_chunks; ++chunk) {
             smem.kv.v.load(args.v, v, first, last, chunk * cfg::v_chunk, cfg::head_dim_v);

@@ -78,7 +78,7 @@ def test_reversed_rows(dtype: str) -> None:
     expect(*inputs, **case.options).check(*attend(case, *inputs))
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("fp64", 1e20), ("fp64", 1e140), ("fp32", 1e18)])
+@pytest.mark.parametrize(("dtype", "size"), [("fp64", 1e20), ("fp64", 1e140), ("fp32", 1e17)])
 def test_logits_far_below_zero(dtype: str, size: float) -> None:
     """Every weight is the same, however low the logits are."""
     q, k, v = (x.to("cuda") for x in Case(dtype, 1, 40, 70, 2, 1, 64, 64).inputs("torch", "cuda"))
