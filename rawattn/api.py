@@ -49,7 +49,8 @@ def attention(
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
-            address depends on one. For bf16, fp16 and fp32 on a GPU; at length 4096 11 to 22 % slower on an H200, more with softcap.
+            address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
+            softcap.
             The time still follows from shapes, strides, masks and other options, and with packed sequences from their lengths.
             Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
             clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.

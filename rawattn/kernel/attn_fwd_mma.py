@@ -89,13 +89,12 @@ def smem_bytes(config: Config, problem: Problem) -> int:
 
 def registers(config: Config, problem: Problem) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
-    rest = 52
-    if not isinstance(problem.mask, (Full, Causal)) or not isinstance(problem.score, Scale):
-        rest += 24
-    elif problem.head_dim % 16 or problem.head_dim_v % 16:
-        rest += 20 if config.slabs == 2 else 8
-    elif config.slabs == 2 and problem.varlen and problem.constant_time:
-        rest += 12
+    plain = isinstance(problem.mask, (Full, Causal)) and isinstance(problem.score, Scale)
+    rest = 52 if plain else 76
+    if problem.head_dim % 16 or problem.head_dim_v % 16:
+        rest += 8 * plain + 12 * (config.slabs - 1)
+    elif problem.varlen and config.slabs == 2:
+        rest += 12 * problem.constant_time if plain else 4
     return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * max(1, config.q_kept)) + rest
 
 
