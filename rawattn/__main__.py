@@ -90,8 +90,9 @@ def compile(options: Options) -> int:
     binary = _compile(source)
     name = f"{choice.kernel.name}-{source.key[:12]}"
     console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
+    problem = _problem(options)
     for config in choice.compiled_with:
-        other = choice.kernel.render(_problem(options), config, source.arch)
+        other = choice.kernel.render(problem, config, source.arch)
         _compile(other)
         console.print(f"with {choice.kernel.name}-{other.key[:12]}  {config}, for other sizes")
     if options.out:

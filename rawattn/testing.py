@@ -201,10 +201,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
 
     o may err twice as much as the plain formula with logits and probabilities rounded to q's dtype, and by 2 eps of that dtype
     times its largest element (in float32 and float64 times the largest sum of p |v|, for the rounding of the sums themselves);
-    lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest element, softcap, or 1.
-    For float64 the
-    plain formula is computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are
-    those of ``rawattn.attention``.
+    lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest element, softcap, or 1. For
+    float64 the plain formula is computed in float32 and its error scaled, and counts twice, as the reference errs like it.
+    ``options`` are those of ``rawattn.attention``.
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "return_lse": True}
     single = [x.float() if hasattr(x, "float") else x.astype("float32") for x in (q, k, v)]

@@ -163,17 +163,17 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     """Estimated seconds, to compare configurations: for every key tile of every block the clocks of the products and of the
     exponentials (16 a clock), or of shared memory (128 bytes a clock), or the latencies of a lone block, whichever are more."""
     qk, v = columns(problem)
-    count_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
-    products = 2 * count_q * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
-    exponentials = count_q * keys / 16
+    tile_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
+    products = 2 * tile_q * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
+    exponentials = tile_q * keys / 16
     reread = 1 - config.q_kept / (qk // 16)
-    read = (keys * (qk + v) * 2 * (warps + 1) + count_q * qk * 2 * reread) / 128  # by each warp, and written
+    read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
     problem = as_rows(problem)
-    count = max(1, tiles(problem, count_q)) / device.units  # blocks of a multiprocessor, and of them at a time
+    count = max(1, tiles(problem, tile_q)) / device.units  # blocks of a multiprocessor, and of them at a time
     together = min(config.blocks, max(1.0, count))
     busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
     alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
-    begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, count_q)
+    begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, tile_q)
     tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
     work = tiles_each * max(busy, alone) + _WORK
     waves = np.ceil(count / together) if work.max() < 1.05 * work.mean() else max(1.0, count / together + 0.3)

@@ -22,15 +22,15 @@ class Dense(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(Choice):
-    """Sequences of one length, the heads that share a key head side by side: a row for each query and each of them."""
+class Packed(Dense):
+    """The same, the heads that share a key head side by side: a row for each query and each of them."""
 
     type: ClassVar[str] = "Packed"
     source: ClassVar[str] = "variant/rows/packed.cuh"
 
     @property
     def fields(self) -> Fields:
-        return (("q_len", "i32"), ("kv_len", "i32"), ("packed_heads", "i32"))
+        return (*super().fields, ("packed_heads", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)
