@@ -14,8 +14,8 @@
 //
 // A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
 
-#include "config.cuh"  // rendered: cfg, Tensor, Args, QkMma, PvMma, and the choices
-                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Schedule, Store
+#include "config.cuh"  // rendered: cfg, TmaTensor, Args, QkMma, PvMma, and the choices
+                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Scheduler, Store
 #include "ptx/ldmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
@@ -35,16 +35,16 @@ struct Smem {
     ptx::Mbarrier k_full[cfg::stages], k_empty[cfg::stages];
     ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
     ptx::Mbarrier work_full[2], work_empty[2];
-    Work work[2];
+    WorkTile work[2];
 };
-static_assert(ElementChoice<Element>, "variant/element");
-static_assert(RowsChoice<Rows>, "variant/rows");
-static_assert(MaskChoice<Mask>, "variant/mask");
-static_assert(ScoreChoice<Score>, "variant/score");
-static_assert(SoftmaxChoice<Softmax>, "variant/softmax");
-static_assert(OrderChoice<Order>, "variant/order");
-static_assert(KvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
-static_assert(ScheduleChoice<Schedule>, "variant/schedule");
+static_assert(ElementOption<Element>, "variant/element");
+static_assert(RowsOption<Rows>, "variant/rows");
+static_assert(MaskOption<Mask>, "variant/mask");
+static_assert(ScoreOption<Score>, "variant/score");
+static_assert(SoftmaxOption<Softmax>, "variant/softmax");
+static_assert(OrderOption<Order>, "variant/order");
+static_assert(KvOption<Kv, Rows, KTile, VTile>, "variant/kv");
+static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
@@ -61,7 +61,7 @@ struct Producer {
     Ring<cfg::stages> kv;  // for the next K tile; V of the tile before it is one stage behind
 
     // One lane: every tile of one work. A tile's V comes after the next tile's K, as they are needed.
-    __device__ void load(const Work& work) {
+    __device__ void load(const WorkTile& work) {
         const Rows rows(args, work.batch);
         const TileRange tiles = tiles_of(Mask(args, rows), rows, work.q_begin, cfg::tile_q);
         const Kv source(args, rows, work.head / args.heads_per_kv);
@@ -73,7 +73,7 @@ struct Producer {
         }
         if (tiles.begin < tiles.end) load_v(source, tiles.begin);
     }
-    __device__ void load_q(const Rows& rows, const Work& work) {
+    __device__ void load_q(const Rows& rows, const WorkTile& work) {
         smem.q_empty[q.stage].wait(q.parity ^ 1);
         smem.q_full[q.stage].arrive_expect(QTile::bytes);
 #pragma unroll
@@ -89,14 +89,14 @@ struct Producer {
 };
 
 __device__ void produce(const Args& args, Smem& smem) {
-    ptx::release_registers<cfg::producer_registers>();
+    ptx::setmaxnreg_dec<cfg::producer_registers>();
     if (threadIdx.x >= 32) return;
-    Schedule schedule(args);
+    Scheduler scheduler(args);
     Producer producer{args, smem};
     Ring<2> ring;
-    Work work;
+    WorkTile work;
     do {
-        work = schedule.next();
+        work = scheduler.next();
         smem.work_empty[ring.stage].wait(ring.parity ^ 1);
         if (threadIdx.x == 0) {
             smem.work[ring.stage] = work;
@@ -106,16 +106,16 @@ __device__ void produce(const Args& args, Smem& smem) {
         __syncwarp();
         ring.advance();
     } while (!work.is_last());
-    schedule.finish();
+    scheduler.finish();
 }
 
 struct Consumer {
     const Args& args;
     Smem& smem;
     const u32 index, lane;  // of this warpgroup, of this thread in it
-    const Operand<QTile> q_rows;
-    const Operand<KTile> k_columns;
-    const Operand<VTile> v_rows;
+    const SmemDescriptor<QTile> q_rows;
+    const SmemDescriptor<KTile> k_columns;
+    const SmemDescriptor<VTile> v_rows;
     const Score score;
     const Order order;
     Ring<cfg::q_stages> q{};
@@ -125,8 +125,8 @@ struct Consumer {
 
     __device__ Consumer(const Args& args, Smem& smem)
         : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
-          q_rows(Operand<QTile>::of_columns(smem.q).rows_from(index * 64)), k_columns(Operand<KTile>::of_columns(smem.k)),
-          v_rows(Operand<VTile>::of_rows(smem.v)), score(args), order(index) {}
+          q_rows(SmemDescriptor<QTile>::of_columns(smem.q).rows_from(index * 64)), k_columns(SmemDescriptor<KTile>::of_columns(smem.k)),
+          v_rows(SmemDescriptor<VTile>::of_rows(smem.v)), score(args), order(index) {}
 
     // Said by each warp when it has read a stage.
     __device__ void release(ptx::Mbarrier& empty) const {
@@ -134,8 +134,8 @@ struct Consumer {
     }
 
     __device__ void start_qk() {
-        const Operand<QTile> a = q_rows.stage(q.stage);
-        const Operand<KTile> b = k_columns.stage(kv.stage);
+        const SmemDescriptor<QTile> a = q_rows.stage(q.stage);
+        const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
         smem.k_full[kv.stage].wait(kv.parity);
         order.take_turn();
         ptx::wgmma_fence();
@@ -144,7 +144,7 @@ struct Consumer {
         ptx::wgmma_commit();
     }
     __device__ void start_pv(Ring<cfg::stages> at) {
-        const Operand<VTile> b = v_rows.stage(at.stage);
+        const SmemDescriptor<VTile> b = v_rows.stage(at.stage);
         smem.v_full[at.stage].wait(at.parity);
         ptx::wgmma_fence();
 #pragma unroll
@@ -177,7 +177,7 @@ struct Consumer {
         for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
     }
 
-    __device__ void attend(const Work& work) {
+    __device__ void attend(const WorkTile& work) {
         const Rows rows(args, work.batch);
         const Mask mask(args, rows);
         const i32 begin = work.q_begin + i32(index) * 64, row = begin + lane / 32 * 16 + lane % 32 / 4;
@@ -261,13 +261,13 @@ struct Consumer {
 };
 
 __device__ void consume(const Args& args, Smem& smem) {
-    ptx::acquire_registers<cfg::consumer_registers>();
+    ptx::setmaxnreg_inc<cfg::consumer_registers>();
     Consumer consumer(args, smem);
     Ring<2> ring;
     while (true) {
         smem.work_full[ring.stage].wait(ring.parity);
-        const Work& slot = smem.work[ring.stage];
-        const Work work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin))};
+        const WorkTile& slot = smem.work[ring.stage];
+        const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin))};
         __syncwarp();
         consumer.release(smem.work_empty[ring.stage]);
         ring.advance();
@@ -291,8 +291,8 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    ptx::wait_for_previous_grid();
-    ptx::let_next_grid_start();
+    ptx::griddepcontrol_wait();
+    ptx::launch_dependents();
     if (threadIdx.x < 128) produce(args, smem);
     else consume(args, smem);
 }

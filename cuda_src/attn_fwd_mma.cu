@@ -1,8 +1,8 @@
 // Forward attention for many query rows on any GPU from Ampere on: o = softmax(mask(score(q k^T))) v, with mma.sync and cp.async.
 //
-// A block computes cfg::tile_q query rows of one head (or of several, where Rows packs them), and a warp 16 * cfg::slabs of them.
+// A block computes cfg::tile_q query rows of one head (or of several, where Rows packs them), and a warp 16 * cfg::m_tiles_per_warp of them.
 // Every thread loads: Q first, then key and value tiles in turn, last ones first, cfg::stages - 1 tiles ahead of their use, into a
-// ring of slots. S, P and O stay in registers, and of Q what fits: the columns of cfg::q_kept contraction steps.
+// ring of slots. S, P and O stay in registers, and of Q what fits: the columns of cfg::q_steps_in_registers contraction steps.
 //
 //   barrier               arrives        waits          protects
 //   copy group t          its copies     its thread     a thread's part of tile t (of Q and the first K: group 0) until it is there
@@ -12,8 +12,8 @@
 //
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
-#include "config.cuh"  // rendered: cfg, RawTensor, Args, and the choices
-                       // Element, Rows, Mask, Score, Softmax, Kv, Schedule, Store
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices
+                       // Element, Rows, Mask, Score, Softmax, Kv, Scheduler, Store
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
 #include "tile/swizzled.cuh"
@@ -30,15 +30,15 @@ union Slot {
 struct Smem {
     QTile q;
     Slot ring[cfg::stages];
-    Work work;  // kept here until the end, to free registers
+    WorkTile work;  // kept here until the end, to free registers
 };
-static_assert(ElementChoice<Element>, "variant/element");
-static_assert(RowsChoice<Rows>, "variant/rows");
-static_assert(MaskChoice<Mask>, "variant/mask");
-static_assert(ScoreChoice<Score>, "variant/score");
-static_assert(SoftmaxChoice<Softmax>, "variant/softmax");
-static_assert(AsyncKvChoice<Kv, Rows, KTile, VTile>, "variant/kv");
-static_assert(ScheduleChoice<Schedule>, "variant/schedule");
+static_assert(ElementOption<Element>, "variant/element");
+static_assert(RowsOption<Rows>, "variant/rows");
+static_assert(MaskOption<Mask>, "variant/mask");
+static_assert(ScoreOption<Score>, "variant/score");
+static_assert(SoftmaxOption<Softmax>, "variant/softmax");
+static_assert(CpAsyncKvOption<Kv, Rows, KTile, VTile>, "variant/kv");
+static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, false};
 
@@ -78,31 +78,31 @@ struct Tiles {
     }
 };
 
-// What a warp computes: cfg::slabs times 16 rows. Registers are laid out as in tile/fragment.cuh.
+// What a warp computes: cfg::m_tiles_per_warp times 16 rows. Registers are laid out as in tile/fragment.cuh.
 struct Warp {
-    static constexpr int slabs = cfg::slabs, qk_steps = QTile::chunks / 2, pv_steps = cfg::tile_kv / 16;
+    static constexpr int m_tiles_per_warp = cfg::m_tiles_per_warp, qk_steps = QTile::chunks / 2, pv_steps = cfg::tile_kv / 16;
     const u32 first_row;  // in the tile
     const BlockReader<QTile> q_blocks;
     const BlockReader<KTile> k_blocks;
     const BlockReader<VTile> v_blocks;
     const Score score;
     Softmax softmax;
-    u32 q[cfg::q_kept + 1][slabs][4];  // the last one for the steps that are not kept
-    u32 p[pv_steps][slabs][4];
-    float s[slabs * cfg::tile_kv / 2], o[slabs * cfg::head_dim_v / 2];
+    u32 q[cfg::q_steps_in_registers + 1][m_tiles_per_warp][4];  // the last one for the steps that are not kept
+    u32 p[pv_steps][m_tiles_per_warp][4];
+    float s[m_tiles_per_warp * cfg::tile_kv / 2], o[m_tiles_per_warp * cfg::head_dim_v / 2];
 
     // The compiler takes what is uniform() for the same in the whole warp, and keeps what follows from it out of the registers.
     __device__ Warp(const Args& args, const Smem& smem)
-        : first_row(ptx::uniform(threadIdx.x / 32) * (16 * slabs)), q_blocks(BlockReader<QTile>::down(smem.q)),
+        : first_row(ptx::uniform(threadIdx.x / 32) * (16 * m_tiles_per_warp)), q_blocks(BlockReader<QTile>::down(smem.q)),
           k_blocks(BlockReader<KTile>::right(smem.ring[0].k)), v_blocks(BlockReader<VTile>::down(smem.ring[0].v)), score(args),
           softmax(score.scale_log2) {
 #pragma unroll
         for (float& x : o) x = 0.f;
     }
 
-    __device__ void load_q(u32 (&to)[slabs][4], int step) {
+    __device__ void load_q(u32 (&to)[m_tiles_per_warp][4], int step) {
 #pragma unroll
-        for (int slab = 0; slab < slabs; ++slab) {
+        for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
             ptx::ldmatrix(to[slab], q_blocks.block(slab, step, first_row * QTile::row_bytes));
 #pragma unroll
             for (u32& x : to[slab]) x ^= u32(cfg::q_signs);
@@ -110,7 +110,7 @@ struct Warp {
     }
     __device__ void keep_q() {
 #pragma unroll
-        for (int step = 0; step < cfg::q_kept; ++step) load_q(q[step], step);
+        for (int step = 0; step < cfg::q_steps_in_registers; ++step) load_q(q[step], step);
     }
 
     // s = q k^T
@@ -119,14 +119,14 @@ struct Warp {
         for (float& x : s) x = 0.f;
 #pragma unroll
         for (int step = 0; step < qk_steps; ++step) {
-            u32 (&a)[slabs][4] = q[min(step, cfg::q_kept)];
-            if (step >= cfg::q_kept) load_q(a, step);
+            u32 (&a)[m_tiles_per_warp][4] = q[min(step, cfg::q_steps_in_registers)];
+            if (step >= cfg::q_steps_in_registers) load_q(a, step);
 #pragma unroll
             for (int i = 0; i < cfg::tile_kv / 16; ++i) {
                 u32 b[4];
                 ptx::ldmatrix(b, k_blocks.block(i, step, slot));
 #pragma unroll
-                for (int slab = 0; slab < slabs; ++slab) {
+                for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
                     Element::multiply(s + fragment_index(2 * i, 2 * slab), a[slab], b);
                     Element::multiply(s + fragment_index(2 * i + 1, 2 * slab), a[slab], b + 2);
                 }
@@ -142,7 +142,7 @@ struct Warp {
                 u32 b[4];
                 ptx::ldmatrix_transposed(b, v_blocks.block(step, i, slot));
 #pragma unroll
-                for (int slab = 0; slab < slabs; ++slab) {
+                for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
                     Element::multiply(o + fragment_index(2 * i, 2 * slab), p[step][slab], b);
                     if (16 * i + 8 < cfg::head_dim_v) Element::multiply(o + fragment_index(2 * i + 1, 2 * slab), p[step][slab], b + 2);
                 }
@@ -153,7 +153,7 @@ struct Warp {
 #pragma unroll
         for (int step = 0; step < pv_steps; ++step)
 #pragma unroll
-            for (int slab = 0; slab < slabs; ++slab)
+            for (int slab = 0; slab < m_tiles_per_warp; ++slab)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int from = fragment_index(2 * step + i / 2, 2 * slab + i % 2);
@@ -170,7 +170,7 @@ struct Warp {
         for (int r = 0; r < rows_each; ++r) {
             const KeptKeys kept = mask.row(row + 8 * r, first);
 #pragma unroll
-            for (int i = 0; i < slabs * cfg::tile_kv / 2; ++i)
+            for (int i = 0; i < m_tiles_per_warp * cfg::tile_kv / 2; ++i)
                 if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
         }
     }
@@ -183,8 +183,8 @@ struct Warp {
     }
     __device__ void store(const Args& args, const Smem& smem) const {
         __syncthreads();
-        const Work& work = smem.work;
-        const i32 row = work.q_begin + threadIdx.x / 32 * (16 * slabs) + threadIdx.x % 32 / 4;
+        const WorkTile& work = smem.work;
+        const i32 row = work.q_begin + threadIdx.x / 32 * (16 * m_tiles_per_warp) + threadIdx.x % 32 / 4;
         Store::store(args, Rows(args, work.batch), work.head, row, o, softmax);
     }
 };
@@ -195,14 +195,14 @@ __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_b
     return mask.tiles(q_begin, min(q_begin + count, rows.q_len));
 }
 
-__device__ void attend(const Args& args, Smem& smem, const Work& work) {
+__device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
     const Rows rows(args, work.batch);
     const Mask mask(args, rows);
     if (threadIdx.x == 0) smem.work = work;
     Tiles tiles(args, smem, rows, work.head / args.heads_per_kv, tiles_of(mask, rows, work.q_begin, cfg::tile_q));
     Warp warp(args, smem);
     const i32 begin = work.q_begin + i32(warp.first_row), row = begin + i32(threadIdx.x) % 32 / 4;
-    const TileRange own = tiles_of(mask, rows, begin, 16 * cfg::slabs);
+    const TileRange own = tiles_of(mask, rows, begin, 16 * cfg::m_tiles_per_warp);
     if (tiles.range.begin < tiles.range.end) {
         smem.q.fill(matrix_of(args.q, rows.q, work.head), work.q_begin, rows.q_len - 1);
         tiles.load_first();
@@ -218,10 +218,10 @@ __device__ void attend(const Args& args, Smem& smem, const Work& work) {
     warp.store(args, smem);
 }
 
-extern "C" __global__ __launch_bounds__(cfg::threads, cfg::blocks) void attn_fwd_mma(const __grid_constant__ Args args) {
+extern "C" __global__ __launch_bounds__(cfg::threads, cfg::ctas_per_sm) void attn_fwd_mma(const __grid_constant__ Args args) {
     extern __shared__ __align__(128) unsigned char raw[];
-    Schedule schedule(args);
-    const Work work = schedule.next();
+    Scheduler scheduler(args);
+    const WorkTile work = scheduler.next();
     if (!work.is_last()) attend(args, *reinterpret_cast<Smem*>(raw), work);
-    schedule.finish();
+    scheduler.finish();
 }

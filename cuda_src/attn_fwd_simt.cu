@@ -9,16 +9,16 @@
 //   __syncthreads, loaded   every thread   every thread   smem.kv (at first smem.q, with V smem.p) until written
 //   __syncthreads, read     every thread   every thread   smem.kv (with V smem.p) until read
 
-#include "config.cuh"  // rendered: cfg, RawTensor, Args, and the choices Element, Rows, Mask, Score, Schedule, Store
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Score, Scheduler, Store
 #include "tile/facts.cuh"
-#include "tile/raw_tensor.cuh"
+#include "tile/strided_tensor.cuh"
 #include "variant/interfaces.cuh"
 
-static_assert(NumberChoice<Element>, "variant/element");
-static_assert(RowsChoice<Rows>, "variant/rows");
-static_assert(MaskChoice<Mask>, "variant/mask");
-static_assert(ScoreChoice<Score>, "variant/score");
-static_assert(ScheduleChoice<Schedule>, "variant/schedule");
+static_assert(NumberOption<Element>, "variant/element");
+static_assert(RowsOption<Rows>, "variant/rows");
+static_assert(MaskOption<Mask>, "variant/mask");
+static_assert(ScoreOption<Score>, "variant/score");
+static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
 
 constexpr int groups = cfg::threads / 16, rows_each = cfg::tile_q / groups, keys_each = cfg::tile_kv / 16;
 constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, v_chunks = (cfg::head_dim_v + cfg::v_chunk - 1) / cfg::v_chunk;
@@ -40,7 +40,7 @@ struct alignas(16) Numbers {
 
     // Every thread of the block loads its share of rows [first, first + rows), from column `column` of `end`. Columns past the end
     // are zeros. Sixteen loads of a thread are on their way together. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
-    __device__ void load(const RawTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end, int sign = 1) {
+    __device__ void load(const StridedTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end, int sign = 1) {
         constexpr int warps = cfg::threads / 32, pieces = (columns + 31) / 32, ahead = pieces < 16 ? 16 / pieces * warps : warps;
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -179,7 +179,7 @@ struct Thread {
             }
         }
     }
-    __device__ void store(const Args& args, const Rows& rows, const Work& work, Number scale_log2) const {
+    __device__ void store(const Args& args, const Rows& rows, const WorkTile& work, Number scale_log2) const {
 #pragma unroll
         for (int i = 0; i < rows_each; ++i) {
             const i32 q = work.q_begin + row(i);
@@ -197,7 +197,7 @@ struct Thread {
     }
 };
 
-__device__ void attend(const Args& args, Smem& smem, const Work& work) {
+__device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
     const Rows rows(args, work.batch);
     const Mask mask(args, rows);
     const Score score(args);
@@ -231,10 +231,10 @@ __device__ void attend(const Args& args, Smem& smem, const Work& work) {
     thread.store(args, rows, work, score.scale_log2);
 }
 
-extern "C" __global__ __launch_bounds__(cfg::threads, cfg::blocks) void attn_fwd_simt(const __grid_constant__ Args args) {
+extern "C" __global__ __launch_bounds__(cfg::threads, cfg::ctas_per_sm) void attn_fwd_simt(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) unsigned char raw[];
-    Schedule schedule(args);
-    const Work work = schedule.next();
+    Scheduler scheduler(args);
+    const WorkTile work = scheduler.next();
     if (!work.is_last()) attend(args, *reinterpret_cast<Smem*>(raw), work);
-    schedule.finish();
+    scheduler.finish();
 }

@@ -20,9 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from rawattn.choose import choose
 from rawattn.device import Device
 from rawattn.problem import Problem
+from rawattn.select import select
 from rawattn.variant import order, softmax
 
 from . import command, machine, report, sets, statistics, timing
@@ -44,15 +44,15 @@ class Ablation:
 
 
 def one_group(kernel: Any) -> Any:
-    return altered(kernel, values=lambda found, p, *_: {**found, "head_group": p.heads * p.batch, "last_group": 0})
+    return altered(kernel, values=lambda found, p, *_: {**found, "l2_head_group": p.heads * p.batch, "last_group": 0})
 
 
 def lazy(kernel: Any) -> Any:
-    return altered(kernel, choices=lambda found, *_: {**found, "Softmax": softmax.Lazy()})
+    return altered(kernel, choices=lambda found, *_: {**found, "Softmax": softmax.LazyRescale()})
 
 
 def steady(kernel: Any) -> Any:
-    return altered(kernel, choices=lambda found, *_: {**found, "Softmax": softmax.Steady()})
+    return altered(kernel, choices=lambda found, *_: {**found, "Softmax": softmax.ConstantTime()})
 
 
 def other_order(kernel: Any) -> Any:
@@ -89,7 +89,7 @@ def compile_all(kernel: Any, problem: Problem, configs: dict[str, Any], device: 
 
 def measure(task: Task, device: Device) -> list[list[str]]:
     """The table of all ablations on a case, the costliest first; what was not timed comes last, with the reason."""
-    choice, check, gpu = choose(without_lse(task.case.problem), device), Check(task), timing.Gpu()
+    choice, check, gpu = select(without_lse(task.case.problem), device), Check(task), timing.Gpu()
     configs = {each.name: dataclasses.replace(choice.config, **each.config) for each in ABLATIONS}
     loads, notes = dict[str, timing.Load](), dict[str, str]()
     compile_all(choice.kernel, without_lse(task.case.problem), configs, device)

@@ -29,10 +29,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from rawattn.choose import KERNELS, choose
 from rawattn.compiler import Source
 from rawattn.device import Device
 from rawattn.errors import RawattnError
+from rawattn.select import KERNELS, select
 from rawattn.testing import Case
 
 from . import cold, command, machine, peers, report, sets, statistics, timing
@@ -75,7 +75,7 @@ def sources(names: dict[Case, list[str]], device: Device) -> Iterator[Source]:
     for case in names:
         for options in (our_options(case, name) for name in names[case]):
             with contextlib.suppress(RawattnError):
-                choice = choose(without_lse(case.problem), device, options.get("kernel"), options.get("config"))
+                choice = select(without_lse(case.problem), device, options.get("kernel"), options.get("config"))
                 yield choice.kernel.render(without_lse(case.problem), choice.config, device.arch)
 
 

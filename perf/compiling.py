@@ -26,7 +26,7 @@ class Pool:
 
     def __init__(self, workers: int | None = None) -> None:
         context = multiprocessing.get_context("spawn")
-        self._executor = concurrent.futures.ProcessPoolExecutor(workers or max(1, devices.cpu().units - 1), context)
+        self._executor = concurrent.futures.ProcessPoolExecutor(workers or max(1, devices.cpu().sm_count - 1), context)
         self._keys: dict[concurrent.futures.Future[Binary], str] = {}
 
     def __enter__(self) -> Pool:
@@ -86,7 +86,7 @@ def altered(kernel: Any, *patches: str, **replaced: Callable[..., Any]) -> Any:
     """A copy of a kernel's module, of patched sources, whose functions see each other's replacements, also those of an altered
     kernel that is altered again. A replacement is given the result of the original, and its arguments.
 
-    >>> altered(attn_fwd, "static_order", values=lambda found, problem, config, device: {**found, "head_group": 1})
+    >>> altered(attn_fwd, "static_order", values=lambda found, problem, config, device: {**found, "l2_head_group": 1})
     """
     original, before = getattr(kernel, "altered_from", (kernel, []))
     copy = types.ModuleType(kernel.__name__)

@@ -12,13 +12,13 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 
-from rawattn.choose import Choice, choose
 from rawattn.compiler import Binary, compile
 from rawattn.device import TYPICAL, Device
 from rawattn.kernel import attn_fwd_mma
 from rawattn.kernel.attn_fwd_mma import Config
-from rawattn.kernel.face import RESERVED_SMEM
+from rawattn.kernel.tiling import RESERVED_SMEM
 from rawattn.problem import Problem
+from rawattn.select import Selection, select
 from rawattn.testing import Case
 
 from . import command, report, sass, sets
@@ -31,10 +31,10 @@ CLOCKS = {"HMMA": 16, "MUFU.EX2": 8, "LDSM": 16, "issue": 1}  # of sm_89's units
 L4_FLOPS, L4_BYTES = 121e12, 300e9  # fp16 with float32 sums, at 2.04 GHz; memory, a second
 
 
-def build(device: Device, case: Case) -> tuple[Choice, Binary]:
+def build(device: Device, case: Case) -> tuple[Selection, Binary]:
     """The configuration that the library chooses, compiled."""
     problem = without_lse(case.problem)
-    choice = choose(problem, device, attn_fwd_mma.name)
+    choice = select(problem, device, attn_fwd_mma.name)
     return choice, compile(attn_fwd_mma.render(problem, choice.config, device.arch))
 
 
@@ -82,8 +82,8 @@ def step(text: str, config: Config, problem: Problem) -> collections.Counter[str
     """Instructions of a warp's step over one key tile that no mask cuts, once the softmax trusts its maximum: of all ways through
     the loop the shortest that multiplies and loads what such a step does."""
     qk, v = attn_fwd_mma.columns(problem)
-    multiplies = config.slabs * config.tile_kv * (qk + -(-problem.head_dim_v // 8) * 8) // 128
-    least = {"HMMA": multiplies, "MUFU.EX2": config.slabs * config.tile_kv // 2}
+    multiplies = config.m_tiles_per_warp * config.tile_kv * (qk + -(-problem.head_dim_v // 8) * 8) // 128
+    least = {"HMMA": multiplies, "MUFU.EX2": config.m_tiles_per_warp * config.tile_kv // 2}
     least["LDGSTS"] = config.tile_kv * (qk + v) // 8 // config.threads
     found = []
     for path in paths(text):
@@ -134,7 +134,7 @@ def predictions(device: Device) -> list[list[str]]:
     rows = [["case", "config", "roofline us", "bound by", "predicted us", "TFLOP/s"]]
     for case in [*sets.SMALL, *sets.grid(512, 4096, 16384)]:
         problem = without_lse(case.problem)
-        config = choose(problem, device, attn_fwd_mma.name).config
+        config = select(problem, device, attn_fwd_mma.name).config
         multiply, copy = sets.flops(case) / L4_FLOPS, problem.bytes / L4_BYTES * (problem.bytes > device.l2_bytes)
         seconds = max(attn_fwd_mma.cost(config, problem, device), copy)
         row = [

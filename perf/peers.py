@@ -20,8 +20,8 @@ from typing import Any
 
 import rawattn
 from rawattn import driver
-from rawattn.choose import KERNELS, Choice
 from rawattn.plan import Plan
+from rawattn.select import KERNELS, Selection
 from rawattn.testing import Case
 
 from .timing import Call
@@ -292,4 +292,4 @@ def prepare(name: str, task: Task, peers: dict[str, Adapter]) -> Call:
 def plan_of(task: Task, kernel: Any, config: Any, constant_time: bool = False) -> Plan:
     """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
     problem = dataclasses.replace(task.case.problem, return_lse=False, constant_time=constant_time)
-    return Plan(problem, driver.device(task.q.get_device()), Choice(kernel, config, "", ()), "torch")
+    return Plan(problem, driver.device(task.q.get_device()), Selection(kernel, config, "", ()), "torch")

@@ -38,10 +38,10 @@ from rich.console import Console
 from rich.progress import track
 
 import rawattn
-from rawattn.choose import choose
 from rawattn.device import Device
+from rawattn.select import select
 from rawattn.testing import Case
-from rawattn.variant import Choice, Fields
+from rawattn.variant import Fields, Option
 
 from . import command, machine, report, sets, timing
 from .compiling import altered, without_lse
@@ -58,10 +58,10 @@ Curve = list[tuple[int, float, float, float]]  # launches so far, t of first and
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed(Choice):
+class Timed(Option):
     """A softmax or a store that also reads the clock."""
 
-    base: Choice
+    base: Option
     wrapper: str
 
     @property
@@ -80,7 +80,7 @@ class Timed(Choice):
 def timed(kernel: Any, pointer: int, *patches: str) -> Any:
     """A kernel that writes the cycles of each block's consumers to memory at ``pointer``, eight numbers a block."""
 
-    def choices(found: dict[str, Choice], *_: Any) -> dict[str, Choice]:
+    def choices(found: dict[str, Option], *_: Any) -> dict[str, Option]:
         return {**found, **{axis: Timed(found[axis], f"Timed{axis}") for axis in ("Softmax", "Store")}}
 
     return altered(kernel, *patches, choices=choices, values=lambda found, *_: {**found, "cycles": pointer})
@@ -152,7 +152,7 @@ def cycles(device: Device, launches: int, constant_time: bool, *patches: str) ->
     """Of launches in random order of classes: the class, and the cycles of a block's slowest warpgroup in the mean."""
     task, torch = Task.make(TIMED), timing.Gpu().torch
     problem = dataclasses.replace(without_lse(TIMED.problem), constant_time=constant_time)
-    choice = choose(problem, device)
+    choice = select(problem, device)
     clocks = torch.zeros(SLOTS, choice.kernel.grid(problem, choice.config, device), 8, dtype=torch.int32, device="cuda")
     plans = [plan_of(task, timed(choice.kernel, slot.data_ptr(), *patches), choice.config, constant_time) for slot in clocks]
     pool = {name: inputs_of(torch, name) for name in CLASSES}

@@ -29,9 +29,9 @@ from typing import Any
 from rich.console import Console
 
 from rawattn import records
-from rawattn.choose import KERNELS, Member, choose, nearest, portfolio
 from rawattn.device import TYPICAL, Device
 from rawattn.records import Kind
+from rawattn.select import KERNELS, Member, config_set, nearest, select
 from rawattn.testing import Case
 
 from . import command, machine, report, sets, statistics, timing
@@ -65,9 +65,9 @@ def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> 
     found: dict[Kind, Group] = {}
     for case in cases:
         problem = without_lse(case.problem)
-        module = next(k for k in KERNELS if k.name == kernel) if kernel else choose(problem, device).kernel
+        module = next(k for k in KERNELS if k.name == kernel) if kernel else select(problem, device).kernel
         if module.supports(problem, device) is None:
-            member, _ = nearest(module, portfolio(module, module.typical(problem), device), problem, device)
+            member, _ = nearest(module, config_set(module, module.tuning_shapes(problem), device), problem, device)
             found.setdefault(Kind.of(module, member.like), Group(module, member, [])).cases.append(case)
     return list(found.values())
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from rich.console import Console
 
 from . import __version__, api, compiler, demo, doctor, driver
-from .choose import Choice, choose
 from .compiler import Binary, Source
 from .device import TYPICAL, Device
 from .device import cpu as this_cpu
 from .errors import ProblemError, RawattnError, UnsupportedError
 from .problem import Problem, make_mask, make_scale, make_score
+from .select import Selection, select
 from .variant.element import ELEMENTS
 
 COMPARED = 6  # configurations that `choose` lists, best first
@@ -75,7 +75,7 @@ def count_instructions(cubin: bytes) -> collections.Counter[str]:
 def explain(options: Options) -> int:
     """Prints which kernel and configuration a problem gets, why, and how the best configurations compare."""
     problem, device = _problem(options), _device(options)
-    choice = choose(problem, device)
+    choice = select(problem, device)
     console.print(f"{api.Explanation(problem, device.name, choice)}")
     costs = {config: choice.kernel.cost(config, problem, device) for config in choice.kernel.candidates(problem, device)}
     for config in sorted(costs, key=lambda config: costs[config])[:COMPARED]:
@@ -124,12 +124,12 @@ def clear(options: Options) -> int:
     return 0
 
 
-def _render(options: Options) -> tuple[Choice, Source]:
+def _render(options: Options) -> tuple[Selection, Source]:
     """The kernel and configuration of the problem, and what NVRTC is given for them."""
     problem, device = _problem(options), _device(options)
     if device.is_cpu:
         raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/lanes.py, compiled by Numba.")
-    choice = choose(problem, device)
+    choice = select(problem, device)
     return choice, choice.kernel.render(problem, choice.config, device.arch)
 
 

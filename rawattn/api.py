@@ -11,11 +11,11 @@ from typing import Any
 from . import arrays
 from . import plan as plans
 from .arrays import Array
-from .choose import Choice, choose
 from .errors import ProblemError, SlowKernelWarning
 from .plan import Bound, Inputs, Plan
 from .problem import Problem, make_mask, make_scale, make_score
-from .tma import misaligned, misfit
+from .select import Selection, select
+from .tma import tma_unsupported_reason, unaligned_reason
 from .variant.element import ELEMENTS
 from .variant.mask import Mask
 from .variant.score import Score
@@ -135,7 +135,7 @@ def explain(
     options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
     problem = make_problem(inputs, lengths, *options[:8])
     device = plans.device_of(inputs.q)
-    return Explanation(problem, device.name, choose(problem, device, kernel, config))
+    return Explanation(problem, device.name, select(problem, device, kernel, config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Explanation:
 
     problem: Problem
     device: str
-    choice: Choice
+    choice: Selection
 
     def __str__(self) -> str:
         problem, choice = self.problem, self.choice
@@ -191,8 +191,8 @@ def make_problem(
         element=element, batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=k.shape[-2], head_dim=head_dim,
         head_dim_v=v.shape[-1], scale=make_scale(scale, head_dim), mask=make_mask(causal, window, mask),
         score=make_score(softcap, score), varlen=lengths is not None, total_q=q.shape[0], total_kv=k.shape[0],
-        return_lse=return_lse, constant_time=constant_time, tma_misfit=next(filter(None, (misfit(*x) for x in places)), None),
-        misaligned=next(filter(None, (misaligned(*x) for x in places)), None),
+        return_lse=return_lse, constant_time=constant_time, tma_unsupported_reason=next(filter(None, (tma_unsupported_reason(*x) for x in places)), None),
+        unaligned_reason=next(filter(None, (unaligned_reason(*x) for x in places)), None),
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def _plan(
         *rest, kernel, config = options
         problem = make_problem(inputs, lengths, *rest)
         device = plans.device_of(inputs.q)
-        choice = choose(problem, device, kernel, config)
+        choice = select(problem, device, kernel, config)
         if choice.slow is not None:
             _warn_once(choice.slow)
         found = Plan(problem, device, choice, inputs.q.library, on_compile)

@@ -79,7 +79,7 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
     return None
 
 
-def typical(problem: Problem) -> tuple[Problem, ...]:
+def tuning_shapes(problem: Problem) -> tuple[Problem, ...]:
     """The problems by which configurations are compared: itself, since its loops are compiled once for all configurations."""
     return (problem,)
 
@@ -87,7 +87,7 @@ def typical(problem: Problem) -> tuple[Problem, ...]:
 def candidates(problem: Problem, device: Device) -> list[Config]:
     """The configurations worth comparing."""
     tile_kv = 96 if problem.head_dim + problem.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
-    threads = {min(1 << i, device.units) for i in range(device.units.bit_length() + 1)}
+    threads = {min(1 << i, device.sm_count) for i in range(device.sm_count.bit_length() + 1)}
     return [Config(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
 
 

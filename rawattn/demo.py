@@ -19,10 +19,10 @@ import numpy.typing as npt
 from rich.console import Console
 
 from . import __version__, api, arrays, compiler, cpu, driver, reference
-from .choose import choose
 from .device import TYPICAL
 from .errors import DeviceError, UnsupportedError
 from .problem import Problem
+from .select import select
 from .variant import mask
 from .variant.element import BF16, FP32, Element
 
@@ -44,7 +44,7 @@ def run(console: Console) -> int:
         torch = _import("torch")
     if lack is None:
         gpu, (major, minor) = driver.device(0), driver.version()
-        console.print(f"machine  {gpu.name}, {gpu.arch}, {gpu.units} multiprocessors, driver for CUDA {major}.{minor}")
+        console.print(f"machine  {gpu.name}, {gpu.arch}, {gpu.sm_count} multiprocessors, driver for CUDA {major}.{minor}")
         torch = torch if torch is not None and torch.cuda.is_available() else None
         libraries = ["cupy"] if torch is None else ["cupy", "torch"]
         return 0 if attend(console, libraries, GPU_SHAPE, BF16, torch) else 1
@@ -58,7 +58,7 @@ def missing_gpu() -> tuple[str | None, bool]:
     try:
         driver.library()
         gpu = driver.device(0)
-        choose(_problem(GPU_SHAPE, BF16), gpu)
+        select(_problem(GPU_SHAPE, BF16), gpu)
     except (UnsupportedError, DeviceError) as error:
         return str(error), isinstance(error, DeviceError)
     if _import("cupy") is None:
@@ -104,7 +104,7 @@ def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], e
 def cross_compile(console: Console) -> bool:
     """Compiles the Hopper kernel where there is no Hopper. Says whether that went well, or CuPy was left out on purpose."""
     problem, target = _problem(GPU_SHAPE, BF16), TYPICAL["sm_90a"]
-    choice = choose(problem, target)
+    choice = select(problem, target)
     console.print(f"\nA GPU's kernel can be compiled all the same:\n{api.Explanation(problem, target.name, choice)}")
     try:
         with console.status("looking into the cache") as status:

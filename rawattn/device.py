@@ -9,11 +9,11 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, or the CPU (``arch`` is "cpu" and ``units`` its cores)."""
+    """A GPU, or the CPU (``arch`` is "cpu" and ``sm_count`` its cores)."""
 
     name: str
     arch: str  # the target of NVRTC: "sm_90a", "sm_89", ... or "cpu"
-    units: int  # multiprocessors, or cores
+    sm_count: int  # multiprocessors, or cores
     smem_bytes: int  # shared memory that one block may have
     l2_bytes: int
     index: int = 0

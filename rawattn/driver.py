@@ -131,7 +131,7 @@ class Function:
             call("cuModuleGetFunction", byref(function), module, name.encode())
             call("cuModuleGetGlobal_v2", byref(facts), byref(size), module, b"facts")
             call("cuMemcpyDtoH_v2", numbers, facts, ctypes.sizeof(numbers))
-            self.smem_bytes, self.args_bytes, self.threads, self.begins_early = numbers
+            self.smem_bytes, self.args_bytes, self.threads, self.uses_pdl = numbers
             if self.smem_bytes > 48 << 10:
                 call("cuFuncSetAttribute", function, _MAX_SMEM_BYTES, self.smem_bytes)
             call("cuFuncSetAttribute", function, _SMEM_CARVEOUT, 100)  # as many blocks as fit, at the cost of L1
@@ -160,7 +160,7 @@ class Launch:
             raise DeviceError(f"the kernel has {function.args_bytes} bytes of arguments; the host filled {len(args)}.")
         self._args = ctypes.create_string_buffer(args, len(args))
         self._pointers = (c_void_p * 1)(ctypes.addressof(self._args))
-        early = function.begins_early
+        early = function.uses_pdl
         self._config = self._Config(
             grid, 1, 1, function.threads, 1, 1, function.smem_bytes, stream, ctypes.addressof(_EARLY) if early else None, early
         )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import arrays, choose, compiler, cpu, driver, render, tma
+from . import arrays, compiler, cpu, driver, render, select, tma
 from .arrays import Array
 from .device import Device
 from .device import cpu as this_cpu
@@ -43,7 +43,12 @@ class Plan:
     """
 
     def __init__(
-        self, problem: Problem, device: Device, choice: choose.Choice, library: str, on_compile: Callable[[], None] | None = None
+        self,
+        problem: Problem,
+        device: Device,
+        choice: select.Selection,
+        library: str,
+        on_compile: Callable[[], None] | None = None,
     ) -> None:
         self.problem, self.device, self.config, self._choice, self._library = problem, device, choice.config, choice, library
         self.kernel: str = choice.kernel.name
@@ -79,7 +84,7 @@ class Plan:
         self._template = np.zeros((), self.layout)
         for name, value in kernel.values(problem, self.config, self.device).items():
             self._template[name] = value
-        self._boxes = kernel.boxes(problem, self.config) if ("q", "Tensor") in fields else None
+        self._boxes = kernel.boxes(problem, self.config) if ("q", "TmaTensor") in fields else None
         self._grid = kernel.grid(problem, self.config, self.device)
 
     def run(self, q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *, out: Any = None) -> Any:
@@ -153,7 +158,7 @@ class Plan:
 
     def _tensor(self, name: str, array: Array) -> bytes:
         size = self.problem.element.itemsize
-        reason = self._choice.kernel.misfit(name, array.shape, array.strides, size, array.pointer)
+        reason = self._choice.kernel.tma_unsupported_reason(name, array.shape, array.strides, size, array.pointer)
         if reason is not None:
             raise ProblemError(f"{reason}.")
         if self._boxes is None:

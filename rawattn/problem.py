@@ -20,7 +20,7 @@ class Problem:
 
     Lengths are rows: of every sequence when dense, of the longest one (``max_seqlen``) when ``varlen``. ``total_q`` and
     ``total_kv`` are the rows of the whole tensors, batch * length when dense. ``constant_time`` asks for instructions that do not
-    depend on the numbers. ``tma_misfit`` says why the copy engine of Hopper cannot read these strides or pointers, ``misaligned``
+    depend on the numbers. ``tma_unsupported_reason`` says why the copy engine of Hopper cannot read these strides or pointers, ``unaligned_reason``
     why threads cannot read them 16 bytes at a time; None where they can.
     """
 
@@ -40,8 +40,8 @@ class Problem:
     total_kv: int = -1
     return_lse: bool = False
     constant_time: bool = False
-    tma_misfit: str | None = None
-    misaligned: str | None = None
+    tma_unsupported_reason: str | None = None
+    unaligned_reason: str | None = None
 
     def __post_init__(self) -> None:
         if not self.varlen:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .compiler import Source
-from .variant import Choice, Fields
+from .variant import Fields, Option
 from .variant.element import Element
 
 _PACKAGE = pathlib.Path(__file__).parent
@@ -23,8 +23,8 @@ FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") i
 
 # C++ type -> (bytes, alignment, NumPy format). Args is laid out as the compiler lays it out; Facts.args_bytes must agree.
 CTYPES = {
-    "Tensor": (192, 64, "V192"),
-    "RawTensor": (32, 8, "V32"),
+    "TmaTensor": (192, 64, "V192"),
+    "StridedTensor": (32, 8, "V32"),
     "Element*": (8, 8, "u8"),
     "Number*": (8, 8, "u8"),
     "float*": (8, 8, "u8"),
@@ -33,7 +33,7 @@ CTYPES = {
     "i64": (8, 8, "i8"),
     "i32": (4, 4, "i4"),
 }
-TENSORS = {"Tensor": "tile/tensor.cuh", "RawTensor": "tile/raw_tensor.cuh"}  # C++ type -> its file
+TENSORS = {"TmaTensor": "tile/tma_tensor.cuh", "StridedTensor": "tile/strided_tensor.cuh"}  # C++ type -> its file
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -79,7 +79,7 @@ def layout(fields: Fields, number: npt.DTypeLike = np.float32) -> tuple[dict[str
     return places, -(-end // widest) * widest
 
 
-def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], choices: Mapping[str, Choice]) -> str:
+def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], choices: Mapping[str, Option]) -> str:
     """``config.cuh``. ``choices``: axis (the C++ name) -> choice, in the order of inclusion; the first is the element."""
     constants = dict(constants)
     for choice in choices.values():

@@ -13,7 +13,10 @@ STRIDE_LIMIT = 1 << 40  # bytes
 ROW_LIMIT = 1 << 32  # bytes, of a row stride that threads compute with
 BOX_COLUMNS = 64  # one 128-byte swizzle span of a 16-bit format
 RAGGED_STRIDE_LIMIT = 1 << 34  # bytes; times the rows, 2^30, it wraps around 64 bits
-_RAGGED_ROWS, _RAGGED_EXTENT = 1 << 30, (1 << 31) - 1  # the extent is that of the two shifting dimensions: see tile/tensor.cuh
+_RAGGED_ROWS, _RAGGED_EXTENT = (
+    1 << 30,
+    (1 << 31) - 1,
+)  # the extent is that of the two shifting dimensions: see tile/tma_tensor.cuh
 
 
 class Geometry(NamedTuple):
@@ -26,7 +29,9 @@ class Geometry(NamedTuple):
     batch_step: int
 
 
-def misfit(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
+def tma_unsupported_reason(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0
+) -> str | None:
     """Why the copy engine cannot read the array ``name``, (batch, rows, heads, columns) or (rows, heads, columns), with strides
     in elements; None where it can."""
     if 0 in shape:
@@ -46,8 +51,8 @@ def misfit(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize
     return None
 
 
-def misaligned(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
-    """Why threads cannot read the rows of an array 16 bytes at a time, as ``misfit`` says it of the copy engine."""
+def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
+    """Why threads cannot read the rows of an array 16 bytes at a time, as ``tma_unsupported_reason`` does for TMA."""
     if 0 in shape:
         return None
     steps = [stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]

@@ -9,7 +9,7 @@ import numpy as np
 
 from rawattn import compiler, driver, render, tma
 from rawattn.plan import _function
-from rawattn.variant import Choice
+from rawattn.variant import Option
 from rawattn.variant.element import BF16
 
 HEADERS = {path.relative_to(render.FOLDER).as_posix(): path.read_text() for path in sorted(render.FOLDER.rglob("*.cuh"))}
@@ -27,7 +27,7 @@ def source(
     args: Mapping[str, tuple[str, Any]],
     constants: Mapping[str, int],
     products: Sequence[str],
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, Option],
 ) -> compiler.Source:
     """What is compiled: ``text`` behind a configuration like a kernel's."""
     fields = tuple((name, ctype) for name, (ctype, _) in args.items())
@@ -38,7 +38,7 @@ def source(
 
 def run(
     text: str, args: Mapping[str, tuple[str, Any]], *, threads: int = 32, smem_bytes: int = 0,
-    products: Sequence[str] = (), choices: Mapping[str, Choice] | None = None, **constants: int,
+    products: Sequence[str] = (), choices: Mapping[str, Option] | None = None, **constants: int,
 ) -> None:  # fmt: skip
     """Runs ``__device__ void run(const Args& args, unsigned char* smem)`` of the text in each thread.
 
@@ -46,7 +46,7 @@ def run(
     """
     import cupy
 
-    constants = {"slabs": 1, **constants, "threads": threads, "smem_bytes": smem_bytes}
+    constants = {"m_tiles_per_warp": 1, **constants, "threads": threads, "smem_bytes": smem_bytes}
     binary = compiler.compile(source(text, args, constants, products, choices or {}))
     places, size = render.layout(tuple((name, ctype) for name, (ctype, _) in args.items()))
     offsets, formats = zip(*places.values(), strict=True)

@@ -1,14 +1,14 @@
 #pragma once
 // Accumulators of a warp's product. They are made of blocks of 16 x 8, of which a thread has four registers: rows lane / 4 and
-// + 8, columns 2 * (lane % 4) and the next. A row's columns lie in the four lanes of a quad. A warp has cfg::slabs blocks below
+// + 8, columns 2 * (lane % 4) and the next. A row's columns lie in the four lanes of a quad. A warp has cfg::m_tiles_per_warp blocks below
 // each other, then as many of the next eight columns, and so on; a warpgroup's product has one slab in each warp.
 #include "ptx/base.cuh"
 
-constexpr int rows_each = 2 * cfg::slabs;  // rows of a thread: eight apart
+constexpr int rows_each = 2 * cfg::m_tiles_per_warp;  // rows of a thread: eight apart
 
-__device__ constexpr int fragment_row(int i) { return i / 4 % cfg::slabs * 2 + i / 2 % 2; }    // of those; 0 is the upmost
-__device__ constexpr int fragment_column(int i) { return i / (4 * cfg::slabs) * 8 + i % 2; }  // from the thread's first column
-__device__ constexpr int fragment_index(int block, int row) { return (block * cfg::slabs + row / 2) * 4 + row % 2 * 2; }
+__device__ constexpr int fragment_row(int i) { return i / 4 % cfg::m_tiles_per_warp * 2 + i / 2 % 2; }    // of those; 0 is the upmost
+__device__ constexpr int fragment_column(int i) { return i / (4 * cfg::m_tiles_per_warp) * 8 + i % 2; }  // from the thread's first column
+__device__ constexpr int fragment_index(int block, int row) { return (block * cfg::m_tiles_per_warp + row / 2) * 4 + row % 2 * 2; }
 
 // From dot products to logits; the thread's first element is that of query `row` and key `first`.
 template <class Score, int n>
@@ -30,7 +30,7 @@ __device__ inline float quad_sum(float x) {
 // Folds the registers of row r by `op`, in four chains, whose latencies overlap.
 template <int n, class Op>
 __device__ float fold_row(const float (&s)[n], int r, Op op) {
-    constexpr int blocks = n / (4 * cfg::slabs), chains = blocks < 4 ? blocks : 4;
+    constexpr int blocks = n / (4 * cfg::m_tiles_per_warp), chains = blocks < 4 ? blocks : 4;
     float a[chains];
 #pragma unroll
     for (int i = 0; i < blocks; ++i) {

@@ -4,11 +4,11 @@
 
 __device__ constexpr i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 
-// Which keys a query keeps of those from some first one on: offsets [before, room).
+// Which keys a query keeps of those from some first one on: offsets [before, end).
 struct KeptKeys {
-    i32 before, room;
+    i32 before, end;
 
-    __device__ bool keep(i32 offset) const { return offset >= before && offset < room; }
+    __device__ bool keep(i32 offset) const { return offset >= before && offset < end; }
 };
 
 // The key tiles that a query tile visits: [begin, end), of which [full_begin, full_end) need no mask.

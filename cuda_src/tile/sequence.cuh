@@ -1,5 +1,5 @@
 #pragma once
-// Where a sequence lies in a tensor. Each kind of tensor knows how to get there (tile/tensor.cuh, tile/raw_tensor.cuh).
+// Where a sequence lies in a tensor. Each kind of tensor knows how to get there (tile/tma_tensor.cuh, tile/strided_tensor.cuh).
 #include "ptx/base.cuh"
 
 struct BatchEntry { i32 index; };       // in (batch, rows, heads, columns)

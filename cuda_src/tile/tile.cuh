@@ -16,16 +16,16 @@ struct alignas(1024) Tile {
 // uniform instructions a step.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
 template <class T>
-struct Operand {
+struct SmemDescriptor {
     u32 low;
 
     // Contraction along the columns (Q and K in Q K^T).
-    __device__ static Operand of_columns(const T* tile) { return {ptx::smem_address(tile) >> 4 | 1u << 16}; }
+    __device__ static SmemDescriptor of_columns(const T* tile) { return {ptx::smem_address(tile) >> 4 | 1u << 16}; }
     // Contraction along the rows (V in P V): the next panel is a panel's bytes away.
-    __device__ static Operand of_rows(const T* tile) { return {ptx::smem_address(tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
+    __device__ static SmemDescriptor of_rows(const T* tile) { return {ptx::smem_address(tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
 
-    __device__ Operand stage(u32 index) const { return {low + index * (T::bytes / 16)}; }
-    __device__ Operand rows_from(u32 row) const { return {low + row * 8}; }
+    __device__ SmemDescriptor stage(u32 index) const { return {low + index * (T::bytes / 16)}; }
+    __device__ SmemDescriptor rows_from(u32 row) const { return {low + row * 8}; }
     // The k-th sixteen columns, or rows, of the contraction.
     __device__ u64 columns(int k) const { return descriptor(low + k / 4 * (T::panel_bytes / 16) + k % 4 * 2); }
     __device__ u64 rows(int k) const { return descriptor(low + k * 128); }

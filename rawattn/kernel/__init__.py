@@ -1,1 +1,1 @@
-"""The Python face of each kernel, and what they share."""
+"""The Python tiling of each kernel, and what they share."""

@@ -12,14 +12,14 @@ from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source, wgmma
-from ..tma import misfit as misfit
-from ..variant import Choice, Fields, element, kv, order, softmax, store
+from ..tma import tma_unsupported_reason as tma_unsupported_reason
+from ..variant import Fields, Option, element, kv, order, softmax, store
 from ..variant.mask import Full
 from ..variant.score import Scale
-from . import face
-from .face import kept_keys, tiles
-from .face import typical as typical
-from .face import values as values
+from . import tiling
+from .tiling import kept_keys, tiles
+from .tiling import tuning_shapes as tuning_shapes
+from .tiling import values as values
 
 name = "attn_fwd"
 file = "attn_fwd.cu"
@@ -65,7 +65,7 @@ def supports(problem: Problem, device: Device) -> str | None:
             return f"{which} is {size}; it takes multiples of 8 from 8 to 256"
     if problem.total_q * problem.heads >= 1 << 37:
         return f"{problem.total_q * problem.heads} query rows are more than it can count tiles for"
-    return problem.tma_misfit
+    return problem.tma_unsupported_reason
 
 
 def panels(columns: int) -> int:
@@ -139,7 +139,7 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, config.tile_q)
     strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
     work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * problem.head_dim_v
-    return makespan(work, tiles(problem, config.tile_q), device.units) / _CLOCK + _LAUNCH
+    return makespan(work, tiles(problem, config.tile_q), device.sm_count) / _CLOCK + _LAUNCH
 
 
 def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
@@ -152,14 +152,14 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
     return max(busy)
 
 
-def choices(problem: Problem) -> dict[str, Choice]:
+def choices(problem: Problem) -> dict[str, Option]:
     """The choice on each axis, by the name that the kernel has for it."""
     out = store.StoreOLse() if problem.return_lse else store.StoreO()
-    plan = face.longest_first(problem, persistent=True)
-    return face.choices(problem, Softmax=softmax.Trusting(), Kv=kv.Strided(), Schedule=plan, Store=out)
+    plan = tiling.lpt_scheduler(problem, persistent=True)
+    return tiling.choices(problem, Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=plan, Store=out)
 
 
-def order_of(problem: Problem, config: Config) -> Choice:
+def order_of(problem: Problem, config: Config) -> Option:
     """The order of the warpgroups' products: the one choice that depends on the configuration. Two take turns, but at head_dim
     256, where the products of one leave the other's softmax time enough; four do where none of them has tiles to skip, nor a
     softmax so long that it misses its turn (perf/notes/attn_fwd.md)."""
@@ -170,14 +170,19 @@ def order_of(problem: Problem, config: Config) -> Choice:
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    return face.fields(choices(problem), "Tensor")
+    return tiling.fields(choices(problem), "TmaTensor")
 
 
 def render(problem: Problem, config: Config, arch: str = arch) -> Source:
     """The source of one configuration; problems that differ in run-time values alone share it."""
     producer, consumer = config.registers
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-    constants |= {"consumer_registers": consumer, "slabs": 1, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    constants |= {
+        "consumer_registers": consumer,
+        "m_tiles_per_warp": 1,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+    }
     products = [
         wgmma("QkMma", problem.element, config.tile_kv, a_in_registers=False, b_by_rows=False, negate=problem.scale < 0),
         wgmma("PvMma", problem.element, problem.head_dim_v, a_in_registers=True, b_by_rows=True),
@@ -188,7 +193,7 @@ def render(problem: Problem, config: Config, arch: str = arch) -> Source:
 
 def grid(problem: Problem, config: Config, device: Device) -> int:
     """Blocks: one for each multiprocessor, or for each query tile where those are fewer."""
-    return min(device.units, tiles(problem, config.tile_q))
+    return min(device.sm_count, tiles(problem, config.tile_q))
 
 
 def boxes(problem: Problem, config: Config) -> dict[str, int]:

@@ -10,34 +10,34 @@ from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
-from ..tma import misaligned
-from ..variant import Choice, Fields, element, kv, rows, softmax, store
+from ..tma import unaligned_reason
+from ..variant import Fields, Option, element, kv, rows, softmax, store
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.score import Scale
-from . import face
-from .face import RESERVED_SMEM, kept_keys, tiles
+from . import tiling
+from .tiling import RESERVED_SMEM, kept_keys, tiles
 
 name = "attn_fwd_mma"
 file = "attn_fwd_mma.cu"
 alignment = 16  # bytes, of the output's pointer and strides
-misfit = misaligned
+tma_unsupported_reason = unaligned_reason
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile sizes in rows; slots of the ring, which K and V tiles share; slabs of 16 query rows that a warp computes; contraction
+    """Tile sizes in rows; slots of the ring, which K and V tiles share; m_tiles_per_warp of 16 query rows that a warp computes; contraction
     steps of 16 columns whose Q stays in registers; blocks that share a multiprocessor."""
 
     tile_q: int = 128
     tile_kv: int = 64
     stages: int = 2
-    slabs: int = 2
-    q_kept: int = 0
-    blocks: int = 2
+    m_tiles_per_warp: int = 2
+    q_steps_in_registers: int = 0
+    ctas_per_sm: int = 2
 
     @property
     def threads(self) -> int:
-        return 2 * self.tile_q // self.slabs
+        return 2 * self.tile_q // self.m_tiles_per_warp
 
 
 def runs_on(device: Device) -> bool:
@@ -57,7 +57,7 @@ def supports(problem: Problem, device: Device) -> str | None:
             return f"{which} is {size}; it takes multiples of 8 from 8 to 256"
     if tiles(as_rows(problem), 32) >= 1 << 31:
         return f"{problem.total_q * problem.heads} query rows are more than a grid has blocks for"
-    return problem.misaligned
+    return problem.unaligned_reason
 
 
 def packs(problem: Problem) -> bool:
@@ -92,42 +92,44 @@ def registers(config: Config, problem: Problem) -> int:
     plain = isinstance(problem.mask, (Full, Causal)) and isinstance(problem.score, Scale)
     rest = 52 if plain else 76
     if problem.head_dim % 16 or problem.head_dim_v % 16:
-        rest += 8 * plain + 12 * (config.slabs - 1)
-    elif problem.varlen and config.slabs == 2:
+        rest += 8 * plain + 12 * (config.m_tiles_per_warp - 1)
+    elif problem.varlen and config.m_tiles_per_warp == 2:
         rest += 12 * problem.constant_time if plain else 4
-    return config.slabs * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * max(1, config.q_kept)) + rest
+    return (
+        config.m_tiles_per_warp * (config.tile_kv // 2 + problem.head_dim_v // 2 + 4 * max(1, config.q_steps_in_registers)) + rest
+    )
 
 
 def register_limit(config: Config, device: Device) -> int:
     """Registers that a thread may have, with as many blocks on a multiprocessor, less what ptxas wants for itself: found by
     compiling what is chosen with NVRTC 13.0 and 13.5."""
     wanted = (24, 32) if device.capability >= 100 else (20, 0)
-    return min(255, 65536 // (config.threads * config.blocks) // 8 * 8) - wanted[config.slabs - 1]
+    return min(255, 65536 // (config.threads * config.ctas_per_sm) // 8 * 8) - wanted[config.m_tiles_per_warp - 1]
 
 
 def legal(config: Config, problem: Problem, device: Device) -> str | None:
     """None if the configuration can be compiled and run for the problem, else the reason why not."""
-    if config.slabs not in (1, 2) or config.tile_q % (32 * config.slabs) or not 32 <= config.tile_q <= 256:
-        return f"tile_q is {config.tile_q} and slabs {config.slabs}; they must be a multiple of 32 slabs up to 256, and 1 or 2"
+    if config.m_tiles_per_warp not in (1, 2) or config.tile_q % (32 * config.m_tiles_per_warp) or not 32 <= config.tile_q <= 256:
+        return f"tile_q is {config.tile_q} and m_tiles_per_warp {config.m_tiles_per_warp}; they must be a multiple of 32 m_tiles_per_warp up to 256, and 1 or 2"
     if config.tile_kv % 16 or not 16 <= config.tile_kv <= 256:
         return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 16 to 256"
     steps = columns(problem)[0] // 16
-    if not 0 <= config.q_kept <= steps:
-        return f"q_kept is {config.q_kept}; it must be from 0 to {steps}, the steps of head_dim {problem.head_dim}"
-    if config.stages < 2 or not 1 <= config.blocks <= 16:
-        return f"stages is {config.stages} and blocks {config.blocks}; they must be at least 2, and from 1 to 16"
+    if not 0 <= config.q_steps_in_registers <= steps:
+        return f"q_steps_in_registers is {config.q_steps_in_registers}; it must be from 0 to {steps}, the steps of head_dim {problem.head_dim}"
+    if config.stages < 2 or not 1 <= config.ctas_per_sm <= 16:
+        return f"stages is {config.stages} and blocks {config.ctas_per_sm}; they must be at least 2, and from 1 to 16"
     per_block = smem_bytes(config, problem) + RESERVED_SMEM
-    if per_block * config.blocks > device.smem_bytes + RESERVED_SMEM:
-        return f"{config.blocks} blocks need {per_block * config.blocks} bytes of shared memory; there are {device.smem_bytes}"
+    if per_block * config.ctas_per_sm > device.smem_bytes + RESERVED_SMEM:
+        return f"{config.ctas_per_sm} blocks need {per_block * config.ctas_per_sm} bytes of shared memory; there are {device.smem_bytes}"
     if registers(config, problem) > (limit := register_limit(config, device)):
         return f"a thread needs about {registers(config, problem)} registers; above {limit} it spills"
     return None
 
 
-def typical(problem: Problem) -> tuple[Problem, ...]:
+def tuning_shapes(problem: Problem) -> tuple[Problem, ...]:
     """The problems by which configurations are compared, as for the others; a mask of one kind takes as many registers. Where
     heads share tiles: one query and many keys, of sequences that fill a GPU and of one, and some queries."""
-    found = face.typical(problem)
+    found = tiling.tuning_shapes(problem)
     if packs(problem):
         few = dataclasses.replace(found[0], kv_len=4096, heads=8 * problem.heads_per_kv, kv_heads=8)
         found = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
@@ -140,14 +142,14 @@ def candidates(problem: Problem, device: Device) -> list[Config]:
     """Legal configurations worth comparing: as many blocks as fit, a ring of two, whose slots are known at compile time, and of Q
     in registers nothing, or as much as fits."""
     steps, found = columns(problem)[0] // 16, []
-    for slabs, tile_q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)):
-        for tile_kv in (64, 32) if slabs == 2 else (64, 32, 128):
-            bare = [Config(tile_q, tile_kv, 2, slabs, 0, blocks) for blocks in (4, 3, 2, 1)]
+    for m_tiles_per_warp, tile_q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)):
+        for tile_kv in (64, 32) if m_tiles_per_warp == 2 else (64, 32, 128):
+            bare = [Config(tile_q, tile_kv, 2, m_tiles_per_warp, 0, blocks) for blocks in (4, 3, 2, 1)]
             fitting = [c for c in bare if legal(c, problem, device) is None][:1]
             for config in fitting:
-                room = 1 + (register_limit(config, device) - registers(config, problem)) // (4 * slabs)
+                room = 1 + (register_limit(config, device) - registers(config, problem)) // (4 * m_tiles_per_warp)
                 kept = min(steps, room // 2 * 2)
-                found += [config, *([dataclasses.replace(config, q_kept=kept)] if kept else [])]
+                found += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
     return found
 
 
@@ -166,11 +168,11 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     tile_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
     products = 2 * tile_q * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
     exponentials = tile_q * keys / 16
-    reread = 1 - config.q_kept / (qk // 16)
+    reread = 1 - config.q_steps_in_registers / (qk // 16)
     read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
     problem = as_rows(problem)
-    count = max(1, tiles(problem, tile_q)) / device.units  # blocks of a multiprocessor, and of them at a time
-    together = min(config.blocks, max(1.0, count))
+    count = max(1, tiles(problem, tile_q)) / device.sm_count  # blocks of a multiprocessor, and of them at a time
+    together = min(config.ctas_per_sm, max(1.0, count))
     busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
     alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
     begin, end = kept_keys(problem.mask, problem.q_len, problem.kv_len, tile_q)
@@ -190,19 +192,19 @@ def _larger(a: float, b: float) -> float:
     return float((a**4 + b**4) ** 0.25)
 
 
-def choices(problem: Problem) -> dict[str, Choice]:
+def choices(problem: Problem) -> dict[str, Option]:
     """The choice on each axis, by the name that the kernel has for it."""
     out = store.StoreOLse() if problem.return_lse else store.StoreO()
-    plan = face.longest_first(problem, persistent=False)
-    own: dict[str, Choice] = {"Softmax": softmax.Trusting(), "Kv": kv.Async(), "Schedule": plan, "Store": out}
+    plan = tiling.lpt_scheduler(problem, persistent=False)
+    own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
     if packs(problem):
-        own |= {"Rows": rows.Packed(), "Mask": rows.OfQueries(problem.mask)}
-    return face.choices(problem, **own)
+        own |= {"Rows": rows.PackGqa(), "Mask": rows.PackGqaMask(problem.mask)}
+    return tiling.choices(problem, **own)
 
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    return face.fields(choices(problem), "RawTensor")
+    return tiling.fields(choices(problem), "StridedTensor")
 
 
 def render(problem: Problem, config: Config, arch: str) -> Source:
@@ -220,5 +222,5 @@ def grid(problem: Problem, config: Config, device: Device) -> int:
 
 def values(problem: Problem, config: Config, device: Device) -> dict[str, float]:
     """The fields of Args that follow from the problem alone."""
-    found = face.values(as_rows(problem), config, device)
-    return found | {"q_len": problem.q_len, "packed_heads": problem.heads_per_kv} if packs(problem) else found
+    found = tiling.values(as_rows(problem), config, device)
+    return found | {"q_len": problem.q_len, "pack_gqa_heads": problem.heads_per_kv} if packs(problem) else found

@@ -8,11 +8,11 @@ from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
-from ..variant import Choice, Fields, element, store
-from . import face
-from .face import RESERVED_SMEM, tiles
-from .face import typical as typical
-from .face import values as values
+from ..variant import Fields, Option, element, store
+from . import tiling
+from .tiling import RESERVED_SMEM, tiles
+from .tiling import tuning_shapes as tuning_shapes
+from .tiling import values as values
 
 name = "attn_fwd_simt"
 file = "attn_fwd_simt.cu"
@@ -28,7 +28,7 @@ class Config:
     chunk: int = 64
     v_chunk: int = 64
     threads: int = 256
-    blocks: int = 1
+    ctas_per_sm: int = 1
 
 
 def runs_on(device: Device) -> bool:
@@ -50,7 +50,9 @@ def supports(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def misfit(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
+def tma_unsupported_reason(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0
+) -> str | None:
     """Why the kernel cannot read an array: it reads number by number, wherever they are."""
     return None
 
@@ -85,9 +87,9 @@ def legal(config: Config, problem: Problem, device: Device) -> str | None:
         if getattr(config, which) % 16 or getattr(config, which) < 16:
             return f"{which} is {getattr(config, which)}; it must be a multiple of 16"
     per_block = smem_bytes(config, problem) + RESERVED_SMEM
-    if config.blocks < 1 or per_block * config.blocks > device.smem_bytes + RESERVED_SMEM:
-        return f"{config.blocks} blocks need {per_block * config.blocks} bytes of shared memory; there are {device.smem_bytes}"
-    limit = min(255, 65536 // (config.threads * config.blocks) // 8 * 8)
+    if config.ctas_per_sm < 1 or per_block * config.ctas_per_sm > device.smem_bytes + RESERVED_SMEM:
+        return f"{config.ctas_per_sm} blocks need {per_block * config.ctas_per_sm} bytes of shared memory; there are {device.smem_bytes}"
+    limit = min(255, 65536 // (config.threads * config.ctas_per_sm) // 8 * 8)
     if registers(config, problem) > limit:
         return f"a thread needs about {registers(config, problem)} registers; above {limit} it spills"
     return None
@@ -112,22 +114,22 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
     """Estimated seconds, to compare configurations: multiplications and loads from shared memory share the issue slots."""
     rows_each, keys_each = config.tile_q * 16 // config.threads, config.tile_kv // 16
     vectors = (rows_each + keys_each) / (rows_each * keys_each) + 1 / 4 + 1 / rows_each
-    warps = min(config.blocks * config.threads / 32, 16)
+    warps = min(config.ctas_per_sm * config.threads / 32, 16)
     tiles = -(-problem.q_len // config.tile_q) * problem.batch * problem.heads
-    waves = max(1.0, tiles / (device.units * config.blocks))
-    work = config.tile_q * config.blocks * max(1, problem.kv_len) * (problem.head_dim + problem.head_dim_v)
+    waves = max(1.0, tiles / (device.sm_count * config.ctas_per_sm))
+    work = config.tile_q * config.ctas_per_sm * max(1, problem.kv_len) * (problem.head_dim + problem.head_dim_v)
     return waves * work * (1 + vectors) * (1 + 2 / warps) / 128 / 1.5e9
 
 
-def choices(problem: Problem) -> dict[str, Choice]:
+def choices(problem: Problem) -> dict[str, Option]:
     """The choice on each axis, by the name that the kernel has for it."""
-    out = store.StoreEachOLse() if problem.return_lse else store.StoreEachO()
-    return face.choices(problem, Schedule=face.longest_first(problem, persistent=False), Store=out)
+    out = store.StoreOLseScalar() if problem.return_lse else store.StoreOScalar()
+    return tiling.choices(problem, Scheduler=tiling.lpt_scheduler(problem, persistent=False), Store=out)
 
 
 def fields(problem: Problem) -> Fields:
     """The fields of struct Args, in order."""
-    return face.fields(choices(problem), "RawTensor")
+    return tiling.fields(choices(problem), "StridedTensor")
 
 
 def render(problem: Problem, config: Config, arch: str) -> Source:

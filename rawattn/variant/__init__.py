@@ -14,7 +14,7 @@ Fields = tuple[tuple[str, str], ...]  # (name, C++ type) of run-time arguments
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Option:
     """One choice on one axis; subclasses set the class variables and hold the run-time values as fields."""
 
     type: ClassVar[str]
@@ -46,7 +46,7 @@ class Choice:
         return {}
 
     @property
-    def steady(self) -> Choice:
+    def constant_time(self) -> Option:
         """The choice that computes the same by instructions that do not depend on the data: itself, if its do not."""
         return self
 
@@ -56,6 +56,6 @@ class Choice:
         return (self.cuda_type, tuple(self.constants.items()))
 
 
-def steady(choices: dict[str, Choice]) -> dict[str, Choice]:
+def constant_time(choices: dict[str, Option]) -> dict[str, Option]:
     """The choices in the forms whose instructions do not depend on the data."""
-    return {axis: getattr(choice, "steady", choice) for axis, choice in choices.items()}
+    return {axis: getattr(choice, "constant_time", choice) for axis, choice in choices.items()}

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from . import Choice
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
-class Element(Choice):
+class Element(Option):
     """One number format; ``wgmma`` is its name in PTX, None where the tensor cores of Hopper do not take it."""
 
     name: str

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Choice
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
-class Strided(Choice):
+class TmaKv(Option):
     """Plain strided tensors, read by the copy engine."""
 
-    type: ClassVar[str] = "Strided"
-    source: ClassVar[str] = "variant/kv/strided.cuh"
+    type: ClassVar[str] = "TmaKv"
+    source: ClassVar[str] = "variant/kv/tma.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
-class Async(Choice):
+class CpAsyncKv(Option):
     """Plain strided tensors, read by every thread with asynchronous copies of 16 bytes."""
 
-    type: ClassVar[str] = "Async"
-    source: ClassVar[str] = "variant/kv/async.cuh"
+    type: ClassVar[str] = "CpAsyncKv"
+    source: ClassVar[str] = "variant/kv/cp_async.cuh"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProblemError
-from . import Choice, Fields
+from . import Fields, Option
 
 Ints = npt.NDArray[np.int64]
 UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fits an int32
@@ -55,7 +55,7 @@ def _shift(align: str, q_len: int, kv_len: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Full(Choice):
+class Full(Option):
     """Every query keeps every key.
 
     >>> rawattn.attention(q, k, v, mask=rawattn.mask.Full())  # the default
@@ -69,7 +69,7 @@ class Full(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Causal(Choice):
+class Causal(Option):
     """A query keeps the keys up to its own position: key <= query + shift, where shift is kv_len - q_len for
     ``align="bottom_right"`` and 0 for ``align="top_left"``. A query before the first key keeps none.
 
@@ -92,7 +92,7 @@ class Causal(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(Choice):
+class Window(Option):
     """A query keeps ``left`` keys before its own position, that key, and ``right`` after it; None is unbounded.
 
     ``Window(left=4095, right=0)`` is a causal sliding window of 4096 keys.
@@ -137,7 +137,7 @@ class Window(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Both(Choice):
+class Both(Option):
     """A key counts when both masks keep it.
 
     >>> rawattn.mask.Both(rawattn.mask.Causal(), rawattn.mask.Window(left=1024))  # what causal=True, window=(1024, None) builds

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Choice
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
-class PingPong(Choice):
+class PingPong(Option):
     """In turn, so that one warpgroup's softmax runs beside another's products."""
 
     type: ClassVar[str] = "PingPong"
@@ -17,7 +17,7 @@ class PingPong(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unordered(Choice):
+class Unordered(Option):
     """As each is ready."""
 
     type: ClassVar[str] = "Unordered"

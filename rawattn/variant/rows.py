@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Choice, Fields
+from . import Fields, Option
 from .mask import Mask
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(Choice):
+class Dense(Option):
     """Sequences of one length: (batch, length, heads, head_dim)."""
 
     type: ClassVar[str] = "Dense"
@@ -22,27 +22,27 @@ class Dense(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(Dense):
+class PackGqa(Dense):
     """The same, the heads that share a key head side by side: a row for each query and each of them."""
 
-    type: ClassVar[str] = "Packed"
-    source: ClassVar[str] = "variant/rows/packed.cuh"
+    type: ClassVar[str] = "PackGqa"
+    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
 
     @property
     def fields(self) -> Fields:
-        return (*super().fields, ("packed_heads", "i32"))
+        return (*super().fields, ("pack_gqa_heads", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)
-class OfQueries(Choice):
+class PackGqaMask(Option):
     """The mask that such rows need: each has the mask of its query."""
 
     mask: Mask
-    source: ClassVar[str] = "variant/rows/packed.cuh"
+    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"OfQueries<{self.mask.cuda_type}>"
+        return f"PackGqaMask<{self.mask.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class OfQueries(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Varlen(Choice):
+class Varlen(Option):
     """Sequences of any lengths, end to end: (total, heads, head_dim); cu_seqlens hold where each begins."""
 
     type: ClassVar[str] = "Varlen"

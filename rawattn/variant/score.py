@@ -7,7 +7,7 @@ import math
 from typing import ClassVar, Protocol
 
 from ..errors import ProblemError
-from . import Choice, Fields
+from . import Fields, Option
 
 
 class Score(Protocol):
@@ -31,7 +31,7 @@ class Score(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale(Choice):
+class Scale(Option):
     """logit = scale * q.k, the default."""
 
     type: ClassVar[str] = "Scale"
@@ -39,7 +39,7 @@ class Scale(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Softcap(Choice):
+class Softcap(Option):
     """logit = cap * tanh(scale * q.k / cap): logits bounded to (-cap, cap), as in Gemma 2 (arXiv 2408.00118, section 2)."""
 
     cap: float
@@ -63,12 +63,12 @@ class Softcap(Choice):
         return {"softcap": float(self.cap)}
 
     @property
-    def steady(self) -> SteadySoftcap:
+    def constant_time(self) -> ConstantTimeSoftcap:
         """The same function, in the same time for every value."""
-        return SteadySoftcap(self.cap)
+        return ConstantTimeSoftcap(self.cap)
 
 
-class SteadySoftcap(Softcap):
+class ConstantTimeSoftcap(Softcap):
     """Softcap by exponentials for every logit."""
 
-    type: ClassVar[str] = "SteadySoftcap"
+    type: ClassVar[str] = "ConstantTimeSoftcap"

@@ -5,30 +5,30 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Choice
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
-class Steady(Choice):
+class ConstantTime(Option):
     """Looks for the maximum and rescales in every tile. What is executed does not depend on the data."""
 
-    type: ClassVar[str] = "Steady"
-    source: ClassVar[str] = "variant/softmax/steady.cuh"
+    type: ClassVar[str] = "ConstantTime"
+    source: ClassVar[str] = "variant/softmax/constant_time.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
-class Trusting(Choice):
+class SpeculativeMax(Option):
     """Trusts the first tile's maximum, and looks for another only where a sum shows that it is far off. Time depends on data."""
 
-    type: ClassVar[str] = "Trusting"
-    source: ClassVar[str] = "variant/softmax/trusting.cuh"
-    steady: ClassVar[Choice] = Steady()
+    type: ClassVar[str] = "SpeculativeMax"
+    source: ClassVar[str] = "variant/softmax/speculative_max.cuh"
+    constant_time: ClassVar[Option] = ConstantTime()
 
 
 @dataclasses.dataclass(frozen=True)
-class Lazy(Choice):
+class LazyRescale(Option):
     """Looks for the maximum in every tile, and moves the reference when it lags by 2^8. Time depends on the data, a little."""
 
-    type: ClassVar[str] = "Lazy"
-    source: ClassVar[str] = "variant/softmax/lazy.cuh"
-    steady: ClassVar[Choice] = Steady()
+    type: ClassVar[str] = "LazyRescale"
+    source: ClassVar[str] = "variant/softmax/lazy_rescale.cuh"
+    constant_time: ClassVar[Option] = ConstantTime()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Choice, Fields
+from . import Fields, Option
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreO(Choice):
+class StoreO(Option):
     """The output rows."""
 
     type: ClassVar[str] = "StoreO"
@@ -33,16 +33,16 @@ class StoreOLse(StoreO):
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreEachO(StoreO):
+class StoreOScalar(StoreO):
     """The output, number by number: it need not be aligned."""
 
-    type: ClassVar[str] = "StoreEachO"
-    source: ClassVar[str] = "variant/store/each_o.cuh"
+    type: ClassVar[str] = "StoreOScalar"
+    source: ClassVar[str] = "variant/store/o_scalar.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreEachOLse(StoreOLse):
+class StoreOLseScalar(StoreOLse):
     """The same, and the logarithm of each row's sum of exponentials."""
 
-    type: ClassVar[str] = "StoreEachOLse"
-    source: ClassVar[str] = "variant/store/each_o_lse.cuh"
+    type: ClassVar[str] = "StoreOLseScalar"
+    source: ClassVar[str] = "variant/store/o_lse_scalar.cuh"

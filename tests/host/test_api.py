@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import api, arrays, choose, driver
+from rawattn import api, arrays, driver, select
 from rawattn.arrays import Array
 from rawattn.device import TYPICAL, Device
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel import attn_fwd
 from rawattn.plan import Inputs
 from rawattn.problem import Problem
-from rawattn.variant.softmax import Steady, Trusting
+from rawattn.variant.softmax import ConstantTime, SpeculativeMax
 
 H200 = TYPICAL["sm_90a"]
 
@@ -133,7 +133,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "kernel": ({"kernel": "attention"}, ["kernel is 'attention'", "'attn_fwd', 'attn_fwd_mma', 'attn_fwd_simt', 'cpu'"]),
     "config": ({"config": {"tile_q": 128}}, ["config is {'tile_q': 128}", "Config"]),
     "config of another kernel": ({"config": attn_fwd.Config()}, ["config is Config(", "kernel cpu takes a rawattn.cpu.Config"]),
-    "illegal config": ({"config": choose.cpu.Config(tile_q=-1)}, ["config is Config(tile_q=-1", "tile_q is -1"]),
+    "illegal config": ({"config": select.cpu.Config(tile_q=-1)}, ["config is Config(tile_q=-1", "tile_q is -1"]),
 }  # fmt: skip
 
 
@@ -433,7 +433,7 @@ def test_explain_prints() -> None:
 
 
 def test_explain_of_a_given_config() -> None:
-    config = choose.cpu.Config(tile_q=32)
+    config = select.cpu.Config(tile_q=32)
     found = rawattn.explain(**inputs(), kernel="cpu", config=config)
     assert found.choice.config is config and "given by the caller" in str(found)
 
@@ -529,20 +529,23 @@ def test_constant_time_on_gpus(dtype: str, device: Device) -> None:
     """The same kernel in the same configuration, but for what time depends on."""
     plain = square(dtype=dtype)
     steady = dataclasses.replace(plain, constant_time=True)
-    first, second = choose.choose(plain, device), choose.choose(steady, device)
+    first, second = select.select(plain, device), select.select(steady, device)
     assert (first.kernel, first.config) == (second.kernel, second.config)
     found = second.kernel.choices(steady)
-    assert found.get("Softmax", Steady()) == Steady() and first.kernel.choices(plain).get("Softmax") in (None, Trusting())
+    assert found.get("Softmax", ConstantTime()) == ConstantTime() and first.kernel.choices(plain).get("Softmax") in (
+        None,
+        SpeculativeMax(),
+    )
     assert all(choice.steady == choice for choice in found.values())
 
 
 def test_constant_time_is_refused_in_fp64() -> None:
     problem = dataclasses.replace(square(dtype="fp64"), constant_time=True)
-    refused(lambda: choose.choose(problem, H200), UnsupportedError, "attn_fwd_simt: it takes longer for some numbers of fp64")
+    refused(lambda: select.select(problem, H200), UnsupportedError, "attn_fwd_simt: it takes longer for some numbers of fp64")
 
 
 def test_cpu_kernel_for_gpu_arrays() -> None:
-    refused(lambda: choose.choose(square(), H200, "cpu"), UnsupportedError, "cpu: it runs on the CPU", H200.name)
+    refused(lambda: select.select(square(), H200, "cpu"), UnsupportedError, "cpu: it runs on the CPU", H200.name)
 
 
 def test_mixed_devices() -> None:
@@ -567,12 +570,12 @@ MISFITS = {
 @pytest.mark.parametrize("changes, reason", MISFITS.values(), ids=MISFITS)
 def test_array_that_the_copy_engine_cannot_read(changes: dict[str, Any], reason: str) -> None:
     problem = problem_of(on_gpu(1, 16, 2, 64, **changes), *[on_gpu(1, 16, 2, 64)] * 2)
-    refused(lambda: choose.choose(problem, H200), UnsupportedError, f"attn_fwd: {reason}", "copy it: q.", "'attn_fwd_simt'")
+    refused(lambda: select.select(problem, H200), UnsupportedError, f"attn_fwd: {reason}", "copy it: q.", "'attn_fwd_simt'")
 
 
 def test_array_that_the_copy_engine_can_read() -> None:
     packed = on_gpu(1, 16, 2, 64, strides=(0, 384, 0, 1), pointer=(1 << 20) + 128)
-    assert choose.choose(problem_of(packed, packed, packed), H200).kernel is attn_fwd
+    assert select.select(problem_of(packed, packed, packed), H200).kernel is attn_fwd
 
 
 class OnGpu:

@@ -16,10 +16,10 @@ import pytest
 
 from perf import sass
 from rawattn import compiler
-from rawattn.choose import choose, portfolio
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.problem import Problem
+from rawattn.select import config_set, select
 from rawattn.variant.element import BF16, FP16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
@@ -69,7 +69,7 @@ def problem(size: tuple[int, int], grid: tuple[int, int, int], **kinds: Any) -> 
 def covering() -> Iterator[Combination]:
     """Each head size, each two kinds, and each head size with each kind, in the configurations that are chosen for them."""
     for asked in (problem(**row) for row in pairwise(FACTORS)):
-        yield asked, choose(asked, DEVICE).config
+        yield asked, select(asked, DEVICE).config
 
 
 def faults(combination: Combination) -> str:
@@ -118,7 +118,7 @@ def test_descriptors_stay_in_uniform_registers(head_dim: int) -> None:
     """Where the compiler cannot see that a ring's stage is the same in the whole warp, it moves each descriptor by R2UR: some
     three for each product of a step. Whether it sees that depends on its version, so this counts what came out."""
     asked = problem((head_dim, head_dim), FACTORS["grid"][0], element=BF16, scale=0.1, mask=Causal())
-    for config in {member.config for member in portfolio(attn_fwd, attn_fwd.typical(asked), DEVICE)}:
+    for config in {member.config for member in config_set(attn_fwd, attn_fwd.tuning_shapes(asked), DEVICE)}:
         counts = collections.Counter(map(sass.family, sass.main_loop(listing(asked, config))))
         assert counts["HGMMA"] == config.tile_kv // 16 + -(-head_dim // 16), f"{config}: not one step over a key tile"
         assert counts["R2UR"] <= counts["HGMMA"] // 4, f"{config}: {counts['R2UR']} R2UR a step"
@@ -131,7 +131,7 @@ def test_constant_time_has_no_votes(kernel: str, arch: str, constant_time: bool)
     for score in (Scale(), Softcap(30.0)):
         kinds = {"mask": Causal(), "score": score, "scale": 0.1, "return_lse": True, "element": BF16}
         asked = problem((64, 64), (8, 2048, 16), constant_time=constant_time, **kinds)
-        choice = choose(asked, TYPICAL[arch], kernel)
+        choice = select(asked, TYPICAL[arch], kernel)
         found = sass.parse(listing(asked, choice.config, choice.kernel, arch))[0]
         votes = {name for name in found if name.startswith(("VOTE.ANY", "VOTE.ALL"))}
         assert bool(votes) is not constant_time, f"{asked}: {votes}"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rawattn import compiler
-from rawattn.choose import choose
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma, attn_fwd_simt
 from rawattn.problem import Problem
+from rawattn.select import select
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
@@ -81,7 +81,7 @@ def instructions(cubin: bytes) -> set[str] | None:
 
 def faults(each: Asked) -> list[str]:
     kernel, arch, given = each
-    choice = choose(given, TYPICAL[arch], kernel)
+    choice = select(given, TYPICAL[arch], kernel)
     binary = compiler.compile(choice.kernel.render(given, choice.config, arch))
     wrong = [f"{binary.spill_bytes} spill bytes"] if binary.spill_bytes else []
     multiply = "HMMA" if kernel == "attn_fwd_mma" else "DFMA" if given.element.name == "fp64" else "FFMA"
@@ -132,10 +132,10 @@ def test_smem_is_what_the_kernel_says(name: str) -> None:
 
     for size, size_v in ((64, 64), (24, 40), (72, 256)):
         given = problem(BF16, size, size_v)
-        choice = choose(given, TYPICAL["sm_89"], name)
+        choice = select(given, TYPICAL["sm_89"], name)
         facts = words(compiler.compile(choice.kernel.render(given, choice.config, "sm_89")).cubin, "facts")
-        smem_bytes, _, threads, begins_early = facts
-        assert not begins_early, "it would have to wait for the launch before it"
+        smem_bytes, _, threads, uses_pdl = facts
+        assert not uses_pdl, "it would have to wait for the launch before it"
         assert choice.config.threads == threads and choice.kernel.smem_bytes(choice.config, given) == smem_bytes
 
 

@@ -56,7 +56,7 @@ def run(case: Case, inputs: tuple[Any, ...] | None = None, config: cpu.Config | 
     problem, device = case.problem, this_cpu()
     assert cpu.supports(problem, device) is None
     if config is None:
-        config = best(case, device.units)
+        config = best(case, device.sm_count)
     assert cpu.legal(config, problem, device) is None
     q, k, v, *cu_seqlens = inputs or case.inputs()
     o = case.out()
@@ -247,16 +247,16 @@ def test_an_error_ends_the_other_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_arrays_of_every_kind() -> None:
-    """Read-only, misaligned, and expanded arrays are read in place."""
+    """Read-only, unaligned_reason, and expanded arrays are read in place."""
     case = Case("fp32", 2, 20, 30, 2, 2)
     q, k, v = case.inputs()
     wanted = bits(run(case, (q, k, v)))
     k.flags.writeable = False
     memory = np.zeros(v.nbytes + 1, np.uint8)
-    misaligned = memory[1:].view(np.float32).reshape(v.shape)
-    misaligned[...] = v
-    assert not misaligned.flags.aligned
-    assert bits(run(case, (q, k, misaligned))) == wanted
+    unaligned_reason = memory[1:].view(np.float32).reshape(v.shape)
+    unaligned_reason[...] = v
+    assert not unaligned_reason.flags.aligned
+    assert bits(run(case, (q, k, unaligned_reason))) == wanted
     expanded = [np.broadcast_to(x[:1, :, :1], x.shape) for x in (q, k, v)]
     assert bits(run(case, tuple(expanded))) == bits(run(case, tuple(x.copy() for x in expanded)))
 
@@ -271,7 +271,7 @@ def test_wrong_cu_seqlens(ends: list[int], which: int) -> None:
         run(case, tuple(inputs))
 
 
-# ---- the face ------------------------------------------------------------------------------------------------------------
+# ---- the tiling ------------------------------------------------------------------------------------------------------------
 
 
 def test_supports() -> None:

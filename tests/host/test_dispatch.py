@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rawattn import api, choose
+from rawattn import api, select
 from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, SlowKernelWarning, UnsupportedError
@@ -21,17 +21,17 @@ from rawattn.variant.score import Softcap
 PROBLEM = Problem(BF16, 2, 512, 512, 8, 8, 64, 64, 0.125)
 ARRAYS: dict[str, dict[str, Any]] = {
     "any": {},
-    "expanded rows": {"tma_misfit": "k has a row stride of 0"},
-    "misaligned": {"tma_misfit": "k is misaligned", "misaligned": "k is misaligned"},
+    "expanded rows": {"tma_unsupported_reason": "k has a row stride of 0"},
+    "unaligned_reason": {"tma_unsupported_reason": "k is unaligned_reason", "unaligned_reason": "k is unaligned_reason"},
 }
 AMPERE_ON = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_120")
 # (arch, element, head_dim, arrays) -> the kernel's name; None where it is left to the caller to copy or to ask for a kernel.
 TABLE = {
     **{("sm_90a", name, 64, "any"): "attn_fwd" for name in ("bf16", "fp16")},
-    **{("sm_90a", "bf16", 64, arrays): None for arrays in ("expanded rows", "misaligned")},
+    **{("sm_90a", "bf16", 64, arrays): None for arrays in ("expanded rows", "unaligned_reason")},
     **{(arch, name, 64, arrays): "attn_fwd_mma"
        for arch in AMPERE_ON for name in ("bf16", "fp16") for arrays in ("any", "expanded rows")},
-    **{(arch, "bf16", 64, "misaligned"): None for arch in AMPERE_ON},
+    **{(arch, "bf16", 64, "unaligned_reason"): None for arch in AMPERE_ON},
     **{("sm_75", name, 64, arrays): "attn_fwd_simt" for name in ELEMENTS for arrays in ARRAYS},
     **{(arch, name, 64, arrays): "attn_fwd_simt" for arch in TYPICAL for name in ("fp32", "fp64") for arrays in ARRAYS},
     **{(arch, name, size, arrays): "attn_fwd_simt"
@@ -39,8 +39,8 @@ TABLE = {
 }  # fmt: skip
 
 
-def chosen(problem: Problem, device: Device, kernel: str | None = None) -> choose.Choice:
-    return choose.choose(problem, device, kernel)
+def chosen(problem: Problem, device: Device, kernel: str | None = None) -> select.Option:
+    return select.select(problem, device, kernel)
 
 
 @pytest.mark.parametrize("arch", TYPICAL)
@@ -52,7 +52,7 @@ def test_table(arch: str) -> None:
         if name is not None:
             assert chosen(problem, TYPICAL[arch]).kernel.name == name, (element, size, arrays)
             continue
-        with pytest.raises(UnsupportedError, match=f"attn_fwd.*: {problem.tma_misfit}.*'attn_fwd_simt'"):
+        with pytest.raises(UnsupportedError, match=f"attn_fwd.*: {problem.tma_unsupported_reason}.*'attn_fwd_simt'"):
             chosen(problem, TYPICAL[arch])
         assert chosen(problem, TYPICAL[arch], "attn_fwd_simt").slow is None
 
@@ -95,7 +95,7 @@ def test_a_kernel_that_is_asked_for() -> None:
     with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16 and fp16, not fp32"):
         chosen(dataclasses.replace(PROBLEM, element=FP32), TYPICAL["sm_90a"], "attn_fwd_mma")
     with pytest.raises(ProblemError, match=r"takes a rawattn\.kernel\.attn_fwd_mma\.Config"):
-        choose.choose(PROBLEM, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.Config())
+        select.select(PROBLEM, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.Config())
 
 
 SIZES = (1, 8, 16, 20, 64, 72, 80, 128, 192, 256, 300, 512)
@@ -128,7 +128,7 @@ def test_constant_time() -> None:
     problem = dataclasses.replace(PROBLEM, score=Softcap(30.0), constant_time=True)
     for kernel in (attn_fwd, attn_fwd_mma):
         found, plain = kernel.choices(problem), kernel.choices(dataclasses.replace(problem, constant_time=False))
-        assert (found["Softmax"].type, found["Score"].type) == ("Steady", "SteadySoftcap")
-        assert (plain["Softmax"].type, plain["Score"].type) == ("Trusting", "Softcap")
+        assert (found["Softmax"].type, found["Score"].type) == ("ConstantTime", "ConstantTimeSoftcap")
+        assert (plain["Softmax"].type, plain["Score"].type) == ("SpeculativeMax", "Softcap")
     with pytest.raises(UnsupportedError, match="constant_time is for GPUs"):
-        choose.choose(problem, this_cpu())
+        select.select(problem, this_cpu())

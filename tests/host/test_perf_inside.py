@@ -18,9 +18,9 @@ import pytest
 from perf import ablate, compiling, counters, gate, machine, occupancy, prove, report, sass, sets
 from perf.report import Result, Run
 from rawattn import compiler
-from rawattn.choose import choose
 from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_fwd import Config
+from rawattn.select import select
 
 CASE = sets.dense(4, 4096, 16, 128, True)
 PROBLEM = compiling.without_lse(CASE.problem)
@@ -167,7 +167,7 @@ def test_patches_apply() -> None:
     sources = dict[str, compiler.Source]()
     for case in (CASE, sets.SETS["paper"][30]):
         problem = compiling.without_lse(case.problem)
-        config = choose(problem, compiling.devices.TYPICAL["sm_90a"]).config
+        config = select(problem, compiling.devices.TYPICAL["sm_90a"]).config
         plain = attn_fwd.render(problem, config)
         patched = {f"{name}, {config}": compiling.altered(attn_fwd, name).render(problem, config) for name in names}
         assert len({plain.key, *(source.key for source in patched.values())}) == 1 + len(names)
@@ -192,9 +192,9 @@ def test_altered_kernel_leaves_the_original_alone() -> None:
     before = attn_fwd.render(PROBLEM, CONFIG)
     copy = ablate.one_group(ablate.lazy(attn_fwd))
     device = compiling.devices.TYPICAL["sm_90a"]
-    assert "using Softmax = Lazy;" in dict(copy.render(PROBLEM, CONFIG).headers)["config.cuh"]
-    assert copy.values(PROBLEM, CONFIG, device)["head_group"] == 64 and copy.values(PROBLEM, CONFIG, device)["last_group"] == 0
-    assert attn_fwd.render(PROBLEM, CONFIG) == before and attn_fwd.values(PROBLEM, CONFIG, device)["head_group"] != 64
+    assert "using Softmax = LazyRescale;" in dict(copy.render(PROBLEM, CONFIG).headers)["config.cuh"]
+    assert copy.values(PROBLEM, CONFIG, device)["l2_head_group"] == 64 and copy.values(PROBLEM, CONFIG, device)["last_group"] == 0
+    assert attn_fwd.render(PROBLEM, CONFIG) == before and attn_fwd.values(PROBLEM, CONFIG, device)["l2_head_group"] != 64
     assert copy.Config is attn_fwd.Config and copy.name == "attn_fwd"
 
 
@@ -314,9 +314,9 @@ def test_the_clock_is_written_by_choices(name: str) -> None:
     config = Config(128, 128, 2, 1)
     source = kernel.render(problem, config)
     header = dict(source.headers)["config.cuh"]
-    assert f"using Softmax = TimedSoftmax<{'Trusting' if name == 'default' else 'Steady'}>;" in header
+    assert f"using Softmax = TimedSoftmax<{'SpeculativeMax' if name == 'default' else 'ConstantTime'}>;" in header
     assert ("__all_sync" in dict(source.headers)["tile/softmax.cuh"]) is (name == "constant_time-leaky")
-    assert "using Store = TimedStore<StoreO>;" in header and "using Schedule = LongestFirst<Drawn>;" in header
+    assert "using Store = TimedStore<StoreO>;" in header and "using Schedule = LptScheduler<DynamicPersistent>;" in header
     assert kernel.fields(problem) == (*attn_fwd.fields(problem), ("cycles", "i32*"))
     device = compiling.devices.TYPICAL["sm_90a"]
     assert kernel.values(problem, config, device)["cycles"] == 4096

@@ -17,7 +17,7 @@ import pytest
 from perf import compiling, sets, timing, tune
 from perf.search import Search, genes
 from perf.statistics import Ratio
-from rawattn import choose, compiler, records
+from rawattn import compiler, records, select
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import Config
@@ -227,14 +227,14 @@ def test_records(tmp_path: pathlib.Path) -> None:
 
 
 def test_groups_follow_the_choice() -> None:
-    """Every case is tuned with those that the library gives the same member of a portfolio, whatever their length."""
+    """Every case is tuned with those that the library gives the same member of a config_set, whatever their length."""
     paper = tune.groups(sets.SETS["paper"], DEVICE)
     assert [len(group.cases) for group in paper] == [6] * 6 and len({group.kind for group in paper}) == 6
     for name in sets.SETS:
         found = tune.groups(sets.SETS[name], DEVICE)
         assert sum(len(group.cases) for group in found) == len(sets.SETS[name])
         for group in found:
-            configs = {choose.choose(compiling.without_lse(case.problem), DEVICE).config for case in group.cases}
+            configs = {select.select(compiling.without_lse(case.problem), DEVICE).config for case in group.cases}
             assert configs == {group.member.config}
     assert {group.kernel.name for group in tune.groups(sets.SETS["paper"], DEVICE, "attn_fwd_mma")} == {"attn_fwd_mma"}
 
@@ -244,7 +244,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
     """Puts records into the place of the installed ones."""
 
     def forget() -> None:
-        for cached in (records._installed, choose._choose, choose.portfolio):
+        for cached in (records._installed, select._choose, select.config_set):
             cached.cache_clear()
 
     def put(*lines: dict[str, Any]) -> None:
@@ -264,12 +264,12 @@ OTHER = Config(128, 96, 2, 2)  # legal at head_dim 128, and not what the cost mo
 def test_a_record_is_chosen(recorded: Any) -> None:
     """For all lengths of its kind, with and without lse, constant time and packing, and for no other kind."""
     long, short = (sets.dense(batch, length, heads, 128, True).problem for batch, length, heads in ((4, 4096, 16), (1, 512, 8)))
-    before = {problem: choose.choose(problem, DEVICE) for problem in (long, short)}
+    before = {problem: select.select(problem, DEVICE) for problem in (long, short)}
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
     current = records.source_hash(attn_fwd, group.member.like, OTHER, DEVICE)
     assert before[long].config != OTHER != before[short].config and "by the cost model" in before[long].why
     recorded(made_record(group.kind, OTHER, source_hash=current))
-    found = choose.choose(long, DEVICE)
+    found = select.select(long, DEVICE)
     assert found.config == OTHER and found.why == f"record of 2026-11-21 for problems like {group.kind.size}"
     assert before[short].config in found.compiled_with and OTHER not in found.compiled_with
     for change in (
@@ -279,12 +279,12 @@ def test_a_record_is_chosen(recorded: Any) -> None:
         {"constant_time": True},
         {"kv_heads": 4},
     ):
-        assert choose.choose(dataclasses.replace(long, **change), DEVICE).config == OTHER
-    assert choose.choose(sets.packed(8, 128).problem, DEVICE).config == OTHER
-    after = choose.choose(short, DEVICE)
+        assert select.select(dataclasses.replace(long, **change), DEVICE).config == OTHER
+    assert select.select(sets.packed(8, 128).problem, DEVICE).config == OTHER
+    after = select.select(short, DEVICE)
     assert after.config == before[short].config and after.why == before[short].why and OTHER in after.compiled_with
-    assert "by the cost model" in choose.choose(dataclasses.replace(long, head_dim=120), DEVICE).why
-    assert "by the cost model" in choose.choose(long, dataclasses.replace(DEVICE, name="NVIDIA H100")).why
+    assert "by the cost model" in select.select(dataclasses.replace(long, head_dim=120), DEVICE).why
+    assert "by the cost model" in select.select(long, dataclasses.replace(DEVICE, name="NVIDIA H100")).why
 
 
 @pytest.mark.parametrize(
@@ -294,11 +294,11 @@ def test_a_record_is_chosen(recorded: Any) -> None:
 )
 def test_a_stale_record_is_ignored(recorded: Any, change: dict[str, Any]) -> None:
     problem = sets.dense(4, 4096, 16, 128, True).problem
-    before = choose.choose(problem, DEVICE)
+    before = select.select(problem, DEVICE)
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
     current = records.source_hash(attn_fwd, group.member.like, OTHER, DEVICE)
     recorded({**made_record(group.kind, OTHER, source_hash=current), **change})
-    assert choose.choose(problem, DEVICE) == before
+    assert select.select(problem, DEVICE) == before
 
 
 def test_what_has_a_record_is_not_searched_again(recorded: Any, tmp_path: pathlib.Path) -> None:

@@ -66,9 +66,9 @@ def test_args_are_laid_out_as_the_compiler_does(name: str) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_facts(name: str) -> None:
     problem, config = PROBLEMS[name]
-    smem_bytes, args_bytes, threads, begins_early = words(compiler.compile(attn_fwd.render(problem, config)).cubin, "facts")
+    smem_bytes, args_bytes, threads, uses_pdl = words(compiler.compile(attn_fwd.render(problem, config)).cubin, "facts")
     assert args_bytes == render.layout(attn_fwd.fields(problem))[1]
-    assert threads == 128 * (1 + config.consumers) and begins_early
+    assert threads == 128 * (1 + config.consumers) and uses_pdl
     assert smem_bytes == attn_fwd.smem_bytes(config, problem), "legal() takes a block for larger or smaller than it is"
 
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rawattn import tma
-from rawattn.tma import ALIGNMENT, RAGGED_STRIDE_LIMIT, STRIDE_LIMIT, Geometry, geometry, misfit
+from rawattn.tma import ALIGNMENT, RAGGED_STRIDE_LIMIT, STRIDE_LIMIT, Geometry, geometry, tma_unsupported_reason
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WRAP = 1 << 64  # of the engine's addresses
-BOUND = 1 << 30  # of tile/tensor.cuh
+BOUND = 1 << 30  # of tile/tma_tensor.cuh
 
 
 def address(found: Geometry, *coordinates: int) -> int | None:
@@ -49,7 +49,7 @@ def views() -> dict[str, np.ndarray]:
 def test_dense_map_reads_each_element_where_it_lies(name: str) -> None:
     array = views()[name]
     strides = tuple(stride // 2 for stride in array.strides)
-    assert misfit("q", array.shape, strides, 2) is None
+    assert tma_unsupported_reason("q", array.shape, strides, 2) is None
     found = geometry(array.shape, strides, 2, 64)
     check_limits(found)
     for batch, row, head, column in itertools.product(*map(range, array.shape)):
@@ -78,7 +78,7 @@ def check_limits(found: Geometry) -> None:
 def test_ragged_map_reads_one_sequence(
     row_bytes: int, heads: int, head_bytes: int, first: int, length: int, data: st.DataObject
 ) -> None:
-    """The coordinates that tile/tensor.cuh computes give the rows of a sequence, and zeros past its end."""
+    """The coordinates that tile/tma_tensor.cuh computes give the rows of a sequence, and zeros past its end."""
     columns = 64
     found = geometry((max(2, first + length), heads, columns), (row_bytes // 2, head_bytes // 2, 1), 2, 128)
     check_limits(found)
@@ -128,7 +128,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("shape, strides, pointer, found, need", MISFITS.values(), ids=MISFITS)
 def test_misfit(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int, found: str, need: str) -> None:
-    reason = misfit("k", shape, strides, 2, pointer)
+    reason = tma_unsupported_reason("k", shape, strides, 2, pointer)
     assert reason is not None and found in reason and need in reason
 
 
@@ -143,10 +143,10 @@ def test_misfit(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int, 
     ],
 )
 def test_no_misfit(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int) -> None:
-    assert misfit("k", shape, strides, 2, pointer) is None
+    assert tma_unsupported_reason("k", shape, strides, 2, pointer) is None
 
 
 def test_misfit_asks_of_a_packed_row_what_the_ragged_map_can_hold() -> None:
     widest = (RAGGED_STRIDE_LIMIT - 16) // 2
-    assert misfit("k", (32, 4, 64), (widest, 64, 1), 2) is None
+    assert tma_unsupported_reason("k", (32, 4, 64), (widest, 64, 1), 2) is None
     assert all(stride > 0 for stride in tma.geometry((32, 4, 64), (widest, 64, 1), 2, 64).strides)

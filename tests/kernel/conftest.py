@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 from rawattn import compiler, driver
-from rawattn.choose import choose
 from rawattn.errors import RawattnError
+from rawattn.select import select
 from rawattn.testing import Case
 from tests import calls
 
@@ -27,7 +27,7 @@ def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
             with contextlib.suppress(RawattnError):  # the test will say so itself
                 device, kernel = driver.device(0), parameters.get("kernel")
                 problem = dataclasses.replace(case.problem, constant_time=parameters.get("constant_time", False))
-                choice = choose(problem, device, kernel and kernel.name, parameters.get("config"))
+                choice = select(problem, device, kernel and kernel.name, parameters.get("config"))
                 source = choice.kernel.render(problem, choice.config, device.arch)
                 found[source.key] = source
     return found

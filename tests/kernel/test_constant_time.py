@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 import rawattn
-from rawattn.choose import portfolio
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
+from rawattn.select import config_set
 from rawattn.testing import Case
 from tests.calls import attend, check
 from tests.kernel.test_attn_fwd import DEVICE, NON_FINITE, PROFILES, label
@@ -69,7 +69,7 @@ def test_non_finite_keys_and_queries(case: Case, value: str, constant_time: bool
 @pytest.mark.parametrize("case", CONFIGURED, ids=label)
 def test_every_chosen_config(case: Case, kernel: ModuleType, constant_time: bool) -> None:
     problem = dataclasses.replace(case.problem, constant_time=constant_time)
-    for config in {member.config for member in portfolio(kernel, kernel.typical(problem), DEVICE)}:
+    for config in {member.config for member in config_set(kernel, kernel.tuning_shapes(problem), DEVICE)}:
         if kernel.legal(config, problem, DEVICE) is None:
             check(case, config=config, constant_time=constant_time)
 

@@ -41,9 +41,9 @@ __device__ void run(const Args& args, unsigned char*) {
     np.testing.assert_array_equal(total.get(), quads.sum(1).repeat(4))
 
 
-@pytest.mark.parametrize("slabs", [1, 2])
+@pytest.mark.parametrize("m_tiles_per_warp", [1, 2])
 @pytest.mark.parametrize("n", [4, 8, 12, 16, 20, 64, 128])
-def test_fold_row(n: int, slabs: int) -> None:
+def test_fold_row(n: int, m_tiles_per_warp: int) -> None:
     text = """
 __device__ void run(const Args& args, unsigned char*) {
     float s[cfg::n];
@@ -54,10 +54,10 @@ __device__ void run(const Args& args, unsigned char*) {
     }
 }
 """
-    s = cupy.asarray(np.random.default_rng(n).integers(-99, 100, (32, n * slabs)).astype(np.float32))
-    top, total = cupy.zeros((32, 2 * slabs), "float32"), cupy.zeros((32, 2 * slabs), "float32")
+    s = cupy.asarray(np.random.default_rng(n).integers(-99, 100, (32, n * m_tiles_per_warp)).astype(np.float32))
+    top, total = cupy.zeros((32, 2 * m_tiles_per_warp), "float32"), cupy.zeros((32, 2 * m_tiles_per_warp), "float32")
     args = {"s": ("float*", s), "max": ("float*", top), "sum": ("float*", total)}
-    snippet.run(INCLUDE + text, args, n=n * slabs, slabs=slabs)
-    rows = s.get().reshape(32, n // 4, 2 * slabs, 2)  # registers of the upmost row, and of those below, in pairs
+    snippet.run(INCLUDE + text, args, n=n * m_tiles_per_warp, m_tiles_per_warp=m_tiles_per_warp)
+    rows = s.get().reshape(32, n // 4, 2 * m_tiles_per_warp, 2)  # registers of the upmost row, and of those below, in pairs
     np.testing.assert_array_equal(top.get(), rows.max((1, 3)))
     np.testing.assert_array_equal(total.get(), rows.sum((1, 3)))

@@ -104,7 +104,11 @@ def test_product_along_columns(element: Element, negate: bool, depth: int, n: in
     a, b, d = numbers(2, 128, depth), numbers(2, n, depth), cupy.zeros((64, n), "float32")
     product = render.wgmma("Product", element, n, a_in_registers=False, b_by_rows=False, negate=negate)
     a_stages, b_stages = stages(a, element), stages(b, element)
-    args = {"a": ("Tensor", snippet.tensor(a_stages, 128)), "b": ("Tensor", snippet.tensor(b_stages, n)), "d": ("float*", d)}
+    args = {
+        "a": ("TmaTensor", snippet.tensor(a_stages, 128)),
+        "b": ("TmaTensor", snippet.tensor(b_stages, n)),
+        "d": ("float*", d),
+    }
     sizes = {"threads": 128, "smem_bytes": 2 * 128 * -(-depth // 64) * (128 + n) + 1024, "depth": depth, "n": n}
     snippet.run(COLUMNS, args, products=[product], choices={"Element": element}, **sizes)
     np.testing.assert_array_equal(d.get(), (-1 if negate else 1) * a[1, 64:] @ b[1].T)
@@ -116,7 +120,7 @@ def test_product_along_rows(element: Element, depth: int, n: int) -> None:
     a, b, d = numbers(64, depth), numbers(2, depth, n), cupy.zeros((64, n), "float32")
     product = render.wgmma("Product", element, n, a_in_registers=True, b_by_rows=True)
     a_rows, b_stages = cupy.asarray(a), stages(b, element)
-    args = {"a": ("float*", a_rows), "b": ("Tensor", snippet.tensor(b_stages, depth)), "d": ("float*", d)}
+    args = {"a": ("float*", a_rows), "b": ("TmaTensor", snippet.tensor(b_stages, depth)), "d": ("float*", d)}
     sizes = {"threads": 128, "smem_bytes": 2 * 128 * -(-n // 64) * depth + 1024, "depth": depth, "n": n}
     snippet.run(ROWS, args, products=[product], choices={"Element": element}, **sizes)
     np.testing.assert_array_equal(d.get(), 1 + a @ b[1])

@@ -18,6 +18,6 @@ struct Both {
     }
     __device__ KeptKeys row(i32 q, i32 first) const {
         const KeptKeys x = a.row(q, first), y = b.row(q, first);
-        return {max(x.before, y.before), min(x.room, y.room)};
+        return {max(x.before, y.before), min(x.end, y.end)};
     }
 };

@@ -3,10 +3,10 @@
 #include "ptx/base.cuh"
 
 // One by one, in the same time for every value.
-struct SteadySoftcap {
+struct ConstantTimeSoftcap {
     Number scale_log2, twice;  // twice * s is 2 x, where x is what tanh is taken of
 
-    __device__ explicit SteadySoftcap(const Args& args)
+    __device__ explicit ConstantTimeSoftcap(const Args& args)
         : scale_log2(max(args.softcap * Number(1.4426950408889634), Number(1.2e-38))),
           twice(2 * args.scale * ptx::reciprocal(args.softcap)) {}
 
@@ -25,10 +25,10 @@ struct SteadySoftcap {
 // Logits that are wanted themselves, eight of each of a warp's threads at once: for |x| < 0.75 an odd polynomial of degree 9, of
 // minimax error 1.9e-7, takes multiplications only. In y = x / 0.375 the others are those above 2, whose exponent has its highest
 // bit set, and what is no number.
-struct Softcap : SteadySoftcap {
+struct Softcap : ConstantTimeSoftcap {
     float limit, c0, c1, c2;
 
-    __device__ explicit Softcap(const Args& args) : SteadySoftcap(args) {
+    __device__ explicit Softcap(const Args& args) : ConstantTimeSoftcap(args) {
         constexpr float a0 = 0.99999863f, a1 = -0.33315702f, a2 = 0.12762232f, reach = 0.0625f;
         const float x = twice / 2, x2 = x * x;
         c0 = scale_log2 * x * (a0 + reach * (a1 + reach * a2));

@@ -6,7 +6,7 @@ struct StoreO {
     // `row`: this thread's upmost row. A row without a key is 0.
     template <int n>
     __device__ static void store(const Args& args, const Rows& rows, i32 head, i32 row, const float (&o)[n], const Softmax& softmax) {
-        constexpr int groups = n / (4 * cfg::slabs);  // of eight columns
+        constexpr int groups = n / (4 * cfg::m_tiles_per_warp);  // of eight columns
         const u32 lane = threadIdx.x % 4;
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {

@@ -7,14 +7,14 @@ constexpr int q_stages = 2;
 constexpr int consumers = 3;
 constexpr int producer_registers = 40;
 constexpr int consumer_registers = 152;
-constexpr int slabs = 1;
+constexpr int m_tiles_per_warp = 1;
 constexpr int head_dim = 24;
 constexpr int head_dim_v = 16;
 constexpr int causal_to_last = 0;
 constexpr int window_to_last = 1;
 }
 
-#include "tile/tensor.cuh"
+#include "tile/tma_tensor.cuh"
 #include "variant/element/fp16.cuh"
 using Number = Element::Number;
 
@@ -74,13 +74,13 @@ using Rows = Varlen;
 using Mask = Both<Causal, Window>;
 #include "variant/score/softcap.cuh"
 using Score = Softcap;
-#include "variant/softmax/trusting.cuh"
-using Softmax = Trusting;
-#include "variant/kv/strided.cuh"
+#include "variant/softmax/speculative_max.cuh"
+using Softmax = SpeculativeMax;
+#include "variant/kv/tma.cuh"
 using Kv = Strided;
-#include "variant/schedule/drawn.cuh"
-#include "variant/schedule/longest_first_varlen.cuh"
-using Schedule = LongestFirstVarlen<Drawn>;
+#include "variant/scheduler/dynamic_persistent.cuh"
+#include "variant/scheduler/lpt_varlen.cuh"
+using Schedule = LptVarlenScheduler<DynamicPersistent>;
 #include "variant/store/o_lse.cuh"
 using Store = StoreOLse;
 #include "variant/order/unordered.cuh"

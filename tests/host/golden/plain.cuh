@@ -7,12 +7,12 @@ constexpr int q_stages = 1;
 constexpr int consumers = 2;
 constexpr int producer_registers = 40;
 constexpr int consumer_registers = 232;
-constexpr int slabs = 1;
+constexpr int m_tiles_per_warp = 1;
 constexpr int head_dim = 16;
 constexpr int head_dim_v = 16;
 }
 
-#include "tile/tensor.cuh"
+#include "tile/tma_tensor.cuh"
 #include "variant/element/bf16.cuh"
 using Number = Element::Number;
 
@@ -28,7 +28,7 @@ struct Args {
     i32* counter;
     i32 batches;
     i32 q_tiles;
-    i32 head_group;
+    i32 l2_head_group;
     i32 last_group;
     Element* o;
     i64 o_stride_batch;
@@ -68,13 +68,13 @@ using Rows = Dense;
 using Mask = Full;
 #include "variant/score/scale.cuh"
 using Score = Scale;
-#include "variant/softmax/trusting.cuh"
-using Softmax = Trusting;
-#include "variant/kv/strided.cuh"
+#include "variant/softmax/speculative_max.cuh"
+using Softmax = SpeculativeMax;
+#include "variant/kv/tma.cuh"
 using Kv = Strided;
-#include "variant/schedule/drawn.cuh"
-#include "variant/schedule/longest_first.cuh"
-using Schedule = LongestFirst<Drawn>;
+#include "variant/scheduler/dynamic_persistent.cuh"
+#include "variant/scheduler/lpt.cuh"
+using Schedule = LptScheduler<DynamicPersistent>;
 #include "variant/store/o.cuh"
 using Store = StoreO;
 #include "variant/order/ping_pong.cuh"

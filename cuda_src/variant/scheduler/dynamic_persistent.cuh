@@ -5,7 +5,7 @@
 // The last block to finish resets the counter, so a launch needs no memset before it.
 #include "ptx/base.cuh"
 
-struct Drawn {
+struct DynamicPersistent {
     i32 own = blockIdx.x;  // -1 once it is taken
 
     // args.counter: {drawn, finished}, both 0 between launches.

@@ -9,11 +9,11 @@
 // they are looked for.
 #include "tile/softmax.cuh"
 
-struct Trusting : OnlineSoftmax {
+struct SpeculativeMax : OnlineSoftmax {
     static constexpr float farthest = 32768.f;
     enum { looking, trusting, distrusting } state = looking;
 
-    __device__ explicit Trusting(float scale_log2) : OnlineSoftmax(scale_log2) {}
+    __device__ explicit SpeculativeMax(float scale_log2) : OnlineSoftmax(scale_log2) {}
 
     template <class S, int n, class Logits, class Again>
     __device__ bool next(float (&s)[n], const S& score, bool full, Logits logits, Again again) {

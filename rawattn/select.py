@@ -17,7 +17,7 @@ KERNELS: tuple[ModuleType, ...] = (attn_fwd, attn_fwd_mma, attn_fwd_simt, cpu)  
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Selection:
     """A kernel and its configuration, why, and why the others were passed over. ``slow`` says so where one that is made for the
     device was among these. ``compiled_with``: the configurations that other problems of this kind may get."""
 
@@ -29,7 +29,7 @@ class Choice:
     compiled_with: tuple[Any, ...] = ()
 
 
-def choose(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Choice:
+def select(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
     """The first kernel that supports the problem, in the configuration that serves the most similar of this kind's typical
     problems best: by the device's record where that is of these sources, else by the cost model. ``kernel`` and ``config``
     override.
@@ -42,11 +42,11 @@ def choose(problem: Problem, device: Device, kernel: str | None = None, config: 
         raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
     if config is not None and not isinstance(config, tuple(k.Config for k in KERNELS)):
         raise ProblemError(f"config is {config!r}; it must be None or {' or '.join(f'{k.__name__}.Config' for k in KERNELS)}.")
-    return _choose(problem, device, kernel, config)
+    return _select(problem, device, kernel, config)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(problem: Problem, device: Device, kernel: str | None, config: Any) -> Choice:
+def _select(problem: Problem, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
     for candidate in KERNELS:
@@ -56,7 +56,7 @@ def _choose(problem: Problem, device: Device, kernel: str | None, config: Any) -
         if reason is None:
             best, why, others = _configure(candidate, problem, device, config)
             slow = slow and f"{candidate.name} computes this, slowly; {slow}"
-            return Choice(candidate, best, why, tuple(refusals), slow, others)
+            return Selection(candidate, best, why, tuple(refusals), slow, others)
         refusals.append((candidate.name, reason))
         if candidate.runs_on(device):
             slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
@@ -69,7 +69,7 @@ def _choose(problem: Problem, device: Device, kernel: str | None, config: Any) -
 
 def _refuses_strides(kernel: ModuleType, problem: Problem, device: Device) -> bool:
     """Whether the kernel would compute the problem if the arrays lay otherwise: what the caller can mend, and should know."""
-    reason: str | None = kernel.supports(dataclasses.replace(problem, tma_misfit=None, misaligned=None), device)
+    reason: str | None = kernel.supports(dataclasses.replace(problem, tma_unsupported_reason=None, unaligned_reason=None), device)
     return reason is None
 
 
@@ -81,7 +81,7 @@ def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tu
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
         return config, "given by the caller", ()
-    members = portfolio(kernel, kernel.typical(problem), device)
+    members = config_set(kernel, kernel.tuning_shapes(problem), device)
     if not members:
         raise UnsupportedError(f"{kernel.name} has no configuration that fits {problem} on {device.name}.")
     best, seconds = nearest(kernel, members, problem, device)
@@ -102,7 +102,7 @@ class Member(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def portfolio(kernel: Any, typical: tuple[Problem, ...], device: Device) -> tuple[Member, ...]:
+def config_set(kernel: Any, typical: tuple[Problem, ...], device: Device) -> tuple[Member, ...]:
     """All that problems of a kind may run in: a member for each of the kind's typical problems, but for those that the cost model
     tells not apart."""
     found: dict[Any, Member] = {}

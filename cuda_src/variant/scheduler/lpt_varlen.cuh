@@ -2,17 +2,17 @@
 // Packed sequences: one sequence after the other, in each the last query tiles first, all heads of a tile together. A warp finds
 // the sequence of its number by counting query tiles, 32 sequences at a time; numbers grow, so it goes on from the last one's.
 #include "tile/range.cuh"
-#include "variant/work.cuh"
+#include "variant/work_tile.cuh"
 
 template <class Numbers>
-struct LongestFirstVarlen {
+struct LptVarlenScheduler {
     const Args& args;
     Numbers numbers{};
     i32 base = 0, before = 0;  // first sequence of the 32 at hand, query tiles of all before it
 
-    __device__ explicit LongestFirstVarlen(const Args& args) : args(args) {}
+    __device__ explicit LptVarlenScheduler(const Args& args) : args(args) {}
 
-    __device__ Work next() {
+    __device__ WorkTile next() {
         const i32 id = numbers.draw(args), tile = id / args.heads, lane = threadIdx.x % 32;
         for (; base < args.batches; base += 32) {
             const i32 batch = base + lane;

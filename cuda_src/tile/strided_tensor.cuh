@@ -2,7 +2,7 @@
 // A tensor that threads read. Its last dimension is contiguous.
 #include "tile/sequence.cuh"
 
-struct RawTensor {
+struct StridedTensor {
     const unsigned char* data;
     i64 batch_bytes, row_bytes, head_bytes;  // from one to the next
 
@@ -19,4 +19,4 @@ struct Matrix {
     __device__ const unsigned char* row(i32 i) const { return data + u64(u32(i)) * row_bytes; }
 };
 template <class At>
-__device__ Matrix matrix_of(const RawTensor& tensor, At at, i32 head) { return {tensor.rows(at, head), u32(tensor.row_bytes)}; }
+__device__ Matrix matrix_of(const StridedTensor& tensor, At at, i32 head) { return {tensor.rows(at, head), u32(tensor.row_bytes)}; }

@@ -3,7 +3,7 @@
 #include "ptx/tma.cuh"
 #include "tile/sequence.cuh"
 
-struct Tensor {
+struct TmaTensor {
     TensorMap map;
     i32 head_step, batch_step;
 

@@ -1,16 +1,16 @@
 #pragma once
 // K and V are plain strided tensors, which the copy engine reads: one box of a tensor map per panel of a tile.
-#include "tile/tensor.cuh"
+#include "tile/tma_tensor.cuh"
 
-struct Strided {
+struct TmaKv {
     const Args& args;
     const Rows& rows;
     i32 head;
 
-    __device__ Strided(const Args& args, const Rows& rows, i32 head) : args(args), rows(rows), head(head) {}
+    __device__ TmaKv(const Args& args, const Rows& rows, i32 head) : args(args), rows(rows), head(head) {}
 
     template <class Tile>
-    __device__ void load(Tile& tile, const Tensor& tensor, ptx::Mbarrier& full, i32 index) const {
+    __device__ void load(Tile& tile, const TmaTensor& tensor, ptx::Mbarrier& full, i32 index) const {
         full.arrive_expect(Tile::bytes);
 #pragma unroll
         for (int panel = 0; panel < Tile::panels; ++panel)

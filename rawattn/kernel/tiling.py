@@ -11,13 +11,13 @@ import numpy as np
 
 from ..device import Device
 from ..problem import Problem
-from ..variant import Choice, Fields, rows, schedule, steady
+from ..variant import Fields, Option, constant_time, rows, scheduler
 from ..variant.mask import Causal, Full, Ints, Mask
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 
 
-def typical(problem: Problem) -> tuple[Problem, ...]:
+def tuning_shapes(problem: Problem) -> tuple[Problem, ...]:
     """The problems by which configurations are compared: one that fills a GPU many times over, one that fills it about twice, and
     one that does not. They have nothing that is a run-time value in the kernel: all that a kind of problem may ever run in is
     compiled together, and a new length, batch, window or number of heads compiles nothing."""
@@ -29,24 +29,24 @@ def typical(problem: Problem) -> tuple[Problem, ...]:
     )
 
 
-def choices(problem: Problem, **own: Choice) -> dict[str, Choice]:
+def choices(problem: Problem, **own: Option) -> dict[str, Option]:
     """The choice on each axis, by the name that a kernel has for it; ``own`` are those that are for one kernel."""
-    found: dict[str, Choice] = {
+    found: dict[str, Option] = {
         "Element": problem.element,
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
-        "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Choice with an interval
+        "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Option with an interval
         "Score": problem.score,  # type: ignore[dict-item]  # likewise
         **own,
     }
-    return steady(found) if problem.constant_time else found
+    return constant_time(found) if problem.constant_time else found
 
 
-def longest_first(problem: Problem, persistent: bool) -> Choice:
+def lpt_scheduler(problem: Problem, persistent: bool) -> Option:
     """The schedule of a problem's sequences."""
-    return schedule.LongestFirstVarlen(persistent) if problem.varlen else schedule.LongestFirst(persistent)
+    return scheduler.LptVarlenScheduler(persistent) if problem.varlen else scheduler.LptScheduler(persistent)
 
 
-def fields(choices: dict[str, Choice], tensor: str) -> Fields:
+def fields(choices: dict[str, Option], tensor: str) -> Fields:
     """The fields of struct Args, in order; ``tensor`` is the C++ type of q, k and v."""
     common = (*((name, tensor) for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
     return (*common, *(field for choice in choices.values() for field in choice.fields))
@@ -83,10 +83,10 @@ def head_groups(problem: Problem, tile_q: int, device: Device) -> tuple[int, int
     and the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to even out."""
     heads, q_tiles = problem.heads * problem.batch, max(1, -(-problem.q_len // tile_q))
     kv_bytes = max(1, problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize)
-    one_each = -(-device.units // q_tiles)
+    one_each = -(-device.sm_count // q_tiles)
     group, last = max(1, _GROUP_BYTES // kv_bytes) * problem.heads_per_kv, one_each
     if not isinstance(problem.mask, Full):
-        last = -(-_LAST_TILES * device.units // q_tiles)
+        last = -(-_LAST_TILES * device.sm_count // q_tiles)
         if kv_bytes >= _LONG_BYTES:
             group = last
         else:
@@ -107,5 +107,5 @@ def values(problem: Problem, config: Any, device: Device) -> dict[str, float]:
     if problem.varlen:
         return found | {"total_q": problem.total_q}
     found |= {"q_len": problem.q_len, "kv_len": problem.kv_len, "q_tiles": -(-problem.q_len // config.tile_q)}
-    found["head_group"], found["last_group"] = head_groups(problem, config.tile_q, device)
+    found["l2_head_group"], found["last_group"] = head_groups(problem, config.tile_q, device)
     return found

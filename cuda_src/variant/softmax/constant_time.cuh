@@ -3,8 +3,8 @@
 // looks at a value: what is executed does not depend on the data.
 #include "tile/softmax.cuh"
 
-struct Steady : OnlineSoftmax {
-    __device__ explicit Steady(float scale_log2) : OnlineSoftmax(scale_log2) {}
+struct ConstantTime : OnlineSoftmax {
+    __device__ explicit ConstantTime(float scale_log2) : OnlineSoftmax(scale_log2) {}
 
     template <class S, int n, class Logits, class Again>
     __device__ bool next(float (&s)[n], const S&, bool, Logits logits, Again) {

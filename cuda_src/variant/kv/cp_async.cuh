@@ -1,12 +1,12 @@
 #pragma once
 // K and V are plain strided tensors, which all threads of the block copy.
-#include "tile/raw_tensor.cuh"
+#include "tile/strided_tensor.cuh"
 
-struct Async {
+struct CpAsyncKv {
     const Matrix k, v;
     const i32 last;
 
-    __device__ Async(const Args& args, const Rows& rows, i32 head)
+    __device__ CpAsyncKv(const Args& args, const Rows& rows, i32 head)
         : k(matrix_of(args.k, rows.kv, head)), v(matrix_of(args.v, rows.kv, head)), last(rows.kv_len - 1) {}
 
     template <class Tile>

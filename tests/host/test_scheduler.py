@@ -13,22 +13,22 @@ from rawattn import render
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.problem import Problem
-from rawattn.variant import schedule
+from rawattn.variant import scheduler
 from rawattn.variant.element import BF16
 from tests import native
 
 DEVICE = TYPICAL["sm_90a"]
 TILE_Q = 128
-FIELDS = (("heads", "i32"), ("cu_seqlens_q", "const i32*"), *schedule.LongestFirst().fields)
+FIELDS = (("heads", "i32"), ("cu_seqlens_q", "const i32*"), *scheduler.LptScheduler().fields)
 TEXT = """\
 #include <memory>
 #include <thread>
 #include <vector>
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
 struct Args { FIELDS };
-#include "variant/schedule/drawn.cuh"
-#include "variant/schedule/longest_first.cuh"
-#include "variant/schedule/longest_first_varlen.cuh"
+#include "variant/scheduler/dynamic_persistent.cuh"
+#include "variant/scheduler/lpt.cuh"
+#include "variant/scheduler/lpt_varlen.cuh"
 
 // The works that the producer warps of all blocks find, taking turns in this order, each until it finds no more.
 template <class Schedule>
@@ -42,10 +42,10 @@ i32 run(const Args& args, i32 blocks, const i32* order, i32 turns, Work* found, 
             for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) schedules.push_back(std::make_unique<Schedule>(args));
             i32 mine = 0;
             for (i32 turn = 0, active = blocks; active && mine < most; ++turn) {
-                auto& schedule = schedules[order[turn % turns]];
-                if (!schedule) continue;
-                const Work work = schedule->next();
-                if (work.is_last()) schedule->finish(), schedule.reset(), --active;
+                auto& scheduler = schedules[order[turn % turns]];
+                if (!scheduler) continue;
+                const WorkTile work = scheduler->next();
+                if (work.is_last()) scheduler->finish(), scheduler.reset(), --active;
                 else if (++mine, lane == 0) found[count++] = work;
             }
         });
@@ -53,10 +53,10 @@ i32 run(const Args& args, i32 blocks, const i32* order, i32 turns, Work* found, 
     return count;
 }
 extern "C" i32 dense(const Args* args, i32 blocks, const i32* order, i32 turns, Work* found, i32 most) {
-    return run<LongestFirst<Drawn>>(*args, blocks, order, turns, found, most);
+    return run<LptScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
 }
 extern "C" i32 packed(const Args* args, i32 blocks, const i32* order, i32 turns, Work* found, i32 most) {
-    return run<LongestFirstVarlen<Drawn>>(*args, blocks, order, turns, found, most);
+    return run<LptVarlenScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
 }
 """.replace("FIELDS", " ".join(f"{ctype} {name};" for name, ctype in FIELDS))
 Works = list[tuple[int, ...]]  # (batch, head, first query)
