@@ -36,7 +36,7 @@ static_assert(ElementOption<Element>, "variant/element");
 static_assert(RowsOption<Rows>, "variant/rows");
 static_assert(MaskOption<Mask>, "variant/mask");
 static_assert(ScoreOption<Score>, "variant/score");
-static_assert(SoftmaxOption<Softmax>, "variant/softmax");
+static_assert(SoftmaxOption<Softmax, Score>, "variant/softmax");
 static_assert(CpAsyncKvOption<Kv, Rows, KTile, VTile>, "variant/kv");
 static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
 

@@ -25,15 +25,18 @@ FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") i
 CTYPES = {
     "TmaTensor": (192, 64, "V192"),
     "StridedTensor": (32, 8, "V32"),
+    "StridedOutput": (32, 8, "V32"),
     "Element*": (8, 8, "u8"),
     "Number*": (8, 8, "u8"),
     "float*": (8, 8, "u8"),
+    "const float*": (8, 8, "u8"),
+    "const Number*": (8, 8, "u8"),
     "i32*": (8, 8, "u8"),
     "const i32*": (8, 8, "u8"),
     "i64": (8, 8, "i8"),
     "i32": (4, 4, "i4"),
 }
-TENSORS = {"TmaTensor": "tile/tma_tensor.cuh", "StridedTensor": "tile/strided_tensor.cuh"}  # C++ type -> its file
+TENSORS = {"TmaTensor": "tile/tma_tensor.cuh", "StridedTensor": "tile/strided_tensor.cuh", "StridedOutput": "tile/strided_tensor.cuh"}  # C++ type -> its file
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 

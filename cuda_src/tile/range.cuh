@@ -11,7 +11,8 @@ struct KeptKeys {
     __device__ bool keep(i32 offset) const { return offset >= before && offset < end; }
 };
 
-// The key tiles that a query tile visits: [begin, end), of which [full_begin, full_end) need no mask.
+// The key tiles that a query tile visits, or the query tiles that visit a key tile: [begin, end), of which [full_begin, full_end)
+// need no mask.
 struct TileRange {
     i32 begin, full_begin, full_end, end;
 
@@ -21,6 +22,15 @@ struct TileRange {
         const i32 begin = key_begin / cfg::tile_kv, end = ceil_div(key_end, cfg::tile_kv);
         const i32 full_begin = min(ceil_div(full_key_begin, cfg::tile_kv), end);
         return {begin, full_begin, max(full_begin, full_key_end / cfg::tile_kv), end};
+    }
+    // The tiles of queries [q_begin, q_end) of a sequence of q_len, full where every key is kept by queries [full_begin, full_end).
+    // The bounds may lie before or past the sequence.
+    __device__ static TileRange of_queries(i32 q_begin, i32 full_begin, i32 full_end, i32 q_end, i32 q_len) {
+        q_begin = max(0, q_begin), q_end = min(q_end, q_len);
+        if (q_begin >= q_end) return {0, 0, 0, 0};
+        const i32 begin = q_begin / cfg::tile_q, end = ceil_div(q_end, cfg::tile_q);
+        const i32 first = min(ceil_div(max(0, min(full_begin, q_len)), cfg::tile_q), end);
+        return {begin, first, max(first, full_end >= q_len ? end : max(0, full_end) / cfg::tile_q), end};
     }
     __device__ bool is_full(i32 tile) const { return tile >= full_begin && tile < full_end; }
 };

@@ -27,7 +27,7 @@ template <class S> concept ScoreOption = requires(const S s, const Args& args, N
     static_cast<Number>(s(x, i, i));
 };
 // softmax: from dot products to weights, over the tiles of a row.
-template <class S> concept SoftmaxOption = requires(S softmax, const Score& score, float (&s)[8], float (&o)[8], void (*f)()) {
+template <class S, class Score> concept SoftmaxOption = requires(S softmax, const Score& score, float (&s)[8], float (&o)[8], void (*f)()) {
     S(1.f);                                     // of scale_log2
     static_cast<bool>(softmax.next(s, score, true, f, f));  // dot products to weights; true, in the whole warp, when o must be
                                                 // rescaled. Of a tile that the mask keeps whole or not; the functions make logits

@@ -10,7 +10,12 @@ struct Both {
     __device__ Both(const Args& args, const Rows& rows) : a(args, rows), b(args, rows) {}
 
     __device__ TileRange tiles(i32 q_begin, i32 q_end) const {
-        const TileRange x = a.tiles(q_begin, q_end), y = b.tiles(q_begin, q_end);
+        return intersection(a.tiles(q_begin, q_end), b.tiles(q_begin, q_end));
+    }
+    __device__ TileRange q_tiles(i32 kv_begin, i32 kv_end) const {
+        return intersection(a.q_tiles(kv_begin, kv_end), b.q_tiles(kv_begin, kv_end));
+    }
+    __device__ static TileRange intersection(const TileRange& x, const TileRange& y) {
         const i32 begin = max(x.begin, y.begin), end = min(x.end, y.end);
         if (begin >= end) return {0, 0, 0, 0};
         const i32 full_begin = min(max(x.full_begin, y.full_begin), end);

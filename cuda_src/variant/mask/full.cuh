@@ -3,10 +3,11 @@
 #include "tile/range.cuh"
 
 struct Full {
-    i32 kv_len;
+    i32 q_len, kv_len;
 
-    __device__ Full(const Args&, const Rows& rows) : kv_len(rows.kv_len) {}
+    __device__ Full(const Args&, const Rows& rows) : q_len(rows.q_len), kv_len(rows.kv_len) {}
 
     __device__ TileRange tiles(i32, i32) const { return {0, 0, kv_len / cfg::tile_kv, ceil_div(kv_len, cfg::tile_kv)}; }
+    __device__ TileRange q_tiles(i32, i32) const { return TileRange::of_queries(0, 0, q_len, q_len, q_len); }
     __device__ KeptKeys row(i32, i32 first) const { return {0, kv_len - first}; }
 };

@@ -1,5 +1,6 @@
 #pragma once
 // Sequences of one length: tensors (batch, length, heads, head_dim).
+#include "tile/range.cuh"
 #include "tile/sequence.cuh"
 
 struct Dense {
@@ -8,7 +9,9 @@ struct Dense {
 
     __device__ Dense(const Args& args, i32 batch) : q_len(args.q_len), kv_len(args.kv_len), batch(batch), q{batch}, kv{batch} {}
 
-    __device__ i64 o_offset(const Args& args, i32 row, i32 head) const {
+    __device__ i32 first_q_tile() const { return batch * ceil_div(q_len, cfg::tile_q); }
+    template <class A>  // a kernel need not have o
+    __device__ i64 o_offset(const A& args, i32 row, i32 head) const {
         return batch * args.o_stride_batch + row * args.o_stride_row + head * args.o_stride_head;
     }
     __device__ i64 lse_offset(const Args& args, i32 row, i32 head) const {

@@ -3,15 +3,19 @@
 #include "tile/sequence.cuh"
 
 struct Varlen {
-    i32 q_len, kv_len;
+    i32 q_len, kv_len, batch;
     RowSpan q, kv;
 
     __device__ Varlen(const Args& args, i32 batch)
         : q_len(args.cu_seqlens_q[batch + 1] - args.cu_seqlens_q[batch]),
           kv_len(args.cu_seqlens_kv[batch + 1] - args.cu_seqlens_kv[batch]),
-          q{args.cu_seqlens_q[batch], q_len}, kv{args.cu_seqlens_kv[batch], kv_len} {}
+          batch(batch), q{args.cu_seqlens_q[batch], q_len}, kv{args.cu_seqlens_kv[batch], kv_len} {}
 
-    __device__ i64 o_offset(const Args& args, i32 row, i32 head) const {
+    // Of scratch that holds whole tiles of each sequence: a place for each without adding up the tiles of those before it, since
+    // a / t + ceil(b / t) <= (a + b) / t + 1. There are total_q / t + batches places in all.
+    __device__ i32 first_q_tile() const { return q.first / cfg::tile_q + batch; }
+    template <class A>  // a kernel need not have o
+    __device__ i64 o_offset(const A& args, i32 row, i32 head) const {
         return (q.first + row) * args.o_stride_row + head * args.o_stride_head;
     }
     __device__ i64 lse_offset(const Args& args, i32 row, i32 head) const { return i64(head) * args.total_q + q.first + row; }

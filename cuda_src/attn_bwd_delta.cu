@@ -1,0 +1,71 @@
+// First pass of the backward: for each query row, delta = sum_d do o - dlse, and lse in units of log2.
+//
+// A block computes a tile of cfg::tile_q rows of one head, cfg::lanes threads a row. Both statistics go to scratch that holds whole
+// tiles, (heads, tiles of all sequences, tile_q): rows past a sequence's end and rows that keep no key have lse = +inf and delta = 0,
+// so that p = exp2(s - inf) = 0 and ds = p (dp - 0) = 0 with no case for them. Clear brings what the next passes want cleared.
+
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Dlse, Clear, Pdl, Scheduler
+#include "tile/facts.cuh"
+#include "tile/strided_tensor.cuh"
+#include "variant/interfaces_bwd.cuh"
+
+static_assert(NumberOption<Element>, "variant/element");
+static_assert(BwdRowsOption<Rows>, "variant/rows");
+static_assert(MaskOption<Mask>, "variant/mask");
+static_assert(DlseOption<Dlse>, "variant/dlse");
+static_assert(ClearOption<Clear>, "variant/clear");
+static_assert(PdlOption<Pdl>, "variant/pdl");
+static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
+
+extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Pdl::used};
+
+constexpr int rows_at_once = cfg::threads / cfg::lanes, vectors = (cfg::head_dim_v + cfg::vector - 1) / cfg::vector;
+static_assert(cfg::threads % 32 == 0 && 32 % cfg::lanes == 0 && cfg::tile_q % rows_at_once == 0);
+
+struct alignas(cfg::vector * sizeof(Element)) Vector {
+    Element x[cfg::vector];
+};
+
+// A lane's part of the sum over a row's columns.
+__device__ inline Number part_of(const unsigned char* o, const unsigned char* d_o, int lane) {
+    Number sum = 0;
+#pragma unroll
+    for (int first = 0; first < vectors; first += cfg::lanes) {
+        if (vectors % cfg::lanes != 0 && first + lane >= vectors) break;
+        const Vector a = reinterpret_cast<const Vector*>(o)[first + lane], b = reinterpret_cast<const Vector*>(d_o)[first + lane];
+#pragma unroll
+        for (int i = 0; i < cfg::vector; ++i) sum += Element::widen(a.x[i]) * Element::widen(b.x[i]);
+    }
+    return sum;
+}
+
+__device__ void compute(const Args& args, const WorkTile& work) {
+    const Rows rows(args, work.batch);
+    if (work.q_begin >= rows.q_len) return;
+    const i32 place = work.head * args.q_tiles_total + rows.first_q_tile() + work.q_begin / cfg::tile_q;
+    const Matrix o = matrix_of(args.o, rows.q, work.head), d_o = matrix_of(args.d_o, rows.q, work.head);
+    const int lane = threadIdx.x % cfg::lanes;
+#pragma unroll 4
+    for (int r = threadIdx.x / cfg::lanes; r < cfg::tile_q; r += rows_at_once) {
+        const i32 row = work.q_begin + r;
+        const bool inside = row < rows.q_len;
+        Number sum = inside ? part_of(o.row(row), d_o.row(row), lane) : Number(0);
+#pragma unroll
+        for (int d = cfg::lanes / 2; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+        if (lane != 0) continue;
+        const Number lse = inside ? args.lse[rows.lse_offset(args, row, work.head)] : Number(minus_inf);
+        const bool kept = lse != Number(minus_inf);
+        args.lse_log2[i64(place) * cfg::tile_q + r] = kept ? lse * Number(1.4426950408889634) : -Number(minus_inf);
+        args.delta[i64(place) * cfg::tile_q + r] = kept ? sum - Dlse::of(args, rows, row, work.head) : Number(0);
+    }
+    Clear::clear(args, rows, Mask(args, rows), work, place);
+}
+
+extern "C" __global__ __launch_bounds__(cfg::threads) void attn_bwd_delta(const __grid_constant__ Args args) {
+    Pdl::wait();
+    Pdl::launch_dependents();
+    Scheduler scheduler(args);
+    const WorkTile work = scheduler.next();
+    if (!work.is_last()) compute(args, work);
+    scheduler.finish();
+}

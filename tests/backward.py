@@ -1,0 +1,181 @@
+"""config.cuh of the backward kernels, for tests: the constants, fields and choices that each of them takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from rawattn import render
+from rawattn.compiler import Source
+from rawattn.problem import Problem
+from rawattn.variant import Fields, Option, rows, scheduler
+from rawattn.variant.mask import Full
+from rawattn.variant.score import Softcap
+
+SMEM_BYTES = 232_448
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Option):
+    """An option by its C++ name, its files and fields."""
+
+    type_: str
+    files: tuple[str, ...]
+    given: Fields = ()
+    type: ClassVar[str] = ""
+
+    @property
+    def cuda_type(self) -> str:
+        return self.type_
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.files
+
+    @property
+    def fields(self) -> Fields:
+        return self.given
+
+
+IDENTITY = Choice("IdentityWeight", ("variant/weight/identity.cuh",))
+DEPENDENT = Choice("DependentLaunch", ("variant/pdl/dependent.cuh",))
+PLAIN = Choice("PlainLaunch", ("variant/pdl/none.cuh",))
+ZERO_DLSE = Choice("ZeroDlse", ("variant/dlse/zero.cuh",))
+GIVEN_DLSE = Choice("GivenDlse", ("variant/dlse/given.cuh",), (("dlse", "const Number*"),))
+DQ = ("dq", "StridedOutput")
+SUM, TURNS = ("dq_sum", "float*"), ("turns", "i32*")
+STORES = {
+    "ordered": Choice("DqOrdered", ("variant/store/dq_ordered.cuh",), (SUM, TURNS)),
+    "final": Choice("DqOrderedFinal", ("variant/store/dq_ordered_final.cuh",), (SUM, TURNS)),
+    "unordered": Choice("DqUnordered", ("variant/store/dq_unordered.cuh",), (SUM,)),
+}
+CLEARS = {
+    "ordered": Choice("ClearTurns", ("variant/clear/turns.cuh",), (TURNS,)),
+    "final": Choice("ClearTurnsDq", ("variant/clear/turns_dq.cuh",), (TURNS, DQ)),
+    "unordered": Choice("ClearDqSum", ("variant/clear/dq_sum.cuh",), (SUM,)),
+    "pair": Choice("ClearNothing", ("variant/clear/nothing.cuh",)),
+}
+DIRECTIONS = {name: f"variant/scheduler/{file}.cuh" for name, file in (
+    ("Ascending", "ascending"), ("Alternating", "alternating"), ("LongestFirst", "longest_first"))}  # fmt: skip
+
+
+def kv_scheduler(problem: Problem, direction: str = "", persistent: bool = True) -> Option:
+    """The schedule of key tiles."""
+    direction = direction or ("Ascending" if isinstance(problem.mask, Full) else "Alternating")
+    numbers = ("DynamicPersistent", "dynamic_persistent") if persistent else ("SingleTile", "single_tile")
+    name, file = ("KvVarlenScheduler", "kv_lpt_varlen") if problem.varlen else ("KvScheduler", "kv_lpt")
+    dense = () if problem.varlen else (("kv_tiles", "i32"), ("l2_head_group", "i32"), ("last_group", "i32"))
+    counter = (("counter", "i32*"),) if persistent else ()
+    files = (DIRECTIONS[direction], f"variant/scheduler/{numbers[1]}.cuh", f"variant/scheduler/{file}.cuh")
+    return Choice(f"{name}<{numbers[0]}, {direction}>", files, (*counter, ("batches", "i32"), *dense))
+
+
+def q_scheduler(problem: Problem, persistent: bool = False) -> Option:
+    """The schedule of query tiles."""
+    return scheduler.LptVarlenScheduler(persistent) if problem.varlen else scheduler.LptScheduler(persistent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A configuration of attn_bwd.cu."""
+
+    consumers: int = 2
+    tile_q: int = 64
+    dq_parts: int = 1
+    dq_chains: int = 1
+    dq_stages: int = 2
+    registers: tuple[int, int] = (40, 232)
+
+    @property
+    def tile_kv(self) -> int:
+        return 64 * self.consumers
+
+
+def panels(columns: int) -> int:
+    return -(-columns // 64)
+
+
+def config_of(problem: Problem) -> Config:
+    """The configuration of attn_bwd.cu for the head sizes."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    assert widest <= 128
+    if widest <= 64:
+        return Config(consumers=3, registers=(32, 160))
+    if problem.head_dim == 128:
+        return Config(dq_parts=2)
+    return Config()
+
+
+def choices(problem: Problem) -> dict[str, Option]:
+    score = problem.score.constant_time if isinstance(problem.score, Softcap) else problem.score
+    where = rows.Varlen() if problem.varlen else rows.Dense()
+    return {"Element": problem.element, "Rows": where, "Mask": problem.mask, "Score": score}  # type: ignore[dict-item]
+
+
+def finish(file: str, constants: dict[str, int], common: Fields, products: list[str], every: dict[str, Option]) -> Source:
+    """The source of a kernel; each field once, in order."""
+    fields = tuple(dict.fromkeys((*common, *(field for choice in every.values() for field in choice.fields))))
+    return render.source(file, render.config_header({"m_tiles_per_warp": 1, **constants}, fields, products, every), "sm_90a")
+
+
+HEADS: Fields = (("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"), ("q_tiles_total", "i32"))
+STATISTICS: Fields = (("lse_log2", "const Number*"), ("delta", "const Number*"))
+
+
+def attn_bwd(problem: Problem, config: Config, store: str = "ordered", direction: str = "", persistent: bool = True) -> Source:
+    d, dv, element = problem.head_dim, problem.head_dim_v, problem.element
+    constants = {**dataclasses.asdict(config), "tile_kv": config.tile_kv, "head_dim": d, "head_dim_v": dv}
+    constants["producer_registers"], constants["consumer_registers"] = constants.pop("registers")
+    products = [
+        render.wgmma("SMma", element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=problem.scale < 0),
+        render.wgmma("DpMma", element, config.tile_q, a_in_registers=False, b_by_rows=False),
+        render.wgmma("DvMma", element, dv, a_in_registers=True, b_by_rows=True),
+        render.wgmma("DkMma", element, d, a_in_registers=True, b_by_rows=True),
+        render.wgmma("DqMma", element, d // config.dq_parts, a_in_registers=False, b_by_rows=True),
+    ]
+    tensors = (*((name, "TmaTensor") for name in ("q", "k", "v", "d_o")), *((name, "StridedOutput") for name in ("dk", "dv")), DQ)
+    every = choices(problem) | {
+        "Weight": IDENTITY, "Scheduler": kv_scheduler(problem, direction, persistent), "Store": STORES[store],
+    }  # fmt: skip
+    return finish("attn_bwd.cu", constants, (*tensors, *STATISTICS, *HEADS), products, every)
+
+
+def attn_bwd_delta(problem: Problem, tile_q: int = 64, store: str = "ordered", dq_chains: int = 1, dlse: bool = False,
+                   aligned: bool = True, arch: str = "sm_90a") -> Source:  # fmt: skip
+    size = problem.element.itemsize
+    vector = 16 // size if aligned else 1
+    lanes = min(32, 1 << (-(-problem.head_dim_v // vector) - 1).bit_length())
+    constants = {
+        "tile_q": tile_q, "tile_kv": 64, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "vector": vector,
+        "lanes": lanes, "threads": min(256, tile_q * lanes), "dq_chains": dq_chains,
+    }  # fmt: skip
+    every = choices(problem)
+    every.pop("Score")
+    every |= {
+        "Dlse": GIVEN_DLSE if dlse else ZERO_DLSE, "Clear": CLEARS[store], "Pdl": DEPENDENT if arch == "sm_90a" else PLAIN,
+        "Scheduler": q_scheduler(problem),
+    }  # fmt: skip
+    tensors = (("o", "StridedTensor"), ("d_o", "StridedTensor"), ("lse", "const Number*"))
+    out = (("lse_log2", "Number*"), ("delta", "Number*"), ("heads", "i32"), ("q_tiles_total", "i32"))
+    source = finish("attn_bwd_delta.cu", constants, (*tensors, *out), [], every)
+    return dataclasses.replace(source, arch=arch)
+
+
+def attn_bwd_convert(problem: Problem, config: Config) -> Source:
+    parts = config.dq_parts
+    constants = {
+        "tile_q": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "dq_parts": parts, "threads": 128 * parts,
+        "scale_sign": -1 if problem.scale < 0 else 1,
+    }  # fmt: skip
+    every = choices(problem)
+    every.pop("Score")
+    every["Scheduler"] = q_scheduler(problem)
+    fields = (DQ, ("dq_sum", "const float*"), ("scale", "Number"), ("heads", "i32"), ("q_tiles_total", "i32"))
+    return finish("attn_bwd_convert.cu", constants, fields, [], every)
+
+
+def problem(size: tuple[int, int], **kinds: Any) -> Problem:
+    """A problem of these head sizes."""
+    kinds = {"scale": 0.1, "batch": 8, "q_len": 2048, "kv_len": 2048, "heads": 16, "kv_heads": 16, **kinds}
+    kinds.update(total_q=kinds["batch"] * kinds["q_len"], total_kv=kinds["batch"] * kinds["kv_len"])
+    return Problem(head_dim=size[0], head_dim_v=size[1], **kinds)
