@@ -311,9 +311,7 @@ struct Consumer {
             p[i / 2] = Element::pack(w[0], w[1]), p[i / 2 + 1] = Element::pack(w[2], w[3]);
         }
     }
-    // From gradients of weights to those of dot products, for dk in registers, for dq in shared memory. What the mask drops is 0
-    // whatever a value that no query of the pair keeps has made of dp.
-    template <bool cut>
+    // From gradients of weights to those of dot products.
     __device__ void differentiate(const Weight& weight, i32 q_first, i32 key) {
         const float* delta = smem.delta[step.stage()] + lane % 4 * 2;
 #pragma unroll
@@ -323,10 +321,13 @@ struct Consumer {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float gradient = weight.apply(dp[i + j], q_first + fragment_column(i + j), key + 8 * fragment_row(j));
-                x[j] = cut && s[i + j] == 0.f ? 0.f : s[i + j] * (gradient - (j % 2 ? d.y : d.x));
+                x[j] = s[i + j] * (gradient - (j % 2 ? d.y : d.x));
             }
             ds[i / 2] = Element::pack(x[0], x[1]), ds[i / 2 + 1] = Element::pack(x[2], x[3]);
         }
+    }
+    // For dq, transposed.
+    __device__ void leave_ds() const {
         const u32 to = ds_address + step.stage() * DsTile::bytes;
 #pragma unroll
         for (int i = 0; i < SMma::accumulators / 2; i += 4) ptx::stmatrix_transposed(to + i * 512, ds + i);
@@ -363,11 +364,10 @@ struct Consumer {
         __syncwarp();
         arrive(smem.dq_full[t][chain()]);
         const i32 row = at.tile * cfg::tile_q + lane / 32 * 16 + lane % 32 / 4;
-        unsigned char* to = args.dq.rows(rows.q, at.head) + part * (DqMma::accumulators * 2 * sizeof(Element));
-        store_rows(to, args.dq.row_bytes, row, rows.q_len, dq, args.scale * SMma::sign);
+        unsigned char* to = args.dq.rows(rows.q, at.head) + part * (cfg::dq_columns * sizeof(Element));
+        store_rows(to, args.dq.row_bytes, row, rows.q_len, cfg::head_dim - i32(part) * cfg::dq_columns, dq, args.scale * SMma::sign);
     }
 
-    template <bool cut>
     __device__ void do_step(const Rows& rows, const Mask& mask, const Weight& weight, const KvWorkTile& work, const Walk& at, i32 key) {
         const u32 stage = step.stage();
         const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
@@ -375,10 +375,12 @@ struct Consumer {
         start_dp();
         tell_dq();
         ptx::wgmma_wait<1>();
-        weigh<cut>(mask, weight, q_first, key);
+        if (at.is_full()) weigh<false>(mask, weight, q_first, key);
+        else weigh<true>(mask, weight, q_first, key);
         ptx::wgmma_wait<0>();
         smem.ds_empty[stage].wait(step.parity() ^ 1);
-        differentiate<cut>(weight, q_first, key);
+        differentiate(weight, q_first, key);
+        leave_ds();
         start_dv();
         if (cfg::dq_parts > 1 || until == 0) {
             start_dq();
@@ -414,15 +416,12 @@ struct Consumer {
         if (at.left > 0) {
             smem.kv_full.wait(kv.parity);
             kv.advance();
-            for (; at.left > 0; at.advance()) {
-                if (at.is_full()) do_step<false>(rows, mask, weight, work, at, key);
-                else do_step<true>(rows, mask, weight, work, at, key);
-            }
+            for (; at.left > 0; at.advance()) do_step(rows, mask, weight, work, at, key);
             tell_dq();
             arrive(smem.kv_empty);
         }
-        store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, dk, args.scale * SMma::sign);
-        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, dv, 1.f);
+        store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, args.scale * SMma::sign);
+        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, 1.f);
         __syncwarp();
     }
 };

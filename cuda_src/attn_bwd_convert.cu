@@ -15,7 +15,7 @@ static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
 
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, true};
 
-constexpr int accumulators = cfg::head_dim / cfg::dq_parts / 2;
+constexpr int accumulators = cfg::dq_columns / 2;
 static_assert(cfg::tile_q == 64 && cfg::threads == 128 * cfg::dq_parts);
 
 __device__ void convert(const Args& args, const WorkTile& work) {
@@ -31,8 +31,9 @@ __device__ void convert(const Args& args, const WorkTile& work) {
         const float4 y = tiles.begin < tiles.end ? sum[i * 32] : float4{};
         x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
     }
-    unsigned char* to = args.dq.rows(rows.q, work.head) + part * (accumulators * 2 * sizeof(Element));
-    store_rows(to, args.dq.row_bytes, work.q_begin + lane / 32 * 16 + lane % 32 / 4, rows.q_len, x, args.scale * cfg::scale_sign);
+    unsigned char* to = args.dq.rows(rows.q, work.head) + part * (cfg::dq_columns * sizeof(Element));
+    const i32 row = work.q_begin + lane / 32 * 16 + lane % 32 / 4, columns = cfg::head_dim - i32(part) * cfg::dq_columns;
+    store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, x, args.scale * cfg::scale_sign);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads) void attn_bwd_convert(const __grid_constant__ Args args) {

@@ -9,7 +9,7 @@ from rawattn import render
 from rawattn.compiler import Source
 from rawattn.problem import Problem
 from rawattn.variant import Fields, Option, rows, scheduler
-from rawattn.variant.mask import Full
+from rawattn.variant.mask import Causal, Full
 from rawattn.variant.score import Softcap
 
 SMEM_BYTES = 232_448
@@ -82,9 +82,10 @@ class Config:
     consumers: int = 2
     tile_q: int = 64
     dq_parts: int = 1
+    dq_columns: int = 128
     dq_chains: int = 1
     dq_stages: int = 2
-    registers: tuple[int, int] = (40, 232)
+    registers: tuple[int, int] = (32, 240)
 
     @property
     def tile_kv(self) -> int:
@@ -99,11 +100,12 @@ def config_of(problem: Problem) -> Config:
     """The configuration of attn_bwd.cu for the head sizes."""
     widest = max(problem.head_dim, problem.head_dim_v)
     assert widest <= 128
-    if widest <= 64:
-        return Config(consumers=3, registers=(32, 160))
-    if problem.head_dim == 128:
-        return Config(dq_parts=2)
-    return Config()
+    tight = widest == 64 and isinstance(problem.score, Softcap) and not isinstance(problem.mask, (Full, Causal))
+    if widest <= 64 and not tight:
+        return Config(consumers=3, dq_columns=problem.head_dim, registers=(32, 160))
+    if problem.head_dim > 112:
+        return Config(dq_parts=2, dq_columns=64)
+    return Config(dq_columns=problem.head_dim)
 
 
 def choices(problem: Problem) -> dict[str, Option]:
@@ -131,7 +133,7 @@ def attn_bwd(problem: Problem, config: Config, store: str = "ordered", direction
         render.wgmma("DpMma", element, config.tile_q, a_in_registers=False, b_by_rows=False),
         render.wgmma("DvMma", element, dv, a_in_registers=True, b_by_rows=True),
         render.wgmma("DkMma", element, d, a_in_registers=True, b_by_rows=True),
-        render.wgmma("DqMma", element, d // config.dq_parts, a_in_registers=False, b_by_rows=True),
+        render.wgmma("DqMma", element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     tensors = (*((name, "TmaTensor") for name in ("q", "k", "v", "d_o")), *((name, "StridedOutput") for name in ("dk", "dv")), DQ)
     every = choices(problem) | {
@@ -140,14 +142,15 @@ def attn_bwd(problem: Problem, config: Config, store: str = "ordered", direction
     return finish("attn_bwd.cu", constants, (*tensors, *STATISTICS, *HEADS), products, every)
 
 
-def attn_bwd_delta(problem: Problem, tile_q: int = 64, store: str = "ordered", dq_chains: int = 1, dlse: bool = False,
+def attn_bwd_delta(problem: Problem, config: Config, store: str = "ordered", dlse: bool = False,
                    aligned: bool = True, arch: str = "sm_90a") -> Source:  # fmt: skip
     size = problem.element.itemsize
     vector = 16 // size if aligned else 1
     lanes = min(32, 1 << (-(-problem.head_dim_v // vector) - 1).bit_length())
     constants = {
-        "tile_q": tile_q, "tile_kv": 64, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "vector": vector,
-        "lanes": lanes, "threads": min(256, tile_q * lanes), "dq_chains": dq_chains,
+        "tile_q": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "vector": vector,
+        "lanes": lanes, "threads": min(256, config.tile_q * lanes),
+        "dq_chains": config.dq_chains, "dq_parts": config.dq_parts, "dq_columns": config.dq_columns,
     }  # fmt: skip
     every = choices(problem)
     every.pop("Score")
@@ -164,7 +167,7 @@ def attn_bwd_delta(problem: Problem, tile_q: int = 64, store: str = "ordered", d
 def attn_bwd_convert(problem: Problem, config: Config) -> Source:
     parts = config.dq_parts
     constants = {
-        "tile_q": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "dq_parts": parts, "threads": 128 * parts,
+        "tile_q": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "dq_parts": parts, "dq_columns": config.dq_columns, "threads": 128 * parts,
         "scale_sign": -1 if problem.scale < 0 else 1,
     }  # fmt: skip
     every = choices(problem)

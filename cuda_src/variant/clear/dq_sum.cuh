@@ -4,7 +4,8 @@
 
 struct ClearDqSum {
     __device__ static void clear(const Args& args, const Rows&, const Mask&, const WorkTile&, i32 place) {
-        float4* to = reinterpret_cast<float4*>(args.dq_sum + i64(place) * (cfg::tile_q * cfg::head_dim));
-        for (i32 i = threadIdx.x; i < cfg::tile_q * cfg::head_dim / 4; i += cfg::threads) to[i] = float4{};
+        constexpr i32 floats = cfg::tile_q * cfg::dq_columns * cfg::dq_parts;
+        float4* to = reinterpret_cast<float4*>(args.dq_sum + i64(place) * floats);
+        for (i32 i = threadIdx.x; i < floats / 4; i += cfg::threads) to[i] = float4{};
     }
 };

@@ -3,7 +3,7 @@
 // that neither side has bank conflicts and the tile is one copy.
 #include "ptx/bulk.cuh"
 
-constexpr int dq_floats = cfg::tile_q * cfg::head_dim / cfg::dq_chains;  // of a part
+constexpr int dq_floats = cfg::tile_q * cfg::dq_columns * cfg::dq_parts / cfg::dq_chains;  // of a part
 
 struct DqSlot {
     float4* data;
