@@ -36,7 +36,11 @@ CTYPES = {
     "i64": (8, 8, "i8"),
     "i32": (4, 4, "i4"),
 }
-TENSORS = {"TmaTensor": "tile/tma_tensor.cuh", "StridedTensor": "tile/strided_tensor.cuh", "StridedOutput": "tile/strided_tensor.cuh"}  # C++ type -> its file
+TENSORS = {
+    "TmaTensor": "tile/tma_tensor.cuh",
+    "StridedTensor": "tile/strided_tensor.cuh",
+    "StridedOutput": "tile/strided_tensor.cuh",
+}  # C++ type -> its file
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 

@@ -16,7 +16,7 @@ from tests import native
 
 TYPES = ["Full", "Causal", "Window", "Both<Causal, Window>", "Both<Window, Causal>"]
 TEXT = """\
-namespace cfg { extern "C" { i32 tile_kv, causal_to_last, window_to_last; } }
+namespace cfg { extern "C" { i32 tile_q, tile_kv, causal_to_last, window_to_last; } }
 struct Args { i32 window_left, window_right; };
 struct Rows { i32 q_len, kv_len; };
 #include "variant/mask/both.cuh"
