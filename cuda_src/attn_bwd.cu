@@ -33,13 +33,10 @@
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
                        // Element, Rows, Mask, Score, Weight, Scheduler, Store
-#include "ptx/bulk.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
-#include "tile/ring.cuh"
 #include "tile/tile.cuh"
-#include "tile/tma_tensor.cuh"
-#include "variant/interfaces_bwd.cuh"
+#include "variant/kv_walk.cuh"
 #include "variant/store/dq_interface.cuh"
 #include "variant/store/rows.cuh"
 
@@ -66,7 +63,6 @@ struct Smem {
 constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
 // A writer has a stage or a chain of its own: with two for one stage both would wait for its buffer.
 constexpr u32 writers = cfg::dq_chains > 1 ? cfg::dq_chains : cfg::dq_stages;
-constexpr u32 step_bytes = cfg::tile_q * sizeof(float);  // of lse, and of delta
 
 static_assert(ElementOption<Element>, "variant/element");
 static_assert(BwdRowsOption<Rows>, "variant/rows");
@@ -79,106 +75,9 @@ static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writer
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
-// Rings have two stages or one, and all move once a step: one counter serves them all.
-struct Step {
-    u32 count = 0;
-
-    __device__ u32 stage(u32 stages = 2) const { return count & (stages - 1); }
-    __device__ u32 parity(u32 stages = 2) const { return count >> (stages - 1) & 1; }
-};
-
-// The steps of a work: the query tiles that keep keys of its tile, for one query head after the other.
-struct Walk {
-    TileRange tiles;
-    i32 ascends, tile, left, head;
-
-    __device__ Walk(const Args& args, const Rows& rows, const Mask& mask, const KvWorkTile& work)
-        : tiles(mask.q_tiles(work.kv_tile * cfg::tile_kv, min((work.kv_tile + 1) * cfg::tile_kv, rows.kv_len))), ascends(work.q_ascends),
-          tile(first()), left((tiles.end - tiles.begin) * args.heads_per_kv), head(work.kv_head * args.heads_per_kv) {
-        if ((work.kv_tile + 1) * cfg::tile_kv > rows.kv_len) tiles.full_begin = tiles.full_end;  // keys past the end are masked, too
-    }
-    __device__ i32 first() const { return ascends ? tiles.begin : tiles.end - 1; }
-    __device__ bool is_full() const { return tiles.is_full(tile); }
-    __device__ void advance() {
-        --left;
-        tile += ascends ? 1 : -1;
-        if (tile == tiles.end || tile < tiles.begin) tile = first(), ++head;
-    }
-};
-
-__device__ inline i32 place_of(const Args& args, const Rows& rows, const Walk& at) {
-    return at.head * args.q_tiles_total + rows.first_q_tile() + at.tile;
-}
 __device__ inline Turn turn_of(const Rows& rows, const Mask& mask, const KvWorkTile& work, i32 q_tile) {
     const TileRange keys = mask.tiles(q_tile * cfg::tile_q, min((q_tile + 1) * cfg::tile_q, rows.q_len));
     return {work.kv_ascends ? work.kv_tile - keys.begin : keys.end - 1 - work.kv_tile, keys.end - 1 - keys.begin};
-}
-
-struct Producer {
-    const Args& args;
-    Smem& smem;
-    Step step{};
-    Ring<1> kv{};
-
-    template <class T, class At>
-    __device__ static void load_panels(const TmaTensor& tensor, T& tile, ptx::Mbarrier& full, At at, i32 row, i32 head) {
-#pragma unroll
-        for (int panel = 0; panel < T::panels; ++panel) tensor.load(tile.data[panel], full, at, panel * 64, row, head);
-    }
-    // One lane: all tiles of one work.
-    __device__ void load(const KvWorkTile& work) {
-        const Rows rows(args, work.batch);
-        Walk at(args, rows, Mask(args, rows), work);
-        if (at.left == 0) return;
-        smem.kv_empty.wait(kv.parity ^ 1);
-        kv.advance();
-        smem.kv_full.arrive_expect(KTile::bytes + VTile::bytes);
-        load_panels(args.k, smem.k, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, work.kv_head);
-        load_panels(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, work.kv_head);
-        for (; at.left > 0; at.advance(), ++step.count) {
-            const u32 s = step.stage(), parity = step.parity() ^ 1;
-            const i64 first = i64(place_of(args, rows, at)) * cfg::tile_q;
-            smem.q_empty[s].wait(parity);
-            smem.q_full[s].arrive_expect(QTile::bytes + step_bytes);
-            load_panels(args.q, smem.q[s], smem.q_full[s], rows.q, at.tile * cfg::tile_q, at.head);
-            ptx::bulk_load(smem.lse_log2[s], args.lse_log2 + first, step_bytes, smem.q_full[s]);
-            smem.do_empty[s].wait(parity);
-            smem.do_full[s].arrive_expect(DoTile::bytes + step_bytes);
-            load_panels(args.d_o, smem.d_o[s], smem.do_full[s], rows.q, at.tile * cfg::tile_q, at.head);
-            ptx::bulk_load(smem.delta[s], args.delta + first, step_bytes, smem.do_full[s]);
-        }
-    }
-};
-
-__device__ void produce(const Args& args, Smem& smem) {
-    Scheduler scheduler(args);
-    Producer producer{args, smem};
-    Ring<2> ring;
-    KvWorkTile work;
-    do {
-        work = scheduler.next();
-        smem.work_empty[ring.stage].wait(ring.parity ^ 1);
-        if (threadIdx.x == 0) {
-            smem.work[ring.stage] = work;
-            smem.work_full[ring.stage].arrive();
-            if (!work.is_last()) producer.load(work);
-        }
-        __syncwarp();
-        ring.advance();
-    } while (!work.is_last());
-    scheduler.finish();
-}
-
-// The next work, for a warp that does not choose it.
-__device__ inline KvWorkTile next_work(Smem& smem, Ring<2>& ring) {
-    smem.work_full[ring.stage].wait(ring.parity);
-    const KvWorkTile& slot = smem.work[ring.stage];
-    const KvWorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.kv_head)), i32(ptx::uniform(slot.kv_tile)),
-                             i32(ptx::uniform(slot.kv_ascends)), i32(ptx::uniform(slot.q_ascends))};
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) smem.work_empty[ring.stage].arrive();
-    ring.advance();
-    return work;
 }
 
 // One lane: takes the parts of dq of its chain, or of every other step, to their sums.
@@ -196,7 +95,7 @@ struct Writer {
             if (cfg::dq_chains == 1 && t != index) continue;
             float4* part = smem.dq[t][chain * parts_in_chain][0];
             const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], step.parity(cfg::dq_stages)};
-            Store::add(args, place_of(args, rows, at) * cfg::dq_chains + chain, turn_of(rows, mask, work, at.tile), slot);
+            Store::add(args, place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain, turn_of(rows, mask, work, at.tile), slot);
         }
     }
 };
@@ -290,27 +189,6 @@ struct Consumer {
         ptx::wgmma_commit();
     }
 
-    // From dot products to weights. p are those that values are multiplied by; s becomes the weights times the score's derivative.
-    // A column of the fragment is a query. `cut`: the mask drops pairs of this tile.
-    template <bool cut>
-    __device__ void weigh(const Mask& mask, const Weight& weight, i32 q_first, i32 key) {
-        const float* lse = smem.lse_log2[step.stage()] + lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < SMma::accumulators; i += 4) {
-            const float2 l = *reinterpret_cast<const float2*>(lse + fragment_column(i));
-            float w[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const i32 q = q_first + fragment_column(i + j), kv = key + 8 * fragment_row(j);
-                const float t = score(s[i + j], q, kv), exponent = __fmaf_rn(t, score.scale_log2, j % 2 ? -l.y : -l.x);
-                const bool dropped = cut && !mask.row(q, key).keep(8 * fragment_row(j));
-                const float e = ptx::exp2(dropped ? minus_inf : exponent);
-                w[j] = weight.apply(e, q, kv);
-                s[i + j] = e * score.derivative(s[i + j], t, q, kv);
-            }
-            p[i / 2] = Element::pack(w[0], w[1]), p[i / 2 + 1] = Element::pack(w[2], w[3]);
-        }
-    }
     // From gradients of weights to those of dot products.
     __device__ void differentiate(const Weight& weight, i32 q_first, i32 key) {
         const float* delta = smem.delta[step.stage()] + lane % 4 * 2;
@@ -375,8 +253,9 @@ struct Consumer {
         start_dp();
         tell_dq();
         ptx::wgmma_wait<1>();
-        if (at.is_full()) weigh<false>(mask, weight, q_first, key);
-        else weigh<true>(mask, weight, q_first, key);
+        const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
+        if (at.is_full()) weigh_transposed<false>(s, p, score, weight, mask, lse_log2, q_first, key);
+        else weigh_transposed<true>(s, p, score, weight, mask, lse_log2, q_first, key);
         ptx::wgmma_wait<0>();
         smem.ds_empty[stage].wait(step.parity() ^ 1);
         differentiate(weight, q_first, key);
@@ -461,6 +340,6 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     if (threadIdx.x >= 128) return consume(args, smem);
     ptx::setmaxnreg_dec<cfg::producer_registers>();
     const u32 warp = ptx::uniform(threadIdx.x / 32);
-    if (warp == 0) produce(args, smem);
+    if (warp == 0) KvProducer<Smem>{args, smem}.run();
     else if (warp <= writers) write(args, smem, warp - 1);
 }

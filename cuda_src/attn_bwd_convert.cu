@@ -22,7 +22,7 @@ __device__ void convert(const Args& args, const WorkTile& work) {
     const Rows rows(args, work.batch);
     if (work.q_begin >= rows.q_len) return;
     const TileRange tiles = Mask(args, rows).tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
-    const i32 place = work.head * args.q_tiles_total + rows.first_q_tile() + work.q_begin / cfg::tile_q;
+    const i32 place = place_of(args, rows, work.head, work.q_begin / cfg::tile_q);
     const u32 part = threadIdx.x / 128, lane = threadIdx.x % 128;
     const float4* sum = reinterpret_cast<const float4*>(args.dq_sum) + (i64(place) * cfg::dq_parts + part) * (accumulators * 32) + lane;
     float x[accumulators];

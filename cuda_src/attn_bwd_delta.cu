@@ -1,7 +1,7 @@
 // First pass of the backward: for each query row, delta = sum_d do o - dlse, and lse in units of log2.
 //
 // A block computes a tile of cfg::tile_q rows of one head, cfg::lanes threads a row. Both statistics go to scratch that holds whole
-// tiles, (heads, tiles of all sequences, tile_q): rows past a sequence's end and rows that keep no key have lse = +inf and delta = 0,
+// blocks of rows, (heads, blocks of all sequences, cfg::q_block = cfg::tile_q): rows past a sequence's end and rows that keep no key have lse = +inf and delta = 0,
 // so that p = exp2(s - inf) = 0 and ds = p (dp - 0) = 0 with no case for them. Clear brings what the next passes want cleared.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Dlse, Clear, Pdl, Scheduler
@@ -42,7 +42,7 @@ __device__ inline Number part_of(const unsigned char* o, const unsigned char* d_
 __device__ void compute(const Args& args, const WorkTile& work) {
     const Rows rows(args, work.batch);
     if (work.q_begin >= rows.q_len) return;
-    const i32 place = work.head * args.q_tiles_total + rows.first_q_tile() + work.q_begin / cfg::tile_q;
+    const i32 place = place_of(args, rows, work.head, work.q_begin / cfg::tile_q);
     const Matrix o = matrix_of(args.o, rows.q, work.head), d_o = matrix_of(args.d_o, rows.q, work.head);
     const int lane = threadIdx.x % cfg::lanes;
 #pragma unroll 4

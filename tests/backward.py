@@ -120,13 +120,14 @@ def finish(file: str, constants: dict[str, int], common: Fields, products: list[
     return render.source(file, render.config_header({"m_tiles_per_warp": 1, **constants}, fields, products, every), "sm_90a")
 
 
-HEADS: Fields = (("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"), ("q_tiles_total", "i32"))
+HEADS: Fields = (("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"), ("q_blocks", "i32"))
 STATISTICS: Fields = (("lse_log2", "const Number*"), ("delta", "const Number*"))
 
 
 def attn_bwd(problem: Problem, config: Config, store: str = "ordered", direction: str = "", persistent: bool = True) -> Source:
     d, dv, element = problem.head_dim, problem.head_dim_v, problem.element
     constants = {**dataclasses.asdict(config), "tile_kv": config.tile_kv, "head_dim": d, "head_dim_v": dv}
+    constants["q_block"] = config.tile_q
     constants["producer_registers"], constants["consumer_registers"] = constants.pop("registers")
     products = [
         render.wgmma("SMma", element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=problem.scale < 0),
@@ -148,7 +149,7 @@ def attn_bwd_delta(problem: Problem, config: Config, store: str = "ordered", dls
     vector = 16 // size if aligned else 1
     lanes = min(32, 1 << (-(-problem.head_dim_v // vector) - 1).bit_length())
     constants = {
-        "tile_q": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "vector": vector,
+        "tile_q": config.tile_q, "q_block": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "vector": vector,
         "lanes": lanes, "threads": min(256, config.tile_q * lanes),
         "dq_chains": config.dq_chains, "dq_parts": config.dq_parts, "dq_columns": config.dq_columns,
     }  # fmt: skip
@@ -159,7 +160,7 @@ def attn_bwd_delta(problem: Problem, config: Config, store: str = "ordered", dls
         "Scheduler": q_scheduler(problem),
     }  # fmt: skip
     tensors = (("o", "StridedTensor"), ("d_o", "StridedTensor"), ("lse", "const Number*"))
-    out = (("lse_log2", "Number*"), ("delta", "Number*"), ("heads", "i32"), ("q_tiles_total", "i32"))
+    out = (("lse_log2", "Number*"), ("delta", "Number*"), ("heads", "i32"), ("q_blocks", "i32"))
     source = finish("attn_bwd_delta.cu", constants, (*tensors, *out), [], every)
     return dataclasses.replace(source, arch=arch)
 
@@ -167,14 +168,51 @@ def attn_bwd_delta(problem: Problem, config: Config, store: str = "ordered", dls
 def attn_bwd_convert(problem: Problem, config: Config) -> Source:
     parts = config.dq_parts
     constants = {
-        "tile_q": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "dq_parts": parts, "dq_columns": config.dq_columns, "threads": 128 * parts,
+        "tile_q": config.tile_q, "q_block": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "dq_parts": parts, "dq_columns": config.dq_columns, "threads": 128 * parts,
         "scale_sign": -1 if problem.scale < 0 else 1,
     }  # fmt: skip
     every = choices(problem)
     every.pop("Score")
     every["Scheduler"] = q_scheduler(problem)
-    fields = (DQ, ("dq_sum", "const float*"), ("scale", "Number"), ("heads", "i32"), ("q_tiles_total", "i32"))
+    fields = (DQ, ("dq_sum", "const float*"), ("scale", "Number"), ("heads", "i32"), ("q_blocks", "i32"))
     return finish("attn_bwd_convert.cu", constants, fields, [], every)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairConfig:
+    """A configuration of attn_bwd_dkdv.cu and attn_bwd_dq.cu: of the first, tile_q; of the second, tile_kv and 128 queries."""
+
+    tile_q: int = 64
+    tile_kv: int = 64
+    q_block: int = 128
+    registers: tuple[int, int] = (32, 240)
+
+
+def pair(problem: Problem, config: PairConfig, direction: str = "") -> tuple[Source, Source]:
+    """attn_bwd_dkdv.cu and attn_bwd_dq.cu."""
+    d, dv, element = problem.head_dim, problem.head_dim_v, problem.element
+    common = {"producer_registers": config.registers[0], "consumer_registers": config.registers[1], "head_dim": d, "head_dim_v": dv}
+    common |= {"q_block": config.q_block, "consumers": 2}
+    loads = tuple((name, "TmaTensor") for name in ("q", "k", "v", "d_o"))
+    every = choices(problem) | {"Weight": IDENTITY}
+
+    def products(n: int) -> list[str]:
+        s = render.wgmma("SMma", element, n, a_in_registers=False, b_by_rows=False, negate=problem.scale < 0)
+        return [s, render.wgmma("DpMma", element, n, a_in_registers=False, b_by_rows=False)]
+
+    def sums(**columns: int) -> list[str]:
+        return [render.wgmma(name, element, n, a_in_registers=True, b_by_rows=True) for name, n in columns.items()]
+
+    kv_out = tuple((name, "StridedOutput") for name in ("dk", "dv"))
+    dkdv = finish(
+        "attn_bwd_dkdv.cu", {"tile_q": config.tile_q, "tile_kv": 64, **common}, (*loads, *kv_out, *STATISTICS, *HEADS),
+        products(config.tile_q) + sums(DvMma=dv, DkMma=d), every | {"Scheduler": kv_scheduler(problem, direction)},
+    )  # fmt: skip
+    dq = finish(
+        "attn_bwd_dq.cu", {"tile_q": config.q_block, "tile_kv": config.tile_kv, **common}, (*loads, DQ, *STATISTICS, *HEADS),
+        products(config.tile_kv) + sums(DqMma=d), every | {"Scheduler": q_scheduler(problem, persistent=True)},
+    )  # fmt: skip
+    return dkdv, dq
 
 
 def problem(size: tuple[int, int], **kinds: Any) -> Problem:

@@ -3,13 +3,18 @@
 #include "variant/interfaces.cuh"
 #include "variant/kv_work_tile.cuh"
 
-// rows: where a sequence's query tiles lie in scratch that holds whole tiles, those of all sequences one after the other.
+// rows: where a sequence lies, and in scratch: whole blocks of cfg::q_block query rows of each sequence, one after the other, for each
+// head. Blocks are tiles of queries or several of them.
 template <class R> concept BwdRowsOption = requires(const R r, const Args& args, i32 i) {
     R(args, i);
     r.q_len; r.kv_len;                          // i32
     r.q; r.kv;                                  // BatchEntry or RowSpan, in q and in k and v
-    static_cast<i32>(r.first_q_tile());         // of args.q_tiles_total for each head
+    static_cast<i32>(r.template first_q_block<cfg::q_block>());  // of args.q_blocks for each head
 };
+// A query tile's place in scratch, in tiles.
+__device__ inline i32 place_of(const Args& args, const Rows& rows, i32 head, i32 tile) {
+    return (head * args.q_blocks + rows.template first_q_block<cfg::q_block>()) * (cfg::q_block / cfg::tile_q) + tile;
+}
 // mask: the inverse of tiles(): key tile n is in tiles() of query tile t exactly if t is in q_tiles() of n, or blocks would wait for
 // turns that never come.
 template <class M> concept BwdMaskOption = MaskOption<M> && requires(const M m, i32 i) {

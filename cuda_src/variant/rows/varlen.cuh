@@ -11,9 +11,10 @@ struct Varlen {
           kv_len(args.cu_seqlens_kv[batch + 1] - args.cu_seqlens_kv[batch]),
           batch(batch), q{args.cu_seqlens_q[batch], q_len}, kv{args.cu_seqlens_kv[batch], kv_len} {}
 
-    // Of scratch that holds whole tiles of each sequence: a place for each without adding up the tiles of those before it, since
-    // a / t + ceil(b / t) <= (a + b) / t + 1. There are total_q / t + batches places in all.
-    __device__ i32 first_q_tile() const { return q.first / cfg::tile_q + batch; }
+    // The sequence's first block of `rows` query rows in scratch that holds whole blocks of each sequence. There is a place for each
+    // without adding up the blocks of those before it, since a / n + ceil(b / n) <= (a + b) / n + 1: total_q / n + batches in all.
+    template <int rows>
+    __device__ i32 first_q_block() const { return q.first / rows + batch; }
     template <class A>  // a kernel need not have o
     __device__ i64 o_offset(const A& args, i32 row, i32 head) const {
         return (q.first + row) * args.o_stride_row + head * args.o_stride_head;

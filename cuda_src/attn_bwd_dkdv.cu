@@ -1,0 +1,224 @@
+// dk and dv alone on Hopper, for head sizes above 128: the first kernel of a pair, keys stationary. The formulas are attn_bwd.cu's.
+//
+// A block owns 64 keys of one head of k and v, and goes over the query tiles that keep any of them, for each query head of the group.
+// Both accumulators of a key would not fit into the registers of one warpgroup, so the two of them have roles: `values` computes S
+// and P, and dv += P' dO; `keys` computes dP, dS with the other's P, and dk += dS' Q. S and dP are transposed (a row is a key): P'
+// and dS' stay in registers as left operands. P, times the score's derivative, goes over packed, a thread's words to the same thread of the
+// other warpgroup: four stores and four loads of 16 bytes. Nothing is added across blocks.
+//
+//   values:  start S  | wait S (and dv of the step before)  | P        | start dv
+//   keys:    start dP | wait dP (and dk of the step before) | wait P | dS | start dk
+//
+//   barrier            arrives                                   waits            protects
+//   work_full[i]       lane 0 of the producer                    each consumer    smem.work[i] until read
+//   work_empty[i]      one lane per consumer warp                producer         the same until written again
+//   kv_full            copy engine (K, V)                        each consumer    smem.k, smem.v until read
+//   kv_empty           one lane per consumer warp                producer         the same until refilled
+//   q_full[s]          copy engine (Q, lse)                      each consumer    smem.q[s], smem.lse_log2[s] until read
+//   q_empty[s]         one lane per consumer warp: S, dk done    producer         the same until refilled
+//   do_full[s], do_empty[s]: the same for dO and delta: dv, dP done
+//   p_full[s]          one lane per warp of values               keys             smem.p[s] until read
+//   p_empty[s]         one lane per warp of keys                 values           the same until written again
+
+#include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, and the choices
+                       // Element, Rows, Mask, Score, Weight, Scheduler
+#include "tile/facts.cuh"
+#include "tile/tile.cuh"
+#include "variant/kv_walk.cuh"
+#include "variant/store/rows.cuh"
+
+using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
+using VTile = Tile<cfg::tile_kv, cfg::head_dim_v>;
+using QTile = Tile<cfg::tile_q, cfg::head_dim>;
+using DoTile = Tile<cfg::tile_q, cfg::head_dim_v>;
+
+struct Smem {
+    KTile k;
+    VTile v;
+    QTile q[2];
+    DoTile d_o[2];
+    uint4 p[2][SMma::accumulators / 8][128];
+    alignas(128) float lse_log2[2][cfg::tile_q];
+    alignas(128) float delta[2][cfg::tile_q];
+    ptx::Mbarrier work_full[2], work_empty[2], kv_full, kv_empty;
+    ptx::Mbarrier q_full[2], q_empty[2], do_full[2], do_empty[2], p_full[2], p_empty[2];
+    KvWorkTile work[2];
+};
+
+static_assert(cfg::tile_kv == 64 && cfg::tile_q % 16 == 0);
+static_assert(ElementOption<Element> && NumberOption<Element>, "variant/element");
+static_assert(BwdRowsOption<Rows>, "variant/rows");
+static_assert(BwdMaskOption<Mask>, "variant/mask");
+static_assert(BwdScoreOption<Score>, "variant/score");
+static_assert(WeightOption<Weight>, "variant/weight");
+static_assert(KvSchedulerOption<Scheduler>, "variant/scheduler");
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, true};
+
+// What both roles have: products of 64 keys by a tile of queries, and the accumulator of one gradient.
+template <class Mma>
+struct Role {
+    const Args& args;
+    Smem& smem;
+    const u32 lane = threadIdx.x % 128;
+    Step step{};
+    Ring<1> kv{};
+    float s[SMma::accumulators], sum[Mma::accumulators];
+    u32 p[SMma::accumulators / 2];
+
+    __device__ Role(const Args& args, Smem& smem) : args(args), smem(smem) {}
+
+    // Said by each warp when it has read, or written.
+    __device__ void arrive(ptx::Mbarrier& barrier) const {
+        if (lane % 32 == 0) barrier.arrive();
+    }
+    template <class Product, class A, class B>
+    __device__ void start(A a, B b, int columns) {
+        ptx::wgmma_discard(s);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < (columns + 15) / 16; ++i) Product::multiply(s, a.columns(i), b.columns(i), i > 0);
+        ptx::wgmma_commit();
+    }
+    template <class B>
+    __device__ void start_sum(B b) {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::tile_q / 16; ++i) Mma::multiply(sum, p + 4 * i, b.rows(i), true);
+        ptx::wgmma_commit();
+    }
+};
+
+struct Values : Role<DvMma> {
+    const Score score;
+
+    __device__ Values(const Args& args, Smem& smem) : Role(args, smem), score(args) {}
+
+    __device__ void pass_p() {
+        const u32 s_ = step.stage();
+#pragma unroll
+        for (int i = 0; i < SMma::accumulators / 8; ++i) {
+            const float* w = s + 8 * i;
+            smem.p[s_][i][lane] = make_uint4(Element::pack(w[0], w[1]), Element::pack(w[2], w[3]), Element::pack(w[4], w[5]), Element::pack(w[6], w[7]));
+        }
+        __syncwarp();
+        arrive(smem.p_full[s_]);
+    }
+    __device__ void run(const KvWorkTile& work, const Rows& rows, const Mask& mask, const Weight& weight, i32 key) {
+        const SmemDescriptor<KTile> k = SmemDescriptor<KTile>::of_columns(&smem.k);
+        const SmemDescriptor<QTile> q = SmemDescriptor<QTile>::of_columns(smem.q);
+        const SmemDescriptor<DoTile> d_o = SmemDescriptor<DoTile>::of_rows(smem.d_o);
+        bool later = false;
+        for (Walk at(args, rows, mask, work); at.left > 0; at.advance(), ++step.count, later = true) {
+            const u32 stage = step.stage();
+            const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
+            const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
+            smem.q_full[stage].wait(step.parity());
+            start<SMma>(k, q.stage(stage), cfg::head_dim);
+            smem.p_empty[stage].wait(step.parity() ^ 1);
+            ptx::wgmma_wait<0>();
+            if (later) arrive(smem.do_empty[stage ^ 1]);
+            if (at.is_full()) weigh_transposed<false>(s, p, score, weight, mask, lse_log2, q_first, key);
+            else weigh_transposed<true>(s, p, score, weight, mask, lse_log2, q_first, key);
+            arrive(smem.q_empty[stage]);
+            pass_p();
+            smem.do_full[stage].wait(step.parity());
+            start_sum(d_o.stage(stage));
+        }
+        ptx::wgmma_wait<0>();
+        if (later) arrive(smem.do_empty[step.stage() ^ 1]), arrive(smem.kv_empty);
+        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, sum, 1.f);
+    }
+};
+
+struct Keys : Role<DkMma> {
+    using Role::Role;
+
+    // p = ds, of the other role's weights and this one's dp.
+    __device__ void differentiate(const Weight& weight, i32 q_first, i32 key) {
+        const float* delta = smem.delta[step.stage()] + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < SMma::accumulators; i += 8) {
+            const uint4 words = smem.p[step.stage()][i / 8][lane];
+            const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const float2 d = *reinterpret_cast<const float2*>(delta + fragment_column(i + j));
+                const i32 q = q_first + fragment_column(i + j), kv = key + 8 * fragment_row(j);
+                const float low = weight.apply(s[i + j], q, kv) - d.x, high = weight.apply(s[i + j + 1], q + 1, kv) - d.y;
+                p[(i + j) / 2] = Element::pack(Element::widen({u16(w[j / 2])}) * low, Element::widen({u16(w[j / 2] >> 16)}) * high);
+            }
+        }
+    }
+    __device__ void run(const KvWorkTile& work, const Rows& rows, const Mask& mask, const Weight& weight, i32 key) {
+        const SmemDescriptor<VTile> v = SmemDescriptor<VTile>::of_columns(&smem.v);
+        const SmemDescriptor<DoTile> d_o = SmemDescriptor<DoTile>::of_columns(smem.d_o);
+        const SmemDescriptor<QTile> q = SmemDescriptor<QTile>::of_rows(smem.q);
+        bool later = false;
+        for (Walk at(args, rows, mask, work); at.left > 0; at.advance(), ++step.count, later = true) {
+            const u32 stage = step.stage();
+            smem.do_full[stage].wait(step.parity());
+            start<DpMma>(v, d_o.stage(stage), cfg::head_dim_v);
+            smem.p_full[stage].wait(step.parity());
+            ptx::wgmma_wait<0>();
+            if (later) arrive(smem.q_empty[stage ^ 1]);
+            differentiate(weight, at.tile * cfg::tile_q + lane % 4 * 2, key);
+            arrive(smem.do_empty[stage]);
+            __syncwarp();
+            arrive(smem.p_empty[stage]);
+            smem.q_full[stage].wait(step.parity());
+            start_sum(q.stage(stage));
+        }
+        ptx::wgmma_wait<0>();
+        if (later) arrive(smem.q_empty[step.stage() ^ 1]), arrive(smem.kv_empty);
+        const float scale = args.scale * SMma::sign;
+        store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, sum, scale);
+    }
+};
+
+template <class R>
+__device__ void consume(const Args& args, Smem& smem) {
+    ptx::setmaxnreg_inc<cfg::consumer_registers>();
+    R role(args, smem);
+    Ring<2> ring;
+    for (KvWorkTile work = next_work(smem, ring); !work.is_last(); work = next_work(smem, ring)) {
+        const Rows rows(args, work.batch);
+        const Mask mask(args, rows);
+        const i32 key = work.kv_tile * cfg::tile_kv + role.lane / 32 * 16 + role.lane % 32 / 4;  // this thread's upmost
+#pragma unroll
+        for (float& x : role.sum) x = 0.f;
+        if (Walk(args, rows, mask, work).left > 0) {
+            smem.kv_full.wait(role.kv.parity);
+            role.kv.advance();
+        }
+        role.run(work, rows, mask, Weight(args, rows), key);
+        __syncwarp();
+    }
+}
+
+__device__ void init_barriers(Smem& smem) {
+    smem.kv_full.init(1), smem.kv_empty.init(8);
+    for (int i = 0; i < 2; ++i) {
+        smem.work_full[i].init(1), smem.work_empty[i].init(8);
+        smem.q_full[i].init(1), smem.q_empty[i].init(8), smem.do_full[i].init(1), smem.do_empty[i].init(8);
+        smem.p_full[i].init(4), smem.p_empty[i].init(4);
+    }
+    ptx::fence_mbarrier_init();
+}
+
+extern "C" __global__ __launch_bounds__(384, 1) void attn_bwd_dkdv(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Smem& smem = *reinterpret_cast<Smem*>(raw);
+    if (threadIdx.x == 0) {
+        ptx::prefetch(args.q.map), ptx::prefetch(args.k.map), ptx::prefetch(args.v.map), ptx::prefetch(args.d_o.map);
+        init_barriers(smem);
+    }
+    __syncthreads();
+    ptx::griddepcontrol_wait();
+    ptx::launch_dependents();
+    const u32 warpgroup = ptx::uniform(threadIdx.x / 128);
+    if (warpgroup == 1) return consume<Values>(args, smem);
+    if (warpgroup == 2) return consume<Keys>(args, smem);
+    ptx::setmaxnreg_dec<cfg::producer_registers>();
+    if (threadIdx.x < 32) KvProducer<Smem>{args, smem}.run();
+}
