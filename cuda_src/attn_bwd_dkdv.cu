@@ -6,8 +6,8 @@
 // and dS' stay in registers as left operands. P, times the score's derivative, goes over packed, a thread's words to the same thread of the
 // other warpgroup: four stores and four loads of 16 bytes. Nothing is added across blocks.
 //
-//   values:  start S  | wait S (and dv of the step before)  | P        | start dv
-//   keys:    start dP | wait dP (and dk of the step before) | wait P | dS | start dk
+//   values:  start dv of the step before, S  | wait both          | P
+//   keys:    start dk of the step before, dP | wait both | wait P | dS
 //
 //   barrier            arrives                                   waits            protects
 //   work_full[i]       lane 0 of the producer                    each consumer    smem.work[i] until read
@@ -95,38 +95,47 @@ struct Values : Role<DvMma> {
     __device__ Values(const Args& args, Smem& smem) : Role(args, smem), score(args) {}
 
     __device__ void pass_p() {
-        const u32 s_ = step.stage();
 #pragma unroll
-        for (int i = 0; i < SMma::accumulators / 8; ++i) {
-            const float* w = s + 8 * i;
-            smem.p[s_][i][lane] = make_uint4(Element::pack(w[0], w[1]), Element::pack(w[2], w[3]), Element::pack(w[4], w[5]), Element::pack(w[6], w[7]));
+        for (int i = 0; i < SMma::accumulators; i += 8) {
+            u32 w[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) w[j] = Element::pack(s[i + 2 * j], s[i + 2 * j + 1]);
+            smem.p[step.stage()][i / 8][lane] = make_uint4(w[0], w[1], w[2], w[3]);
         }
         __syncwarp();
-        arrive(smem.p_full[s_]);
+        arrive(smem.p_full[step.stage()]);
     }
-    __device__ void run(const KvWorkTile& work, const Rows& rows, const Mask& mask, const Weight& weight, i32 key) {
-        const SmemDescriptor<KTile> k = SmemDescriptor<KTile>::of_columns(&smem.k);
-        const SmemDescriptor<QTile> q = SmemDescriptor<QTile>::of_columns(smem.q);
-        const SmemDescriptor<DoTile> d_o = SmemDescriptor<DoTile>::of_rows(smem.d_o);
-        bool later = false;
-        for (Walk at(args, rows, mask, work); at.left > 0; at.advance(), ++step.count, later = true) {
-            const u32 stage = step.stage();
-            const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
-            const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
-            smem.q_full[stage].wait(step.parity());
-            start<SMma>(k, q.stage(stage), cfg::head_dim);
-            smem.p_empty[stage].wait(step.parity() ^ 1);
-            ptx::wgmma_wait<0>();
-            if (later) arrive(smem.do_empty[stage ^ 1]);
-            if (at.is_full()) weigh_transposed<false>(s, p, score, weight, mask, lse_log2, q_first, key);
-            else weigh_transposed<true>(s, p, score, weight, mask, lse_log2, q_first, key);
-            arrive(smem.q_empty[stage]);
-            pass_p();
-            smem.do_full[stage].wait(step.parity());
-            start_sum(d_o.stage(stage));
+    // Where `later`, dv of the step before runs beside S.
+    template <bool later>
+    __device__ void do_step(const Mask& mask, const Weight& weight, const Walk& at, i32 key) {
+        const u32 before = step.stage();
+        if (later) {
+            start_dv();
+            ++step.count;
         }
+        const u32 stage = step.stage();
+        smem.q_full[stage].wait(step.parity());
+        start<SMma>(SmemDescriptor<KTile>::of_columns(&smem.k), SmemDescriptor<QTile>::of_columns(smem.q).stage(stage), cfg::head_dim);
+        smem.p_empty[stage].wait(step.parity() ^ 1);
         ptx::wgmma_wait<0>();
-        if (later) arrive(smem.do_empty[step.stage() ^ 1]), arrive(smem.kv_empty);
+        if (later) arrive(smem.do_empty[before]);
+        const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
+        const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
+        if (at.is_full()) weigh_transposed<false>(s, p, score, weight, mask, lse_log2, q_first, key);
+        else weigh_transposed<true>(s, p, score, weight, mask, lse_log2, q_first, key);
+        pass_p();
+        arrive(smem.q_empty[stage]);
+    }
+    __device__ void start_dv() {
+        smem.do_full[step.stage()].wait(step.parity());
+        start_sum(SmemDescriptor<DoTile>::of_rows(smem.d_o).stage(step.stage()));
+    }
+    __device__ void finish() {
+        start_dv();
+        ptx::wgmma_wait<0>();
+        arrive(smem.do_empty[step.stage()]);
+    }
+    __device__ void store(const KvWorkTile& work, const Rows& rows, i32 key) const {
         store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, sum, 1.f);
     }
 };
@@ -150,27 +159,35 @@ struct Keys : Role<DkMma> {
             }
         }
     }
-    __device__ void run(const KvWorkTile& work, const Rows& rows, const Mask& mask, const Weight& weight, i32 key) {
-        const SmemDescriptor<VTile> v = SmemDescriptor<VTile>::of_columns(&smem.v);
-        const SmemDescriptor<DoTile> d_o = SmemDescriptor<DoTile>::of_columns(smem.d_o);
-        const SmemDescriptor<QTile> q = SmemDescriptor<QTile>::of_rows(smem.q);
-        bool later = false;
-        for (Walk at(args, rows, mask, work); at.left > 0; at.advance(), ++step.count, later = true) {
-            const u32 stage = step.stage();
-            smem.do_full[stage].wait(step.parity());
-            start<DpMma>(v, d_o.stage(stage), cfg::head_dim_v);
-            smem.p_full[stage].wait(step.parity());
-            ptx::wgmma_wait<0>();
-            if (later) arrive(smem.q_empty[stage ^ 1]);
-            differentiate(weight, at.tile * cfg::tile_q + lane % 4 * 2, key);
-            arrive(smem.do_empty[stage]);
-            __syncwarp();
-            arrive(smem.p_empty[stage]);
-            smem.q_full[stage].wait(step.parity());
-            start_sum(q.stage(stage));
+    // Where `later`, dk of the step before runs beside dP.
+    template <bool later>
+    __device__ void do_step(const Mask&, const Weight& weight, const Walk& at, i32 key) {
+        const u32 before = step.stage();
+        if (later) {
+            start_dk();
+            ++step.count;
         }
+        const u32 stage = step.stage();
+        smem.do_full[stage].wait(step.parity());
+        start<DpMma>(SmemDescriptor<VTile>::of_columns(&smem.v), SmemDescriptor<DoTile>::of_columns(smem.d_o).stage(stage), cfg::head_dim_v);
+        smem.p_full[stage].wait(step.parity());
         ptx::wgmma_wait<0>();
-        if (later) arrive(smem.q_empty[step.stage() ^ 1]), arrive(smem.kv_empty);
+        if (later) arrive(smem.q_empty[before]);
+        differentiate(weight, at.tile * cfg::tile_q + lane % 4 * 2, key);
+        __syncwarp();
+        arrive(smem.do_empty[stage]);
+        arrive(smem.p_empty[stage]);
+    }
+    __device__ void start_dk() {
+        smem.q_full[step.stage()].wait(step.parity());
+        start_sum(SmemDescriptor<QTile>::of_rows(smem.q).stage(step.stage()));
+    }
+    __device__ void finish() {
+        start_dk();
+        ptx::wgmma_wait<0>();
+        arrive(smem.q_empty[step.stage()]);
+    }
+    __device__ void store(const KvWorkTile& work, const Rows& rows, i32 key) const {
         const float scale = args.scale * SMma::sign;
         store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, sum, scale);
     }
@@ -184,14 +201,21 @@ __device__ void consume(const Args& args, Smem& smem) {
     for (KvWorkTile work = next_work(smem, ring); !work.is_last(); work = next_work(smem, ring)) {
         const Rows rows(args, work.batch);
         const Mask mask(args, rows);
+        const Weight weight(args, rows);
         const i32 key = work.kv_tile * cfg::tile_kv + role.lane / 32 * 16 + role.lane % 32 / 4;  // this thread's upmost
 #pragma unroll
         for (float& x : role.sum) x = 0.f;
-        if (Walk(args, rows, mask, work).left > 0) {
+        Walk at(args, rows, mask, work);
+        if (at.left > 0) {
             smem.kv_full.wait(role.kv.parity);
             role.kv.advance();
+            role.template do_step<false>(mask, weight, at, key);
+            for (at.advance(); at.left > 0; at.advance()) role.template do_step<true>(mask, weight, at, key);
+            role.finish();
+            ++role.step.count;
+            role.arrive(smem.kv_empty);
         }
-        role.run(work, rows, mask, Weight(args, rows), key);
+        role.store(work, rows, key);
         __syncwarp();
     }
 }

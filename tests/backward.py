@@ -185,14 +185,18 @@ class PairConfig:
     tile_q: int = 64
     tile_kv: int = 64
     q_block: int = 128
-    registers: tuple[int, int] = (32, 240)
+    kv_registers: tuple[int, int] = (40, 232)
+    q_registers: tuple[int, int] = (32, 240)
 
 
 def pair(problem: Problem, config: PairConfig, direction: str = "") -> tuple[Source, Source]:
     """attn_bwd_dkdv.cu and attn_bwd_dq.cu."""
     d, dv, element = problem.head_dim, problem.head_dim_v, problem.element
-    common = {"producer_registers": config.registers[0], "consumer_registers": config.registers[1], "head_dim": d, "head_dim_v": dv}
-    common |= {"q_block": config.q_block, "consumers": 2}
+    common = {"q_block": config.q_block, "consumers": 2, "head_dim": d, "head_dim_v": dv}
+
+    def registers(pair: tuple[int, int]) -> dict[str, int]:
+        return dict(zip(("producer_registers", "consumer_registers"), pair, strict=True))
+
     loads = tuple((name, "TmaTensor") for name in ("q", "k", "v", "d_o"))
     every = choices(problem) | {"Weight": IDENTITY}
 
@@ -205,11 +209,11 @@ def pair(problem: Problem, config: PairConfig, direction: str = "") -> tuple[Sou
 
     kv_out = tuple((name, "StridedOutput") for name in ("dk", "dv"))
     dkdv = finish(
-        "attn_bwd_dkdv.cu", {"tile_q": config.tile_q, "tile_kv": 64, **common}, (*loads, *kv_out, *STATISTICS, *HEADS),
+        "attn_bwd_dkdv.cu", {"tile_q": config.tile_q, "tile_kv": 64, **common, **registers(config.kv_registers)}, (*loads, *kv_out, *STATISTICS, *HEADS),
         products(config.tile_q) + sums(DvMma=dv, DkMma=d), every | {"Scheduler": kv_scheduler(problem, direction)},
     )  # fmt: skip
     dq = finish(
-        "attn_bwd_dq.cu", {"tile_q": config.q_block, "tile_kv": config.tile_kv, **common}, (*loads, DQ, *STATISTICS, *HEADS),
+        "attn_bwd_dq.cu", {"tile_q": config.q_block, "tile_kv": config.tile_kv, **common, **registers(config.q_registers)}, (*loads, DQ, *STATISTICS, *HEADS),
         products(config.tile_kv) + sums(DqMma=d), every | {"Scheduler": q_scheduler(problem, persistent=True)},
     )  # fmt: skip
     return dkdv, dq
