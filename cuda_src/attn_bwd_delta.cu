@@ -29,7 +29,7 @@ struct alignas(cfg::vector * sizeof(Element)) Vector {
 // A lane's part of the sum over a row's columns.
 __device__ inline Number part_of(const unsigned char* o, const unsigned char* d_o, int lane) {
     Number sum = 0;
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < vectors; first += cfg::lanes) {
         if (vectors % cfg::lanes != 0 && first + lane >= vectors) break;
         const Vector a = reinterpret_cast<const Vector*>(o)[first + lane], b = reinterpret_cast<const Vector*>(d_o)[first + lane];
@@ -45,7 +45,7 @@ __device__ void compute(const Args& args, const WorkTile& work) {
     const i32 place = place_of(args, rows, work.head, work.q_begin / cfg::tile_q);
     const Matrix o = matrix_of(args.o, rows.q, work.head), d_o = matrix_of(args.d_o, rows.q, work.head);
     const int lane = threadIdx.x % cfg::lanes;
-#pragma unroll 4
+#pragma unroll 1
     for (int r = threadIdx.x / cfg::lanes; r < cfg::tile_q; r += rows_at_once) {
         const i32 row = work.q_begin + r;
         const bool inside = row < rows.q_len;

@@ -96,12 +96,13 @@ def panels(columns: int) -> int:
     return -(-columns // 64)
 
 
-def config_of(problem: Problem) -> Config:
-    """The configuration of attn_bwd.cu for the head sizes."""
+def config_of(problem: Problem, store: str = "ordered") -> Config:
+    """The configuration of attn_bwd.cu for the head sizes. Three warpgroups have no register to spare for a cap under a window,
+    nor to make dq themselves."""
     widest = max(problem.head_dim, problem.head_dim_v)
     assert widest <= 128
-    tight = widest == 64 and isinstance(problem.score, Softcap) and not isinstance(problem.mask, (Full, Causal))
-    if widest <= 64 and not tight:
+    tight = store == "final" or (isinstance(problem.score, Softcap) and not isinstance(problem.mask, (Full, Causal)))
+    if widest <= (56 if tight else 64):
         return Config(consumers=3, dq_columns=problem.head_dim, registers=(32, 160))
     if problem.head_dim > 112:
         return Config(dq_parts=2, dq_columns=64)
@@ -149,7 +150,8 @@ def attn_bwd_delta(problem: Problem, config: Config, store: str = "ordered", dls
     vector = 16 // size if aligned else 1
     lanes = min(32, 1 << (-(-problem.head_dim_v // vector) - 1).bit_length())
     constants = {
-        "tile_q": config.tile_q, "q_block": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "vector": vector,
+        "tile_q": config.tile_q, "q_block": config.tile_q, "tile_kv": config.tile_kv, "vector": vector,
+        "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
         "lanes": lanes, "threads": min(256, config.tile_q * lanes),
         "dq_chains": config.dq_chains, "dq_parts": config.dq_parts, "dq_columns": config.dq_columns,
     }  # fmt: skip
@@ -168,8 +170,8 @@ def attn_bwd_delta(problem: Problem, config: Config, store: str = "ordered", dls
 def attn_bwd_convert(problem: Problem, config: Config) -> Source:
     parts = config.dq_parts
     constants = {
-        "tile_q": config.tile_q, "q_block": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim, "dq_parts": parts, "dq_columns": config.dq_columns, "threads": 128 * parts,
-        "scale_sign": -1 if problem.scale < 0 else 1,
+        "tile_q": config.tile_q, "q_block": config.tile_q, "tile_kv": config.tile_kv, "head_dim": problem.head_dim,
+        "dq_parts": parts, "dq_columns": config.dq_columns, "threads": 128 * parts, "scale_sign": -1 if problem.scale < 0 else 1,
     }  # fmt: skip
     every = choices(problem)
     every.pop("Score")
@@ -208,12 +210,14 @@ def pair(problem: Problem, config: PairConfig, direction: str = "") -> tuple[Sou
         return [render.wgmma(name, element, n, a_in_registers=True, b_by_rows=True) for name, n in columns.items()]
 
     kv_out = tuple((name, "StridedOutput") for name in ("dk", "dv"))
+    kv_constants = {"tile_q": config.tile_q, "tile_kv": 64, **common, **registers(config.kv_registers)}
+    q_constants = {"tile_q": config.q_block, "tile_kv": config.tile_kv, **common, **registers(config.q_registers)}
     dkdv = finish(
-        "attn_bwd_dkdv.cu", {"tile_q": config.tile_q, "tile_kv": 64, **common, **registers(config.kv_registers)}, (*loads, *kv_out, *STATISTICS, *HEADS),
+        "attn_bwd_dkdv.cu", kv_constants, (*loads, *kv_out, *STATISTICS, *HEADS),
         products(config.tile_q) + sums(DvMma=dv, DkMma=d), every | {"Scheduler": kv_scheduler(problem, direction)},
     )  # fmt: skip
     dq = finish(
-        "attn_bwd_dq.cu", {"tile_q": config.q_block, "tile_kv": config.tile_kv, **common, **registers(config.q_registers)}, (*loads, DQ, *STATISTICS, *HEADS),
+        "attn_bwd_dq.cu", q_constants, (*loads, DQ, *STATISTICS, *HEADS),
         products(config.tile_kv) + sums(DqMma=d), every | {"Scheduler": q_scheduler(problem, persistent=True)},
     )  # fmt: skip
     return dkdv, dq

@@ -1,5 +1,5 @@
 """The query tiles that visit a key tile, as the backward asks for them: exactly the inverse of the key tiles that a query tile
-visits, or blocks that add to dq in turn would wait for ever. And the order in which blocks take key tiles is that of the turns."""
+visits, or blocks that add to dq in turn would wait for ever. And blocks take key tiles in the order of their turns."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_every_small_case(cuda: ctypes.CDLL) -> None:
 
 @hypothesis.settings(max_examples=400, derandomize=True)
 @hypothesis.given(
-    st.sampled_from(masks([None, 0, 1, 63, 64, 100, 1000])), LENGTHS, LENGTHS, st.sampled_from([64, 128]), st.sampled_from([64, 128, 192]),
+    st.sampled_from(masks([None, 0, 1, 63, 64, 100, 1000])), LENGTHS, LENGTHS,
+    st.sampled_from([64, 128]), st.sampled_from([64, 128, 192]),
 )  # fmt: skip
 def test_real_sizes(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
     check(cuda, mask, q_len, kv_len, tile_q, tile_kv)
@@ -128,8 +129,12 @@ i32 run(const Args& args, KvWorkTile* found, i32 most) {
 }
 """
 SCHEDULE = """\
-extern "C" i32 dense_{0}(const Args* args, KvWorkTile* found, i32 most) {{ return run<KvScheduler<DynamicPersistent, {0}>>(*args, found, most); }}
-extern "C" i32 packed_{0}(const Args* args, KvWorkTile* found, i32 most) {{ return run<KvVarlenScheduler<DynamicPersistent, {0}>>(*args, found, most); }}
+extern "C" i32 dense_{0}(const Args* args, KvWorkTile* found, i32 most) {{
+    return run<KvScheduler<DynamicPersistent, {0}>>(*args, found, most);
+}}
+extern "C" i32 packed_{0}(const Args* args, KvWorkTile* found, i32 most) {{
+    return run<KvVarlenScheduler<DynamicPersistent, {0}>>(*args, found, most);
+}}
 """
 DIRECTIONS = ("Ascending", "Alternating", "LongestFirst")
 
