@@ -36,7 +36,7 @@
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
-#include "variant/kv_walk.cuh"
+#include "variant/kv_producer.cuh"
 #include "variant/store/dq_interface.cuh"
 #include "variant/store/rows.cuh"
 

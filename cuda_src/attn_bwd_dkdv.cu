@@ -24,7 +24,7 @@
                        // Element, Rows, Mask, Score, Weight, Scheduler
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
-#include "variant/kv_walk.cuh"
+#include "variant/kv_producer.cuh"
 #include "variant/store/rows.cuh"
 
 using KTile = Tile<cfg::tile_kv, cfg::head_dim>;

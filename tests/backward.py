@@ -223,6 +223,44 @@ def pair(problem: Problem, config: PairConfig, direction: str = "") -> tuple[Sou
     return dkdv, dq
 
 
+@dataclasses.dataclass(frozen=True)
+class SimtConfig:
+    """A configuration of attn_bwd_dkdv_simt.cu and attn_bwd_dq_simt.cu."""
+
+    tile_q: int = 32
+    tile_kv: int = 32
+    chunk: int = 64
+    dq_chains: int = 1
+    dq_parts: int = 1
+    dq_columns: int = 64
+
+
+def simt_config(problem: Problem) -> SimtConfig:
+    """Wide heads of doubles take smaller tiles: a thread has tile / 16 times columns / 16 numbers of each gradient."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    tile = 16 if problem.element.itemsize == 8 and widest > 128 else 32
+    return SimtConfig(tile, tile, min(64, -(-widest // 16) * 16))
+
+
+def simt(problem: Problem, config: SimtConfig, arch: str = "sm_75") -> tuple[Source, Source]:
+    """attn_bwd_dkdv_simt.cu and attn_bwd_dq_simt.cu."""
+    constants = {
+        "tile_q": config.tile_q, "q_block": config.tile_q, "tile_kv": config.tile_kv, "chunk": config.chunk,
+        "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "scale_sign": -1 if problem.scale < 0 else 1,
+    }  # fmt: skip
+    loads = tuple((name, "StridedTensor") for name in ("q", "k", "v", "d_o"))
+    every = choices(problem) | {"Weight": IDENTITY}
+    made = []
+    for file, out, plan in (
+        ("attn_bwd_dkdv_simt.cu", ("dk", "dv"), kv_scheduler(problem, persistent=False)),
+        ("attn_bwd_dq_simt.cu", ("dq",), q_scheduler(problem)),
+    ):
+        outputs = tuple((name, "StridedOutput") for name in out)
+        source = finish(file, constants, (*loads, *outputs, *STATISTICS, *HEADS), [], every | {"Scheduler": plan})
+        made.append(dataclasses.replace(source, arch=arch))
+    return made[0], made[1]
+
+
 def problem(size: tuple[int, int], **kinds: Any) -> Problem:
     """A problem of these head sizes."""
     kinds = {"scale": 0.1, "batch": 8, "q_len": 2048, "kv_len": 2048, "heads": 16, "kv_heads": 16, **kinds}
