@@ -121,6 +121,12 @@ def finish(file: str, constants: dict[str, int], common: Fields, products: list[
     return render.source(file, render.config_header({"m_tiles_per_warp": 1, **constants}, fields, products, every), "sm_90a")
 
 
+def fields_of(source: Source) -> Fields:
+    """The fields of a source's Args, in order: (name, C++ type)."""
+    body = dict(source.headers)["config.cuh"].split("struct Args {\n")[1].split("};")[0]
+    return tuple((name.rstrip(";"), ctype.strip()) for ctype, name in (line.rsplit(" ", 1) for line in body.splitlines()))
+
+
 HEADS: Fields = (("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"), ("q_blocks", "i32"))
 STATISTICS: Fields = (("lse_log2", "const Number*"), ("delta", "const Number*"))
 
