@@ -1,17 +1,19 @@
 // Backward attention on Hopper for head sizes up to 128, keys stationary. With p the weights of the forward:
 //
-//   p = exp2(scale_log2 score(q k') - lse_log2)    dp = do v'    ds = p score' (dp - delta)    dv = p' do    dk = scale ds' q    dq = scale ds k
+//   p = exp2(scale_log2 score(q k') - lse_log2)    dp = do v'    ds = p score' (dp - delta)
+//   dv = p' do    dk = scale ds' q    dq = scale ds k
 //
-// A block owns cfg::tile_kv keys of one head of k and v, 64 of them each of cfg::consumers warpgroups, and goes over the query tiles that
-// keep any of them, for each query head of the group: dk and dv stay in registers, whole, without atomics. S and dP are computed
-// transposed (a row is a key), so that P' and dS' are at once the left operands of dv and dk; only dS goes to shared memory, where
-// dq needs it of all keys. Parts of dq go through shared memory to the sum of their tile in scratch, in an order that Store sets.
+// A block owns cfg::tile_kv keys of one head of k and v, 64 of them each of cfg::consumers warpgroups. It goes over the query tiles
+// that keep any of them, for each query head of the group: dk and dv stay in registers, whole, without atomics. S and dP are computed
+// transposed (a row is a key), so that P' and dS' are at once the left operands of dv and dk. Only dS goes to shared memory: dq
+// needs it of all keys. Parts of dq go through shared memory to the sum of their tile in scratch, in an order that Store sets.
+// NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
-// Warp 0 loads: the schedule's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
-// A step of a consumer, and what its tensor cores have to do meanwhile (FlashAttention 3's order, arXiv 2407.08608):
+// Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
+// A step of a consumer, and what its tensor cores have to do meanwhile, in FlashAttention 3's order (hopper/mainloop_bwd_sm90_*.hpp):
 //
-//   start S, dP | tell of the last dq | wait S | P | wait dP | dS | start dv | wait all dS | start dq, dk | wait dv, dq | store dq | wait dk
-//    S            S                      dP       dP             -   dv           dv          dv dq dk                    dk
+//   start S, dP | tell of dq | wait S | P  | wait dP | dS | start dv | wait dS | start dq, dk | wait dv, dq | store dq | wait dk
+//    S            S                     dP   dP        -    dv         dv        dv dq dk                     dk
 //
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
 // (2 to 4 % of the kernel). dq is shared out by columns (cfg::dq_parts == consumers), or each warpgroup has all of it in turn (1).
@@ -29,7 +31,7 @@
 //   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
 //   dq_empty[t][c]       writer                         who computes dq          the same until written again
 //   dq_sum[t][c]         writer (or copy engine)        who computes dq          the sum in smem.dq[t], where Store finishes dq
-//   args.turns[place]    writer                         writers of other blocks  a part of a dq tile: key tiles add in one order
+//   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
                        // Element, Rows, Mask, Score, Weight, Scheduler, Store
@@ -57,7 +59,8 @@ struct Smem {
     alignas(128) float delta[2][cfg::tile_q];
     ptx::Mbarrier work_full[2], work_empty[2], kv_full, kv_empty;
     ptx::Mbarrier q_full[2], q_empty[2], do_full[2], do_empty[2], ds_full[2], ds_empty[2];
-    ptx::Mbarrier dq_full[cfg::dq_stages][cfg::dq_chains], dq_empty[cfg::dq_stages][cfg::dq_chains], dq_sum[cfg::dq_stages][cfg::dq_chains];
+    ptx::Mbarrier dq_full[cfg::dq_stages][cfg::dq_chains], dq_empty[cfg::dq_stages][cfg::dq_chains];
+    ptx::Mbarrier dq_sum[cfg::dq_stages][cfg::dq_chains];
     KvWorkTile work[2];
 };
 constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
@@ -94,8 +97,10 @@ struct Writer {
             const u32 t = step.stage(cfg::dq_stages), chain = cfg::dq_chains > 1 ? index : 0;
             if (cfg::dq_chains == 1 && t != index) continue;
             float4* part = smem.dq[t][chain * parts_in_chain][0];
-            const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], step.parity(cfg::dq_stages)};
-            Store::add(args, place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain, turn_of(rows, mask, work, at.tile), slot);
+            const i32 place = place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain;
+            const u32 parity = step.parity(cfg::dq_stages);
+            const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], parity};
+            Store::add(args, place, turn_of(rows, mask, work, at.tile), slot);
         }
     }
 };
@@ -218,7 +223,8 @@ struct Consumer {
     __device__ void leave_dq() {
         const u32 t = step.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
 #pragma unroll
-        for (int i = 0; i < DqMma::accumulators; i += 4) smem.dq[t][part][i / 4][lane] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        for (int i = 0; i < DqMma::accumulators; i += 4)
+            smem.dq[t][part][i / 4][lane] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
         untold = t + 1;
     }
     __device__ void tell_dq() {
@@ -243,10 +249,12 @@ struct Consumer {
         arrive(smem.dq_full[t][chain()]);
         const i32 row = at.tile * cfg::tile_q + lane / 32 * 16 + lane % 32 / 4;
         unsigned char* to = args.dq.rows(rows.q, at.head) + part * (cfg::dq_columns * sizeof(Element));
-        store_rows(to, args.dq.row_bytes, row, rows.q_len, cfg::head_dim - i32(part) * cfg::dq_columns, dq, args.scale * SMma::sign);
+        const i32 columns = cfg::head_dim - i32(part) * cfg::dq_columns;
+        store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, dq, args.scale * SMma::sign);
     }
 
-    __device__ void do_step(const Rows& rows, const Mask& mask, const Weight& weight, const KvWorkTile& work, const Walk& at, i32 key) {
+    __device__ void do_step(const Rows& rows, const Mask& mask, const Weight& weight, const KvWorkTile& work, const Walk& at,
+                            i32 key) {
         const u32 stage = step.stage();
         const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
         start_s();
@@ -299,7 +307,8 @@ struct Consumer {
             tell_dq();
             arrive(smem.kv_empty);
         }
-        store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, args.scale * SMma::sign);
+        const float scale = args.scale * SMma::sign;
+        store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, scale);
         store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, 1.f);
         __syncwarp();
     }

@@ -1,7 +1,7 @@
 // Last pass of the backward where attn_bwd.cu leaves sums: dq = scale times the sum, from accumulator fragments to rows.
 //
-// A block converts a tile of cfg::tile_q rows of one head, a warpgroup each of cfg::dq_parts parts of its columns. A tile whose rows
-// keep no key has no sum: its dq is 0.
+// A block converts a tile of cfg::tile_q rows of one head, a warpgroup each of cfg::dq_parts parts of its columns. A tile whose
+// rows keep no key has no sum: its dq is 0.
 
 #include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the choices Element, Rows, Mask, Scheduler
 #include "tile/facts.cuh"
@@ -24,7 +24,8 @@ __device__ void convert(const Args& args, const WorkTile& work) {
     const TileRange tiles = Mask(args, rows).tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
     const i32 place = place_of(args, rows, work.head, work.q_begin / cfg::tile_q);
     const u32 part = threadIdx.x / 128, lane = threadIdx.x % 128;
-    const float4* sum = reinterpret_cast<const float4*>(args.dq_sum) + (i64(place) * cfg::dq_parts + part) * (accumulators * 32) + lane;
+    const i64 first = (i64(place) * cfg::dq_parts + part) * (accumulators * 32);
+    const float4* sum = reinterpret_cast<const float4*>(args.dq_sum) + first + lane;
     float x[accumulators];
 #pragma unroll
     for (int i = 0; i < accumulators; i += 4) {

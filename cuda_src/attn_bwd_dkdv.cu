@@ -1,10 +1,10 @@
 // dk and dv alone on Hopper, for head sizes above 128: the first kernel of a pair, keys stationary. The formulas are attn_bwd.cu's.
 //
-// A block owns 64 keys of one head of k and v, and goes over the query tiles that keep any of them, for each query head of the group.
-// Both accumulators of a key would not fit into the registers of one warpgroup, so the two of them have roles: `values` computes S
-// and P, and dv += P' dO; `keys` computes dP, dS with the other's P, and dk += dS' Q. S and dP are transposed (a row is a key): P'
-// and dS' stay in registers as left operands. P, times the score's derivative, goes over packed, a thread's words to the same thread of the
-// other warpgroup: four stores and four loads of 16 bytes. Nothing is added across blocks.
+// A block owns 64 keys of one head of k and v, and goes over the query tiles that keep any of them, for each query head of the
+// group. Both accumulators of a key would not fit into the registers of one warpgroup, so the two of them have roles: `values`
+// computes S and P, and dv += P' dO; `keys` computes dP, dS with the other's P, and dk += dS' Q. S and dP are transposed (a row is
+// a key): P' and dS' stay in registers as left operands. P times the score's derivative goes over packed, a thread's words to the
+// same thread of the other warpgroup: four stores and four loads of 16 bytes. Nothing is added across blocks.
 //
 //   values:  start dv of the step before, S  | wait both          | P
 //   keys:    start dk of the step before, dP | wait both | wait P | dS
@@ -115,7 +115,8 @@ struct Values : Role<DvMma> {
         }
         const u32 stage = step.stage();
         smem.q_full[stage].wait(step.parity());
-        start<SMma>(SmemDescriptor<KTile>::of_columns(&smem.k), SmemDescriptor<QTile>::of_columns(smem.q).stage(stage), cfg::head_dim);
+        const SmemDescriptor<QTile> q = SmemDescriptor<QTile>::of_columns(smem.q).stage(stage);
+        start<SMma>(SmemDescriptor<KTile>::of_columns(&smem.k), q, cfg::head_dim);
         smem.p_empty[stage].wait(step.parity() ^ 1);
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.do_empty[before]);
@@ -155,7 +156,8 @@ struct Keys : Role<DkMma> {
                 const float2 d = *reinterpret_cast<const float2*>(delta + fragment_column(i + j));
                 const i32 q = q_first + fragment_column(i + j), kv = key + 8 * fragment_row(j);
                 const float low = weight.apply(s[i + j], q, kv) - d.x, high = weight.apply(s[i + j + 1], q + 1, kv) - d.y;
-                p[(i + j) / 2] = Element::pack(Element::widen({u16(w[j / 2])}) * low, Element::widen({u16(w[j / 2] >> 16)}) * high);
+                const float w0 = Element::widen({u16(w[j / 2])}), w1 = Element::widen({u16(w[j / 2] >> 16)});
+                p[(i + j) / 2] = Element::pack(w0 * low, w1 * high);
             }
         }
     }
@@ -169,7 +171,8 @@ struct Keys : Role<DkMma> {
         }
         const u32 stage = step.stage();
         smem.do_full[stage].wait(step.parity());
-        start<DpMma>(SmemDescriptor<VTile>::of_columns(&smem.v), SmemDescriptor<DoTile>::of_columns(smem.d_o).stage(stage), cfg::head_dim_v);
+        const SmemDescriptor<DoTile> d_o = SmemDescriptor<DoTile>::of_columns(smem.d_o).stage(stage);
+        start<DpMma>(SmemDescriptor<VTile>::of_columns(&smem.v), d_o, cfg::head_dim_v);
         smem.p_full[stage].wait(step.parity());
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.q_empty[before]);

@@ -1,7 +1,7 @@
 // dq alone on Hopper, for head sizes above 128: the second kernel of a pair, queries stationary. The formulas are attn_bwd.cu's.
 //
-// A block owns cfg::tile_q query rows of one head, 64 of them each of cfg::consumers warpgroups, and goes over the key tiles that they keep,
-// as the forward does. S and dP have a query in each row, so dS stays in registers, the left operand of dq += dS K.
+// A block owns cfg::tile_q query rows of one head, 64 of them each of cfg::consumers warpgroups, and goes over the key tiles that
+// they keep, as the forward does. S and dP have a query in each row, so dS stays in registers, the left operand of dq += dS K.
 //
 //   start dq of the tile before, S, dP | wait S (and that dq) | P | wait dP | dS
 //
@@ -116,7 +116,8 @@ struct Consumer {
     __device__ Consumer(const Args& args, Smem& smem)
         : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
           q_rows(SmemDescriptor<QTile>::of_columns(&smem.q).rows_from(index * 64)),
-          do_rows(SmemDescriptor<DoTile>::of_columns(&smem.d_o).rows_from(index * 64)), k_columns(SmemDescriptor<KTile>::of_columns(smem.k)),
+          do_rows(SmemDescriptor<DoTile>::of_columns(&smem.d_o).rows_from(index * 64)),
+          k_columns(SmemDescriptor<KTile>::of_columns(smem.k)),
           k_rows(SmemDescriptor<KTile>::of_rows(smem.k)), v_columns(SmemDescriptor<VTile>::of_columns(&smem.v)), score(args) {}
 
     // Said by each warp when it has read a stage.

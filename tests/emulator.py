@@ -1,5 +1,6 @@
-"""Kernels compiled for the host and run thread by thread: what the files of ``cuda_src/ptx/`` do is done here in C++, at once where
-a GPU does it later. That checks layouts, barriers, schedules and formulas without a GPU; it cannot find a missing fence or wait."""
+"""Kernels compiled for the host and run thread by thread: what the files of ``cuda_src/ptx/`` do is done here in C++, at once
+where a GPU does it later. That checks layouts, barriers, schedules and formulas without a GPU; it cannot find a missing fence or
+wait."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ BASE = r"""
 #include <atomic>
 #include <barrier>
 #include <cmath>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 #define __device__
 #define __global__
@@ -51,54 +54,59 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Index { i32 x; };
 inline thread_local Index threadIdx, blockIdx, gridDim;
 
-struct Warp {
+struct HostWarp {
     std::barrier<> meeting{32};
     u64 words[32][8];
 };
-struct Phase {  // of an mbarrier
+struct HostPhase {  // of an mbarrier
     std::mutex mutex;
     std::condition_variable changed;
     i64 expected = -1, pending = 0, bytes = 0;
     u32 number = 0;
 };
-constexpr u32 smem_bytes = 232448;
-struct Block {
-    unsigned char* raw = static_cast<unsigned char*>(std::aligned_alloc(1024, smem_bytes));
-    std::vector<Phase> phases = std::vector<Phase>(smem_bytes / 8);
-    std::vector<std::unique_ptr<Warp>> warps;
+constexpr u32 host_smem_bytes = 232448;
+constexpr int host_patience = 60;  // seconds
+struct HostBlock {
+    unsigned char* raw = static_cast<unsigned char*>(std::aligned_alloc(1024, host_smem_bytes));
+    std::vector<HostPhase> phases = std::vector<HostPhase>(host_smem_bytes / 8);
+    std::vector<std::unique_ptr<HostWarp>> warps;
     std::barrier<> all;
-    explicit Block(i32 threads) : all(threads) {
-        std::memset(raw, 0xff, smem_bytes);
-        for (i32 i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Warp>());
+    explicit HostBlock(i32 threads) : all(threads) {
+        std::memset(raw, 0xff, host_smem_bytes);
+        for (i32 i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<HostWarp>());
     }
-    ~Block() { std::free(raw); }
+    ~HostBlock() { std::free(raw); }
 };
-inline thread_local Block* block;
-inline Warp& warp() { return *block->warps[threadIdx.x / 32]; }
-inline u32 lane() { return threadIdx.x % 32; }
-inline void fail(const char* what) { std::fprintf(stderr, "%s\n", what), std::fflush(stderr), std::_Exit(3); }
-inline void __syncthreads() { block->all.arrive_and_wait(); }
-inline void __syncwarp() { warp().meeting.arrive_and_wait(); }
+inline thread_local HostBlock* host_block;
+inline HostWarp& host_warp() { return *host_block->warps[threadIdx.x / 32]; }
+inline u32 host_lane() { return threadIdx.x % 32; }
+inline void host_fail(const char* what) { std::fprintf(stderr, "%s\n", what), std::fflush(stderr), std::_Exit(3); }
+inline void __syncthreads() { host_block->all.arrive_and_wait(); }
+inline void __syncwarp() { host_warp().meeting.arrive_and_wait(); }
 
 // What each lane of a warp gives, for all of them to read.
 template <class T, class Read>
-auto exchange(const T& mine, Read read) {
-    static_assert(sizeof(T) <= sizeof(warp().words[0]));
-    std::memcpy(warp().words[lane()], &mine, sizeof(T));
+auto host_exchange(const T& mine, Read read) {
+    static_assert(sizeof(T) <= sizeof(host_warp().words[0]));
+    std::memcpy(host_warp().words[host_lane()], &mine, sizeof(T));
     __syncwarp();
     const auto got = read([](u32 from) {
         T x;
-        std::memcpy(&x, warp().words[from], sizeof(T));
+        std::memcpy(&x, host_warp().words[from], sizeof(T));
         return x;
     });
     __syncwarp();
     return got;
 }
-template <class T> T __shfl_sync(u32, T x, u32 from) { return exchange(x, [=](auto of) { return of(from); }); }
-template <class T> T __shfl_xor_sync(u32, T x, u32 bit) { return exchange(x, [=](auto of) { return of(lane() ^ bit); }); }
-template <class T> T __shfl_up_sync(u32, T x, u32 by) { return exchange(x, [=](auto of) { return of(lane() < by ? lane() : lane() - by); }); }
+template <class T> T __shfl_sync(u32, T x, u32 from) { return host_exchange(x, [=](auto of) { return of(from); }); }
+template <class T> T __shfl_xor_sync(u32, T x, u32 bit) {
+    return host_exchange(x, [=](auto of) { return of(host_lane() ^ bit); });
+}
+template <class T> T __shfl_up_sync(u32, T x, u32 by) {
+    return host_exchange(x, [=](auto of) { return of(host_lane() < by ? host_lane() : host_lane() - by); });
+}
 inline u32 __ballot_sync(u32, bool vote) {
-    return exchange(vote, [](auto of) {
+    return host_exchange(vote, [](auto of) {
         u32 all = 0;
         for (u32 i = 0; i < 32; ++i) all |= u32(of(i)) << i;
         return all;
@@ -119,7 +127,7 @@ inline float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 inline u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
 
 namespace ptx {
-inline u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - block->raw); }
+inline u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - host_block->raw); }
 inline u32 uniform(u32 x) { return __shfl_sync(0, x, 0); }
 inline float exp2(float x) { return std::exp2(x); }
 inline double exp2(double x) { return std::exp2(x); }
@@ -138,14 +146,14 @@ namespace ptx {
 struct Mbarrier {
     u64 state;
 
-    Phase& phase() { return block->phases[smem_address(this) / 8]; }
+    HostPhase& phase() { return host_block->phases[smem_address(this) / 8]; }
     void init(u32 arrivals) { phase().expected = phase().pending = arrivals; }
     void change(i64 arrivals, i64 bytes) {
-        Phase& p = phase();
+        HostPhase& p = phase();
         const std::lock_guard lock(p.mutex);
-        if (p.expected < 0) fail("a barrier is used that was not made");
+        if (p.expected < 0) host_fail("a barrier is used that was not made");
         p.pending -= arrivals, p.bytes += bytes;
-        if (p.pending < 0) fail("a barrier got more arrivals than it expects");
+        if (p.pending < 0) host_fail("a barrier got more arrivals than it expects");
         if (p.pending > 0 || p.bytes != 0) return;
         p.pending = p.expected, ++p.number;
         p.changed.notify_all();
@@ -154,9 +162,15 @@ struct Mbarrier {
     void arrive_expect(u32 bytes) { change(0, bytes), change(1, 0); }
     void complete(u32 bytes) { change(0, -i64(bytes)); }
     void wait(u32 parity) {
-        Phase& p = phase();
+        HostPhase& p = phase();
         std::unique_lock lock(p.mutex);
-        p.changed.wait(lock, [&] { return (p.number & 1) != parity; });
+        if (p.changed.wait_for(lock, std::chrono::seconds(host_patience), [&] { return (p.number & 1) != parity; })) return;
+        std::fprintf(stderr, "block %d thread %d waits for parity %u of the barrier at %u: phase %u, "
+                             "%lld arrivals and %lld bytes are missing\n",
+                     blockIdx.x, threadIdx.x, parity, smem_address(this), p.number, (long long)p.pending, (long long)p.bytes);
+        std::fflush(stderr);
+        std::this_thread::sleep_for(std::chrono::seconds(2));  // for others to say what they wait for
+        std::_Exit(3);
     }
 };
 inline void fence_mbarrier_init() {}
@@ -168,7 +182,7 @@ BULK = r"""
 namespace ptx {
 inline std::mutex adding;
 inline void check_aligned(const void* a, const void* b, u32 bytes) {
-    if ((u64(a) | u64(b) | bytes) % 16) fail("a bulk copy is not aligned to 16 bytes");
+    if ((u64(a) | u64(b) | bytes) % 16) host_fail("a bulk copy is not aligned to 16 bytes");
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& full) {
     check_aligned(to, from, bytes), std::memcpy(to, from, bytes), full.complete(bytes);
@@ -214,7 +228,7 @@ inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
             u16 x = 0;
             if (inside) std::memcpy(&x, reinterpret_cast<const void*>(address), 2);
             const u32 place = smem_address(to) + r * 128 + c * 2;
-            std::memcpy(block->raw + (place ^ (place >> 7 & 7) << 4), &x, 2);
+            std::memcpy(host_block->raw + (place ^ (place >> 7 & 7) << 4), &x, 2);
         }
     full.complete(map.box_rows * 128);
 }
@@ -228,11 +242,11 @@ namespace ptx {
 inline void stmatrix_transposed(u32 address, const u32* words) {
     struct Given { u32 address, words[4]; };
     Given mine{address, {words[0], words[1], words[2], words[3]}};
-    exchange(mine, [&](auto of) {
+    host_exchange(mine, [&](auto of) {
         for (u32 m = 0; m < 4; ++m)
             for (u32 e = 0; e < 2; ++e) {
                 const u16 x = u16(words[m] >> 16 * e);
-                std::memcpy(block->raw + of(8 * m + lane() % 4 * 2 + e).address + lane() / 4 * 2, &x, 2);
+                std::memcpy(host_block->raw + of(8 * m + host_lane() % 4 * 2 + e).address + host_lane() / 4 * 2, &x, 2);
             }
         return 0;
     });
@@ -243,9 +257,10 @@ WGMMA = r"""
 #pragma once
 #include "ptx/base.cuh"
 namespace ptx {
-inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int pending> void wgmma_wait() {}
+// A warp executes these together, and releases what its products read after them.
+inline void wgmma_fence() { __syncwarp(); }
+inline void wgmma_commit() { __syncwarp(); }
+template <int pending> void wgmma_wait() { __syncwarp(); }
 template <int n> void wgmma_discard(float (&x)[n]) { for (float& each : x) each = __builtin_nanf(""); }
 }
 """
@@ -268,22 +283,24 @@ struct Element {
 PRODUCT = r"""
 struct HostProduct {
     static float read(u64 descriptor, u32 panel, u32 row, u32 column) {
-        const u32 place = (descriptor & 0x3fff) * 16 + panel * (descriptor >> 16 & 0x3fff) * 16 + row / 8 * 1024 + row % 8 * 128 + column * 2;
-        if (place + 2 > smem_bytes || descriptor >> 32 != 0x40000040) fail("a descriptor points outside of shared memory");
+        const u32 start = (descriptor & 0x3fff) * 16 + panel * (descriptor >> 16 & 0x3fff) * 16;
+        const u32 place = start + row / 8 * 1024 + row % 8 * 128 + column * 2;
+        if (place + 2 > host_smem_bytes) host_fail("a descriptor points outside of shared memory");
+        if (descriptor >> 32 != 0x40000040) host_fail("a descriptor says another swizzle");
         u16 bits;
-        std::memcpy(&bits, block->raw + (place ^ (place >> 7 & 7) << 4), 2);
+        std::memcpy(&bits, host_block->raw + (place ^ (place >> 7 & 7) << 4), 2);
         return Element::widen({bits});
     }
     template <bool b_by_rows, int accumulators, class A>
     static void multiply(float (&d)[accumulators], A a, u64 b, bool add, float sign) {
         for (int i = 0; i < accumulators; ++i) {
-            const u32 row = i / 2 % 2, n = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+            const u32 row = i / 2 % 2, n = i / 4 * 8 + host_lane() % 4 * 2 + i % 2;
             double sum = 0;
             for (u32 k = 0; k < 16; ++k) sum += double(a(row, k)) * (b_by_rows ? read(b, n / 64, k, n % 64) : read(b, 0, n, k));
             d[i] = (add ? d[i] : 0.f) + sign * float(sum);
         }
     }
-    static u32 row_of(u32 row) { return threadIdx.x % 128 / 32 * 16 + lane() / 4 + 8 * row; }
+    static u32 row_of(u32 row) { return threadIdx.x % 128 / 32 * 16 + host_lane() / 4 + 8 * row; }
 };
 """
 STRUCT = r"""
@@ -296,14 +313,15 @@ struct {name} {{
 }};
 """
 FROM_SMEM = """\
-HostProduct::multiply<{by_rows}>(d, [=](u32 row, u32 k) {{ return HostProduct::read(a, 0, HostProduct::row_of(row), k); }}, b, add, sign);"""
+const auto read = [=](u32 row, u32 k) {{ return HostProduct::read(a, 0, HostProduct::row_of(row), k); }};
+        HostProduct::multiply<{by_rows}>(d, read, b, add, sign);"""
 FROM_REGISTERS = """\
 struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
-        exchange(mine, [&](auto of) {{
+        host_exchange(mine, [&](auto of) {{
             float rows[2][16];
             for (u32 k = 0; k < 16; ++k)
                 for (u32 row = 0; row < 2; ++row) {{
-                    const u32 word = of(lane() / 4 * 4 + k % 8 / 2).x[k / 8 * 2 + row];
+                    const u32 word = of(host_lane() / 4 * 4 + k % 8 / 2).x[k / 8 * 2 + row];
                     rows[row][k] = Element::widen({{u16(word >> 16 * (k % 2))}});
                 }}
             HostProduct::multiply<{by_rows}>(d, [&](u32 row, u32 k) {{ return rows[row][k]; }}, b, add, sign);
@@ -311,7 +329,8 @@ struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
         }});"""
 RENDERED = re.compile(
     r"struct (\w+) \{\n    static constexpr int accumulators = (\d+);\n    static constexpr float sign = (-?1)\.f;\n"
-    r"    __device__ static void multiply\(float \(&d\)\[\d+\], (.*?), u64 b, bool add\) \{.*?, (-?1), 1(?:, 0)?, ([01]); \}\".*?\n\};\n",
+    r"    __device__ static void multiply\(float \(&d\)\[\d+\], (.*?), u64 b, bool add\) \{"
+    r".*?, (-?1), 1(?:, 0)?, ([01]); \}\".*?\n\};\n",
     re.DOTALL,
 )
 LAUNCH = r"""
@@ -320,13 +339,13 @@ extern "C" int args_bytes() { return sizeof(Args); }
 // `together` blocks at a time.
 extern "C" void launch(const Args* args, int blocks, int together) {
     for (int first = 0; first < blocks; first += together) {
-        std::vector<std::unique_ptr<Block>> made;
+        std::vector<std::unique_ptr<HostBlock>> made;
         std::vector<std::thread> threads;
         for (int b = first; b < min(first + together, blocks); ++b) {
-            made.push_back(std::make_unique<Block>(facts.threads));
+            made.push_back(std::make_unique<HostBlock>(facts.threads));
             for (u32 thread = 0; thread < facts.threads; ++thread)
                 threads.emplace_back([=, own = made.back().get()] {
-                    block = own, threadIdx.x = thread, blockIdx.x = b, gridDim.x = blocks;
+                    host_block = own, threadIdx.x = thread, blockIdx.x = b, gridDim.x = blocks;
                     KERNEL(*args);
                 });
         }
@@ -358,7 +377,9 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     config, count = RENDERED.subn(product, headers["config.cuh"])
     if count:
         config = config.replace("using Number = Element::Number;\n", "using Number = Element::Number;\n" + PRODUCT)
-    text = re.sub(r"extern __shared__ __align__\(\d+\) unsigned char raw\[\];", "unsigned char* raw = block->raw;", source.text)
+    text = re.sub(
+        r"extern __shared__ __align__\(\d+\) unsigned char raw\[\];", "unsigned char* raw = host_block->raw;", source.text
+    )
     text = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;', "d = u64(0x40000040) << 32 | low_word;", text)
     own = folder / source.key[:16]
     for path, content in {**headers, "config.cuh": config, "host.cpp": text + LAUNCH.replace("KERNEL", name), **STUBS}.items():
@@ -377,7 +398,11 @@ def tensor_map(x: np.ndarray[Any, Any], box_rows: int) -> bytes:
     made = tma.geometry(x.shape, tuple(step // 2 for step in x.strides), 2, box_rows)
     pad = 5 - len(made.sizes)
     numbers = [x.ctypes.data, *made.sizes, *[1] * pad, 2, *made.strides, *[0] * pad, box_rows]
-    return np.array(numbers, np.uint64).tobytes().ljust(128, b"\0") + np.array([made.head_step, made.batch_step], np.int32).tobytes() + bytes(56)
+    return (
+        np.array(numbers, np.uint64).tobytes().ljust(128, b"\0")
+        + np.array([made.head_step, made.batch_step], np.int32).tobytes()
+        + bytes(56)
+    )
 
 
 def run(

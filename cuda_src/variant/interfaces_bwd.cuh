@@ -3,8 +3,8 @@
 #include "variant/interfaces.cuh"
 #include "variant/kv_work_tile.cuh"
 
-// rows: where a sequence lies, and in scratch: whole blocks of cfg::q_block query rows of each sequence, one after the other, for each
-// head. Blocks are tiles of queries or several of them.
+// rows: where a sequence lies, and in scratch: whole blocks of cfg::q_block query rows of each sequence, one after the other, for
+// each head. Blocks are tiles of queries or several of them.
 template <class R> concept BwdRowsOption = requires(const R r, const Args& args, i32 i) {
     R(args, i);
     r.q_len; r.kv_len;                          // i32

@@ -8,8 +8,8 @@ struct Walk {
     i32 ascends, tile, left, head;
 
     __device__ Walk(const Args& args, const Rows& rows, const Mask& mask, const KvWorkTile& work)
-        : tiles(mask.q_tiles(work.kv_tile * cfg::tile_kv, min((work.kv_tile + 1) * cfg::tile_kv, rows.kv_len))), ascends(work.q_ascends),
-          tile(first()), left((tiles.end - tiles.begin) * args.heads_per_kv), head(work.kv_head * args.heads_per_kv) {
+        : tiles(mask.q_tiles(work.kv_tile * cfg::tile_kv, min((work.kv_tile + 1) * cfg::tile_kv, rows.kv_len))),
+          ascends(work.q_ascends), tile(first()), left((tiles.end - tiles.begin) * args.heads_per_kv), head(work.kv_head * args.heads_per_kv) {
         if ((work.kv_tile + 1) * cfg::tile_kv > rows.kv_len) tiles.full_begin = tiles.full_end;  // keys past the end are masked, too
     }
     __device__ i32 first() const { return ascends ? tiles.begin : tiles.end - 1; }

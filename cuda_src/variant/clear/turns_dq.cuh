@@ -8,8 +8,9 @@ struct ClearTurnsDq {
         const i32 q_end = min(work.q_begin + cfg::tile_q, rows.q_len);
         const TileRange tiles = mask.tiles(work.q_begin, q_end);
         if (tiles.begin < tiles.end) return;
-        unsigned char* dq = args.dq.rows(rows.q, work.head);
-        for (i32 i = threadIdx.x; i < (q_end - work.q_begin) * (cfg::head_dim / 8); i += cfg::threads)
-            *reinterpret_cast<uint4*>(dq + (work.q_begin + i / (cfg::head_dim / 8)) * args.dq.row_bytes + i % (cfg::head_dim / 8) * 16) = uint4{};
+        constexpr i32 chunks = cfg::head_dim / 8;  // of 16 bytes, in a row
+        unsigned char* dq = args.dq.rows(rows.q, work.head) + work.q_begin * args.dq.row_bytes;
+        for (i32 i = threadIdx.x; i < (q_end - work.q_begin) * chunks; i += cfg::threads)
+            *reinterpret_cast<uint4*>(dq + i / chunks * args.dq.row_bytes + i % chunks * 16) = uint4{};
     }
 };

@@ -16,7 +16,9 @@ struct KvVarlenScheduler {
         const i32 heads = args.heads / args.heads_per_kv, id = numbers.draw(args), tile = id / heads, lane = threadIdx.x % 32;
         for (; base < args.batches; base += 32) {
             const i32 batch = base + lane;
-            const i32 count = batch < args.batches ? ceil_div(max(0, args.cu_seqlens_kv[batch + 1] - args.cu_seqlens_kv[batch]), cfg::tile_kv) : 0;
+            i32 count = 0;
+            if (batch < args.batches)
+                count = ceil_div(max(0, args.cu_seqlens_kv[batch + 1] - args.cu_seqlens_kv[batch]), cfg::tile_kv);
             i32 end = before + count;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {
@@ -26,7 +28,8 @@ struct KvVarlenScheduler {
             const u32 past = __ballot_sync(0xffffffffu, end > tile);
             if (past) {
                 const i32 owner = __ffs(past) - 1, sequence = base + owner, up = Direction::kv_ascends(sequence);
-                const i32 last = __shfl_sync(0xffffffffu, end, owner) - 1, first = last + 1 - __shfl_sync(0xffffffffu, count, owner);
+                const i32 last = __shfl_sync(0xffffffffu, end, owner) - 1;
+                const i32 first = last + 1 - __shfl_sync(0xffffffffu, count, owner);
                 return {sequence, id % heads, up ? tile - first : last - tile, up, Direction::q_ascends(sequence)};
             }
             before = __shfl_sync(0xffffffffu, end, 31);

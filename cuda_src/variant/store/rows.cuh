@@ -19,7 +19,8 @@ __device__ void store_rows(unsigned char* to, i64 row_bytes, i32 row, i32 end, i
                 words[g] = Element::pack(x[i] * scale, x[i + 1] * scale);
             }
             transpose_quad(words);
-            if (row + 8 * r < end && i32(first + lane) < columns / 8) out[first + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+            if (row + 8 * r < end && i32(first + lane) < columns / 8)
+                out[first + lane] = make_uint4(words[0], words[1], words[2], words[3]);
         }
     }
 }
