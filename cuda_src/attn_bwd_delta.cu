@@ -1,8 +1,9 @@
 // First pass of the backward: for each query row, delta = sum_d do o - dlse, and lse in units of log2.
 //
 // A block computes a tile of cfg::tile_q rows of one head, cfg::lanes threads a row. Both statistics go to scratch that holds whole
-// blocks of rows, (heads, blocks of all sequences, cfg::q_block = cfg::tile_q): rows past a sequence's end and rows that keep no key have lse = +inf and delta = 0,
-// so that p = exp2(s - inf) = 0 and ds = p (dp - 0) = 0 with no case for them. Clear brings what the next passes want cleared.
+// blocks of rows: (heads, blocks of all sequences, cfg::q_block), where a block is such a tile. Rows past a sequence's end and rows
+// that keep no key have lse = +inf and delta = 0, so that p = exp2(s - inf) = 0 and ds = p (dp - 0) = 0 with no case for them. Clear
+// brings what the next passes want cleared.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Dlse, Clear, Pdl, Scheduler
 #include "tile/facts.cuh"
@@ -20,7 +21,7 @@ static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Pdl::used};
 
 constexpr int rows_at_once = cfg::threads / cfg::lanes, vectors = (cfg::head_dim_v + cfg::vector - 1) / cfg::vector;
-static_assert(cfg::threads % 32 == 0 && 32 % cfg::lanes == 0 && cfg::tile_q % rows_at_once == 0);
+static_assert(cfg::q_block == cfg::tile_q && cfg::threads % 32 == 0 && 32 % cfg::lanes == 0 && cfg::tile_q % rows_at_once == 0);
 
 struct alignas(cfg::vector * sizeof(Element)) Vector {
     Element x[cfg::vector];
