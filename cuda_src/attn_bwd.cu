@@ -67,6 +67,7 @@ constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
 // A writer has a stage or a chain of its own: with two for one stage both would wait for its buffer.
 constexpr u32 writers = cfg::dq_chains > 1 ? cfg::dq_chains : cfg::dq_stages;
 
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 static_assert(ElementOption<Element>, "variant/element");
 static_assert(BwdRowsOption<Rows>, "variant/rows");
 static_assert(BwdMaskOption<Mask>, "variant/mask");

@@ -46,6 +46,7 @@ struct Smem {
 };
 
 static_assert(cfg::tile_kv == 64 && cfg::tile_q % 16 == 0);
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 static_assert(ElementOption<Element> && NumberOption<Element>, "variant/element");
 static_assert(BwdRowsOption<Rows>, "variant/rows");
 static_assert(BwdMaskOption<Mask>, "variant/mask");

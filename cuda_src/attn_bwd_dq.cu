@@ -35,6 +35,7 @@ struct Smem {
     ptx::Mbarrier work_full[2], work_empty[2], q_full, q_empty, k_full[2], k_empty[2], v_full, v_empty;
     WorkTile work[2];
 };
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 static_assert(ElementOption<Element>, "variant/element");
 static_assert(BwdRowsOption<Rows>, "variant/rows");
 static_assert(MaskOption<Mask>, "variant/mask");

@@ -37,6 +37,7 @@ struct Smem {
     ptx::Mbarrier work_full[2], work_empty[2];
     WorkTile work[2];
 };
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 static_assert(ElementOption<Element>, "variant/element");
 static_assert(RowsOption<Rows>, "variant/rows");
 static_assert(MaskOption<Mask>, "variant/mask");

@@ -85,7 +85,7 @@ class Config:
     dq_columns: int = 128
     dq_chains: int = 1
     dq_stages: int = 2
-    registers: tuple[int, int] = (32, 240)
+    registers: tuple[int, int] = (24, 240)
 
     @property
     def tile_kv(self) -> int:
@@ -194,7 +194,7 @@ class PairConfig:
     tile_kv: int = 64
     q_block: int = 128
     kv_registers: tuple[int, int] = (40, 232)
-    q_registers: tuple[int, int] = (32, 240)
+    q_registers: tuple[int, int] = (24, 240)
 
 
 def pair(problem: Problem, config: PairConfig, direction: str = "") -> tuple[Source, Source]:
