@@ -17,8 +17,9 @@ from .compiler import Binary, Source
 from .device import TYPICAL, Device
 from .device import cpu as this_cpu
 from .errors import ProblemError, RawattnError, UnsupportedError
-from .problem import Problem, make_mask, make_scale, make_score
+from .operation import Forward
 from .select import Selection, select
+from .spec import Spec
 from .variant.element import ELEMENTS
 
 COMPARED = 6  # configurations that `choose` lists, best first
@@ -44,14 +45,14 @@ console = Console(markup=False, highlight=False, soft_wrap=True)
 
 def show(options: Options) -> int:
     """Prints what NVRTC is given for a problem, and what it makes of it."""
-    choice, source = _render(options)
+    selection, source = _render(options)
     texts = {source.name: source.text, **dict(source.headers)}
     for path, text in texts.items():
         if options.all or path == "config.cuh":
             console.print(f"// ---- {path}\n{text}")
     console.print(f"// ---- NVRTC {' '.join(source.options)}")
     console.print("\n".join(f"{len(text.splitlines()):>5} lines  {path}" for path, text in texts.items()))
-    console.print(f"// ---- machine code of {choice.kernel.name}, {choice.config}")
+    console.print(f"// ---- machine code of {selection.kernel.name}, {selection.config}")
     binary = _compile(source)
     console.print(f"compiled {demo.describe(binary)}{''.join(f', {code}' for code in binary.advisories)}")
     try:
@@ -74,10 +75,10 @@ def count_instructions(cubin: bytes) -> collections.Counter[str]:
 
 def explain(options: Options) -> int:
     """Prints which kernel and configuration a problem gets, why, and how the best configurations compare."""
-    problem, device = _problem(options), _device(options)
-    choice = select(problem, device)
-    console.print(f"{api.Explanation(problem, device.name, choice)}")
-    costs = {config: choice.kernel.cost(config, problem, device) for config in choice.kernel.candidates(problem, device)}
+    op, device = _operation(options), _device(options)
+    selection = select(op, device)
+    console.print(f"{api.explain_operation(op, device)}")
+    costs = {config: selection.kernel.cost(config, op, device) for config in selection.kernel.candidates(op, device)}
     for config in sorted(costs, key=lambda config: costs[config])[:COMPARED]:
         console.print(f"  {config}, {costs[config] * 1e6:,.0f} us")
     return 0
@@ -86,15 +87,15 @@ def explain(options: Options) -> int:
 def compile(options: Options) -> int:
     """Compiles into the cache all that the kind of problem may get on such a device, and with --out what this one gets into a
     folder."""
-    choice, source = _render(options)
+    selection, source = _render(options)
     binary = _compile(source)
-    name = f"{choice.kernel.name}-{source.key[:12]}"
-    console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
-    problem = _problem(options)
-    for config in choice.compiled_with:
-        other = choice.kernel.render(problem, config, source.arch)
+    name = f"{selection.kernel.name}-{source.key[:12]}"
+    console.print(f"{name}  {selection.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
+    op = _operation(options)
+    for config in selection.compiled_with:
+        other = selection.kernel.render(op, config, source.arch)
         _compile(other)
-        console.print(f"with {choice.kernel.name}-{other.key[:12]}  {config}, for other sizes")
+        console.print(f"with {selection.kernel.name}-{other.key[:12]}  {config}, for other sizes")
     if options.out:
         _write(options.out / name, source, binary, options.force)
     return 0
@@ -126,11 +127,11 @@ def clear(options: Options) -> int:
 
 def _render(options: Options) -> tuple[Selection, Source]:
     """The kernel and configuration of the problem, and what NVRTC is given for them."""
-    problem, device = _problem(options), _device(options)
+    op, device = _operation(options), _device(options)
     if device.is_cpu:
         raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/lanes.py, compiled by Numba.")
-    choice = select(problem, device)
-    return choice, choice.kernel.render(problem, choice.config, device.arch)
+    selection = select(op, device)
+    return selection, selection.kernel.render(op, selection.config, device.arch)
 
 
 def _compile(source: Source) -> Binary:
@@ -140,14 +141,14 @@ def _compile(source: Source) -> Binary:
         return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
-def _problem(options: Options) -> Problem:
+def _operation(options: Options) -> Forward:
     kv_length = options.length if options.kv_length is None else options.kv_length
-    return Problem(
+    spec = Spec.of(causal=options.causal, window=options.window, softcap=options.softcap, return_lse=options.lse)
+    return Forward(
         ELEMENTS[options.dtype], options.batch, options.length, kv_length, options.heads,
         options.heads if options.kv_heads is None else options.kv_heads, options.head_dim,
-        options.head_dim if options.head_dim_v is None else options.head_dim_v, make_scale(None, options.head_dim),
-        make_mask(options.causal, options.window, None), make_score(options.softcap, None), options.varlen,
-        options.batch * options.length, options.batch * kv_length, options.lse,
+        options.head_dim if options.head_dim_v is None else options.head_dim_v, spec, options.varlen,
+        options.batch * options.length, options.batch * kv_length,
     )  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from .errors import ProblemError, UnsupportedError
 from .variant.element import ELEMENTS
 
 CPU = -1
-_NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in ELEMENTS.values()} | {np.dtype(np.int32): "int32"}
-_DTYPES = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
+_NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in ELEMENTS.values()} | {np.dtype(np.int32): "int32", np.dtype(np.uint8): "uint8"}
+DTYPES = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
 
 
 class Array(NamedTuple):
@@ -40,11 +40,35 @@ class Array(NamedTuple):
 def _read_torch(x: Any, name: str) -> Array:
     if not (x.is_cuda or x.is_cpu):
         raise ProblemError(f"{name} is on torch's device {x.device}; it must be on a CUDA GPU or the CPU.")
+    if (reason := _pending(x)) is not None:
+        raise ProblemError(f"{name} is a {type(x).__name__} {reason}.")
     dtype = _torch_names().get(x.dtype)
     try:
-        return Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
+        found = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
     except (RuntimeError, NotImplementedError) as error:
         raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
+    if found.pointer == 0 and 0 not in found.shape:
+        raise ProblemError(f"{name} is a {type(x).__name__} of shape {tuple(x.shape)} that has no memory; give a real tensor.")
+    return found
+
+
+def _pending(x: Any) -> str | None:
+    """The reason why a tensor's memory does not hold its numbers; None where it does."""
+    torch = sys.modules["torch"]
+    if type(x) not in _plain_tensors and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "which has no memory of its own; give a plain tensor, or call torch.ops.rawattn.attention where it is traced"
+    if x.is_neg():
+        return "with a pending negation (its negative bit is set); give x.resolve_neg()"
+    if x.is_nested:
+        return "which is nested; give its values and offsets to rawattn.attention_varlen"
+    if x.layout is not torch.strided:
+        return f"with layout {x.layout}; it must be strided"
+    if torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "of a transform that is under way, such as vmap; it has no memory of its own"
+    dual = torch.autograd.forward_ad
+    if dual._current_level >= 0 and dual.unpack_dual(x).tangent is not None:
+        return "with a forward-mode tangent, for which there is no formula; give its primal"
+    return None
 
 
 def _strides(x: Any, name: str) -> tuple[int, ...]:
@@ -59,6 +83,8 @@ def _read_cupy(x: Any, name: str) -> Array:
 
 
 def _read_numpy(x: Any, name: str) -> Array:
+    if isinstance(x, np.ma.MaskedArray):
+        raise ProblemError(f"{name} is a masked array; its mask would be ignored. Give {name}.data, or a mask of attention.")
     if x.dtype.byteorder == ">":
         raise ProblemError(f"{name} is big-endian ({x.dtype.str}); give it in this machine's byte order.")
     return Array("numpy", CPU, _NUMPY_NAMES.get(x.dtype, str(x.dtype)), x.shape, _strides(x, name), x.ctypes.data, x)
@@ -103,13 +129,14 @@ def _read_foreign(x: Any, name: str) -> Array:
 
 
 _readers: dict[type, Callable[[Any, str], Array]] = {}
+_plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the first tensor on
 
 
 def _reader(cls: type) -> Callable[[Any, str], Array]:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(cls, torch.Tensor):
-        global _tensor
-        _tensor = torch.Tensor
+        global _tensor, _plain_tensors
+        _tensor, _plain_tensors = torch.Tensor, (torch.Tensor, torch.nn.Parameter)
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -130,14 +157,20 @@ _tensor: Any = ()  # torch.Tensor, from the first tensor on
 
 def signature(x: Any) -> tuple[Any, ...] | None:
     """All of a torch tensor that a call on a GPU depends on: a tensor with the signature of one that passed every check passes
-    them. Read at half the price of ``read``. None of a tensor that requires grad or has no plain memory, and of other arrays.
+    them. Read at half the price of ``read``. None for a tensor that requires grad or has no plain memory, and for other arrays.
     """
-    if not isinstance(x, _tensor) or x.requires_grad:
-        return None
+    if type(x) not in _plain_tensors or x.requires_grad or x.is_neg():
+        return () if x is None else None
     try:
-        return x.data_ptr(), x.dtype, x.shape, x.stride(), x.get_device(), x.is_cuda
+        pointer = x.data_ptr()
+        return (pointer, x.dtype, x.shape, x.stride(), x.get_device(), x.is_cuda) if pointer else None
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of each array; None for one that has none, and () where there is no array."""
+    return tuple(map(signature, given))
 
 
 def address(x: Any) -> int:
@@ -158,22 +191,22 @@ def _torch_names() -> dict[Any, str]:
     if not _torch_tables:
         torch = sys.modules["torch"]
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-        dtypes["int32"] = torch.int32
+        dtypes |= {"int32": torch.int32, "uint8": torch.uint8}
         _torch_tables["dtypes"] = dtypes
         _torch_tables["names"] = {dtype: name for name, dtype in dtypes.items()}
     return _torch_tables["names"]
 
 
 def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], Any]:
-    """What makes new, contiguous arrays in ``like``'s library and on its device, given an array that lies there."""
+    """A function that makes new, contiguous arrays in ``like``'s library and on its device, given an array that lies there."""
     if like.library == "torch":
         torch, torch_dtype = sys.modules["torch"], _torch_tables["dtypes"][dtype]
         if (like.dtype, tuple(like.shape), tuple(like.strides)) == (dtype, shape, _contiguous(shape)):
             return torch.empty_like  # takes half as long as torch.empty
         return lambda beside: beside.new_empty(shape, dtype=torch_dtype)
     if like.library == "cupy":
-        return lambda beside: _cupy_empty(like.device, shape, _DTYPES[dtype])
-    return lambda beside: np.empty(shape, _DTYPES[dtype])
+        return lambda beside: _cupy_empty(like.device, shape, DTYPES[dtype])
+    return lambda beside: np.empty(shape, DTYPES[dtype])
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -187,14 +220,20 @@ def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
         return cupy.empty(shape, dtype)
 
 
+def written(out: Any) -> None:
+    """Tells autograd that a tensor was changed in place, so that a backward that needs its old numbers fails in words."""
+    if isinstance(out, _tensor):
+        sys.modules["torch"].autograd.graph.increment_version(out)
+
+
 def stream_of(library: str) -> Callable[[int], int]:
-    """What gives the handle of a library's current stream on a device."""
+    """A function that gives the handle of a library's current stream on a device."""
     if library == "torch":
         return sys.modules["torch"]._C._cuda_getCurrentRawStream
     return lambda device: sys.modules["cupy"].cuda.get_current_stream(device).ptr
 
 
-def give_back(result: Any, original: Any) -> Any:
+def to_library(result: Any, original: Any) -> Any:
     """``result`` (torch, CuPy or NumPy) as an array of the library that ``original`` came from."""
     if isinstance(original, type(result)):
         return result
@@ -221,48 +260,3 @@ def as_numpy(array: Array) -> npt.NDArray[Any]:
     if array.dtype == "bf16":
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
-
-
-class _Places:
-    """An array's layout alone: NumPy can compute with it, whatever device the addresses are of."""
-
-    def __init__(self, array: Array) -> None:
-        size = np.dtype(_DTYPES[array.dtype]).itemsize
-        strides = tuple(s * size for s in array.strides)
-        self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{size}", "shape": tuple(array.shape), "strides": strides, "data": (array.pointer, True)
-        }  # fmt: skip
-
-
-_WORK: Any = 1 << 20  # candidates that are tried, at most a fraction of a second; NumPy's type stubs know only -1 and 0
-
-
-def _extent(array: Array) -> tuple[int, int]:
-    """Addresses from the first byte of an array's elements to behind the last."""
-    steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
-    size = _DTYPES[array.dtype].itemsize
-    return array.pointer + size * sum(s for s in steps if s < 0), array.pointer + size * (1 + sum(s for s in steps if s > 0))
-
-
-def overlap(a: Array, b: Array) -> bool:
-    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b`` whether two elements of it do."""
-    if 0 in a.shape or 0 in b.shape:
-        return False
-    if a is b:
-        return _overlaps_itself(a)
-    (a_begin, a_end), (b_begin, b_end) = _extent(a), _extent(b)
-    if a_end <= b_begin or b_end <= a_begin:
-        return False
-    try:
-        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=_WORK))
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _overlaps_itself(array: Array) -> bool:
-    reach = 0  # elements that the dimensions so far span, from the smallest stride up
-    for stride, size in sorted((abs(s), n) for n, s in zip(array.shape, array.strides, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False

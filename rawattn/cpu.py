@@ -27,7 +27,8 @@ import numpy.typing as npt
 from .compiler import CacheWarning, cache_folder
 from .device import Device
 from .errors import ProblemError
-from .problem import Problem
+from .operand import Layout
+from .operation import Forward as Problem
 from .variant.element import Element
 from .variant.mask import kept_pairs
 from .variant.score import Scale, Softcap
@@ -275,3 +276,29 @@ def run(
         work()
     for future in futures:
         future.result()
+
+
+class Cpu:
+    """The CPU path as a kernel: it is compiled by Numba and has no launches."""
+
+    name = name
+    alignment = 1
+    config_type = Config
+    runs_on = staticmethod(runs_on)
+    legal = staticmethod(legal)
+    candidates = staticmethod(candidates)
+    cost = staticmethod(cost)
+    tuning_shapes = staticmethod(tuning_shapes)
+    run = staticmethod(run)
+
+    def supports(self, op: Problem, device: Device) -> list[str]:
+        """The reasons why the CPU path does not compute the operation; none where it does."""
+        reason = supports(op, device)
+        return [] if reason is None else [reason]
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        """None: it reads whatever NumPy reads."""
+        return None
+
+
+CPU = Cpu()

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from . import compiler, driver
 from .errors import DeviceError, UnsupportedError
-from .problem import Problem
+from .operation import Forward
 from .select import select
 from .variant.element import BF16
 
@@ -118,7 +118,7 @@ def _driver() -> tuple[Version | None, list[Finding]]:
     for device in devices:
         found, fix = f"{device.name}, {device.arch}", ""
         try:
-            kernel = select(Problem(BF16, 1, 4096, 4096, 16, 16, 128, 128, 128**-0.5), device).kernel
+            kernel = select(Forward(BF16, 1, 4096, 4096, 16, 16, 128, 128), device).kernel
             found = f"{found}, served by {kernel.name}"
         except UnsupportedError:
             fix = "no kernel serves it; arrays on the CPU work"

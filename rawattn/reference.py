@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .errors import UnsupportedError
-from .problem import make_mask, make_scale, make_score
+from .spec import make_mask, make_scale, make_score
 from .variant.mask import Mask
 from .variant.score import Scale, Score, Softcap
 
@@ -75,6 +75,7 @@ def _formula(
 ) -> _Formula:
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     place = {"device": q.device} if xp.__name__ == "torch" else {}
+    given = make_scale(scale)
     return _Formula(
         xp,
         place,
@@ -82,7 +83,7 @@ def _formula(
         rounding,
         make_mask(causal, window, mask),
         make_score(softcap, score),
-        make_scale(scale, q.shape[-1]),
+        q.shape[-1] ** -0.5 if given is None else given,
     )
 
 

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from . import reference
-from .problem import Problem, make_mask, make_scale, make_score
+from .operation import Forward
+from .spec import Spec
 from .variant import mask as masks
 from .variant.element import ELEMENTS
 
@@ -78,17 +79,17 @@ class Case:
         return {name: value for name, value in options.items() if value is not None and value is not False}
 
     @property
-    def problem(self) -> Problem:
-        """The problem that ``rawattn.attention`` or ``attention_varlen`` poses with these arrays and options, and lse."""
+    def op(self) -> Forward:
+        """The operation that ``rawattn.attention`` or ``attention_varlen`` makes of these arrays and options, with lse."""
         pairs = [(self.q_len, self.kv_len)] * self.batch if self.lengths is None else self.lengths
         q_lens, kv_lens = [q for q, _ in pairs], [kv for _, kv in pairs]
         packed = self.lengths is not None
-        return Problem(
+        spec = Spec.of(**self.options, return_lse=True)
+        return Forward(
             element=ELEMENTS[self.dtype], batch=len(pairs),
             q_len=max(q_lens, default=0) if packed else self.q_len, kv_len=max(kv_lens, default=0) if packed else self.kv_len,
-            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v,
-            scale=make_scale(self.scale, self.head_dim), mask=make_mask(self.causal, self.window, self.mask),
-            score=make_score(self.softcap, None), varlen=packed, total_q=sum(q_lens), total_kv=sum(kv_lens), return_lse=True,
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v, spec=spec,
+            varlen=packed, total_q=sum(q_lens), total_kv=sum(kv_lens),
         )  # fmt: skip
 
     def inputs(self, library: str = "numpy", device: Any = None) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-Fields = tuple[tuple[str, str], ...]  # (name, C++ type) of run-time arguments
+from ..program import Fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProblemError
-from . import Fields, Option
+from ..program import Field, Fields
+from . import Option
 
 Ints = npt.NDArray[np.int64]
 UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fits an int32
@@ -120,7 +121,7 @@ class Window(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("window_left", "i32"), ("window_right", "i32"))
+        return (Field("window_left", "i32"), Field("window_right", "i32"))
 
     @property
     def values(self) -> dict[str, float]:
@@ -152,7 +153,7 @@ class Both(Option):
         for name, part in (("a", self.a), ("b", self.b)):
             if not hasattr(part, "interval"):
                 raise ProblemError(f"{name} of Both is {part!r}; it must be a mask, such as rawattn.mask.Causal().")
-        shared = set(self.a.constants) & set(self.b.constants) | {n for n, _ in self.a.fields} & {n for n, _ in self.b.fields}
+        shared = set(self.a.constants) & set(self.b.constants) | {f.name for f in self.a.fields} & {f.name for f in self.b.fields}
         if shared:
             raise ProblemError(f"Both({self.a}, {self.b}) has one kind of mask twice; write their intersection as one mask.")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Fields, Option
+from ..program import Field, Fields, Pointer
+from . import Option
 from .mask import Mask
 
 
@@ -18,7 +19,7 @@ class Dense(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("q_len", "i32"), ("kv_len", "i32"))
+        return (Field("q_len", "i32"), Field("kv_len", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class PackGqa(Dense):
 
     @property
     def fields(self) -> Fields:
-        return (*super().fields, ("pack_gqa_heads", "i32"))
+        return (*super().fields, Field("pack_gqa_heads", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,4 +67,5 @@ class Varlen(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("cu_seqlens_q", "const i32*"), ("cu_seqlens_kv", "const i32*"), ("total_q", "i32"))
+        starts = [Field(name, "const i32*", Pointer(name)) for name in ("cu_seqlens_q", "cu_seqlens_kv")]
+        return (*starts, Field("total_q", "i32"))

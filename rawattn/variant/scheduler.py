@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Fields, Option
+from ..program import Counter, Field, Fields
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +28,8 @@ class LptScheduler(Option):
 
     @property
     def fields(self) -> Fields:
-        counter = (("counter", "i32*"),) if self.persistent else ()
-        return (*counter, ("batches", "i32"), ("q_tiles", "i32"), ("l2_head_group", "i32"), ("last_group", "i32"))
+        counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
+        return (*counter, *(Field(name, "i32") for name in ("batches", "q_tiles", "l2_head_group", "last_group")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,5 +41,5 @@ class LptVarlenScheduler(LptScheduler):
 
     @property
     def fields(self) -> Fields:
-        counter = (("counter", "i32*"),) if self.persistent else ()
-        return (*counter, ("batches", "i32"))
+        counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
+        return (*counter, Field("batches", "i32"))

@@ -7,7 +7,8 @@ import math
 from typing import ClassVar, Protocol
 
 from ..errors import ProblemError
-from . import Fields, Option
+from ..program import Field, Fields
+from . import Option
 
 
 class Score(Protocol):
@@ -56,7 +57,7 @@ class Softcap(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("softcap", "Number"),)
+        return (Field("softcap", "Number"),)
 
     @property
     def values(self) -> dict[str, float]:

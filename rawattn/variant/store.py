@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Fields, Option
+from ..program import Field, Fields, Pointer, Stride
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,8 @@ class StoreO(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("o", "Element*"), ("o_stride_batch", "i64"), ("o_stride_row", "i64"), ("o_stride_head", "i64"))
+        strides = [Field(f"o_stride_{axis}", "i64", Stride("o", axis)) for axis in ("batch", "row", "head")]
+        return (Field("o", "Element*", Pointer("o")), *strides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class StoreOLse(StoreO):
 
     @property
     def fields(self) -> Fields:
-        return (*super().fields, ("lse", "Number*"))
+        return (*super().fields, Field("lse", "Number*", Pointer("lse")))
 
 
 @dataclasses.dataclass(frozen=True)
