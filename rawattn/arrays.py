@@ -36,6 +36,10 @@ class Array(NamedTuple):
     pointer: int
     object: Any  # the torch tensor, CuPy or NumPy array: keeps the memory alive
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == CPU
+
 
 def _read_torch(x: Any, name: str) -> Array:
     if not (x.is_cuda or x.is_cpu):
@@ -166,6 +170,11 @@ def signature(x: Any) -> tuple[Any, ...] | None:
         return (pointer, x.dtype, x.shape, x.stride(), x.get_device(), x.is_cuda) if pointer else None
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
+    """The arrays of a call by name, without those that are None."""
+    return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
 
 
 def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -334,4 +334,4 @@ def cache_put(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
 
 def device_of(array: Array) -> Device:
     """The device on which an array lies."""
-    return this_cpu() if array.device == arrays.CPU else driver.device(array.device)
+    return this_cpu() if array.is_cpu else driver.device(array.device)
