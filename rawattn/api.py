@@ -241,7 +241,8 @@ def _run(
         key = call = None
     if call is None:
         found = arrays.named(Forward.names, given)
-        bound = _plan(found, options, lengths, kernel, config).bind(found)
+        plan = _plan(found, options, lengths, kernel, config)
+        bound = plan.bind(found)
         if isinstance(bound, GpuCall) and key is not None and None not in signatures:
             cache_put(_calls, key, bound, KEPT_PLANS)
         return one_or_all(bound(given[0], out))

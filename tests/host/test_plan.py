@@ -46,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (driver, "Launch", Launch),
         (driver, "stream_state", lambda stream: (stream, STATE["capturing"])),
         (driver, "tensor_map", lambda *args: repr(args).encode().ljust(128)[-128:]),
-        (plans, "_load", lambda launch, *_: plans._Loaded(None, None, render.layout(launch.fields))),
+        (plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, None, launch, op)),
     ):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STATE["stream"], raising=False)
