@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
-import importlib
 import pathlib
+import pkgutil
 import re
 import sys
 import warnings
@@ -174,7 +174,7 @@ def _option(text: str) -> Any:
         node = ast.parse(call, mode="eval").body
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             raise ValueError("it has no call")
-        found = getattr(importlib.import_module(module), node.func.id)
+        found = pkgutil.resolve_name(f"{module}.{node.func.id}")
         keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}
         return found(*map(ast.literal_eval, node.args), **keywords)
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
