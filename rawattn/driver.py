@@ -234,8 +234,8 @@ def _stream_state(stream: int) -> tuple[int, bool]:
 
 
 # A lock of Python's C interface tells that a graph is gone: the driver releases it, in a thread of its own and without the
-# interpreter. A callback into Python would have to wait for the interpreter's lock, and where Python is shutting down it would
-# end the driver's thread, which may end the process (PyGILState_Ensure, before Python 3.14).
+# interpreter. A callback into Python would have to wait for the interpreter's lock, and where Python is shutting down that ends
+# the thread (PyGILState_Ensure, before Python 3.14), which the driver does not expect of its own.
 _allocate_lock = ctypes.pythonapi["PyThread_allocate_lock"]
 _allocate_lock.argtypes, _allocate_lock.restype = (), ctypes.c_void_p
 _acquire_lock = ctypes.pythonapi["PyThread_acquire_lock"]

@@ -417,6 +417,7 @@ def test_streams_come_and_go(cuda: Bindings) -> None:
     assert pairs[:4] == pairs[4:8] and pairs[8:] == pairs[:2] and len({*pairs}) == 4 and default not in pairs
     assert len({era for era, _ in eras}) == 5 == 1 + len(cuda.calls("cuCtxSynchronize"))
     assert all({*pairs[at : at + 2]}.isdisjoint(pairs[at + 2 : at + 4]) for at in range(0, 8, 2)), "not the half behind"
+    assert len(counters._of_stream) == 2, "streams that are gone are forgotten"
     identity, _ = driver.stream_state(109)
     assert identity > 1 << 64 and identity != 109 * 10 + 1000, "what was prepared for a stream is not found any more"
     assert counters.take(identity, False) == pairs[-1] and counters.take(0, False) == default
