@@ -8,7 +8,7 @@ from ..compiler import Source
 from ..device import Device
 from ..problem import Problem
 from ..render import config_header, source
-from ..variant import Fields, Option, element, store
+from ..variant import Fields, Option, element, softmax, store
 from . import tiling
 from .tiling import RESERVED_SMEM, tiles
 from .tiling import tuning_shapes as tuning_shapes
@@ -123,8 +123,8 @@ def cost(config: Config, problem: Problem, device: Device) -> float:
 
 def choices(problem: Problem) -> dict[str, Option]:
     """The choice on each axis, by the name that the kernel has for it."""
-    out = store.StoreOLseScalar() if problem.return_lse else store.StoreOScalar()
-    return tiling.choices(problem, Scheduler=tiling.lpt_scheduler(problem, persistent=False), Store=out)
+    out = store.StoreOLse() if problem.return_lse else store.StoreO()
+    return tiling.choices(problem, Softmax=softmax.Plain(), Scheduler=tiling.lpt_scheduler(problem, persistent=False), Store=out)
 
 
 def fields(problem: Problem) -> Fields:

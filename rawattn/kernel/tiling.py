@@ -11,7 +11,7 @@ import numpy as np
 
 from ..device import Device
 from ..problem import Problem
-from ..variant import Fields, Option, constant_time, rows, scheduler
+from ..variant import Fields, Option, constant_time, rows, scheduler, weight
 from ..variant.mask import Causal, Full, Ints, Mask
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
@@ -36,6 +36,7 @@ def choices(problem: Problem, **own: Option) -> dict[str, Option]:
         "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
         "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Option with an interval
         "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Weight": weight.Identity(),
         **own,
     }
     return constant_time(found) if problem.constant_time else found
