@@ -19,6 +19,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
+#include "tile/range.cuh"
 #include "tile/ring.cuh"
 #include "tile/store_fragment.cuh"
 #include "tile/tile.cuh"

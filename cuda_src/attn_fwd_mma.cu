@@ -16,6 +16,7 @@
                        // Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
+#include "tile/range.cuh"
 #include "tile/store_fragment.cuh"
 #include "tile/swizzled.cuh"
 #include "variant/interfaces.cuh"

@@ -13,6 +13,8 @@
                        // Element, Rows, Mask, Score, Softmax, Weight, Scheduler, Store
 #include "tile/facts.cuh"
 #include "tile/log_sum.cuh"
+#include "tile/number.cuh"
+#include "tile/range.cuh"
 #include "tile/strided_tensor.cuh"
 #include "variant/interfaces.cuh"
 
@@ -28,10 +30,6 @@ template struct StoreOption<Store>;
 constexpr int groups = cfg::threads / 16, rows_each = cfg::tile_q / groups, keys_each = cfg::tile_kv / 16;
 constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, v_chunks = (cfg::head_dim_v + cfg::v_chunk - 1) / cfg::v_chunk;
 
-template <int n>
-struct alignas(n * sizeof(Number)) Vector {
-    Number x[n];
-};
 constexpr int widest = 16 / sizeof(Number);  // numbers that one instruction reads from shared memory
 constexpr int width_v = cfg::v_chunk % (16 * widest) == 0 ? widest : 1, vectors_v = cfg::v_chunk / (16 * width_v);
 
@@ -41,7 +39,9 @@ struct alignas(16) Numbers {
     Number data[rows][columns + widest];
 
     template <int n>
-    __device__ const Vector<n>& vector(int row, int column) const { return *reinterpret_cast<const Vector<n>*>(&data[row][column]); }
+    __device__ const Vector<Number, n>& vector(int row, int column) const {
+        return *reinterpret_cast<const Vector<Number, n>*>(&data[row][column]);
+    }
 
     // Every thread of the block loads its share of rows [first, first + rows), from column `column` of `end`. Columns past the end
     // are zeros. Sixteen loads of a thread are on their way together. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
@@ -83,9 +83,6 @@ __device__ inline Number group_sum(Number x) {
     return x;
 }
 
-__device__ inline void store_number(Element* to, Number x) { *to = Element::narrow(x); }
-__device__ inline void store_number(Number* to, Number x) { *to = x; }
-
 // A thread's rows, keys and columns.
 struct Thread {
     const int group = threadIdx.x / 16, lane = threadIdx.x % 16;
@@ -106,7 +103,7 @@ struct Thread {
         for (int begin = 0; begin < cfg::chunk; begin += 16)
 #pragma unroll
             for (int c = begin; c < begin + 16; c += widest) {
-                Vector<widest> q[rows_each], k[keys_each];
+                Vector<Number, widest> q[rows_each], k[keys_each];
 #pragma unroll
                 for (int i = 0; i < rows_each; ++i) q[i] = smem.q.vector<widest>(row(i), chunk * cfg::chunk + c);
 #pragma unroll
@@ -130,14 +127,14 @@ struct Thread {
         for (int begin = 0; begin < cfg::tile_kv; begin += 16)
 #pragma unroll
             for (int key = begin; key < begin + 16; key += widest) {
-                Vector<widest> p[rows_each];
+                Vector<Number, widest> p[rows_each];
 #pragma unroll
                 for (int i = 0; i < rows_each; ++i) p[i] = smem.p.vector<widest>(row(i), key);
 #pragma unroll
                 for (int x = 0; x < widest; ++x)
 #pragma unroll
                     for (int c = 0; c < vectors_v; ++c) {
-                        const Vector<width_v> v = smem.kv.v.vector<width_v>(key + x, (lane + 16 * c) * width_v);
+                        const Vector<Number, width_v> v = smem.kv.v.vector<width_v>(key + x, (lane + 16 * c) * width_v);
 #pragma unroll
                         for (int i = 0; i < rows_each; ++i)
 #pragma unroll
@@ -201,7 +198,7 @@ struct Thread {
 #pragma unroll
                 for (int y = 0; y < width_v; ++y) {
                     const int column = c / vectors_v * cfg::v_chunk + (c % vectors_v * 16 + lane) * width_v + y;
-                    if (column < cfg::head_dim_v) store_number(out.o(q) + column, o[i][c][y] * inverse);
+                    if (column < cfg::head_dim_v) narrow(out.o(q)[column], o[i][c][y] * inverse);
                 }
         }
     }

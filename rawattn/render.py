@@ -25,6 +25,7 @@ FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") i
 CTYPES = {
     "TmaTensor": (192, 64, "V192"),
     "StridedTensor": (32, 8, "V32"),
+    "PartList": (1024, 8, "V1024"),
     "Element*": (8, 8, "u8"),
     "Number*": (8, 8, "u8"),
     "float*": (8, 8, "u8"),
@@ -35,7 +36,11 @@ CTYPES = {
     "i64": (8, 8, "i8"),
     "i32": (4, 4, "i4"),
 }
-TENSORS = {"TmaTensor": "tile/tma_tensor.cuh", "StridedTensor": "tile/strided_tensor.cuh"}  # C++ type -> its file
+TENSORS = {  # C++ type -> its file
+    "TmaTensor": "tile/tma_tensor.cuh",
+    "StridedTensor": "tile/strided_tensor.cuh",
+    "PartList": "tile/part_list.cuh",
+}
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 

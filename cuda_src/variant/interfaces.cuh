@@ -7,8 +7,9 @@
 // queries: q_of(row) and head_of(head, row) tell them apart, and masks and scores are wrapped, so that each of them sees one head.
 #include "ptx/mbarrier.cuh"
 #include "tile/log_sum.cuh"
-#include "tile/range.cuh"
 #include "variant/work_tile.cuh"
+
+struct TileRange;  // tile/range.cuh
 
 struct Given {  // what the contracts call members with
     static const Args& args;
@@ -26,8 +27,8 @@ template <class R> struct RowsOption : Given {
     static_assert(requires { i32(r.q_offset), i32(r.kv_offset); }, "Rows: q_offset, kv_offset (positions of the first rows)");
     static_assert(requires { i32(r.shift(i)); }, "Rows: shift(to_last): q + shift stands on the key of that number");
     static_assert(requires { i32(r.q_of(i)), i32(r.head_of(i, i)); }, "Rows: q_of(row), head_of(work.head, row)");
-    static_assert(requires { i64(r.o_offset(args, i, i)); }, "Rows: o_offset(args, row, head): elements from args.o");
-    static_assert(requires { i64(r.lse_offset(args, i, i)); }, "Rows: lse_offset(args, row, head): elements from args.lse");
+    static_assert(requires { i64(r.offset({i, i, i}, i, i)); }, "Rows: offset(strides, row, head) in a tensor like q or o");
+    static_assert(requires { i64(r.lse_offset(args, i, i)); }, "Rows: lse_offset(args, row, head) in args.lse");
 };
 // mask: which (query, key) pairs count.
 template <class M> struct MaskOption : Given {
@@ -112,6 +113,17 @@ template <class S> struct StoreOption : Given {
     static_assert(requires { S(args, rows, work); }, "Store(args, rows, work)");
     static_assert(requires { *s.o(i); }, "Store: o(row): where the row lies, of Element or of Number");
     static_assert(requires { s.lse(i, x); }, "Store: lse(row, x): stores the natural logarithm of a row's sum, or does not");
+};
+// parts: results over different keys, which are folded (combine.cu).
+template <class P> struct PartsOption : Given {
+    static const P p;
+    static_assert(requires { P(args, rows, work); }, "Parts(args, rows, work)");
+    static_assert(requires { i32(p.count); }, "Parts: count");
+    static_assert(requires { *p.o(i, i), Number(p.lse(i, i)); }, "Parts: o(part, row), of Element or of Number; lse(part, row)");
+};
+// launch: whether a kernel may begin before the launch in front of it has ended.
+template <class L> struct LaunchOption {
+    static_assert(requires { bool(L::uses_pdl), L::wait(), L::launch_dependents(); }, "Launch: uses_pdl, wait(), launch_dependents()");
 };
 // element: the number format of q, k, v, o, and Number, in which it is computed: for tensor cores (ptx/mma.cuh) ...
 template <class E> struct ElementOption {

@@ -198,7 +198,7 @@ def choices(problem: Problem) -> dict[str, Option]:
     plan = tiling.lpt_scheduler(problem, persistent=False)
     own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
     if packs(problem):
-        own |= {"Rows": rows.PackGqa(), "Mask": rows.PackGqaMask(problem.mask)}
+        own |= {"Rows": rows.PackGqa(), "Mask": rows.PackGqaMask(problem.mask), "Score": rows.PackGqaScore(problem.score)}  # type: ignore[arg-type]
     return tiling.choices(problem, **own)
 
 

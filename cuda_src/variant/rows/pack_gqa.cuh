@@ -32,8 +32,8 @@ struct PackGqa {
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - queries); }
     __device__ i32 q_of(i32 row) const { return row / heads; }
     __device__ i32 head_of(i32 head, i32 row) const { return head * heads + row % heads; }
-    __device__ i64 o_offset(const Args& args, i32 row, i32 head) const {
-        return q.index * args.o_stride_batch + row / heads * args.o_stride_row + (head * heads + row % heads) * args.o_stride_head;
+    __device__ i64 offset(const Strides& of, i32 row, i32 head) const {
+        return q.index * of.batch + row / heads * of.row + (head * heads + row % heads) * of.head;
     }
     __device__ i64 lse_offset(const Args& args, i32 row, i32 head) const {
         return ((i64(q.index) * args.heads + head) * heads + row % heads) * args.q_len + row / heads;
