@@ -146,7 +146,7 @@ class Tuner:
         like = self.group.member.like
         found: dict[str, Any] = {"kernel": self.kernel.name, "kind": dataclasses.asdict(self.group.kind)}
         found |= {"config": dataclasses.asdict(self.best)}
-        found |= {"source_hash": records.source_hash(self.kernel, like, self.best, self.device)}
+        found |= {"code_hash": records.code_hash(self.kernel, like, self.best, self.device)}
         found |= {"ratio": round(self.ratio.value, 4), "interval": [round(x, 4) for x in (self.ratio.low, self.ratio.high)]}
         found |= {"worst": round(min(r.value for r in self.ratios), 4), "us": round(self.us, 3)}
         found |= {"cases": [sets.label(case) for case in self.group.cases], "clocks": clocks}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from . import __version__, api, compiler, demo, doctor, driver
+from .cache import CacheWarning, cache_folder
 from .compiler import Binary, Source
 from .device import TYPICAL, Device
 from .device import cpu as this_cpu
@@ -89,7 +90,7 @@ def compile(options: Options) -> int:
     choice, source = _render(options)
     binary = _compile(source)
     name = f"{choice.kernel.name}-{source.key[:12]}"
-    console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
+    console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {cache_folder()}")
     problem = _problem(options)
     for config in choice.compiled_with:
         other = choice.kernel.render(problem, config, source.arch)
@@ -120,7 +121,7 @@ def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) ->
 def clear(options: Options) -> int:
     """Empties the cache."""
     count, size = compiler.clear()
-    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {compiler.cache_folder()}")
+    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {cache_folder()}")
     return 0
 
 
@@ -136,7 +137,7 @@ def _render(options: Options) -> tuple[Selection, Source]:
 def _compile(source: Source) -> Binary:
     """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
-        warnings.simplefilter("error", compiler.CacheWarning)
+        warnings.simplefilter("error", CacheWarning)
         return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
@@ -226,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         return status
-    except (RawattnError, compiler.CacheWarning, OSError) as error:
+    except (RawattnError, CacheWarning, OSError) as error:
         print(f"rawattn: {error}", file=sys.stderr)
         return 1
 
