@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from perf import compiling, sets, timing, tune
+from perf import compiling, report, sets, timing, tune
 from perf.search import Search, genes
 from perf.statistics import Ratio
 from rawattn import compiler, records, select
@@ -199,6 +199,17 @@ def test_dry_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], mon
     tried = json.loads((tmp_path / "tune.json").read_text())["tried"]
     assert len(tried) == len(tune.groups(sets.SETS["smoke"], DEVICE)) and all(len(each["us"]) == 20 for each in tried.values())
     assert not records_file.exists()
+
+
+def test_dry_run_writes_nothing_unasked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a GPU measures nothing: it leaves alone what is recorded, and what is tracked."""
+    written: list[pathlib.Path] = []
+    monkeypatch.setattr(tune, "Pool", Compiled)
+    monkeypatch.setattr(report, "write", lambda path, _: written.append(path))
+    words = ["--set", "smoke", "--dry", "--budget", "1"]
+    assert tune.main(words) == 0 and written == []
+    assert tune.main([*words, "--out", str(tmp_path)]) == 0
+    assert {path.parent for path in written} == {tmp_path}
 
 
 def test_real_compilation_in_processes() -> None:
