@@ -257,8 +257,10 @@ def write(folder: pathlib.Path, facts: dict[str, Any], tuners: Sequence[Tuner]) 
     report.write(folder / "tune.md", "\n\n".join(parts) + "\n")
 
 
-def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path | None, tuners: list[Tuner]) -> None:
-    """Searches each group once, the time shared by the number of cases that are left. Without a folder nothing is written there."""
+def tune(
+    options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path | None, tuners: list[Tuner]
+) -> None:
+    """Searches each group once, the time shared by the number of cases that are left; without a folder it writes no tables."""
     console, known, facts, begin = Console(stderr=True), records.read(path), machine.facts(), time.monotonic()
     todo = [*pending(options, device, known)]
     with Pool() as pool, machine.Monitor() as monitor:
@@ -285,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600, help="of search, over all cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="search kinds that are recorded for these sources too")
-    parser.add_argument("--dry", action="store_true", help="no GPU: compile, and rank by the cost model; writes nothing but to --out")
+    parser.add_argument("--dry", action="store_true", help="no GPU: compile, rank by the cost model; write only to --out")
     parser.add_argument("--budget", type=int, default=30, help="configurations for each kind with --dry")
     parser.add_argument("--records", type=pathlib.Path, help="file for the records; by default rawattn/records/DEVICE.jsonl")
     options = parser.parse_args(argv)
