@@ -65,8 +65,6 @@ def make(folder: pathlib.Path) -> None:
     except FileExistsError:
         return
     except FileNotFoundError:
-        if folder == folder.parent:
-            raise
         make(folder.parent)
         folder.mkdir(0o700, exist_ok=True)
 

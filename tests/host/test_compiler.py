@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import linecache
 import os
 import pathlib
 import re
@@ -404,7 +405,7 @@ def expect_memory_only(reason: str = "") -> None:
         assert [compiler.compile(source).origin for source in sources[:2]] == ["compiled"] * 2
         assert compiler.compile_together(sources[2], []).origin == "compiled"
     assert len(caught) == 1 and reason in str(caught[0].message)
-    assert pathlib.Path(caught[0].filename).name == pathlib.Path(__file__).name
+    assert caught[0].filename == __file__ and "compiler.compile(" in linecache.getline(__file__, caught[0].lineno)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [compiler.compile_together(source, []).origin for source in sources] == ["memory"] * 3

@@ -93,7 +93,7 @@ def tree(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def test_good_tests_kill_and_bad_ones_do_not(tree: pathlib.Path) -> None:
     every = len(mutate.mutants("toy.py", TOY))
-    good = run(tree, "--tests", "test_good.py", "--timeout", "3", "--record")
+    good = run(tree, "--tests", "test_good.py", "--timeout", "6", "--record")
     assert good.returncode == 0, good.stderr
     counts = json.loads((tree / mutate.RECORD).read_text())["toy.py"]
     assert list(counts) == ["mutants", "killed", "survived", "timeout"] and sum(counts.values()) == 2 * every
