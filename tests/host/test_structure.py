@@ -16,8 +16,8 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 5400,
-    "perf": 3250,
+    "rawattn": 5450,
+    "perf": 3400,
     "cuda_src": 2300,
     "tests": 9200,
 }
