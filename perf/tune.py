@@ -146,7 +146,7 @@ class Tuner:
         like = self.group.member.like
         found: dict[str, Any] = {"kernel": self.kernel.name, "kind": dataclasses.asdict(self.group.kind)}
         found |= {"config": dataclasses.asdict(self.best)}
-        found |= {"source_hash": records.source_hash(self.kernel, like, self.best, self.device)}
+        found |= {"code_hash": records.code_hash(self.kernel, like, self.best, self.device)}
         found |= {"ratio": round(self.ratio.value, 4), "interval": [round(x, 4) for x in (self.ratio.low, self.ratio.high)]}
         found |= {"worst": round(min(r.value for r in self.ratios), 4), "us": round(self.us, 3)}
         found |= {"cases": [sets.label(case) for case in self.group.cases], "clocks": clocks}
@@ -249,8 +249,18 @@ def recorded(group: Group, known: dict[Kind, dict[str, Any]]) -> Any:
     return group.kernel.Config(**fields) if {f.name for f in dataclasses.fields(group.kernel.Config)} == set(fields) else None
 
 
-def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path, tuners: list[Tuner]) -> None:
-    """Searches each group once, the time shared by the number of cases that are left."""
+def write(folder: pathlib.Path, facts: dict[str, Any], tuners: Sequence[Tuner]) -> None:
+    """The leaderboard, and the time of all that was tried."""
+    tried = {str(t.group.kind): {"cases": [sets.label(case) for case in t.group.cases], "us": t.tried} for t in tuners}
+    report.write(folder / "tune.json", json.dumps({"machine": facts, "tried": tried}, indent=1))
+    parts = ["# Leaderboard", report.origin(facts), report.table(leaderboard(tuners), markdown=True)]
+    report.write(folder / "tune.md", "\n\n".join(parts) + "\n")
+
+
+def tune(
+    options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path | None, tuners: list[Tuner]
+) -> None:
+    """Searches each group once, the time shared by the number of cases that are left; without a folder it writes no tables."""
     console, known, facts, begin = Console(stderr=True), records.read(path), machine.facts(), time.monotonic()
     todo = [*pending(options, device, known)]
     with Pool() as pool, machine.Monitor() as monitor:
@@ -264,10 +274,8 @@ def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder
                 if tuner.ratios:
                     add(path, tuner.record(monitor.summary(started), facts))
             tuners.append(tuner)
-            tried = {str(t.group.kind): {"cases": [sets.label(case) for case in t.group.cases], "us": t.tried} for t in tuners}
-            report.write(folder / "tune.json", json.dumps({"machine": facts, "tried": tried}, indent=1))
-            parts = ["# Leaderboard", report.origin(facts), report.table(leaderboard(tuners), markdown=True)]
-            report.write(folder / "tune.md", "\n\n".join(parts) + "\n")
+            if folder is not None:
+                write(folder, facts, tuners)
             console.print(f"{i + 1}/{len(todo)} {'  '.join(tuner.row())}", highlight=False, soft_wrap=True)
 
 
@@ -279,14 +287,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600, help="of search, over all cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="search kinds that are recorded for these sources too")
-    parser.add_argument("--dry", action="store_true", help="no GPU: compile, and rank by the cost model; writes no records")
+    parser.add_argument("--dry", action="store_true", help="no GPU: compile, rank by the cost model; write only to --out")
     parser.add_argument("--budget", type=int, default=30, help="configurations for each kind with --dry")
     parser.add_argument("--records", type=pathlib.Path, help="file for the records; by default rawattn/records/DEVICE.jsonl")
     options = parser.parse_args(argv)
     device, tuners = TYPICAL["sm_90a"] if options.dry else machine.gpu("tune"), list[Tuner]()
     path, code = options.records or records.FOLDER / f"{device.slug}.jsonl", 0
     try:
-        tune(options, device, path, options.out or machine.record(device), tuners)
+        tune(options, device, path, options.out or (None if options.dry else machine.record(device)), tuners)
     except KeyboardInterrupt:
         print("interrupted: what was found is kept", file=sys.stderr)
         code = 130

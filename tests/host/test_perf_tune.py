@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from perf import compiling, sets, timing, tune
+from perf import compiling, report, sets, timing, tune
 from perf.search import Search, genes
 from perf.statistics import Ratio
 from rawattn import compiler, records, select
@@ -167,7 +167,7 @@ def test_evolution_finds_a_better_configuration() -> None:
     assert all(("x96" in name) == (each == "8 bytes spilled") for name, each in tuner.tried.items())
     record = json.loads(json.dumps(tuner.record({"sm_mhz": 1700.0}, {"nvrtc": "13.5"})))
     assert Config(**record["config"]) == tuner.best and Kind(**record["kind"]) == tuner.group.kind
-    assert {"kernel", "us", "ratio", "interval", "worst", "cases", "clocks", "nvrtc", "source_hash", "commit", "date"} <= set(
+    assert {"kernel", "us", "ratio", "interval", "worst", "cases", "clocks", "nvrtc", "code_hash", "commit", "date"} <= set(
         record
     )
     assert record["cases"] == [sets.label(case) for case in CASES]
@@ -201,6 +201,17 @@ def test_dry_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], mon
     assert not records_file.exists()
 
 
+def test_dry_run_writes_nothing_unasked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a GPU measures nothing: it leaves alone what is recorded, and what is tracked."""
+    written: list[pathlib.Path] = []
+    monkeypatch.setattr(tune, "Pool", Compiled)
+    monkeypatch.setattr(report, "write", lambda path, _: written.append(path))
+    words = ["--set", "smoke", "--dry", "--budget", "1"]
+    assert tune.main(words) == 0 and written == []
+    assert tune.main([*words, "--out", str(tmp_path)]) == 0
+    assert {path.parent for path in written} == {tmp_path}
+
+
 def test_real_compilation_in_processes() -> None:
     problem = sets.dense(1, 512, 8, 64, False).problem
     source = attn_fwd.render(compiling.without_lse(problem), Config(128, 64, 2, 1))
@@ -214,7 +225,7 @@ def test_real_compilation_in_processes() -> None:
 
 def made_record(kind: Kind, config: Config, **more: Any) -> dict[str, Any]:
     found = {"kernel": kind.kernel, "kind": dataclasses.asdict(kind), "config": dataclasses.asdict(config)}
-    return {**found, "source_hash": "", "date": "2026-11-21T03:00:00+00:00", **more}
+    return {**found, "code_hash": "", "date": "2026-11-21T03:00:00+00:00", **more}
 
 
 def test_records(tmp_path: pathlib.Path) -> None:
@@ -244,7 +255,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
     """Puts records into the place of the installed ones."""
 
     def forget() -> None:
-        for cached in (records._installed, select._choose, select.config_set):
+        for cached in (records._installed, select._select, select.config_set):
             cached.cache_clear()
 
     def put(*lines: dict[str, Any]) -> None:
@@ -266,9 +277,9 @@ def test_a_record_is_chosen(recorded: Any) -> None:
     long, short = (sets.dense(batch, length, heads, 128, True).problem for batch, length, heads in ((4, 4096, 16), (1, 512, 8)))
     before = {problem: select.select(problem, DEVICE) for problem in (long, short)}
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
-    current = records.source_hash(attn_fwd, group.member.like, OTHER, DEVICE)
+    current = records.code_hash(attn_fwd, group.member.like, OTHER, DEVICE)
     assert before[long].config != OTHER != before[short].config and "by the cost model" in before[long].why
-    recorded(made_record(group.kind, OTHER, source_hash=current))
+    recorded(made_record(group.kind, OTHER, code_hash=current))
     found = select.select(long, DEVICE)
     assert found.config == OTHER and found.why == f"record of 2026-11-21 for problems like {group.kind.size}"
     assert before[short].config in found.compiled_with and OTHER not in found.compiled_with
@@ -289,15 +300,15 @@ def test_a_record_is_chosen(recorded: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"source_hash": "0" * 16}, {"config": {"tile_q": 128}}, {"config": dataclasses.asdict(Config(192, 256, 2, 2))}],
+    [{"code_hash": "0" * 16}, {"config": {"tile_q": 128}}, {"config": dataclasses.asdict(Config(192, 256, 2, 2))}],
     ids=["other sources", "other fields", "illegal"],
 )
 def test_a_stale_record_is_ignored(recorded: Any, change: dict[str, Any]) -> None:
     problem = sets.dense(4, 4096, 16, 128, True).problem
     before = select.select(problem, DEVICE)
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
-    current = records.source_hash(attn_fwd, group.member.like, OTHER, DEVICE)
-    recorded({**made_record(group.kind, OTHER, source_hash=current), **change})
+    current = records.code_hash(attn_fwd, group.member.like, OTHER, DEVICE)
+    recorded({**made_record(group.kind, OTHER, code_hash=current), **change})
     assert select.select(problem, DEVICE) == before
 
 
@@ -305,10 +316,10 @@ def test_what_has_a_record_is_not_searched_again(recorded: Any, tmp_path: pathli
     options = argparse.Namespace(set="paper", cases=None, kernel=None, again=False, dry=False)
     todo = [*tune.pending(options, DEVICE, {})]
     lines = [
-        made_record(g.kind, g.member.config, source_hash=records.source_hash(g.kernel, g.member.like, g.member.config, DEVICE))
+        made_record(g.kind, g.member.config, code_hash=records.code_hash(g.kernel, g.member.like, g.member.config, DEVICE))
         for g in todo
     ]
-    lines[2]["source_hash"] = "stale"
+    lines[2]["code_hash"] = "stale"
     known = {Kind(**line["kind"]): line for line in lines}
     assert [group.kind for group in tune.pending(options, DEVICE, known)] == [todo[2].kind]
     assert len([*tune.pending(argparse.Namespace(**{**vars(options), "again": True}), DEVICE, known)]) == 6
