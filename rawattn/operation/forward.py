@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
-from ..arrays import CPU, Array
+from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, layout_of
 from ..spec import Spec
@@ -68,8 +68,13 @@ class Forward:
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
+        for name in "qkv":
+            if name not in arrays:
+                raise ProblemError(f"{name} is None; it must be an array.")
         q, k, v = (arrays[name] for name in "qkv")
-        varlen = "cu_seqlens_q" in arrays
+        varlen = "cu_seqlens_q" in arrays or "cu_seqlens_kv" in arrays
+        if not varlen and (max_q_len, max_kv_len) != (None, None):
+            raise ProblemError("max_seqlen_q or max_seqlen_kv was given without cu_seqlens_q and cu_seqlens_kv.")
         _check_qkv(q, k, v, 3 if varlen else 4)
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
         if varlen:
@@ -80,7 +85,7 @@ class Forward:
             _check_sinks(arrays["sinks"], q, element.lse_name)
         return cls(
             element, batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
-            k.shape[0], "sinks" in arrays, PLAIN if q.device == CPU else layout_of((("q", q), ("k", k), ("v", v))),
+            k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
     # ---- its arrays
@@ -222,7 +227,7 @@ def _check_like(name: str, array: Array, q: Array) -> None:
     if array.library != q.library:
         raise ProblemError(f"{name} is a {array.library} array but q a {q.library} one; give all arrays from one library.")
     if array.device != q.device:
-        places = ["the CPU" if x.device == CPU else f"GPU {x.device}" for x in (array, q)]
+        places = ["the CPU" if x.is_cpu else f"GPU {x.device}" for x in (array, q)]
         raise ProblemError(f"{name} is on {places[0]} but q is on {places[1]}; put all arrays on one device.")
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib
 import itertools
 import types
 import weakref
@@ -16,12 +15,11 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import api, arrays, compiler, driver
+from rawattn import api, arrays, compiler, driver, plans, render
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError
 
 torch = pytest.importorskip("torch")
-plans = importlib.import_module("rawattn.plan")  # rawattn.plan is the function
 
 GPU = dataclasses.replace(TYPICAL["sm_90a"], index=-1)  # of torch's tensors on the CPU
 LAUNCHED: list[tuple[bytes, int]] = []  # arguments and stream
@@ -46,9 +44,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (driver, "current", lambda index: contextlib.nullcontext()),
         (driver, "device", lambda index: GPU),
         (driver, "Launch", Launch),
-        (driver, "stream_state", lambda stream: (stream, STATE["capturing"])),
+        (driver, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
         (driver, "tensor_map", lambda *args: repr(args).encode().ljust(128)[-128:]),
-        (plans, "_function", lambda *_: None),
+        (plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, None, launch, op)),
     ):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STATE["stream"], raising=False)
@@ -60,7 +58,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cache in (api._plans, api._bounds):
+    for cache in (api._plans, api._calls):
         cache.clear()
 
 
@@ -92,7 +90,7 @@ def test_a_warm_call_launches_what_a_cold_one_does(return_lse: bool) -> None:
         """Without the address of lse, which is new at every call."""
         args, stream = bytearray(said[0]), said[1]
         if return_lse:
-            at = plan.layout.fields["lse"][1]
+            at = plan._loaded[0].layout.offsets["lse"]
             args[at : at + 8] = bytes(8)
         return bytes(args), stream
 
@@ -112,23 +110,23 @@ def test_a_warm_call_launches_what_a_cold_one_does(return_lse: bool) -> None:
 def test_a_launch_is_kept_for_each_output_and_stream() -> None:
     call = variations()["out"]
     rawattn.attention(**call)
-    (bound,) = api._bounds.values()
+    (call_kept,) = api._calls.values()
     for _ in range(3):
         rawattn.attention(**call)
     STATE["stream"] = 7
     rawattn.attention(**call)
-    assert len(bound._launches) == 2 and len(LAUNCHED) == 5
+    assert len(call_kept._launches) == 2 and len(LAUNCHED) == 5
     for _ in range(3 * plans.KEPT_LAUNCHES):
         rawattn.attention(**call | {"out": torch.empty_like(call["q"])})
-        assert len(bound._launches) <= plans.KEPT_LAUNCHES
+        assert len(call_kept._launches) <= plans.KEPT_LAUNCHES
 
 
 def test_a_captured_launch_is_not_kept() -> None:
     call = variations()["out"]
     STATE.update(stream=7, capturing=True)
     rawattn.attention(**call)
-    (bound,) = api._bounds.values()
-    assert not bound._launches
+    (call_kept,) = api._calls.values()
+    assert not call_kept._launches
     STATE["capturing"] = False
     rawattn.attention(**call)
     STATE["capturing"] = True
@@ -225,5 +223,5 @@ def test_a_window_may_be_a_list() -> None:
 def test_constant_time_is_a_plan_of_its_own() -> None:
     call = tensors()
     steady, plain = rawattn.plan(**call, constant_time=True), rawattn.plan(**call)
-    assert steady is not plain and (steady.problem.constant_time, plain.problem.constant_time) == (True, False)
-    assert "constant time" in repr(steady) and "constant time" not in repr(plain)
+    assert steady is not plain and (steady.op.constant_time, plain.op.constant_time) == (True, False)
+    assert "constant_time" in repr(steady) and "constant_time" not in repr(plain)
