@@ -17,6 +17,7 @@ started again passes over the kinds that have a record of these sources.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -30,8 +31,9 @@ from rich.console import Console
 
 from rawattn import records
 from rawattn.device import TYPICAL, Device
+from rawattn.errors import UnsupportedError
 from rawattn.records import Kind
-from rawattn.select import KERNELS, Tuned, _rounded, config_set, nearest, select
+from rawattn.select import KERNELS, Tuned, config_set, nearest, select
 from rawattn.testing import Case
 
 from .lib import command, machine, report, sets, statistics, timing
@@ -65,10 +67,11 @@ def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> 
     """The cases by what the library would run them in; those that the kernel does not compute are left away."""
     found: dict[Kind, Group] = {}
     for case in cases:
-        op = _rounded(sets.operation(case))  # as select does: else a case could be tuned with others than it runs with
-        served = next(k for k in KERNELS if k.name == kernel) if kernel else select(op, device).kernel
-        if not served.supports(op, device):
-            member, _ = nearest(served, config_set(served, served.tuning_shapes(op), device), op, device)
+        op = sets.operation(case)
+        with contextlib.suppress(UnsupportedError):
+            served, config = select(op, device, kernel)[:2]
+            members = [m for m in config_set(served, served.tuning_shapes(op), device) if m.config == config]
+            member, _ = nearest(served, tuple(members), op, device)
             found.setdefault(Kind.of(served, member.like), Group(served, member, [])).cases.append(case)
     return list(found.values())
 
