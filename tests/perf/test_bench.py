@@ -218,14 +218,17 @@ def test_config_names() -> None:
     )
 
 
-@pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "prove", "tune"])
+@pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "host", "prove", "tune"])
 def test_without_a_gpu(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.driver, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match=f"perf.{tool}: no NVIDIA GPU here"):
         importlib.import_module(f"perf.{tool}").main([])
 
 
-@pytest.mark.parametrize("tool", ["ablate", "bench", "counters", "gate", "plot", "prove", "sass", "tune"])
+COMMANDS = sorted(path.stem for path in (machine.ROOT / "perf").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("tool", COMMANDS)
 def test_help(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         importlib.import_module(f"perf.{tool}").main(["--help"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import csv
 import dataclasses
@@ -383,3 +384,18 @@ def test_cases_by_name() -> None:
     assert sets.pick("paper/21") == sets.SETS["paper"][21] and sets.pick("smoke") == sets.SETS["smoke"][0]
     assert sets.pick(json.dumps(sets.to_json(CASE))) == CASE
     assert report.table([["x"]]) == "x"
+
+
+def test_no_command_imports_another() -> None:
+    """What they share is in perf/lib, which imports no command."""
+    folder = machine.ROOT / "perf"
+    commands = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {"bench", "gate"} < commands
+    found = []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                outside = node.level == (1 if path.parent == folder else 2) or node.module == "perf"
+                names = {alias.name for alias in node.names} if node.module in (None, "perf") else {node.module.split(".")[0]}
+                found += [f"{path.name}: {name}" for name in names & commands if outside]
+    assert not found
