@@ -63,14 +63,13 @@ Curve = list[tuple[int, float, float, float]]  # launches so far, t of first and
 
 @dataclasses.dataclass(frozen=True)
 class Clocked(Option):
-    """A softmax or a store that also reads the clock."""
+    """A softmax that also reads the clock."""
 
     base: Option
-    wrapper: str
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.wrapper}<{self.base.cuda_type}>"
+        return f"TimedSoftmax<{self.base.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -78,7 +77,7 @@ class Clocked(Option):
 
     @property
     def fields(self) -> Fields:
-        return (*self.base.fields, Field("cycles", "i32*")) if self.wrapper == "TimedStore" else self.base.fields
+        return (*self.base.fields, Field("cycles", "i32*"))
 
 
 class Timed(Patched):
@@ -90,7 +89,7 @@ class Timed(Patched):
 
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         found = super().options(op, config)
-        return {**found, **{axis: Clocked(found[axis], f"Timed{axis}") for axis in ("Softmax", "Store")}}
+        return {**found, "Softmax": Clocked(found["Softmax"])}
 
     def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
         return {**super().values(op, config, device), "cycles": self.pointer}

@@ -108,7 +108,7 @@ def test_heads_share_tiles_where_queries_are_few() -> None:
     ):  # fmt: skip
         given = problem(BF16, 64, 64, q_len=q_len, kv_heads=kv_heads, **varlen)
         assert attn_fwd_mma.packs(given) == shares
-        assert attn_fwd_mma.choices(given)["Rows"].cuda_type == ("Packed" if shares else "Varlen" if varlen else "Dense")
+        assert attn_fwd_mma.choices(given)["Rows"].cuda_type == ("PackGqa" if shares else "Varlen" if varlen else "Dense")
         tiles = -(-q_len * 16 // kv_heads // 64) * kv_heads if shares else -(-q_len // 64) * 16
         assert attn_fwd_mma.grid(given, config, device) == 2 * tiles
         counted = {name for name, ctype in attn_fwd_mma.fields(given) if ctype in ("i32", "Number")}
