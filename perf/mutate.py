@@ -34,7 +34,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from . import command
+from .lib import command
 
 RECORD = pathlib.Path("perf/record/mutation.json")
 RESULTS = ("killed", "survived", "timeout")

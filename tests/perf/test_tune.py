@@ -1,4 +1,4 @@
-"""perf.search on a surface with a known optimum, and perf.tune and its records without a GPU."""
+"""perf.lib.search on a surface with a known optimum, and perf.tune and its records without a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from perf import compiling, report, sets, timing, tune
-from perf.search import Search, genes
-from perf.statistics import Ratio
+from perf import tune
+from perf.lib import compiling, machine, sets, timing
+from perf.lib.search import Search, genes
+from perf.lib.statistics import Ratio
 from rawattn import compiler, records, select
 from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd
-from rawattn.kernel.attn_fwd import Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.records import Kind
 from rawattn.testing import Case
 
@@ -84,7 +84,7 @@ def test_the_same_seed_is_the_same_search() -> None:
 
 
 def test_genes_reach_beyond_the_candidates() -> None:
-    found = genes(attn_fwd.candidates(sets.SETS["paper"][12].problem, DEVICE))
+    found = genes(ATTN_FWD.candidates(sets.SETS["paper"][12].op, DEVICE))
     assert set(found) == {field.name for field in dataclasses.fields(Config)}
     assert {64, 128, 192} <= set(found["tile_q"]) and {2, 3} <= set(found["stages"])
 
@@ -132,7 +132,7 @@ class Race(tune.Race):
 
     def __init__(self, tuner: tune.Tuner, optimum: Config) -> None:
         self.tuner, self.loads, self.optimum, self.random = tuner, {}, optimum, random.Random(0)
-        self.tasks, self.checks = [None] * len(tuner.problems), [None] * len(tuner.problems)  # type: ignore[list-item]
+        self.tasks, self.checks = [None] * len(tuner.ops), [None] * len(tuner.ops)  # type: ignore[list-item]
 
     def us(self, config: Config, case: int) -> float:
         far = sum(abs(math.log2(a / b)) for a, b in zip(*map(dataclasses.astuple, (config, self.optimum)), strict=True))
@@ -159,7 +159,7 @@ def tuner_of(cases: list[Case]) -> tune.Tuner:
 def test_evolution_finds_a_better_configuration() -> None:
     optimum = Config(128, 160, 3, 1)
     tuner = tuner_of(CASES)
-    assert attn_fwd.legal(optimum, tuner.problems[0], DEVICE) is None and tuner.first != optimum
+    assert ATTN_FWD.legal(optimum, tuner.ops[0], DEVICE) is None and tuner.first != optimum
     race = Race(tuner, optimum)
     tune.evolve(tuner, race, Compiled(), seconds=3)
     assert race.us(tuner.best, 0) <= 100 * 1.03
@@ -201,20 +201,17 @@ def test_dry_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], mon
     assert not records_file.exists()
 
 
-def test_dry_run_writes_nothing_unasked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run without a GPU measures nothing: it leaves alone what is recorded, and what is tracked."""
-    written: list[pathlib.Path] = []
+def test_a_dry_run_writes_nothing_unless_asked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder would be that of what was measured on the device it stands for."""
     monkeypatch.setattr(tune, "Pool", Compiled)
-    monkeypatch.setattr(report, "write", lambda path, _: written.append(path))
-    words = ["--set", "smoke", "--dry", "--budget", "1"]
-    assert tune.main(words) == 0 and written == []
-    assert tune.main([*words, "--out", str(tmp_path)]) == 0
-    assert {path.parent for path in written} == {tmp_path}
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert tune.main(["--set", "smoke", "--dry", "--budget", "2"]) == 0
+    assert not [*tmp_path.iterdir()]
 
 
 def test_real_compilation_in_processes() -> None:
-    problem = sets.dense(1, 512, 8, 64, False).problem
-    source = attn_fwd.render(compiling.without_lse(problem), Config(128, 64, 2, 1))
+    op = sets.operation(sets.dense(1, 512, 8, 64, False))
+    source = ATTN_FWD.render(op, Config(128, 64, 2, 1), DEVICE.arch)
     broken = dataclasses.replace(source, text="#error no\n")
     with compiling.Pool(2) as pool:
         assert pool.submit([source, source, broken]) == 2
@@ -245,7 +242,7 @@ def test_groups_follow_the_choice() -> None:
         found = tune.groups(sets.SETS[name], DEVICE)
         assert sum(len(group.cases) for group in found) == len(sets.SETS[name])
         for group in found:
-            configs = {select.select(compiling.without_lse(case.problem), DEVICE).config for case in group.cases}
+            configs = {select.select(sets.operation(case), DEVICE).config for case in group.cases}
             assert configs == {group.member.config}
     assert {group.kernel.name for group in tune.groups(sets.SETS["paper"], DEVICE, "attn_fwd_mma")} == {"attn_fwd_mma"}
 
@@ -255,8 +252,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
     """Puts records into the place of the installed ones."""
 
     def forget() -> None:
-        for cached in (records._installed, select._select, select.config_set):
-            cached.cache_clear()
+        records._installed.cache_clear()
+        select.forget()
 
     def put(*lines: dict[str, Any]) -> None:
         for line in lines:
@@ -274,24 +271,20 @@ OTHER = Config(128, 96, 2, 2)  # legal at head_dim 128, and not what the cost mo
 
 def test_a_record_is_chosen(recorded: Any) -> None:
     """For all lengths of its kind, with and without lse, constant time and packing, and for no other kind."""
-    long, short = (sets.dense(batch, length, heads, 128, True).problem for batch, length, heads in ((4, 4096, 16), (1, 512, 8)))
-    before = {problem: select.select(problem, DEVICE) for problem in (long, short)}
+    long, short = (sets.dense(batch, length, heads, 128, True).op for batch, length, heads in ((4, 4096, 16), (1, 512, 8)))
+    before = {op: select.select(op, DEVICE) for op in (long, short)}
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
-    current = records.code_hash(attn_fwd, group.member.like, OTHER, DEVICE)
+    current = records.code_hash(ATTN_FWD, group.member.like, OTHER, DEVICE)
     assert before[long].config != OTHER != before[short].config and "by the cost model" in before[long].why
     recorded(made_record(group.kind, OTHER, code_hash=current))
     found = select.select(long, DEVICE)
-    assert found.config == OTHER and found.why == f"record of 2026-11-21 for problems like {group.kind.size}"
+    assert found.config == OTHER and found.why == f"record of 2026-11-21 for operations like {group.kind.size}"
     assert before[short].config in found.compiled_with and OTHER not in found.compiled_with
-    for change in (
-        {"q_len": 9000, "kv_len": 9000},
-        {"return_lse": True},
-        {"scale": -1.0},
-        {"constant_time": True},
-        {"kv_heads": 4},
-    ):
-        assert select.select(dataclasses.replace(long, **change), DEVICE).config == OTHER
-    assert select.select(sets.packed(8, 128).problem, DEVICE).config == OTHER
+    others = [dataclasses.replace(long, **change) for change in ({"q_len": 9000, "kv_len": 9000}, {"kv_heads": 4})]
+    for changed in ({"return_lse": False}, {"scale": -1.0}, {"constant_time": True}):
+        others.append(dataclasses.replace(long, spec=dataclasses.replace(long.spec, **changed)))
+    for op in (*others, sets.packed(8, 128).op):
+        assert op != long and select.select(op, DEVICE).config == OTHER
     after = select.select(short, DEVICE)
     assert after.config == before[short].config and after.why == before[short].why and OTHER in after.compiled_with
     assert "by the cost model" in select.select(dataclasses.replace(long, head_dim=120), DEVICE).why
@@ -304,12 +297,12 @@ def test_a_record_is_chosen(recorded: Any) -> None:
     ids=["other sources", "other fields", "illegal"],
 )
 def test_a_stale_record_is_ignored(recorded: Any, change: dict[str, Any]) -> None:
-    problem = sets.dense(4, 4096, 16, 128, True).problem
-    before = select.select(problem, DEVICE)
+    op = sets.dense(4, 4096, 16, 128, True).op
+    before = select.select(op, DEVICE)
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
-    current = records.code_hash(attn_fwd, group.member.like, OTHER, DEVICE)
+    current = records.code_hash(ATTN_FWD, group.member.like, OTHER, DEVICE)
     recorded({**made_record(group.kind, OTHER, code_hash=current), **change})
-    assert select.select(problem, DEVICE) == before
+    assert select.select(op, DEVICE) == before
 
 
 def test_what_has_a_record_is_not_searched_again(recorded: Any, tmp_path: pathlib.Path) -> None:
