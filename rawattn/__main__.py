@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import pathlib
+import pkgutil
 import re
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 
@@ -143,7 +146,10 @@ def _compile(source: Source) -> Binary:
 
 def _operation(options: Options) -> Forward:
     kv_length = options.length if options.kv_length is None else options.kv_length
-    spec = Spec.of(causal=options.causal, window=options.window, softcap=options.softcap, return_lse=options.lse)
+    spec = Spec.of(
+        causal=options.causal, window=options.window, softcap=options.softcap, mask=options.mask, score=options.score,
+        return_lse=options.lse,
+    )  # fmt: skip
     return Forward(
         ELEMENTS[options.dtype], options.batch, options.length, kv_length, options.heads,
         options.heads if options.kv_heads is None else options.kv_heads, options.head_dim,
@@ -159,6 +165,22 @@ def _device(options: Options) -> Device:
     if driver.device_count() and options.arch in (None, driver.device(0).arch):
         return driver.device(0)
     return TYPICAL[options.arch or "sm_90a"]
+
+
+def _option(text: str) -> Any:
+    """A mask or score such as ``rawattn.mask:Window(3, right=0)``: a module, and a call of one of its classes with literals."""
+    module, _, call = text.partition(":")
+    try:
+        node = ast.parse(call, mode="eval").body
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            raise ValueError("it has no call")
+        found = pkgutil.resolve_name(f"{module}.{node.func.id}")
+        keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return found(*map(ast.literal_eval, node.args), **keywords)
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a class and its arguments, such as mymodule:Mine(7) ({error})"
+        ) from None
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -184,6 +206,8 @@ def _problem_options() -> argparse.ArgumentParser:
     add("--causal", action="store_true", help="each query keeps the keys up to its own position")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="keys kept before and after that position, such as 128,0 or none,0")
     add("--softcap", type=float, metavar="X", help="cap of the logits")
+    add("--mask", type=_option, metavar="MODULE:CALL", help="a mask of your own, such as mymodule:Mine(7)")
+    add("--score", type=_option, metavar="MODULE:CALL", help="a score of your own")
     add("--varlen", action="store_true", help="sequences packed end to end, as attention_varlen takes them")
     add("--lse", action="store_true", help="lse is wanted beside o")
     return parser
