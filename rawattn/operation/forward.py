@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar
 
-from ..arrays import Array
+from ..arrays import DTYPES, Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, layout_of
 from ..spec import Spec
@@ -61,6 +62,8 @@ class Forward:
             raise ProblemError(
                 f"q has {self.heads} heads but k has {self.kv_heads}; the heads of q must be a multiple of those of k and v."
             )
+        if self.batch < 0:
+            raise ProblemError(f"batch is {self.batch}; it must be at least 0.")
         for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be from 0 to {LONGEST - 1}.")
@@ -165,9 +168,7 @@ class Forward:
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each input read once, each output written once."""
-        q_like = self.total_q * self.heads * (self.head_dim + self.head_dim_v)
-        kv = self.total_kv * self.kv_heads * (self.head_dim + self.head_dim_v)
-        return (q_like + kv) * self.element.itemsize + (4 * self.total_q * self.heads if self.return_lse else 0)
+        return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
 
     # ---- as text
 
