@@ -1,4 +1,4 @@
-"""Operations to test with: ``forward`` makes one, ``replace`` changes one. Both sort what they are given into spec and operation."""
+"""Operations to test with: ``forward`` makes one, ``replace`` changes one. Both know which fields are the spec's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ _OF_SPEC = {field.name for field in dataclasses.fields(Spec)}
 
 
 def forward(
-    element: Element, batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int, head_dim_v: int, **fields: Any
+    element: Element,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    **fields: Any,
 ) -> Forward:
     """``Forward`` with these fields and the defaults; fields of ``Spec`` are put there."""
     spec = Spec(**{name: value for name, value in fields.items() if name in _OF_SPEC})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any, ClassVar
 
 from ..arrays import DTYPES, Array
@@ -266,12 +267,10 @@ def _bound(name: str, length: Any, rows: int) -> int:
     """The bound on the longest sequence that is given, or all rows."""
     if length is None:
         return rows
-    if isinstance(length, bool) or not hasattr(length, "__index__") or getattr(length, "ndim", 0) != 0:
-        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.")
     try:
-        found = int(length)
-    except (TypeError, ValueError):
-        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.") from None
+        found = -1 if isinstance(length, bool) or getattr(length, "ndim", 0) != 0 else operator.index(length)
+    except TypeError:
+        found = -1
     if found < 0:
-        raise ProblemError(f"{name} is {length}; it must be >= 0.")
+        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.")
     return min(found, rows)

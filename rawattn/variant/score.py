@@ -11,7 +11,10 @@ from ..errors import ProblemError
 from ..program import Field, Fields
 from . import Option
 
-FLOAT32_MIN, FLOAT32_MAX = 1.18e-38, 3.4e38  # kernels hold scale and softcap in float32, whose smallest normal number the first is
+FLOAT32_MIN, FLOAT32_MAX = (
+    1.18e-38,
+    3.4e38,
+)  # kernels hold scale and softcap in float32, whose smallest normal number the first is
 
 
 def number(name: str, value: Any, need: str) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
+import pickle
 import re
 import sys
 import types
@@ -12,11 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import rawattn
-from rawattn import arrays, cpu, driver, memory, select
+from rawattn import arrays, cpu, driver, select
 from rawattn.arrays import Array
 from rawattn.device import TYPICAL, Device
 from rawattn.errors import ProblemError, UnsupportedError
@@ -163,7 +163,8 @@ def test_both_takes_two_kinds_of_masks() -> None:
 # ---- packed sequences ----------------------------------------------------------------------------------------------------
 
 PACKED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "dtype": ({"cu_seqlens_q": np.array([0, 4, 4, 9])}, ["cu_seqlens_q has dtype int64", "must be int32", "cu_seqlens_q.astype('int32')"]),
+    "dtype": ({"cu_seqlens_q": np.array([0, 4, 4, 9])}, ["cu_seqlens_q has dtype int64", "cu_seqlens_q.astype('int32')"]),
+    "an array as maximum": ({"max_seqlen_q": np.array([5])}, ["max_seqlen_q is array([5])", "an int >= 0, or None"]),
     "rank": ({"cu_seqlens_kv": np.zeros((2, 2), np.int32)}, ["cu_seqlens_kv has shape (2, 2)", "(batch + 1,)"]),
     "empty": ({"cu_seqlens_q": np.zeros(0, np.int32)}, ["cu_seqlens_q has shape (0,)", "(batch + 1,)"]),
     "strided": ({"cu_seqlens_q": np.zeros(8, np.int32)[::2]}, ["cu_seqlens_q has a stride of 2", "contiguous"]),
@@ -182,6 +183,22 @@ PACKED: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("changes, parts", PACKED.values(), ids=PACKED)
 def test_wrong_packing(changes: dict[str, Any], parts: list[str]) -> None:
     refused(lambda: rawattn.attention_varlen(**packed() | changes), ProblemError, *parts)
+
+
+def test_max_seqlen_changes_no_result() -> None:
+    """Though it be missing, or too small."""
+    call = packed()
+    expected = rawattn.attention_varlen(**call)
+    for q_len, kv_len in ((None, None), (0, 0), (1, 1), (1, None), (10**6, 3)):
+        assert np.array_equal(rawattn.attention_varlen(**call | {"max_seqlen_q": q_len, "max_seqlen_kv": kv_len}), expected)
+
+
+def test_the_options_of_flash_attn() -> None:
+    expected = rawattn.attention(**inputs())
+    for options in ({"window": (-1, -1)}, {"softcap": 0.0}, {"deterministic": False}, {"causal": np.False_}):
+        assert np.array_equal(rawattn.attention(**inputs(), **options), expected)
+    assert np.array_equal(rawattn.attention(**inputs(), causal=np.True_), rawattn.attention(**inputs(), causal=True))
+    assert rawattn.attention_varlen(**packed(), deterministic=True, window=(-1, -1), softcap=0.0).shape == (9, 4, 16)
 
 
 def test_cu_seqlens_of_another_library() -> None:
@@ -240,6 +257,20 @@ def test_out_of_another_library() -> None:
     refused(lambda: rawattn.attention(**inputs(), out=out), ProblemError, "out is a torch", "must be a numpy")
 
 
+def test_out_on_cu_seqlens() -> None:
+    memory = np.zeros(9 * 4 * 16 + 3, np.float32)
+    starts = memory[-4:].view(np.int32)
+    starts[:] = [0, 4, 4, 9]
+    call = packed() | {"cu_seqlens_kv": starts, "out": memory[:-3].reshape(9, 4, 16)}
+    refused(lambda: rawattn.attention_varlen(**call), ProblemError, "out overlaps cu_seqlens_kv", "its own")
+    assert starts.tolist() == [0, 4, 4, 9]
+
+
+def test_misaligned_out() -> None:
+    out = np.ndarray((2, 5, 4, 16), np.float32, bytearray(4 * 640 + 2), 2)
+    refused(lambda: rawattn.attention(**inputs(), out=out), ProblemError, "out has a pointer or stride", "multiple of 4 bytes")
+
+
 def test_read_only_out() -> None:
     out = np.zeros((2, 5, 4, 16), np.float32)
     out.flags.writeable = False
@@ -277,38 +308,6 @@ def test_out_between_the_inputs() -> None:
     assert np.array_equal(out, expected)
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> Array:
-    """The description of some strided array of 4-byte elements near address 1000."""
-    shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
-    strides = [draw(st.integers(-7, 7)) for _ in shape]
-    return Array("torch", 0, "fp32", tuple(shape), tuple(strides), 1000 + draw(st.integers(-20, 20)), None)
-
-
-def places(array: Array) -> Iterator[int]:
-    for index in itertools.product(*map(range, array.shape)):
-        first = array.pointer + 4 * sum(i * s for i, s in zip(index, array.strides, strict=True))
-        yield from range(first, first + 4)
-
-
-@given(layouts(), layouts())
-def test_overlap_is_exact(a: Array, b: Array) -> None:
-    assert memory.overlap(a, b) == bool(set(places(a)) & set(places(b)))
-
-
-@given(layouts())
-def test_overlap_with_itself_is_never_missed(a: Array) -> None:
-    found = list(places(a))
-    if len(set(found)) < len(found):
-        assert memory.overlap(a, a)
-
-
-@given(st.permutations(range(4)), st.tuples(*[st.slices(4)] * 4))
-def test_no_view_of_a_whole_array_overlaps_itself(order: list[int], part: tuple[slice, ...]) -> None:
-    x = np.zeros((4, 4, 4, 4), np.float32)[part].transpose(order)
-    assert not memory.overlap(found := arrays.read(x, "x"), found)
-
-
 # ---- plans ---------------------------------------------------------------------------------------------------------------
 
 
@@ -336,7 +335,9 @@ def test_plan_takes_only_what_it_was_made_for() -> None:
 def test_plan_for_packed_sequences_needs_them() -> None:
     call = packed()
     plan = rawattn.plan(**call)
-    refused(lambda: plan.run(call["q"], call["k"], call["v"]), ProblemError, "cu_seqlens_q is missing", "int32 array of shape (4,)")
+    refused(
+        lambda: plan.run(call["q"], call["k"], call["v"]), ProblemError, "cu_seqlens_q is missing", "int32 array of shape (4,)"
+    )
     call["cu_seqlens_q"] = call["cu_seqlens_q"].astype(np.int64)
     refused(lambda: plan.run(*list(call.values())[:5]), ProblemError, "cu_seqlens_q is a numpy int64", "int32")
 
@@ -347,6 +348,14 @@ def test_plan_says_what_it_is() -> None:
     assert repr(plan).startswith(
         "Plan(Forward fp32 batch 2, length 5x7, heads 4/2, head_dim 8/16, Causal("
     ) and "return_lse; cpu, Config(" in repr(plan)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda way: way.__name__)
+def test_plans_are_not_copied(way: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="a Plan holds kernels that are loaded in this process; copy or pickle its op"):
+        way(rawattn.plan(**inputs()))
+    op = rawattn.plan(**inputs(), causal=True).op
+    assert way(op) in (op, pickle.dumps(op))
 
 
 def test_plans_are_kept() -> None:

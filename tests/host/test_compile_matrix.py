@@ -98,7 +98,7 @@ def test_nothing_spills_and_nothing_waits() -> None:
     check(combinations, 2)
 
 
-def listing(asked: Problem, config: Any, kernel: Kernel = ATTN_FWD, arch: str = DEVICE.arch) -> str:
+def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = DEVICE.arch) -> str:
     """A kernel's machine code in words."""
     try:
         return sass.disassemble(compiler.compile(kernel.render(asked, config, arch)).cubin)
@@ -151,4 +151,6 @@ def test_full_product(size: tuple[int, int], pytestconfig: pytest.Config) -> Non
     if "matrix" not in pytestconfig.option.markexpr:
         pytest.skip("takes hours; run it by pytest -m matrix")
     kinds = [dict(zip(FACTORS, levels, strict=True)) for levels in itertools.product([size], *[*FACTORS.values()][1:])]
-    check([(asked, config) for row in kinds for asked in [operation(**row)] for config in ATTN_FWD.candidates(asked, DEVICE)], None)
+    check(
+        [(asked, config) for row in kinds for asked in [operation(**row)] for config in ATTN_FWD.candidates(asked, DEVICE)], None
+    )

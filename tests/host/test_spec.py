@@ -13,11 +13,11 @@ from hypothesis import given
 
 import rawattn
 from rawattn.errors import ProblemError
-from rawattn.variant.mask import Both, Causal, Full, Window
-from rawattn.variant.score import Scale, Softcap
 from rawattn.spec import Spec, option_from_json, option_to_json
 from rawattn.testing import Case, cases
 from rawattn.variant import Option
+from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.score import Scale, Softcap
 
 torch = pytest.importorskip("torch")
 
@@ -135,7 +135,9 @@ def test_a_wrong_causal_beside_a_mask(causal: Any) -> None:
 
 @pytest.mark.parametrize("window", [(True, 0), (1.0, 0), (0, np.array(1)), (0, torch.tensor(-1)), (-2, 0), ("1", 0)], ids=repr)
 def test_wrong_sides(window: Any) -> None:
-    refused({"window": window}, "window left is" if window[0] != 0 else "window right is", "int >= 0" if window[0] != -2 else ">= 0")
+    refused(
+        {"window": window}, "window left is" if window[0] != 0 else "window right is", "int >= 0" if window[0] != -2 else ">= 0"
+    )
 
 
 def test_a_side_is_a_plain_int() -> None:
@@ -156,8 +158,11 @@ def test_in_words() -> None:
 
 def test_kind() -> None:
     """Run-time values are not of the kind, but for the scale's sign."""
-    for a, b in (({}, {"scale": 2.0}), ({}, {"scale": 0.0}), ({"softcap": 2.0}, {"softcap": 3.0}), ({"window": (1, 2)}, {"window": (3, -1)}),
-                 ({}, {"deterministic": False}), ({"scale": -1}, {"scale": -2})):  # fmt: skip
+    same: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"scale": 2.0}), ({}, {"scale": 0.0}), ({"softcap": 2.0}, {"softcap": 3.0}), ({"scale": -1}, {"scale": -2}),
+        ({"window": (1, 2)}, {"window": (3, -1)}), ({}, {"deterministic": False}),
+    ]  # fmt: skip
+    for a, b in same:
         assert Spec.of(**a).kind == Spec.of(**b).kind
     kinds = [{}, {"scale": -1e-9}, {"causal": True}, {"softcap": 1.0}, {"return_lse": True}, {"constant_time": True}]
     assert len({Spec.of(**options).kind for options in kinds}) == len(kinds)
