@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rawattn.plan import _function
 
 from rawattn import compiler, driver, render, tma
+from rawattn.plan import _function
 from rawattn.variant import Option
 from rawattn.variant.element import BF16
 

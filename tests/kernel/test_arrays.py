@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from rawattn.plan import KEPT_BOUNDS, KEPT_LAUNCHES
 
 import rawattn
+from rawattn.plan import KEPT_BOUNDS, KEPT_LAUNCHES
 from rawattn.testing import Case, expect
 from tests.calls import attend
 
