@@ -21,7 +21,10 @@ from rawattn.errors import RawattnError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMI = ("nvidia-smi", "--format=csv,noheader,nounits", "--id=0")
-LIBRARIES = ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers")
+LIBRARIES = (
+    "torch", "triton", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "flash-attn", "flash-attn-4", "flashinfer-python",
+    "xformers",
+)  # fmt: skip
 
 
 def record(device: Device) -> pathlib.Path:

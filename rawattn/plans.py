@@ -13,7 +13,7 @@ from . import arrays, compiler, driver, render, tma
 from .arrays import Array
 from .device import Device
 from .device import cpu as this_cpu
-from .errors import ProblemError
+from .errors import BinaryError, ProblemError
 from .operand import check_output, describe, layout_of
 from .operation import Forward
 from .program import Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
@@ -155,7 +155,11 @@ def _load(launch: Launch, op: Forward, selection: Selection, device: Device, on_
     binary = compiler.compile_together(launch.source, others, on_compile)
     with _loading:
         if key not in _kernels:
-            function = driver.Function(binary.cubin, launch.entry, device.index)
+            try:
+                function = driver.Function(binary.cubin, launch.entry, device.index)
+            except BinaryError:  # an entry of the cache that this driver cannot load
+                binary = compiler.recompile(launch.source)
+                function = driver.Function(binary.cubin, launch.entry, device.index)
             _kernels[key] = _Loaded.of(binary, function, launch, op)
         return _kernels[key]
 
@@ -188,7 +192,7 @@ class GpuCall:
         first, *rest = self._makers
         results = (first(like) if out is None else out, *(make(like) for make in rest))
         stream = self._stream(self._device)
-        stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream)
+        stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream, self._device)
         places = [arrays.address(x) for x in results[1:]]
         places.append(arrays.address(results[0]) if out is None else self._place(out))
         scratch = None
@@ -229,17 +233,17 @@ class GpuCall:
         for launch, loaded, args in zip(self._program.launches, self._plan._loaded, self._args, strict=True):
             memory = bytearray(args)
             for field, form, offset in loaded.open:
-                value = self._opened(field.fill, found, scratch, stream, stream_id, capturing)
+                value = self._opened(field.fill, found, scratch, stream_id, capturing)
                 struct.pack_into(form, memory, offset, value)
             launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
         return tuple(launches)
 
     def _opened(
-        self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream: int, stream_id: int, capturing: bool
+        self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool
     ) -> int | bytes:
         """What a field holds that depends on the outputs or on the stream."""
         if isinstance(fill, Counter):
-            return driver.counters(self._device).take(stream, stream_id, capturing)
+            return driver.counters(self._device).take(stream_id, capturing)
         if isinstance(fill, Scratch):
             return arrays.address(scratch) + offsets(self._program.scratch)[0][fill.name]
         return _of_array(fill, outputs[fill.operand])
@@ -258,7 +262,8 @@ class GpuCall:
         if 0 in array.shape:  # it is never read, but a map must be of something
             array = self._given["q"]
         shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
-        encoded = driver.tensor_map(self._device, array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
+        with driver.current(self._device):
+            encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import itertools
 import pickle
 import re
@@ -609,11 +608,11 @@ def test_which_door_an_array_takes() -> None:
 
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
+    def missing(flags: int) -> None:
+        raise RuntimeError("libcuda.so.1: cannot open shared object file")
 
     driver.library.cache_clear()
-    monkeypatch.setattr(driver, "ctypes", types.SimpleNamespace(**vars(ctypes) | {"CDLL": missing}))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", types.SimpleNamespace(cuInit=missing))
     yield
     driver.library.cache_clear()
 

@@ -298,9 +298,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_without_a_gpu(no_gpu: None, cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = examine(capsys)
     assert status == 0
-    assert list(found) == ["Python", "NumPy", "Numba", "CuPy", "NVRTC", "GPU", "Cache"]
+    assert list(found) == ["Python", "NumPy", "Numba", "Bindings", "CuPy", "NVRTC", "GPU", "Cache"]
     assert {mark for mark, _ in found.values()} == {"ok"}
-    assert found["GPU"][1].startswith("none, attention() runs on the CPU (there is no NVIDIA driver")
+    assert found["GPU"][1].startswith("none in use, attention() runs on the CPU (there is no NVIDIA driver")
     assert found["Cache"][1] == f"{cache}, 0 GPU kernels, 0.0 MB"
 
 
@@ -316,6 +316,26 @@ def test_doctor_without_a_gpu_and_cupy(no_gpu: None, monkeypatch: pytest.MonkeyP
     assert status == 0, "the CPU path needs no CuPy"
     for subject in ("CuPy", "NVRTC"):
         assert found[subject][0] == "note" and found[subject][1].endswith(f": to compile for a GPU, {compiler.PIP_LINE}")
+
+
+def test_doctor_without_bindings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def version(name: str) -> str:
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    driver.library.cache_clear()
+    without(monkeypatch, "cuda.bindings.driver")
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    status, found = examine(capsys)
+    assert status == 0, "the CPU path needs none"
+    assert found["Bindings"] == ("note", f"cuda-bindings is not installed: to use a GPU, {compiler.PIP_LINE}")
+    assert "a GPU needs the package cuda-bindings" in found["GPU"][1]
+
+
+def test_doctor_with_old_bindings(gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu((12, 8), TYPICAL["sm_90a"])
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "12.8.0")
+    status, found = examine(capsys)
+    assert (status, found["Bindings"]) == (1, ("fix", "12.8.0, but 12.9 is needed: pip install 'rawattn[cuda12]'"))
 
 
 @pytest.mark.parametrize("cuda, extra", [((13, 0), "cuda13"), ((12, 8), "cuda12"), ((12, 2), "cuda12")])
@@ -498,4 +518,4 @@ def test_demo_with_a_gpu(libraries: list[str], right: bool, small: None, gpu: An
 
 def test_module_runs(tmp_path: pathlib.Path) -> None:
     ran = subprocess.run([sys.executable, "-m", "rawattn", "doctor"], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.stdout.startswith("ok   Python  3.") and ran.returncode in (0, 1)
+    assert ran.stdout.startswith("ok   Python   3.") and ran.returncode in (0, 1)

@@ -41,7 +41,7 @@ class Launch:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    counters = types.SimpleNamespace(take=lambda stream, stream_id, captured: 1 << 20 | stream_id + captured)
+    counters = types.SimpleNamespace(take=lambda stream_id, captured: 1 << 20 | stream_id + captured)
     for owner, name, value in (
         (arrays, "CPU", -2),
         (compiler, "compile_together", lambda *_: None),
@@ -49,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (driver, "current", lambda index: contextlib.nullcontext()),
         (driver, "device", lambda index: GPU),
         (driver, "Launch", Launch),
-        (driver, "stream_state", lambda stream: (stream, STATE["capturing"])),
+        (driver, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
         (driver, "tensor_map", lambda *args: repr(args).encode().ljust(128)[-128:]),
         (plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, None, launch, op)),
     ):
