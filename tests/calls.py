@@ -30,7 +30,7 @@ def attend(case: Case, *inputs: Any, **options: Any) -> Any:
     with poisoned_memory():
         if case.lengths is None:
             return rawattn.attention(*inputs, **options)
-        return rawattn.attention_varlen(*inputs, case.problem.q_len, case.problem.kv_len, **options)
+        return rawattn.attention_varlen(*inputs, case.op.q_len, case.op.kv_len, **options)
 
 
 def check(case: Case, *inputs: Any, **options: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,11 @@ from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import PLAIN, Layout
 from rawattn.operation import Forward
 from rawattn.variant.element import BF16, ELEMENTS, FP32
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests.operations import forward, replace
 
@@ -136,3 +139,117 @@ def test_constant_time() -> None:
         assert (plain["Softmax"].type, plain["Score"].type) == ("SpeculativeMax", "Softcap")
     with pytest.raises(UnsupportedError, match="constant_time is for GPUs"):
         select.select(op, this_cpu())
+
+
+# ---- what is kept of a selection -----------------------------------------------------------------------------------------
+
+
+def test_three_bits() -> None:
+    assert [select._three_bits(n) for n in (0, 1, 7, 8, 9, 10, 11, 15, 16, 17, 20, 21, 100, 1000)] == [
+        0, 1, 7, 8, 10, 10, 12, 16, 16, 20, 20, 24, 112, 1024
+    ]  # fmt: skip
+    for n in (1 << 29, (1 << 29) + 1, (1 << 30) - 1):
+        assert select._three_bits(n) == n
+    assert select._three_bits((1 << 29) - 1) == 1 << 29
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_89", "sm_75"])
+def test_lengths_of_nearly_the_same_size_share_a_selection(arch: str) -> None:
+    select.forget()
+    first = chosen(replace(OP, q_len=1, kv_len=1025), TYPICAL[arch])
+    for kv_len in range(1025, 1281):
+        assert chosen(replace(OP, q_len=1, kv_len=kv_len), TYPICAL[arch]) is first
+    assert len(select._selections) == 1
+    packed = replace(OP, varlen=True, batch=9, q_len=500, total_q=1100, total_kv=1100)
+    shared = chosen(packed, TYPICAL[arch])
+    assert chosen(replace(packed, batch=10, q_len=450, total_q=1280, total_kv=1025), TYPICAL[arch]) is shared is not first
+    others: list[dict[str, Any]] = [
+        {"heads": 16},
+        {"kv_heads": 4},
+        {"mask": Causal()},
+        {"kv_len": 1281},
+        {"q_len": 2},
+        {"batch": 3},
+    ]
+    for changes in others:
+        assert chosen(replace(OP, **{"q_len": 1, "kv_len": 1025} | changes), TYPICAL[arch]) is not first
+    windows = [chosen(replace(OP, mask=Window(size)), TYPICAL[arch]) for size in (1, 1000)]
+    assert windows[0] is not windows[1], "the cost depends on it"
+    select.forget()
+    assert not select._selections
+
+
+def test_few_selections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "KEPT_SELECTIONS", 3)
+    select.forget()
+    for heads in range(1, 9):
+        chosen(replace(OP, heads=heads, kv_heads=1), TYPICAL["sm_75"])
+        assert 1 <= len(select._selections) <= 3
+    select.forget()
+
+
+def test_near_the_limits_every_row_counts() -> None:
+    """A rounded size would be refused here, or another's refusal be told."""
+    device = TYPICAL["sm_90a"]
+    fits = forward(BF16, MOST_TILES // 8, 1, 1, 8, 8, 64, 64)
+    assert chosen(fits, device).kernel is ATTN_FWD
+    with pytest.raises(UnsupportedError, match=f"here are {8 * (MOST_TILES // 8 + 1)}"):
+        chosen(replace(fits, batch=MOST_TILES // 8 + 1), device)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_89", "sm_75", "cpu"])
+def test_a_shared_selection_serves_each(arch: str) -> None:
+    device = this_cpu() if arch == "cpu" else TYPICAL[arch]
+    for q_len, kv_len, heads, head_dim in itertools.product((0, 1, 57, 63, 65, 900), (0, 33, 1111), (8, 16), (64, 72, 256)):
+        op = replace(OP, q_len=q_len, kv_len=kv_len, heads=heads, head_dim=head_dim)
+        found = chosen(op, device)
+        assert found.kernel.supports(op, device) == [] and found.kernel.legal(found.config, op, device) is None
+
+
+def test_overrides_are_selections_of_their_own() -> None:
+    device = TYPICAL["sm_90a"]
+    config = attn_fwd.Config(64, 64)
+    given = select.select(OP, device, "attn_fwd", config)
+    assert (given.config, given.why, given.compiled_with) == (config, "given by the caller", ())
+    assert chosen(OP, device).config != config and chosen(OP, device, "attn_fwd").config == chosen(OP, device).config
+    with pytest.raises(ProblemError, match="which attn_fwd cannot run here: tile_kv is 24"):
+        select.select(OP, device, config=attn_fwd.Config(64, 24))
+    with pytest.raises(ProblemError, match=r"config is 5; it must be None or rawattn\.kernel\.attn_fwd\.Config or "):
+        select.select(OP, device, config=5)
+    with pytest.raises(ProblemError, match="kernel is 'mine'; it must be None or one of 'attn_fwd', 'attn_fwd_mma'"):
+        select.select(OP, device, "mine")
+
+
+def test_a_device_without_room() -> None:
+    tiny = Device("tiny", "sm_90a", 132, 1024, 1 << 20)
+    with pytest.raises(UnsupportedError, match="attn_fwd has no configuration that fits Forward bf16 .* on tiny"):
+        chosen(OP, tiny)
+
+
+def test_all_of_a_kind_are_compiled_with_each_other() -> None:
+    """Whatever length asks first, the same configurations are compiled."""
+    for arch, mask in itertools.product(("sm_90a", "sm_89"), (Full(), Causal())):
+        sets = set()
+        for batch, length in ((1, 1), (1, 512), (1, 4096), (16, 4096)):
+            found = chosen(replace(OP, batch=batch, q_len=length, kv_len=length, mask=mask), TYPICAL[arch])
+            assert found.config not in found.compiled_with
+            sets.add(frozenset((found.config, *found.compiled_with)))
+        assert len(sets) == 1
+
+
+def test_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = TYPICAL["sm_90a"]
+    monkeypatch.setattr(select.records, "find", lambda *_: None)
+    select.forget()
+    found = chosen(OP, device)
+    microseconds = ATTN_FWD.cost(found.config, OP, device) * 1e6
+    assert found.why.endswith(f"by the cost model, which expects {microseconds:,.0f} us") and found.refusals == ()
+    members = select.config_set(ATTN_FWD, ATTN_FWD.tuning_shapes(OP), device)
+    assert found.why.startswith(f"cheapest of {len(members)} ")
+    assert min(members, key=lambda member: ATTN_FWD.cost(member.modelled, OP, device)).config == found.config
+    recorded = attn_fwd.Config(64, 96)
+    monkeypatch.setattr(select.records, "find", lambda *_: select.records.Record(recorded, "2026-01-02"))
+    select.forget()
+    found = chosen(OP, device)
+    assert found.config == recorded and found.why.startswith("record of 2026-01-02 for operations like ")
+    select.forget()
