@@ -222,7 +222,7 @@ def test_overrides_are_selections_of_their_own() -> None:
 
 def test_a_device_without_room() -> None:
     tiny = Device("tiny", "sm_90a", 132, 1024, 1 << 20)
-    with pytest.raises(UnsupportedError, match="attn_fwd has no configuration that fits Forward bf16 .* on tiny"):
+    with pytest.raises(UnsupportedError, match="attn_fwd has no configuration that fits Forward bf16"):
         chosen(OP, tiny)
 
 
