@@ -85,6 +85,22 @@ def test_elements_of_one_array(shape: tuple[int, ...], strides: tuple[int, ...],
     assert memory.overlap(found := described(shape, strides), found) is shared
 
 
+def test_arrays_that_lie_apart_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their first and last bytes; only what lies between each other is computed."""
+    monkeypatch.setattr(np, "shares_memory", None)
+    for a in (described((3, 5), (5, 1)), described((3, 5), (-5, 1), 1040), described((3, 5), (7, -1), 1016)):
+        begin, end = min(places(a)), max(places(a)) + 1
+        for dtype, size in SIZES.items():
+            assert not memory.overlap(a, after := described((2,), (1,), end, dtype)) and not memory.overlap(after, a)
+            assert not memory.overlap(a, before := described((2,), (1,), begin - 2 * size, dtype)) and not memory.overlap(
+                before, a
+            )
+        with pytest.raises(TypeError):
+            memory.overlap(a, described((2,), (1,), begin - 1, "uint8"))
+        empty = described((0, 9), (1, 1), begin)
+        assert not memory.overlap(a, empty) and not memory.overlap(empty, a)
+
+
 def test_what_is_too_hard_counts_as_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two arrays that lie between each other, in a puzzle that is cut short."""
     a, b = described((7, 7, 7), (167, 90, 77), 1000, "uint8"), described((7, 7, 7), (181, 116, 193), 1208, "uint8")

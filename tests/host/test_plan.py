@@ -307,13 +307,16 @@ def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatc
         calls()
         for length in (1, 3000):
             rawattn.attention(**tensors(length))
+        other = torch.zeros(1, 512, 8, 64, dtype=torch.bfloat16)  # which gets another configuration
+        rawattn.attention(other, other, other)
+        assert len({plan.config for plan in api._plans.values() if plan.op.kind == operations[0].kind}) > 1
         assert compiled == warm and {*plans._kernels} == loaded, "all that a kind may get is loaded"
 
-    other = tmp_path / "other.jsonl"
-    monkeypatch.setenv("RAWATTN_LOG", str(other))
+    elsewhere = tmp_path / "elsewhere.jsonl"
+    monkeypatch.setenv("RAWATTN_LOG", str(elsewhere))
     forget()
     rawattn.attention(**tensors())
-    assert other.read_text().splitlines() == lines[:1]
+    assert elsewhere.read_text().splitlines() == lines[:1]
     assert log.read_text().splitlines() == lines
 
 

@@ -140,12 +140,24 @@ def test_wrong_sides(window: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("window", [128, (1,), (1, 2, 3), "ab", {0, 1}, np.array([1, 0])], ids=repr)
+def test_windows_that_are_no_pairs(window: Any) -> None:
+    refused({"window": window}, "window is", "it must be a pair (left, right)")
+    refused({"window": window, "mask": Full()}, "mask was given beside")
+
+
 def test_a_side_is_a_plain_int() -> None:
     found = Window(np.int64(3), np.uint8(4))
     assert (type(found.left), type(found.right)) == (int, int) and found == Window(3, 4)
 
 
 # ---- as text, and as a kind ----------------------------------------------------------------------------------------------
+
+
+def test_a_spec_is_a_value() -> None:
+    assert {Spec(): 1}[Spec.of()] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Spec().scale = 2.0  # type: ignore[misc]
 
 
 def test_in_words() -> None:
@@ -164,6 +176,7 @@ def test_kind() -> None:
     ]  # fmt: skip
     for a, b in same:
         assert Spec.of(**a).kind == Spec.of(**b).kind
+    assert Spec.of(mask=Strided()).kind != Spec.of(mask=Elsewhere()).kind, "one C++ name, two files"
     kinds = [{}, {"scale": -1e-9}, {"causal": True}, {"softcap": 1.0}, {"return_lse": True}, {"constant_time": True}]
     assert len({Spec.of(**options).kind for options in kinds}) == len(kinds)
 
@@ -181,6 +194,10 @@ class Strided(Option):
 
     def interval(self, q: Any, q_len: int, kv_len: int) -> Any:
         return q * 0, q * 0 + self.step
+
+
+class Elsewhere(Strided):
+    source: ClassVar[str] = "variant/mask/elsewhere.cuh"
 
 
 def through_json(value: Any) -> Any:
