@@ -59,14 +59,13 @@ Curve = list[tuple[int, float, float, float]]  # launches so far, t of first and
 
 @dataclasses.dataclass(frozen=True)
 class Timed(Option):
-    """A softmax or a store that also reads the clock."""
+    """A softmax that also reads the clock."""
 
     base: Option
-    wrapper: str
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.wrapper}<{self.base.cuda_type}>"
+        return f"TimedSoftmax<{self.base.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -74,14 +73,14 @@ class Timed(Option):
 
     @property
     def fields(self) -> Fields:
-        return (*self.base.fields, ("cycles", "i32*")) if self.wrapper == "TimedStore" else self.base.fields
+        return (*self.base.fields, ("cycles", "i32*"))
 
 
 def timed(kernel: Any, pointer: int, *patches: str) -> Any:
     """A kernel that writes the cycles of each block's consumers to memory at ``pointer``, eight numbers a block."""
 
     def choices(found: dict[str, Option], *_: Any) -> dict[str, Option]:
-        return {**found, **{axis: Timed(found[axis], f"Timed{axis}") for axis in ("Softmax", "Store")}}
+        return {**found, "Softmax": Timed(found["Softmax"])}
 
     return altered(kernel, *patches, choices=choices, values=lambda found, *_: {**found, "cycles": pointer})
 

@@ -238,9 +238,7 @@ class GpuCall:
             launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
         return tuple(launches)
 
-    def _opened(
-        self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool
-    ) -> int | bytes:
+    def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
         """What a field holds that depends on the outputs or on the stream."""
         if isinstance(fill, Counter):
             return driver.counters(self._device).take(stream_id, capturing)

@@ -191,7 +191,8 @@ class AttnFwdMma(Kernel):
         plan = tiling.lpt_scheduler(op, persistent=False)
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         if config.pack_gqa:
-            own |= {"Rows": rows.PackGqa(), "Mask": rows.PackGqaMask(op.mask)}
+            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.score)  # type: ignore[arg-type]
+            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
         return tiling.options(op, **own)
 
     def fields(self, op: Forward, config: Config) -> Fields:

@@ -183,6 +183,31 @@ class Both(Option):
         return np.maximum(a_begin, b_begin), np.minimum(a_end, b_end)
 
 
+@dataclasses.dataclass(frozen=True)
+class SplitMask(Option):
+    """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of tile_kv. It wraps what
+    the kernel has for a mask, and ``StorePartial`` and a split scheduler go with it."""
+
+    base: Option
+    source: ClassVar[str] = "variant/mask/split.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"SplitMask<{self.base.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return self.base.constants
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("split_keys", "i32"))
+
+
 def kept_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     """Number of (query, key) pairs that the mask keeps; long sequences are sampled at 4096 queries."""
     if q_len == 0:

@@ -74,6 +74,8 @@ using Rows = Varlen;
 using Mask = Both<Causal, Window>;
 #include "variant/score/softcap.cuh"
 using Score = Softcap;
+#include "variant/weight/identity.cuh"
+using Weight = Identity;
 #include "variant/softmax/speculative_max.cuh"
 using Softmax = SpeculativeMax;
 #include "variant/kv/tma.cuh"

@@ -68,6 +68,8 @@ using Rows = Dense;
 using Mask = Full;
 #include "variant/score/scale.cuh"
 using Score = Scale;
+#include "variant/weight/identity.cuh"
+using Weight = Identity;
 #include "variant/softmax/speculative_max.cuh"
 using Softmax = SpeculativeMax;
 #include "variant/kv/tma.cuh"
