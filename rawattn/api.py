@@ -184,7 +184,7 @@ def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int 
 def _from_line(line: str) -> Forward:
     try:
         return Forward.from_json(json.loads(line))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"operations has the line {line[:80]!r}, which is no operation ({error}).") from None
 
 
@@ -281,7 +281,7 @@ def _log(op: Forward) -> None:
     if not path:
         return
     line = json.dumps(op.to_json())
-    if line not in _logged:
-        _logged.add(line)
+    if (path, line) not in _logged:
+        _logged.add((path, line))
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -65,6 +65,8 @@ def supports(problem: Problem, device: Device) -> str | None:
             return f"{which} is {getattr(problem, which)}; it takes up to 1024"
     if not isinstance(problem.score, (Scale, Softcap)):
         return f"it takes the scores Scale and Softcap, not {type(problem.score).__name__}"
+    if problem.sinks:
+        return "it has no sinks yet"
     if problem.constant_time:
         return "a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs"
     return None

@@ -76,7 +76,16 @@ class Plan:
 
     def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
         """The plan on arrays that were checked, by name."""
-        return CpuCall(self, given) if self.device.is_cpu else GpuCall(self, given)
+        if self.device.is_cpu:
+            return CpuCall(self, given)
+        if self.library == "torch":  # whose calls are kept by the tensors' signatures
+            return GpuCall(self, given)
+        key = tuple(array[:-1] for array in given.values())
+        call = self._calls.get(key)
+        if call is None:
+            call = GpuCall(self, given)
+            cache_put(self._calls, key, call, KEPT_CALLS)
+        return call
 
     def _in_order(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         names = [operand.name for operand in self.op.inputs]

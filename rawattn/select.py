@@ -58,7 +58,10 @@ def select(op: Forward, device: Device, kernel: str | None = None, config: Any =
     if found is None:
         batch, q_len, kv_len, total_q, total_kv = sizes
         rounded = dataclasses.replace(op, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
-        found = _select(rounded, device, kernel, config)
+        try:
+            found = _select(rounded, device, kernel, config)
+        except UnsupportedError:
+            return _select(op, device, kernel, config)  # its message has the sizes that were given
         if len(_selections) >= KEPT_SELECTIONS:
             _selections.clear()
         _selections[key] = found

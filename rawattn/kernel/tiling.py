@@ -30,6 +30,11 @@ def tensor_core_reasons(op: Forward) -> list[str]:
     return found
 
 
+def no_sinks(op: Forward) -> list[str]:
+    """The reason of a kernel that has no sinks."""
+    return ["it has no sinks yet"] if op.sinks else []
+
+
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
     """The reason why the tiles of an operation cannot be counted, where the smallest have ``tile_q`` rows."""
     count = most_tiles(op, tile_q)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import operator
 from typing import Any, ClassVar
 
-from ..arrays import Array
+from ..arrays import DTYPES, Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, layout_of
 from ..spec import Spec
@@ -61,6 +63,8 @@ class Forward:
             raise ProblemError(
                 f"q has {self.heads} heads but k has {self.kv_heads}; the heads of q must be a multiple of those of k and v."
             )
+        if self.batch < 0:
+            raise ProblemError(f"batch is {self.batch}; it must be at least 0.")
         for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be from 0 to {LONGEST - 1}.")
@@ -165,9 +169,7 @@ class Forward:
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each input read once, each output written once."""
-        q_like = self.total_q * self.heads * (self.head_dim + self.head_dim_v)
-        kv = self.total_kv * self.kv_heads * (self.head_dim + self.head_dim_v)
-        return (q_like + kv) * self.element.itemsize + (4 * self.total_q * self.heads if self.return_lse else 0)
+        return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
 
     # ---- as text
 
@@ -265,12 +267,10 @@ def _bound(name: str, length: Any, rows: int) -> int:
     """The bound on the longest sequence that is given, or all rows."""
     if length is None:
         return rows
-    if isinstance(length, bool) or not hasattr(length, "__index__") or getattr(length, "ndim", 0) != 0:
-        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.")
     try:
-        found = int(length)
-    except (TypeError, ValueError):
-        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.") from None
+        found = -1 if isinstance(length, bool) or getattr(length, "ndim", 0) != 0 else operator.index(length)
+    except TypeError:
+        found = -1
     if found < 0:
-        raise ProblemError(f"{name} is {length}; it must be >= 0.")
+        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.")
     return min(found, rows)

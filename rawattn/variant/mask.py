@@ -114,6 +114,7 @@ class Window(Option):
                 raise ProblemError(f"window {name} is {side!r}; it must be an int >= 0, or None for unbounded.")
             if side < 0:
                 raise ProblemError(f"window {name} is {side}; it must be >= 0, or None for unbounded.")
+            object.__setattr__(self, name, int(side))
 
     @property
     def constants(self) -> dict[str, int]:

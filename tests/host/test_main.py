@@ -85,7 +85,7 @@ def test_arguments_that_cannot_be_read(arguments: list[str], reason: str, capsys
     "arguments, reason",
     [
         (["--softcap", "-1"], "softcap is -1.0; it must be a finite number > 0"),
-        (["--window=-1,0"], "window left is -1; it must be >= 0"),
+        (["--window=-2,0"], "window left is -2; it must be >= 0"),
         (["--heads", "3", "--kv-heads", "2"], "q has 3 heads but k has 2"),
         (["--head-dim", "600"], "attn_fwd: head_dim is 600; it takes multiples of 8 from 8 to 256"),
         (["--head-dim-v", "600", "--dtype", "fp32"], "attn_fwd_simt: head_dim_v is 600; it takes up to 512"),
@@ -102,10 +102,10 @@ def test_options_describe_a_problem() -> None:
         "choose --dtype fp16 --batch 3 --length 10 --kv-length 20 --heads 8 --kv-heads 2 --head-dim 64 --head-dim-v 32 --causal "
         "--window none,5 --softcap 30 --varlen --lse"
     )
-    problem = command_line._problem(command_line._parser().parse_args(text.split()))
-    assert str(problem) == (
-        "fp16 batch 3, length 10x20, varlen, 30 and 60 rows, heads 8/2, head_dim 64/32, Both(a=Causal(align='bottom_right'), "
-        "b=Window(left=None, right=5, align='bottom_right')), Softcap(cap=30.0), scale 0.125, lse"
+    op = command_line._operation(command_line._parser().parse_args(text.split()))
+    assert str(op) == (
+        "Forward fp16 batch 3, length 10x20, varlen, 30 and 60 rows, heads 8/2, head_dim 64/32, "
+        "Both(a=Causal(align='bottom_right'), b=Window(left=None, right=5, align='bottom_right')), Softcap(cap=30.0), return_lse"
     )
 
 
@@ -128,7 +128,7 @@ def test_choose(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["choose", "--arch", "sm_90a", "--causal"]) == 0
     out = capsys.readouterr().out
     for line in (
-        "problem  bf16 batch 2, length 4096, heads 16, head_dim 128, Causal",
+        "op       Forward bf16 batch 2, length 4096, heads 16, head_dim 128, Causal",
         "kernel   attn_fwd",
         "config   Config(tile_q=",
     ):
