@@ -229,10 +229,11 @@ def test_equal_code_is_equal_machine_code() -> None:
 
 def test_key_knows_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Neither the folder that the sources are read from nor the current one is in a key: names are relative to cuda_src."""
+    from rawattn.problem import Problem
+
     from rawattn import render
     from rawattn.device import TYPICAL
     from rawattn.kernel import attn_fwd
-    from rawattn.problem import Problem
     from rawattn.variant.element import BF16
 
     def source() -> compiler.Source:

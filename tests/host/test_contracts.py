@@ -8,11 +8,11 @@ import pathlib
 
 import numpy as np
 import pytest
+from rawattn.problem import Problem
 
 from rawattn import compiler
 from rawattn.errors import CompileError
 from rawattn.kernel import attn_fwd
-from rawattn.problem import Problem
 from rawattn.render import FOLDER
 from rawattn.variant.element import BF16
 from tests import emulator

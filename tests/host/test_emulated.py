@@ -11,11 +11,11 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import pytest
+from rawattn.problem import Problem
 
 from rawattn import compiler, render
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
-from rawattn.problem import Problem
 from rawattn.variant import Fields, Option, launch, parts, rows, softmax, store
 from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64, Element
 from rawattn.variant.mask import Both, Causal, Full, SplitMask, Window
