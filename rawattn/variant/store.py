@@ -34,7 +34,7 @@ class StoreOLse(StoreO):
 
 @dataclasses.dataclass(frozen=True)
 class StorePartial(Option):
-    """The result over one split of the keys, in scratch: ``o_partial`` (splits, rows, head_dim_v) and ``lse_partial`` (splits, rows),
+    """The result over one split of the keys, in scratch: ``o_partial`` (splits, rows, head_dim_v), ``lse_partial`` (splits, rows),
     float32 or, of fp64, float64. ``partial_rows`` are the rows of all heads and batches, in the order of lse."""
 
     type: ClassVar[str] = "StorePartial"
