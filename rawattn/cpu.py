@@ -48,8 +48,8 @@ PRODUCTS_PER_SECOND = 36e9  # in float32; half in float64
 SECONDS_PER_NUMBER = {"fp64": 1.2e-9, "fp32": 0.8e-9, "fp16": 1.5e-9, "bf16": 1.5e-9}  # of k and v, to bring in
 SECONDS_PER_UNIT = 40e-6
 SECONDS_PER_THREAD = 80e-6
-BACKWARD_UNITS = 64  # of a backward, where there are keys enough
-KEYS_PER_UNIT = 512  # of a backward, at least
+BACKWARD_UNITS = 32  # of a backward, where there are keys enough
+KEYS_PER_UNIT = 1024  # of a backward, at least: each unit brings in all queries anew
 
 Array = npt.NDArray[Any]
 

@@ -288,11 +288,11 @@ class Formula:
         m = xp.amax(s, axis=-1, keepdims=True)
         m = xp.where(m < sink, sink, m)
         base = xp.where(m == -INF, 0.0, m)
-        p = xp.where(tile.kept, xp.exp(s - base), 0.0)
+        p = xp.exp(s - base)
         sink_exp = 0.0 if sink == -INF else xp.where(m == sink, 1.0, xp.exp(sink - base))
         total = xp.sum(p, axis=-1, keepdims=True) + sink_exp
-        p = self.rounding(p / xp.where(total == 0, 1.0, total))
-        return p, (m + xp.log(total))[:, 0], dot, s
+        p = xp.where(tile.kept, p / xp.where(total == 0, 1.0, total), 0.0)
+        return self.rounding(p), (m + xp.log(total))[:, 0], dot, s
 
     def gradients(
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile

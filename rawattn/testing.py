@@ -254,7 +254,10 @@ class _Sizes(reference.Formula):
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile
     ) -> tuple[Any, ...]:
         n, kept = self.power, tile.kept
-        p, lse, dot, _ = self.weights(q, k, sink, place, tile)
+        p, lse, dot, s = self.weights(q, k, sink, place, tile)
+        if n == 1:  # the exponent s - lse is rounded, and lse was when it was stored
+            finite = kept & self.xp.isfinite(lse[:, None])
+            p = self.xp.where(finite, p * (1 + (abs(s) + abs(lse[:, None])) / 4), 0.0)
         q_n, k_n, v_n, do_n, o_n = (abs(x) ** n for x in (q, k, v, do, self.total(p, v, kept)))
         delta = self._root(self.xp.sum(do_n * o_n, axis=-1, keepdims=True)) + abs(dlse)
         slope = self.slope(dot, place, tile)
