@@ -382,7 +382,7 @@ def attend(q, k, v, begin, end, sinks, scale, cap, tile_kv, table, o, lse):
         lse[row] = -np.inf if total == 0 else largest + math.log(total)
         for i in range(head_dim_v):
             x = panel_o[(row // lanes * width + i) * lanes + row % lanes]
-            o[row, i] = 0 if total == 0 else x * weight / total
+            o[row, i] = 0 if total == 0 or begin[row] >= end[row] else x * weight / total
 
 
 @njit

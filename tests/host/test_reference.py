@@ -258,6 +258,24 @@ def test_plain_formula_errs_like_its_format(dtype: str, library: str) -> None:
     assert 0.02 * eps < error < (8 if dtype == "fp32" else 2) * eps
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("left_out", [None, "s", "p"])
+def test_plain_formula_rounds(dtype: str, left_out: str | None) -> None:
+    """It is the formula with logits and probabilities rounded, and not the one that leaves out either."""
+    case = Case(dtype, q_len=60, kv_len=90)
+    o, lse = reference.rounded(*case.inputs(), return_lse=True)
+    q, k, v = (x[0, :, 0].astype(np.float32) for x in case.inputs())
+
+    def rounding(name: str, x: Any) -> Any:
+        return x if name == left_out else x.astype(case.problem.element.dtype).astype(np.float32)
+
+    s = rounding("s", np.float32(case.problem.scale) * (q @ k.T))
+    total = np.exp(s).sum(1, keepdims=True)
+    close = [np.allclose(o[0, :, 0], rounding("p", np.exp(s) / total) @ v, rtol=1e-4, atol=1e-5)]
+    close.append(np.allclose(lse[0, 0], np.log(total)[:, 0], rtol=1e-6))
+    assert close == [left_out is None, left_out != "s"]
+
+
 CAUSAL = {dtype: Case(dtype, 1, 32, 64, 2, 1, causal=True, seed=3) for dtype in ("bf16", "fp32", "fp64")}
 
 
@@ -308,6 +326,52 @@ def test_tolerance_is_tight(case: Case, wrong: dict[str, Any]) -> None:
     expected, found = expect(*inputs, causal=True), reference.attention(*inputs, **wrong)
     with pytest.raises(AssertionError, match="allowed"):
         expected.check(found)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_o_tolerance_would_not_bear_a_factor_of_4(dtype: str, causal: bool) -> None:
+    """Logits and probabilities with two bits less than the format are found, and would not be with four times the tolerance."""
+    case = Case(dtype, 1, 200, 200, 2, 2, causal=causal, seed=1)
+    expected, eps = expect(*case.inputs(), **case.options), {"bf16": 2.0**-7, "fp16": 2.0**-10}[dtype]
+
+    def coarse(x: Any) -> Any:
+        mantissa, exponent = np.frexp(x)
+        return np.ldexp(np.round(mantissa / (4 * eps)) * (4 * eps), exponent)
+
+    formula = reference.Formula(np, {}, np.float64, coarse, case.problem.mask, case.problem.score, case.problem.scale)
+    o, _ = formula.forward(*case.inputs(), None, None, None)
+    with pytest.raises(AssertionError, match="allowed"):
+        expected.check(o)
+    dataclasses.replace(expected, o_error=4 * expected.o_error).check(o)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("softcap", [None, 1000.0])
+def test_lse_tolerance_would_not_bear_a_factor_of_10(dtype: str, softcap: float | None) -> None:
+    """A scale that is off by 2^-17, or 2^-45 in float64, is found, and would not be with ten times the tolerance."""
+    case = Case(dtype, 1, 200, 200, 2, 2, causal=True, softcap=softcap, seed=1)
+    expected = expect(*case.inputs(), **case.options)
+    wrong = case.problem.scale * (1 + (2.0**-45 if dtype == "fp64" else 2.0**-17))
+    _, lse = reference.attention(*case.inputs(), **case.options, scale=wrong, return_lse=True)
+    with pytest.raises(AssertionError, match="lse.*allowed"):
+        expected.check(expected.o, lse)
+    dataclasses.replace(expected, lse_error=10 * expected.lse_error).check(expected.o, lse)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_lse_tolerance_does_not_grow_with_the_cap(dtype: str) -> None:
+    case = Case(dtype, 1, 100, 200, seed=1)
+    errors = [expect(*case.inputs(), softcap=cap).lse_error.max() for cap in (None, 100.0, 1e6)]
+    assert errors[2] < 1.1 * errors[1] < 3 * errors[0]
+
+
+def test_o_tolerance_is_of_the_row() -> None:
+    """Under a causal mask the first rows of o are the largest; what they may err is a tenth of what the last rows hold."""
+    case = Case("bf16", 1, 1024, 1024, causal=True)
+    expected = expect(*case.inputs(), causal=True)
+    assert expected.o_error[0, 0].item() > 5 * expected.o_error[0, -1].item()
+    assert (expected.o_error < 0.08 * np.abs(expected.o).max(-1, keepdims=True)).all()
 
 
 # ---- cases ---------------------------------------------------------------------------------------------------------------
