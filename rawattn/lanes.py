@@ -437,9 +437,29 @@ def copy_rows(x, first, keys, tile, width):
 
 
 @njit
+def find_bounds(begin, end, first, keys, panel, lo, hi):
+    """Writes which keys of a tile each row of a panel keeps, all for rows past the last; gives whether some row keeps any, and
+    whether every row keeps all."""
+    some, every = False, True
+    for lane in range(lo.size):
+        row = panel * lo.size + lane
+        lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < begin.size else (0, keys)
+        some |= row < begin.size and lo[lane] < min(hi[lane], keys) and hi[lane] > 0
+        every &= lo[lane] <= 0 and hi[lane] >= keys
+    return some, every
+
+
+@njit
 def clear(x):
     for i in range(x.size):
         x[i] = 0
+
+
+@njit
+def write_scaled(tile, width, scale, x, first, rows):
+    for j in range(rows):
+        for i in range(x.shape[1]):
+            x[first + j, i] = tile[j * width + i] * scale
 
 
 def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv):
@@ -478,13 +498,7 @@ def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv
         for group in range(0, panels, GROUP):
             active = 0  # panels from the group's first on that s and ds are made of
             for panel in range(group, min(group + GROUP, panels)):
-                some, every = False, True
-                for lane in range(lanes):
-                    row = panel * lanes + lane
-                    lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < rows else (0, keys)
-                    if row < rows:
-                        some |= lo[lane] < min(hi[lane], keys) and hi[lane] > 0
-                    every &= lo[lane] <= 0 and hi[lane] >= keys
+                some, every = find_bounds(begin, end, first, keys, panel, lo, hi)
                 column = (panel - group) * lanes
                 if not some:
                     for j in range(keys):
@@ -502,11 +516,8 @@ def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv
             for i in range(0, width * (active > 0), lanes):
                 at = group * lanes * width + i
                 accumulate(ds, 0, pitch, 1, row_q, at, width, active * lanes, tile_dk, i, width, keys)
-        for j in range(keys):
-            for i in range(head_dim):
-                dk[first + j, i] = tile_dk[j * width + i] * scale
-            for i in range(head_dim_v):
-                dv[first + j, i] = tile_dv[j * width_v + i]
+        write_scaled(tile_dk, width, scale, dk, first, keys)
+        write_scaled(tile_dv, width_v, 1.0, dv, first, keys)
 
     for row in range(rows):
         for i in range(head_dim):

@@ -354,7 +354,7 @@ def test_lse_tolerance_would_not_bear_a_factor_of_10(dtype: str, softcap: float 
     expected = expect(*case.inputs(), **case.options)
     wrong = case.problem.scale * (1 + (2.0**-45 if dtype == "fp64" else 2.0**-17))
     _, lse = reference.attention(*case.inputs(), **case.options, scale=wrong, return_lse=True)
-    with pytest.raises(AssertionError, match="lse.*allowed"):
+    with pytest.raises(AssertionError, match=r"lse.*allowed"):
         expected.check(expected.o, lse)
     dataclasses.replace(expected, lse_error=10 * expected.lse_error).check(expected.o, lse)
 

@@ -1,4 +1,4 @@
-"""The reference's gradients, against finite differences and torch's autograd; and the tolerance that ``expect_backward`` allows."""
+"""The reference's gradients, against finite differences and torch's autograd; and what ``expect_backward`` allows."""
 
 from __future__ import annotations
 

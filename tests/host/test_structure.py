@@ -18,9 +18,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Lines of .py, .cu and .cuh; to raise one is a decision. rawattn was 3000 before the CPU path brought its own vector loops (640
 # lines with its threads), the command line (580) and the strategies (270); 4400 before the two kernels for every other GPU
 # brought their faces (320); 4800 before the chooser read records (120) and calls on a warm plan went past what they need not
-# read again (80); 5050 before heads shared tiles (60). perf was 2800 before it counted the occupancy of every architecture (160)
+# read again (80); 5050 before heads shared tiles (60); 5140 before gradients, sinks and scores of one's own had a reference, a
+# tolerance and a CPU path (700). perf was 2800 before it counted the occupancy of every architecture (160)
 # and named the source lines that warps stall at (90).
-BUDGET = {"rawattn": 5150, "perf": 3050, "cuda_src": 5000}
+BUDGET = {"rawattn": 5900, "perf": 3050, "cuda_src": 5000}
 FUNCTION_LINES = 60
 
 # Folder of cuda_src -> the folders that a file in it may include from; a .cu may include from all.
