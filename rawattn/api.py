@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ KEPT_PLANS = 4096
 _plans: dict[Any, Plan] = {}
 _calls: dict[Any, GpuCall] = {}
 _logged: set[Any] = set()
+_torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
 
 
 def attention(
@@ -266,9 +268,21 @@ def log(op: Forward) -> None:
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
+    global _torch_op
+    if _torch_op is None and "torch" in sys.modules:
+        from . import torch_op as _torch_op
+    if _torch_op is not None and _torch_op.intercepts(given):
+        return _torch_op.attention(given, options, lengths, kernel, config, out)
+    return run(given, options, _key(options, lengths, kernel, config), lengths, kernel, config, out)
+
+
+def run(
+    given: tuple[Any, ...], options: dict[str, Any] | Spec, option_key: Any, lengths: tuple[Any, Any] = (None, None),
+    kernel: str | None = None, config: Any = None, out: Any = None,
+) -> Any:  # fmt: skip
+    """Computes on arrays that have memory. ``option_key`` stands for all arguments but the arrays."""
     signatures = arrays.signatures(given)
     try:
-        option_key = _key(options, lengths, kernel, config)
         call = _calls.get((signatures, option_key))
     except TypeError:  # an option that cannot be hashed is a wrong one
         option_key = call = None
@@ -281,8 +295,9 @@ def _run(
 
 
 def _bind(
-    given: tuple[Any, ...], options: dict[str, Any], option_key: Any, lengths: tuple[Any, Any], kernel: str | None, config: Any
-) -> GpuCall | CpuCall:
+    given: tuple[Any, ...], options: dict[str, Any] | Spec, option_key: Any, lengths: tuple[Any, Any], kernel: str | None,
+    config: Any,
+) -> GpuCall | CpuCall:  # fmt: skip
     """The plan of these arrays, found or made, and bound to them."""
     found, lengths = _read(given, lengths)
     # All that a plan depends on: strides and alignment decide whether a kernel refuses.
@@ -291,7 +306,7 @@ def _bind(
         key = (option_key, *((*array[:5], array.pointer % 16) for array in found.values()), *found)
     plan = _plans.get(key) if key is not None else None
     if plan is None or arrays.requires_grad(*given):
-        plan = _plan(found, Spec.of(**options), lengths, kernel, config, key)
+        plan = _plan(found, options if isinstance(options, Spec) else Spec.of(**options), lengths, kernel, config, key)
         if key is not None:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan.bind(found)

@@ -64,7 +64,7 @@ class Spec:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Spec:
         """The inverse of ``to_json``. A mask or score of your own must have been imported before."""
-        return cls(**{name: option_from_json(value) if isinstance(value, dict) else value for name, value in fields.items()})
+        return cls.of(**{name: option_from_json(value) if isinstance(value, dict) else value for name, value in fields.items()})
 
     def __str__(self) -> str:
         words = [str(self.mask), str(self.score)]
@@ -80,6 +80,7 @@ def option_to_json(option: Option) -> dict[str, Any]:
     """The class of a mask or score and its fields."""
     fields = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
     values = {name: option_to_json(value) if isinstance(value, Option) else value for name, value in fields.items()}
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     return {"class": f"{type(option).__module__}:{type(option).__qualname__}", **values}
 
 

@@ -57,10 +57,7 @@ class Forward:
         for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.heads % self.kv_heads:
-            raise ProblemError(
-                f"q has {self.heads} heads but k has {self.kv_heads}; the heads of q must be a multiple of those of k and v."
-            )
+        _check_heads(self.heads, self.kv_heads)
         for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be from 0 to {LONGEST - 1}.")
@@ -68,18 +65,15 @@ class Forward:
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
+        check_arrays(arrays)
         q, k, v = (arrays[name] for name in "qkv")
         varlen = "cu_seqlens_q" in arrays
-        _check_qkv(q, k, v, 3 if varlen else 4)
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
         if varlen:
-            batch = _sequences(arrays)
+            batch = arrays["cu_seqlens_q"].shape[0] - 1
             q_len, kv_len = _bound("max_seqlen_q", max_q_len, q.shape[0]), _bound("max_seqlen_kv", max_kv_len, k.shape[0])
-        element = ELEMENTS[q.dtype]
-        if "sinks" in arrays:
-            _check_sinks(arrays["sinks"], q, element.lse_name)
         return cls(
-            element, batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
+            ELEMENTS[q.dtype], batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
             k.shape[0], "sinks" in arrays, PLAIN if q.device == CPU else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
@@ -197,6 +191,23 @@ class Forward:
         )
 
 
+def check_arrays(arrays: dict[str, Array]) -> None:
+    """Raises ProblemError where these inputs, by name, contradict each other. It reads no memory, and compares lengths with each
+    other only, so that they may be symbolic."""
+    q, k, v = (arrays[name] for name in "qkv")
+    varlen = "cu_seqlens_q" in arrays or "cu_seqlens_kv" in arrays
+    _check_qkv(q, k, v, 3 if varlen else 4)
+    if varlen:
+        _check_cu_seqlens(arrays)
+    if "sinks" in arrays:
+        _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ProblemError(f"q has {heads} heads but k has {kv_heads}; the heads of q must be a multiple of those of k and v.")
+
+
 def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
     order = "(total, heads, head_dim)" if rank == 3 else "(batch, length, heads, head_dim)"
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -216,6 +227,8 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
         raise ProblemError(f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last dimension must be the same.")
     if rank == 4 and k.shape[0] != q.shape[0]:
         raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
+    if k.shape[-2] > 0:
+        _check_heads(q.shape[-2], k.shape[-2])
 
 
 def _check_like(name: str, array: Array, q: Array) -> None:
@@ -236,8 +249,7 @@ def _check_sinks(sinks: Array, q: Array, element: str) -> None:
     check_contiguous("sinks", sinks)
 
 
-def _sequences(arrays: dict[str, Array]) -> int:
-    """The number of packed sequences."""
+def _check_cu_seqlens(arrays: dict[str, Array]) -> None:
     sizes = []
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         if name not in arrays:
@@ -253,7 +265,6 @@ def _sequences(arrays: dict[str, Array]) -> int:
         sizes.append(array.shape[0] - 1)
     if sizes[0] != sizes[1]:
         raise ProblemError(f"cu_seqlens_q is for {sizes[0]} sequences but cu_seqlens_kv for {sizes[1]}; they must be as many.")
-    return sizes[0]
 
 
 def _bound(name: str, length: Any, rows: int) -> int:
