@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -114,10 +112,6 @@ def _check_tensors(given: Sequence[Any]) -> None:
             raise ProblemError(f"{name} is a {type(x).__name__} but q a torch tensor; give all arrays from one library.")
         if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
             raise ProblemError(f"{name} is a {type(x).__name__}, which has no shape yet; run the module that makes it first.")
-        if x.is_nested:
-            raise ProblemError(f"{name} is a nested tensor; give its values and offsets to rawattn.attention_varlen.")
-        if type(x).__name__ == "MaskedTensor":
-            raise ProblemError(f"{name} is a MaskedTensor; its mask would be ignored. Give its data, or a mask of attention.")
 
 
 def _length(name: str, value: Any) -> Any:
@@ -230,6 +224,11 @@ def _autograd(*args: Any) -> tuple[Any, Any]:
     if "torch.distributed.tensor" in sys.modules:
         _register_sharding()
     tensors = [x for x in args[:6] if x is not None]
+    for x in tensors:
+        if x.is_nested:
+            raise ProblemError("an input is a nested tensor; give its values and offsets to rawattn.attention_varlen.")
+        if type(x).__name__ == "MaskedTensor":
+            raise ProblemError("an input is a MaskedTensor, whose mask would be ignored; give its data, or a mask of attention.")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ProblemError(NO_GRAD)
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -304,23 +303,32 @@ def _register_sharding() -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def sharding(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
-        varlen = len(q.tensor_meta.shape) == 3
-        others = [x is not None for x in rest[:3]]  # sinks, cu_seqlens_q, cu_seqlens_kv
+    def sharding(
+        q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any
+    ) -> list[Any]:
+        varlen = cu_seqlens_q is not None
 
-        def split(o: Any, lse: Any, sinks: Any) -> Any:
-            return [o, lse], [o, o, o, *[placed for given, placed in zip(others, (sinks, Replicate(), Replicate()), strict=True) if given]]
+        def placed(rows: Any, lse: Any, heads: Any) -> Any:
+            """Placements of o and lse, and of the tensors that are given: q, k and v lie as o does."""
+            others = [heads] * (sinks is not None) + [Replicate()] * 2 * varlen
+            return [rows, lse], [rows, rows, rows, *others]
 
-        found = [split(Replicate(), Replicate(), Replicate())]
-        if _heads_split(k.tensor_meta.shape[-2], q.mesh.shape):
-            found.append(split(Shard(1), Shard(0), Shard(0)) if varlen else split(Shard(2), Shard(1), Shard(0)))
-        return found if varlen else [*found, split(Shard(0), Shard(0), Replicate())]
+        found = [placed(Replicate(), Replicate(), Replicate())]
+        # Evenly, or heads of q would meet others of k than their own.
+        if k.tensor_meta.shape[-2] % _head_parts((q, k, v), not varlen) == 0:
+            found.append(placed(Shard(1), Shard(0), Shard(0)) if varlen else placed(Shard(2), Shard(1), Shard(0)))
+        return found if varlen else [*found, placed(Shard(0), Shard(0), Replicate())]
 
     register_sharding(_ATTENTION)(sharding)
 
 
-def _heads_split(kv_heads: int, mesh: Sequence[int]) -> bool:
-    """Whether heads may be split along any axes of a mesh that has that many parts: evenly, or heads of q would meet others of k
-    than their own. Splits into more parts than there are heads do not happen."""
-    parts = [math.prod(some) for count in range(1, len(mesh) + 1) for some in itertools.combinations(mesh, count)]
-    return all(kv_heads % n == 0 for n in parts if n <= kv_heads)
+def _head_parts(specs: Sequence[Any], batched: bool) -> int:
+    """Into how many parts DTensor might split the heads of q, k and v, which lie as their specs say: along each axis of the mesh
+    that they are not replicated on. Along one that splits their batch they stay so."""
+    mesh = specs[0].mesh
+    batched = batched and specs[0].tensor_meta.shape[0] >= mesh.size()
+    parts = 1
+    for size, *placements in zip(mesh.shape, *(spec.placements for spec in specs), strict=True):
+        if not (all(x.is_replicate() for x in placements) or (batched and all(x.is_shard(0) for x in placements))):
+            parts *= size
+    return parts
