@@ -15,7 +15,7 @@ from .spec import Spec
 from .variant import mask, score
 
 if "torch" in sys.modules:
-    from . import torch_op  # torch.ops.rawattn: compiled and saved programs may name it before any call
+    from . import torch_op as torch_op  # torch.ops.rawattn: compiled and saved programs may name it before any call
 
 __version__ = "0.1.0"
 __all__ = [

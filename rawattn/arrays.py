@@ -45,11 +45,11 @@ def _read_torch(x: Any, name: str) -> Array:
     dtype = _torch_names().get(x.dtype)
     try:
         found = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
-        end = 0 if 0 in found.shape else x.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(found.shape, found.strides))
-        size = x.untyped_storage().nbytes()
+        last = x.storage_offset() + sum((n - 1) * s for n, s in zip(found.shape, found.strides, strict=True))
+        fits = (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError) as error:
         raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
-    if end and (found.pointer == 0 or end * x.element_size() > size):  # a freed storage at an offset has a small pointer, not 0
+    if not fits and 0 not in found.shape:  # the pointer alone does not tell: in a freed storage it is the offset
         raise ProblemError(
             f"{name} is a {type(x).__name__} of shape {tuple(x.shape)} that has no memory for its elements (a storage that was "
             "freed, as FSDP does?); give a real tensor."
@@ -161,7 +161,10 @@ def read(x: Any, name: str) -> Array:
     reader = _readers.get(cls)
     if reader is None:
         reader = _readers[cls] = _reader(cls)
-    return reader(x, name)
+    found = reader(x, name)
+    if found.pointer == 0 and 0 not in found.shape:
+        raise ProblemError(f"{name} is a {cls.__name__} of shape {tuple(found.shape)} that has no memory; give a real array.")
+    return found
 
 
 _tensor: Any = ()  # torch.Tensor, from the first tensor on

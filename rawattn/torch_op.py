@@ -26,7 +26,6 @@ from torch.utils._device import DeviceContext
 from . import api
 from .arrays import CPU, Array
 from .errors import ProblemError
-from .operand import PLAIN
 from .operation import Forward
 from .operation.forward import check_arrays
 from .plans import NO_GRAD
@@ -35,8 +34,10 @@ from .variant import Option
 from .variant.element import ELEMENTS
 
 NO_TANGENT = "an input has a forward-mode tangent, and there is no formula for it; give its primal."
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None"
-_SCHEMA = f'attention({_TENSORS}, SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None, str spec="{{}}") -> (Tensor o, Tensor lse)'
+_SCHEMA = (
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
+    'SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None, str spec="{}") -> (Tensor o, Tensor lse)'
+)
 
 _library = torch.library.Library("rawattn", "DEF")  # its operators live as long as this object
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -79,8 +80,11 @@ def _seen_by_function_mode() -> bool:
 
 
 def _is_cast(given: Sequence[Any]) -> bool:
-    kind = given[0].device.type
-    return torch.is_autocast_enabled(kind) and any(_cast(x, kind) is not x for x in given[:3] if isinstance(x, torch.Tensor))
+    kind = "cuda" if given[0].is_cuda else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return False
+    dtype = torch.get_autocast_dtype(kind)
+    return any(isinstance(x, torch.Tensor) and x.dtype is not dtype and _may_cast(x, kind) for x in given[:3])
 
 
 def attention(
@@ -131,7 +135,7 @@ def _text(spec: Spec) -> str:
     try:
         text = json.dumps(dataclasses.replace(spec, return_lse=False).to_json())
     except TypeError as error:
-        raise ProblemError(f"{spec} cannot be written as text ({error}); a mask or score of your own must be an Option.") from None
+        raise ProblemError(f"{spec} cannot be text ({error}); a mask or score of your own must be an Option.") from None
     _parsed(text)  # raises where it cannot be read again
     return text
 
@@ -183,8 +187,8 @@ def _named(tensors: Sequence[Any]) -> dict[str, Any]:
 
 
 def _compute(
-    q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, spec: str = "{}",
+    q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
+    max_seqlen_kv: Any = None, spec: str = "{}",
 ) -> tuple[Any, Any]:  # fmt: skip
     """The operator on real tensors."""
     lengths = (max_seqlen_q, max_seqlen_kv)
@@ -243,17 +247,16 @@ _library.impl("attention", _autograd, "Autograd")
 # ---- autocast, vmap, FLOPs, DTensor
 
 
-def _cast(x: Any, kind: str) -> Any:
-    """A tensor in the format that autocast asks for on this kind of device; float64 stays, as in torch's own attention."""
-    if x.device.type != kind or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
+def _may_cast(x: Any, kind: str) -> bool:
+    """Whether autocast for a kind of device converts the tensor; float64 stays, as in torch's own attention."""
+    return x.is_floating_point() and x.dtype is not torch.float64 and x.device.type == kind
 
 
 def _autocast(kind: str, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
     key = getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}")
+    dtype = torch.get_autocast_dtype(kind)
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-        return _ATTENTION(*(_cast(x, kind) for x in (q, k, v)), *rest)
+        return _ATTENTION(*(x.to(dtype) if _may_cast(x, kind) else x for x in (q, k, v)), *rest)
 
 
 for _key in ("CPU", "CUDA"):
@@ -291,10 +294,10 @@ def _flops(
     if not all(isinstance(n, int) for shape in (q, k, v) for n in shape):  # symbolic: a sum over queries would fix the length
         pairs = q[-3] * k[-3] if varlen else q[0] * q[1] * k[1]
         return 2 * (q[-1] + v[-1]) * q[-2] * pairs
-    batch, totals = (cu_seqlens_q[0] - 1, (q[0], k[0])) if varlen else (q[0], (-1, -1))
-    lengths = (q[-3], k[-3])
-    sizes = (batch, *lengths, q[-2], k[-2], q[-1], v[-1])
-    return Forward(ELEMENTS["fp32"], *sizes, _parsed(spec), varlen, *totals, False, PLAIN).flops
+    batch, total_q, total_kv = (cu_seqlens_q[0] - 1, q[0], k[0]) if varlen else (q[0], -1, -1)
+    return Forward(
+        ELEMENTS["fp32"], batch, q[-3], k[-3], q[-2], k[-2], q[-1], v[-1], _parsed(spec), varlen, total_q, total_kv
+    ).flops
 
 
 @functools.cache
@@ -305,7 +308,7 @@ def _register_sharding() -> None:
 
     def sharding(
         q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         varlen = cu_seqlens_q is not None
 
         def placed(rows: Any, lse: Any, heads: Any) -> Any:
