@@ -48,7 +48,7 @@ _ATTENTION = torch.ops.rawattn.attention.default
 
 _is_compiling = torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.maybe_current_level
+_functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 
 
 def _either_autocast() -> bool:
@@ -66,7 +66,9 @@ def intercepts(given: Sequence[Any]) -> bool:
     q = given[0]
     if type(q) is not torch.Tensor and not isinstance(q, torch.Tensor):
         return False
-    if _dispatch_modes() or _functorch_level() is not None or (_function_modes() and _seen_by_function_mode()):
+    if _dispatch_modes() or _functorch_level() is not None or _jit_trace() is not None:
+        return True
+    if _function_modes() and _seen_by_function_mode():
         return True
     for x in given:
         if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter and isinstance(x, torch.Tensor):
@@ -102,6 +104,7 @@ def attention(
         text = _constant_text(tuple([(name, _constant(value)) for name, value in options.items()]))
     else:
         _check_tensors(given)
+        _register_sharding()
         text = _text(Spec.of(**options))
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
     o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text)
@@ -225,8 +228,7 @@ def _described(x: Any) -> Array:
 
 def _autograd(*args: Any) -> tuple[Any, Any]:
     """Refuses what has no formula yet, and passes on the rest. The backward's formula takes this place."""
-    if "torch.distributed.tensor" in sys.modules:
-        _register_sharding()
+    _register_sharding()
     tensors = [x for x in args[:6] if x is not None]
     for x in tensors:
         if x.is_nested:
@@ -300,11 +302,19 @@ def _flops(
     ).flops
 
 
-@functools.cache
 def _register_sharding() -> None:
-    """Tells DTensor how the operator splits. It waits until ``torch.distributed.tensor``, which is slow to import, is there."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
+    """Tells DTensor how the operator splits, once ``torch.distributed.tensor``, which is slow to import, is there."""
+    if "torch.distributed.tensor" in sys.modules:
+        _shard()
+
+
+@functools.cache
+def _shard() -> None:
+    try:
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.experimental import register_sharding
+    except ImportError:  # before torch 2.5; DTensor then says that it does not know the operator
+        return
 
     def sharding(
         q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any

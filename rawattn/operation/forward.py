@@ -54,7 +54,7 @@ class Forward:
         if not self.varlen:
             object.__setattr__(self, "total_q", self.batch * self.q_len)
             object.__setattr__(self, "total_kv", self.batch * self.kv_len)
-        for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
+        for name in ("head_dim", "head_dim_v"):
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         _check_heads(self.heads, self.kv_heads)
@@ -204,6 +204,9 @@ def check_arrays(arrays: dict[str, Array]) -> None:
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:
+    for name, count in (("heads", heads), ("kv_heads", kv_heads)):
+        if count < 1:
+            raise ProblemError(f"{name} is {count}; it must be at least 1.")
     if heads % kv_heads:
         raise ProblemError(f"q has {heads} heads but k has {kv_heads}; the heads of q must be a multiple of those of k and v.")
 
@@ -227,8 +230,7 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
         raise ProblemError(f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last dimension must be the same.")
     if rank == 4 and k.shape[0] != q.shape[0]:
         raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
-    if k.shape[-2] > 0:
-        _check_heads(q.shape[-2], k.shape[-2])
+    _check_heads(q.shape[-2], k.shape[-2])
 
 
 def _check_like(name: str, array: Array, q: Array) -> None:

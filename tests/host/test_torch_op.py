@@ -77,6 +77,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "rank": (torch.ones(20, 4, 8), *make()[1:]),
     "head_dim": (make()[0][..., :4], *make()[1:]),
     "heads": (make()[0][:, :, :3], *make()[1:]),
+    "no heads": (make()[0], *(x[:, :, :0] for x in make()[1:])),
     "batch": (make()[0][:1], *make()[1:]),
     "lengths": (*make()[:2], make()[2][:, :19]),
     "dtype": (make()[0].double(), *make()[1:]),
@@ -488,6 +489,13 @@ def test_functionalize() -> None:
     assert torch.equal(torch.func.functionalize(rawattn.attention)(*given), rawattn.attention(*given))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_jit_trace() -> None:
+    """A trace of a plain call would hold its result as a constant."""
+    traced = torch.jit.trace(lambda q, k, v: rawattn.attention(q, k, v, causal=True), make(30))
+    assert torch.equal(traced(*make()), rawattn.attention(*make(), causal=True))
+
+
 # ---- checkpointing, FLOPs, autocast, vmap
 
 
@@ -579,7 +587,7 @@ def test_vmap_refuses_in_words() -> None:
 def test_text_of_options() -> None:
     spec = rawattn.Spec.of(mask=Stride("top_left", np.int64(3)), softcap=2.0, scale=0.5, return_lse=True)
     assert torch_op._parsed(torch_op._text(spec)) == spec
-    assert torch_op._text(rawattn.Spec()) == "{}"
+    assert torch_op._text(rawattn.Spec()) == torch_op._text(rawattn.Spec(return_lse=True)) == "{}"
 
     @dataclasses.dataclass(frozen=True)
     class Local(rawattn.mask.Full):
