@@ -153,7 +153,7 @@ def _parsed(text: str) -> Spec:
 
 
 def _constant(value: Any) -> Any:
-    """Takes an option apart into nested tuples of constants. Dynamo follows this: it reads every number by value, and guards on it."""
+    """Takes an option apart into nested tuples of constants. Dynamo follows this: it guards on the value of every number."""
     if isinstance(value, Option):
         return (type(value), tuple([(field.name, _constant(getattr(value, field.name))) for field in dataclasses.fields(value)]))
     if isinstance(value, (tuple, list)):
