@@ -4,8 +4,6 @@
 >>> o = rawattn.attention(q, k, v, causal=True)  # torch, CuPy, NumPy, JAX ... arrays, (batch, length, heads, head_dim)
 """
 
-import sys
-
 from . import reference
 from .api import Explanation, attention, attention_varlen, explain, plan, warm_up
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
@@ -13,9 +11,6 @@ from .operation import Forward
 from .plans import Plan
 from .spec import Spec
 from .variant import mask, score
-
-if "torch" in sys.modules:
-    from . import torch_op as torch_op  # torch.ops.rawattn: compiled and saved programs may name it before any call
 
 __version__ = "0.1.0"
 __all__ = [

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import pathlib
+import pkgutil
 import re
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 
 from . import __version__, api, compiler, demo, doctor, driver
+from .cache import CacheWarning, cache_folder
 from .compiler import Binary, Source
 from .device import TYPICAL, Device
 from .device import cpu as this_cpu
@@ -90,7 +94,7 @@ def compile(options: Options) -> int:
     selection, source = _render(options)
     binary = _compile(source)
     name = f"{selection.kernel.name}-{source.key[:12]}"
-    console.print(f"{name}  {selection.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
+    console.print(f"{name}  {selection.config}\ncompiled {demo.describe(binary)}\nkept in {cache_folder()}")
     op = _operation(options)
     for config in selection.compiled_with:
         other = selection.kernel.render(op, config, source.arch)
@@ -121,7 +125,7 @@ def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) ->
 def clear(options: Options) -> int:
     """Empties the cache."""
     count, size = compiler.clear()
-    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {compiler.cache_folder()}")
+    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {cache_folder()}")
     return 0
 
 
@@ -137,13 +141,16 @@ def _render(options: Options) -> tuple[Selection, Source]:
 def _compile(source: Source) -> Binary:
     """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
-        warnings.simplefilter("error", compiler.CacheWarning)
+        warnings.simplefilter("error", CacheWarning)
         return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
 def _operation(options: Options) -> Forward:
     kv_length = options.length if options.kv_length is None else options.kv_length
-    spec = Spec.of(causal=options.causal, window=options.window, softcap=options.softcap, return_lse=options.lse)
+    spec = Spec.of(
+        causal=options.causal, window=options.window, softcap=options.softcap, mask=options.mask, score=options.score,
+        return_lse=options.lse,
+    )  # fmt: skip
     return Forward(
         ELEMENTS[options.dtype], options.batch, options.length, kv_length, options.heads,
         options.heads if options.kv_heads is None else options.kv_heads, options.head_dim,
@@ -159,6 +166,22 @@ def _device(options: Options) -> Device:
     if driver.device_count() and options.arch in (None, driver.device(0).arch):
         return driver.device(0)
     return TYPICAL[options.arch or "sm_90a"]
+
+
+def _option(text: str) -> Any:
+    """A mask or score such as ``rawattn.mask:Window(3, right=0)``: a module, and a call of one of its classes with literals."""
+    module, _, call = text.partition(":")
+    try:
+        node = ast.parse(call, mode="eval").body
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            raise ValueError("it has no call")
+        found = pkgutil.resolve_name(f"{module}.{node.func.id}")
+        keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return found(*map(ast.literal_eval, node.args), **keywords)
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a class and its arguments, such as mymodule:Mine(7) ({error})"
+        ) from None
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -184,6 +207,8 @@ def _problem_options() -> argparse.ArgumentParser:
     add("--causal", action="store_true", help="each query keeps the keys up to its own position")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="keys kept before and after that position, such as 128,0 or none,0")
     add("--softcap", type=float, metavar="X", help="cap of the logits")
+    add("--mask", type=_option, metavar="MODULE:CALL", help="a mask of your own, such as mymodule:Mine(7)")
+    add("--score", type=_option, metavar="MODULE:CALL", help="a score of your own")
     add("--varlen", action="store_true", help="sequences packed end to end, as attention_varlen takes them")
     add("--lse", action="store_true", help="lse is wanted beside o")
     return parser
@@ -227,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         return status
-    except (RawattnError, compiler.CacheWarning, OSError) as error:
+    except (RawattnError, CacheWarning, OSError) as error:
         print(f"rawattn: {error}", file=sys.stderr)
         return 1
 

@@ -15,7 +15,7 @@ from .arrays import Array
 from .device import Device
 from .errors import ProblemError
 from .operation import Forward
-from .plans import NO_GRAD, CpuCall, GpuCall, Plan, cache_put, device_of, one_or_all
+from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, one_or_all
 from .program import Program
 from .select import Selection, select, warn_once
 from .spec import Spec, Window
@@ -139,8 +139,8 @@ def plan(
     Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen``. ``on_compile`` is called before
     NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
-    found, lengths = _read((q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv))
-    return _plan(found, _spec(options), lengths, kernel, config, None, on_compile)
+    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    return _plan(arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
 
 
 def explain(
@@ -151,8 +151,8 @@ def explain(
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    found, lengths = _read((q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv))
-    op = Forward.of(found, _spec(options), *lengths)
+    found = arrays.named(Forward.names, (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks))
+    op = Forward.of(found, Spec.of(**options), max_seqlen_q, max_seqlen_kv)
     return explain_operation(op, device_of(found["q"]), kernel, config)
 
 
@@ -190,7 +190,7 @@ def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int 
 def _from_line(line: str) -> Forward:
     try:
         return Forward.from_json(json.loads(line))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"operations has the line {line[:80]!r}, which is no operation ({error}).") from None
 
 
@@ -215,58 +215,25 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _spec(options: dict[str, Any]) -> Spec:
-    """``Spec.of`` of the options; TypeError as Python says it where a name is wrong."""
-    return Spec.of(**options)
-
-
-def _read(given: tuple[Any, ...], lengths: tuple[Any, Any]) -> tuple[dict[str, Array], tuple[Any, Any]]:
-    """The arrays by name."""
-    found = {name: arrays.read(x, name) for name, x in zip(Forward.names, given, strict=False) if x is not None or name in "qkv"}
-    if "cu_seqlens_q" in found or "cu_seqlens_kv" in found:
-        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-            if name not in found:
-                raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
-    elif lengths != (None, None):
-        raise ProblemError("max_seqlen_q or max_seqlen_kv was given without cu_seqlens_q and cu_seqlens_kv.")
-    return found, lengths
+def options_of(
+    *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
+    deterministic: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """The options of a call by name, in one order."""
+    return {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+    }  # fmt: skip
 
 
 def _key(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Any:
     """A key for options, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
-    values = (*options.values(), *lengths, kernel, config)
     window = options["window"]
-    if window is not None:
-        values = (*values, *(window if isinstance(window, (tuple, list)) else ()))
-        return (*values[:1], *values[2:], *map(type, values))
+    if isinstance(window, (tuple, list)):
+        options = {**options, "window": (*window, *map(type, window))}
+    values = (*options.values(), *lengths, kernel, config)
     return (*values, *map(type, values))
-
-
-def _plan(
-    found: dict[str, Array], spec: Spec, lengths: tuple[Any, Any], kernel: str | None, config: Any, key: Any,
-    on_compile: Callable[[], None] | None = None,
-) -> Plan:  # fmt: skip
-    if arrays.requires_grad(*(x.object for x in found.values())):
-        raise ProblemError(NO_GRAD)
-    op = Forward.of(found, spec, *lengths)
-    device = device_of(found["q"])
-    selection = select(op, device, kernel, config)
-    if selection.slow is not None:
-        warn_once(selection.slow)
-    log(op)
-    return Plan(op, device, selection, found["q"].library, on_compile)
-
-
-def log(op: Forward) -> None:
-    """Appends the operation to the file that the environment variable RAWATTN_LOG names, once for each kind and size."""
-    path = os.environ.get("RAWATTN_LOG")
-    if not path:
-        return
-    line = json.dumps(op.to_json())
-    if line not in _logged:
-        _logged.add(line)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
 
 def _run(
@@ -277,40 +244,67 @@ def _run(
         from . import torch_op as _torch_op
     if _torch_op is not None and _torch_op.intercepts(given):
         return _torch_op.attention(given, options, lengths, kernel, config, out)
-    return run(given, options, _key(options, lengths, kernel, config), lengths, kernel, config, out)
+    return run(given, options, lengths, kernel, config, out)
 
 
 def run(
-    given: tuple[Any, ...], options: dict[str, Any] | Spec, option_key: Any, lengths: tuple[Any, Any] = (None, None),
-    kernel: str | None = None, config: Any = None, out: Any = None,
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None = None, config: Any = None,
+    out: Any = None,
 ) -> Any:  # fmt: skip
-    """Computes on arrays that have memory. ``option_key`` stands for all arguments but the arrays."""
+    """Computes a call on arrays that have memory; ``options`` are those that ``options_of`` gives."""
     signatures = arrays.signatures(given)
     try:
-        call = _calls.get((signatures, option_key))
+        key: Any = (signatures, _key(options, lengths, kernel, config))
+        call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed is a wrong one
-        option_key = call = None
+        key = call = None
     if call is None:
-        bound = _bind(given, options, option_key, lengths, kernel, config)
-        if isinstance(bound, GpuCall) and option_key is not None and None not in signatures:
-            cache_put(_calls, (signatures, option_key), bound, KEPT_PLANS)
+        found = arrays.named(Forward.names, given)
+        plan = _plan(found, options, lengths, kernel, config)
+        bound = plan.bind(found)
+        if isinstance(bound, GpuCall) and key is not None and None not in signatures:
+            cache_put(_calls, key, bound, KEPT_PLANS)
         return one_or_all(bound(given[0], out))
     return one_or_all(call(given[0], out))
 
 
-def _bind(
-    given: tuple[Any, ...], options: dict[str, Any] | Spec, option_key: Any, lengths: tuple[Any, Any], kernel: str | None,
-    config: Any,
-) -> GpuCall | CpuCall:  # fmt: skip
-    """The plan of these arrays, found or made, and bound to them."""
-    found, lengths = _read(given, lengths)
-    # All that a plan depends on: strides and alignment decide whether a kernel refuses.
-    key = None
-    if option_key is not None:
-        key = (option_key, *((*array[:5], array.pointer % 16) for array in found.values()), *found)
-    plan = _plans.get(key) if key is not None else None
-    if plan is None or arrays.requires_grad(*given):
-        plan = _plan(found, options if isinstance(options, Spec) else Spec.of(**options), lengths, kernel, config, key)
+def _plan(
+    found: dict[str, Array], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any,
+    on_compile: Callable[[], None] | None = None,
+) -> Plan:  # fmt: skip
+    """The plan for these arrays, found or made."""
+    if arrays.requires_grad(*(array.object for array in found.values())):
+        raise ProblemError(NO_GRAD)
+    try:
+        # All that a plan depends on: strides and alignment decide whether a kernel refuses.
+        places = [(*array[:5], array.pointer % 16) for array in found.values()]
+        key: Any = (_key(options, lengths, kernel, config), *places, *found)
+        plan = _plans.get(key)
+    except TypeError:
+        key = plan = None
+    if plan is None:
+        op, device = Forward.of(found, Spec.of(**options), *lengths), device_of(found["q"])
+        selection = select(op, device, kernel, config)
+        if selection.slow is not None:
+            warn_once(selection.slow)
+        _log(op)
+        plan = Plan(op, device, selection, found["q"].library, on_compile)
         if key is not None:
             cache_put(_plans, key, plan, KEPT_PLANS)
-    return plan.bind(found)
+    return plan
+
+
+def _log(op: Forward) -> None:
+    """Appends the operation to the file that the environment variable RAWATTN_LOG names, once."""
+    path = os.environ.get("RAWATTN_LOG")
+    if not path:
+        return
+    line = json.dumps(op.to_json())
+    if (path, line) not in _logged:
+        _logged.add((path, line))
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+if "torch" in sys.modules:  # torch.ops.rawattn: compiled and saved programs may name it before any call
+    from . import torch_op as _torch_op

@@ -7,7 +7,6 @@ Nothing is ever copied.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,6 +34,10 @@ class Array(NamedTuple):
     strides: tuple[int, ...]  # in elements
     pointer: int
     object: Any  # the torch tensor, CuPy or NumPy array: keeps the memory alive
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == CPU
 
 
 def _read_torch(x: Any, name: str) -> Array:
@@ -183,6 +186,11 @@ def signature(x: Any) -> tuple[Any, ...] | None:
         return None
 
 
+def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
+    """The arrays of a call by name, without those that are None."""
+    return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
+
+
 def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The signature of each array; None for one that has none, and () where there is no array."""
     if _forward_ad is not None and _forward_ad._current_level >= 0:  # each is read whole, which finds tangents
@@ -218,7 +226,7 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
     """A function that makes new, contiguous arrays in ``like``'s library and on its device, given an array that lies there."""
     if like.library == "torch":
         torch, torch_dtype = sys.modules["torch"], _torch_tables["dtypes"][dtype]
-        if (like.dtype, tuple(like.shape), tuple(like.strides)) == (dtype, shape, _contiguous(shape)):
+        if like.dtype == dtype and like.shape == shape and tuple(like.strides) == _contiguous(shape):
             return torch.empty_like  # takes half as long as torch.empty
         return lambda beside: beside.new_empty(shape, dtype=torch_dtype)
     if like.library == "cupy":
@@ -228,7 +236,11 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array, in elements."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .memory import overlap
-from .tma import tma_unsupported_reason, unaligned_reason
+from .tma import readable, tma_unsupported_reason, unaligned_reason
 from .variant.element import ELEMENTS
 
 
@@ -28,6 +28,8 @@ def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
     tma = unaligned = None
     for name, array in arrays:
         size = ELEMENTS[array.dtype].itemsize
+        if readable(array.shape, array.strides, size, array.pointer):
+            continue
         tma = tma or tma_unsupported_reason(name, array.shape, array.strides, size, array.pointer)
         unaligned = unaligned or unaligned_reason(name, array.shape, array.strides, size, array.pointer)
     return Layout(tma, unaligned) if tma or unaligned else PLAIN

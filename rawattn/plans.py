@@ -13,7 +13,7 @@ from . import arrays, compiler, driver, render, tma
 from .arrays import Array
 from .device import Device
 from .device import cpu as this_cpu
-from .errors import ProblemError
+from .errors import BinaryError, ProblemError
 from .operand import check_output, describe, layout_of
 from .operation import Forward
 from .program import Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
@@ -78,10 +78,12 @@ class Plan:
         """The plan on arrays that were checked, by name."""
         if self.device.is_cpu:
             return CpuCall(self, given)
+        if self.library == "torch":  # whose calls are kept by the tensors' signatures
+            return GpuCall(self, given)
         key = tuple(array[:-1] for array in given.values())
         call = self._calls.get(key)
         if call is None:
-            call = GpuCall(self, {name: array._replace(object=None) for name, array in given.items()})  # keeps no memory alive
+            call = GpuCall(self, given)
             cache_put(self._calls, key, call, KEPT_CALLS)
         return call
 
@@ -124,11 +126,18 @@ class Plan:
 
 
 class _Loaded(NamedTuple):
-    """A kernel on a device, and how its arguments lie in memory."""
+    """A kernel on a device, how its arguments lie in memory, and which of them are open until a launch is issued."""
 
     binary: compiler.Binary
     function: driver.Function
     layout: render.ArgsLayout
+    open: tuple[tuple[Field, str, int], ...]  # with format and offset
+
+    @classmethod
+    def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Forward) -> _Loaded:
+        layout, outputs = render.layout(launch.fields, op.element.lse_name), {operand.name for operand in op.outputs}
+        late = [f for f in launch.fields if isinstance(f.fill, (Counter, Scratch)) or getattr(f.fill, "operand", None) in outputs]
+        return cls(binary, function, layout, tuple((f, layout.formats[f.name], layout.offsets[f.name]) for f in late))
 
 
 _kernels: dict[tuple[str, int], _Loaded] = {}
@@ -146,11 +155,12 @@ def _load(launch: Launch, op: Forward, selection: Selection, device: Device, on_
     binary = compiler.compile_together(launch.source, others, on_compile)
     with _loading:
         if key not in _kernels:
-            layout = render.layout(launch.fields, op.element.lse_name)
-            function = driver.Function(binary.cubin, launch.entry, device.index)
-            if function.args_bytes != layout.pack.size:
-                raise AssertionError(f"{launch.entry} has {function.args_bytes} bytes of arguments, the host {layout.pack.size}")
-            _kernels[key] = _Loaded(binary, function, layout)
+            try:
+                function = driver.Function(binary.cubin, launch.entry, device.index)
+            except BinaryError:  # an entry of the cache that this driver cannot load
+                binary = compiler.recompile(launch.source)
+                function = driver.Function(binary.cubin, launch.entry, device.index)
+            _kernels[key] = _Loaded.of(binary, function, launch, op)
         return _kernels[key]
 
 
@@ -163,7 +173,8 @@ class GpuCall:
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         assert plan.program is not None
         like = given[plan.op.inputs[0].name]
-        self._plan, self._given, self._device = plan, given, like.device
+        self._given = {name: array._replace(object=None) for name, array in given.items()}  # keeps no memory alive
+        self._plan, self._device = plan, like.device
         self._program: Program = plan.program
         self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
@@ -181,7 +192,7 @@ class GpuCall:
         first, *rest = self._makers
         results = (first(like) if out is None else out, *(make(like) for make in rest))
         stream = self._stream(self._device)
-        stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream)
+        stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream, self._device)
         places = [arrays.address(x) for x in results[1:]]
         places.append(arrays.address(results[0]) if out is None else self._place(out))
         scratch = None
@@ -221,48 +232,40 @@ class GpuCall:
         launches = []
         for launch, loaded, args in zip(self._program.launches, self._plan._loaded, self._args, strict=True):
             memory = bytearray(args)
-            for field in launch.fields:
-                value = self._opened(field.fill, found, scratch, stream, stream_id, capturing)
-                if value is not None:
-                    struct.pack_into(loaded.layout.formats[field.name], memory, loaded.layout.offsets[field.name], value)
+            for field, form, offset in loaded.open:
+                value = self._opened(field.fill, found, scratch, stream_id, capturing)
+                struct.pack_into(form, memory, offset, value)
             launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
         return tuple(launches)
 
-    def _opened(
-        self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream: int, stream_id: int, capturing: bool
-    ) -> int | bytes | None:
-        """What a field holds that depends on the outputs or on the stream; None for any other."""
+    def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
+        """What a field holds that depends on the outputs or on the stream."""
         if isinstance(fill, Counter):
-            return driver.counters(self._device).take(stream, stream_id, capturing)
+            return driver.counters(self._device).take(stream_id, capturing)
         if isinstance(fill, Scratch):
             return arrays.address(scratch) + offsets(self._program.scratch)[0][fill.name]
-        if isinstance(fill, (Pointer, Stride, View)) and fill.operand in outputs:
-            return _of_array(fill, outputs[fill.operand])
-        return None
+        return _of_array(fill, outputs[fill.operand])
 
     def _filled(self, field: Field, launch: Launch) -> Any:
         """What a field holds that follows from the operation and its inputs; a placeholder for one that is open."""
         fill = field.fill
-        if isinstance(fill, Value):
+        if type(fill) is Value:
             return launch.values[field.name]
-        if isinstance(fill, (Counter, Scratch)):
-            return 0
-        array = self._given.get(fill.operand)
-        if array is None:  # an output
-            return b"" if isinstance(fill, View) else 0
-        if isinstance(fill, TensorMap):
-            return self._tensor_map(fill, array)
-        return _of_array(fill, array)
+        array = self._given.get(getattr(fill, "operand", ""))
+        if array is None:
+            return b"" if type(fill) is View else 0
+        return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
         if 0 in array.shape:  # it is never read, but a map must be of something
             array = self._given["q"]
         shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
-        encoded = driver.tensor_map(self._device, array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
+        with driver.current(self._device):
+            encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
 
 
-def _of_array(fill: Pointer | Stride | View, array: Array) -> int | bytes:
+def _of_array(fill: Any, array: Array) -> int | bytes:
     """The address, a stride, or both of an array; packed sequences have no batch stride."""
     if isinstance(fill, Pointer):
         return array.pointer
@@ -334,4 +337,4 @@ def cache_put(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
 
 def device_of(array: Array) -> Device:
     """The device on which an array lies."""
-    return this_cpu() if array.device == arrays.CPU else driver.device(array.device)
+    return this_cpu() if array.is_cpu else driver.device(array.device)

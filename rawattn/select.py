@@ -50,25 +50,41 @@ def select(op: Forward, device: Device, kernel: str | None = None, config: Any =
     if config is not None and not isinstance(config, tuple(k.config_type for k in KERNELS)):
         classes = " or ".join(f"{type(k).__module__}.Config" for k in KERNELS)
         raise ProblemError(f"config is {config!r}; it must be None or {classes}.")
-    return _select(_rounded(op), device, kernel, config)
+    sizes = op.batch, op.q_len, op.kv_len, op.total_q, op.total_kv
+    if op.total_q * op.heads < 1 << 27:  # near the limits every row counts
+        sizes = tuple(map(_three_bits, sizes))  # type: ignore[assignment]
+    key = (op.kind, op.spec, op.layout, op.heads, op.kv_heads, sizes, device, kernel, config)
+    found = _selections.get(key)
+    if found is None:
+        batch, q_len, kv_len, total_q, total_kv = sizes
+        rounded = dataclasses.replace(op, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
+        try:
+            found = _select(rounded, device, kernel, config)
+        except UnsupportedError:
+            return _select(op, device, kernel, config)  # its message has the sizes that were given
+        if len(_selections) >= KEPT_SELECTIONS:
+            _selections.clear()
+        _selections[key] = found
+    return found
 
 
-def _rounded(op: Forward) -> Forward:
-    """The operation with its lengths and its batch to three significant bits, so that those of nearly the same size, such as the
-    steps of a decode loop, share one selection."""
-    if op.total_q * op.heads >= 1 << 27:  # near the limits every row counts
-        return op
-    batch, q_len, kv_len, total_q, total_kv = map(_three_bits, (op.batch, op.q_len, op.kv_len, op.total_q, op.total_kv))
-    return dataclasses.replace(op, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
+KEPT_SELECTIONS = 4096
+_selections: dict[Any, Selection] = {}
+
+
+def forget() -> None:
+    """Empties what is kept of earlier selections, as after a change of records."""
+    _selections.clear()
+    config_set.cache_clear()
 
 
 def _three_bits(n: int) -> int:
-    """The nearest number up from n that has three significant bits; numbers near the limit of a length stay."""
+    """The next number from ``n`` up that has three significant bits, so that lengths of nearly the same size, such as those of
+    the steps of a decode loop, share one selection. A number near the limit of a length stays."""
     step = 1 << max(0, n.bit_length() - 3)
     return n if n >= 1 << 29 else -(-n // step) * step
 
 
-@functools.lru_cache(maxsize=4096)
 def _select(op: Forward, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None

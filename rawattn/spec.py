@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 from typing import Any
 
@@ -55,6 +54,9 @@ class Spec:
     def to_json(self) -> dict[str, Any]:
         """The options that are not the defaults, as JSON can hold them."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("mask", "score"):
+            if not isinstance(found[name], Option):
+                raise ProblemError(f"{name} is {found[name]!r}; it must be derived from rawattn.variant.Option to be JSON.")
         return {
             name: option_to_json(value) if isinstance(value, Option) else value
             for name, value in found.items()
@@ -102,24 +104,6 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def number(name: str, value: Any, need: str) -> float:
-    """``value`` as a float. Raises ProblemError for what is no plain number: an array or a tensor would be read once, and a plan
-    that is kept would go on with the old value; it would lose its gradient, too."""
-    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
-        try:
-            found = float(value)
-        except OverflowError:
-            found = math.inf
-        if math.isfinite(found):
-            return found
-    elif hasattr(value, "item"):
-        raise ProblemError(
-            f"{name} is a {type(value).__name__}; it must be {need}. Its value is not followed, and gets no gradient: give "
-            f"float({name}), or multiply q by it."
-        )
-    raise ProblemError(f"{name} is {value!r}; it must be {need}.")
-
-
 def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
     """The mask that the shorthands ``causal`` and ``window`` mean, or ``mask`` itself."""
     if mask is not None:
@@ -147,7 +131,7 @@ def _is_minus_one(side: Any) -> bool:
 def make_score(softcap: Any, score: Any) -> scores.Score:
     """The score that the shorthand ``softcap`` means, or ``score`` itself; a softcap of 0 is none, as in flash-attn."""
     if softcap is not None:
-        softcap = number("softcap", softcap, "a finite number > 0, or None or 0.0 for no cap")
+        softcap = scores.number("softcap", softcap, "a finite number > 0, or None or 0.0 for no cap")
     if score is not None:
         if softcap:
             raise ProblemError("score was given beside softcap; give one of them.")
@@ -161,7 +145,4 @@ def make_scale(scale: Any) -> float | None:
     """The factor on q.k; None for the default."""
     if scale is None:
         return None
-    found = number("scale", scale, "a finite number, or None for 1 / sqrt(head_dim)")
-    if abs(found) > 3.4e38:
-        raise ProblemError(f"scale is {scale!r}; it must be below 3.4e38, as kernels hold it in float32.")
-    return found
+    return scores.number("scale", scale, f"a finite number up to {scores.FLOAT32_MAX}, or None for 1 / sqrt(head_dim)")

@@ -42,6 +42,7 @@ _SCHEMA = (
 _library = torch.library.Library("rawattn", "DEF")  # its operators live as long as this object
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
 _ATTENTION = torch.ops.rawattn.attention.default
+api._torch_op = sys.modules[__name__]  # dynamo guards on it: set before a first call is compiled, it costs no second graph
 
 
 # ---- which calls go through the operator
@@ -139,15 +140,17 @@ def _text(spec: Spec) -> str:
         text = json.dumps(dataclasses.replace(spec, return_lse=False).to_json())
     except TypeError as error:
         raise ProblemError(f"{spec} cannot be text ({error}); a mask or score of your own must be an Option.") from None
-    _parsed(text)  # raises where it cannot be read again
+    _options(text)  # raises where it cannot be read again
     return text
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(text: str) -> Spec:
-    """Reads what ``_text`` wrote, and asks for lse."""
+def _options(text: str) -> dict[str, Any]:
+    """Reads what ``_text`` wrote, as the options of a call that gives lse."""
     try:
-        return dataclasses.replace(Spec.from_json(json.loads(text)), return_lse=True)
+        spec = Spec.from_json(json.loads(text))
+        named = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        return api.options_of(**{**named, "return_lse": True})
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ProblemError(f"spec is {text[:80]!r}; it must be the JSON text of a rawattn.Spec ({error}).") from None
 
@@ -195,7 +198,7 @@ def _compute(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Computes the operator on real tensors."""
     lengths = (max_seqlen_q, max_seqlen_kv)
-    return api.run((q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), _parsed(spec), (spec, *lengths), lengths)
+    return api.run((q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), _options(spec), lengths)
 
 
 for _key in ("CPU", "CUDA"):
@@ -209,10 +212,8 @@ def _fake(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
     tensors = {name: x for name, x in _named((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv)).items() if x is not None}
-    _parsed(spec)
-    if "cu_seqlens_kv" not in tensors and (max_seqlen_q, max_seqlen_kv) != (None, None):
-        raise ProblemError("max_seqlen_q or max_seqlen_kv was given without cu_seqlens_q and cu_seqlens_kv.")
-    check_arrays({name: _described(x) for name, x in tensors.items()})
+    _options(spec)
+    check_arrays({name: _described(x) for name, x in tensors.items()}, max_seqlen_q, max_seqlen_kv)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 
@@ -298,7 +299,7 @@ def _flops(
         return 2 * (q[-1] + v[-1]) * q[-2] * pairs
     batch, total_q, total_kv = (cu_seqlens_q[0] - 1, q[0], k[0]) if varlen else (q[0], -1, -1)
     return Forward(
-        ELEMENTS["fp32"], batch, q[-3], k[-3], q[-2], k[-2], q[-1], v[-1], _parsed(spec), varlen, total_q, total_kv
+        ELEMENTS["fp32"], batch, q[-3], k[-3], q[-2], k[-2], q[-1], v[-1], Spec.of(**_options(spec)), varlen, total_q, total_kv
     ).flops
 
 

@@ -96,7 +96,7 @@ class AttnFwd(Kernel):
         found = []
         if not self.runs_on(device):
             found.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(op)
+        found += tiling.tensor_core_reasons(op) + tiling.no_sinks(op)
         found += tiling.too_many_tiles(op, 64)
         return found + tiling.reasons(self.layout_reason(op.layout))
 

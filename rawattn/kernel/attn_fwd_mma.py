@@ -115,7 +115,7 @@ class AttnFwdMma(Kernel):
         found = []
         if not self.runs_on(device):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(op) + tiling.too_many_tiles(op, 32)
+        found += tiling.tensor_core_reasons(op) + tiling.no_sinks(op) + tiling.too_many_tiles(op, 32)
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -191,7 +191,8 @@ class AttnFwdMma(Kernel):
         plan = tiling.lpt_scheduler(op, persistent=False)
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         if config.pack_gqa:
-            own |= {"Rows": rows.PackGqa(), "Mask": rows.PackGqaMask(op.mask)}
+            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.score)  # type: ignore[arg-type]
+            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
         return tiling.options(op, **own)
 
     def fields(self, op: Forward, config: Config) -> Fields:

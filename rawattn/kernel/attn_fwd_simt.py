@@ -10,7 +10,7 @@ from ..operand import Layout
 from ..operation import Forward
 from ..program import Field, Fields, View
 from ..render import config_header, source
-from ..variant import Option, element, store
+from ..variant import Option, element, softmax, store
 from . import tiling
 from .base import Kernel
 from .tiling import most_tiles
@@ -69,7 +69,7 @@ class AttnFwdSimt(Kernel):
         found += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
         if op.constant_time and op.element == element.FP64:
             found.append("it takes longer for some numbers of fp64; constant_time is for bf16, fp16 and fp32")
-        return found + tiling.too_many_tiles(op, 8)
+        return found + tiling.no_sinks(op) + tiling.too_many_tiles(op, 8)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return None
@@ -114,8 +114,9 @@ class AttnFwdSimt(Kernel):
         return waves * work * (1 + vectors) * (1 + 2 / warps) / 128 / 1.5e9
 
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
-        out = store.StoreOLseScalar() if op.return_lse else store.StoreOScalar()
-        return tiling.options(op, Scheduler=tiling.lpt_scheduler(op, persistent=False), Store=out)
+        out = store.StoreOLse() if op.return_lse else store.StoreO()
+        scheduler = tiling.lpt_scheduler(op, persistent=False)
+        return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out)
 
     def fields(self, op: Forward, config: Config) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))

@@ -12,7 +12,7 @@ import numpy as np
 from ..device import Device
 from ..operation import Forward
 from ..program import Field, Fields
-from ..variant import Option, constant_time, element, rows, scheduler
+from ..variant import Option, constant_time, element, rows, scheduler, weight
 from ..variant.mask import Causal, Full, Ints, Mask
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
@@ -28,6 +28,11 @@ def tensor_core_reasons(op: Forward) -> list[str]:
         if size % 8 or not 8 <= size <= 256:
             found.append(f"{which} is {size}; it takes multiples of 8 from 8 to 256")
     return found
+
+
+def no_sinks(op: Forward) -> list[str]:
+    """The reason of a kernel that has no sinks."""
+    return ["it has no sinks yet"] if op.sinks else []
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
@@ -74,6 +79,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         "Rows": rows.Varlen() if op.varlen else rows.Dense(),
         "Mask": op.mask,  # type: ignore[dict-item]  # a Mask is an Option with an interval
         "Score": op.score,  # type: ignore[dict-item]  # likewise
+        "Weight": weight.Identity(),
         **own,
     }
     return constant_time(found) if op.constant_time else found

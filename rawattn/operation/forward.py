@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import operator
 from typing import Any, ClassVar
 
-from ..arrays import CPU, Array
+from ..arrays import DTYPES, Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, layout_of
 from ..spec import Spec
@@ -58,6 +60,8 @@ class Forward:
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         _check_heads(self.heads, self.kv_heads)
+        if self.batch < 0:
+            raise ProblemError(f"batch is {self.batch}; it must be at least 0.")
         for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be from 0 to {LONGEST - 1}.")
@@ -65,7 +69,7 @@ class Forward:
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
-        check_arrays(arrays)
+        check_arrays(arrays, max_q_len, max_kv_len)
         q, k, v = (arrays[name] for name in "qkv")
         varlen = "cu_seqlens_q" in arrays
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
@@ -74,7 +78,7 @@ class Forward:
             q_len, kv_len = _bound("max_seqlen_q", max_q_len, q.shape[0]), _bound("max_seqlen_kv", max_kv_len, k.shape[0])
         return cls(
             ELEMENTS[q.dtype], batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
-            k.shape[0], "sinks" in arrays, PLAIN if q.device == CPU else layout_of((("q", q), ("k", k), ("v", v))),
+            k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
     # ---- its arrays
@@ -154,9 +158,7 @@ class Forward:
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each input read once, each output written once."""
-        q_like = self.total_q * self.heads * (self.head_dim + self.head_dim_v)
-        kv = self.total_kv * self.kv_heads * (self.head_dim + self.head_dim_v)
-        return (q_like + kv) * self.element.itemsize + (4 * self.total_q * self.heads if self.return_lse else 0)
+        return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
 
     # ---- as text
 
@@ -191,11 +193,16 @@ class Forward:
         )
 
 
-def check_arrays(arrays: dict[str, Array]) -> None:
+def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: Any = None) -> None:
     """Raises ProblemError where these inputs, by name, contradict each other. It reads no memory, and compares lengths with each
     other only, so that they may be symbolic."""
+    for name in "qkv":
+        if name not in arrays:
+            raise ProblemError(f"{name} is None; it must be an array.")
     q, k, v = (arrays[name] for name in "qkv")
     varlen = "cu_seqlens_q" in arrays or "cu_seqlens_kv" in arrays
+    if not varlen and (max_q_len is not None or max_kv_len is not None):
+        raise ProblemError("max_seqlen_q or max_seqlen_kv was given without cu_seqlens_q and cu_seqlens_kv.")
     _check_qkv(q, k, v, 3 if varlen else 4)
     if varlen:
         _check_cu_seqlens(arrays)
@@ -237,7 +244,7 @@ def _check_like(name: str, array: Array, q: Array) -> None:
     if array.library != q.library:
         raise ProblemError(f"{name} is a {array.library} array but q a {q.library} one; give all arrays from one library.")
     if array.device != q.device:
-        places = ["the CPU" if x.device == CPU else f"GPU {x.device}" for x in (array, q)]
+        places = ["the CPU" if x.is_cpu else f"GPU {x.device}" for x in (array, q)]
         raise ProblemError(f"{name} is on {places[0]} but q is on {places[1]}; put all arrays on one device.")
 
 
@@ -273,12 +280,10 @@ def _bound(name: str, length: Any, rows: int) -> int:
     """The bound on the longest sequence that is given, or all rows."""
     if length is None:
         return rows
-    if isinstance(length, bool) or not hasattr(length, "__index__") or getattr(length, "ndim", 0) != 0:
-        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.")
     try:
-        found = int(length)
-    except (TypeError, ValueError):
-        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.") from None
+        found = -1 if isinstance(length, bool) or getattr(length, "ndim", 0) != 0 else operator.index(length)
+    except TypeError:
+        found = -1
     if found < 0:
-        raise ProblemError(f"{name} is {length}; it must be >= 0.")
+        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.")
     return min(found, rows)

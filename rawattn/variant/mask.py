@@ -114,6 +114,7 @@ class Window(Option):
                 raise ProblemError(f"window {name} is {side!r}; it must be an int >= 0, or None for unbounded.")
             if side < 0:
                 raise ProblemError(f"window {name} is {side}; it must be >= 0, or None for unbounded.")
+            object.__setattr__(self, name, int(side))
 
     @property
     def constants(self) -> dict[str, int]:
@@ -180,6 +181,31 @@ class Both(Option):
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         (a_begin, a_end), (b_begin, b_end) = self.a.interval(q, q_len, kv_len), self.b.interval(q, q_len, kv_len)
         return np.maximum(a_begin, b_begin), np.minimum(a_end, b_end)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitMask(Option):
+    """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of tile_kv. It wraps what
+    the kernel has for a mask, and ``StorePartial`` and a split scheduler go with it."""
+
+    base: Option
+    source: ClassVar[str] = "variant/mask/split.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"SplitMask<{self.base.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return self.base.constants
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("split_keys", "i32"))
 
 
 def kept_pairs(mask: Mask, q_len: int, kv_len: int) -> int:

@@ -12,24 +12,32 @@ from . import Option
 @dataclasses.dataclass(frozen=True)
 class LptScheduler(Option):
     """Heads grouped to share L2, the longest tiles of a group first. Persistent blocks draw tiles from a counter; others compute
-    one tile each."""
+    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys."""
 
     persistent: bool = True
+    split: bool = False
     type: ClassVar[str] = "LptScheduler"
     source: ClassVar[str] = "variant/scheduler/lpt.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{'DynamicPersistent' if self.persistent else 'SingleTile'}>"
+        numbers = "DynamicPersistent" if self.persistent else "SingleTile"
+        return f"{self.type}<{f'Split<{numbers}>' if self.split else numbers}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (f"variant/scheduler/{'dynamic_persistent' if self.persistent else 'single_tile'}.cuh", self.source)
+        numbers = f"variant/scheduler/{'dynamic_persistent' if self.persistent else 'single_tile'}.cuh"
+        return (numbers, *(("variant/scheduler/split.cuh",) if self.split else ()), self.source)
 
     @property
     def fields(self) -> Fields:
+        return (*self.numbers, *(Field(name, "i32") for name in ("batches", "q_tiles", "l2_head_group", "last_group")))
+
+    @property
+    def numbers(self) -> Fields:
+        """The fields from which the numbers of the works are drawn."""
         counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
-        return (*counter, *(Field(name, "i32") for name in ("batches", "q_tiles", "l2_head_group", "last_group")))
+        return (*counter, Field("splits", "i32")) if self.split else counter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,5 +49,4 @@ class LptVarlenScheduler(LptScheduler):
 
     @property
     def fields(self) -> Fields:
-        counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
-        return (*counter, Field("batches", "i32"))
+        return (*self.numbers, Field("batches", "i32"))

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from ..errors import ProblemError
 from ..program import Field, Fields
 from . import Option
+
+FLOAT32_MIN, FLOAT32_MAX = (
+    1.18e-38,
+    3.4e38,
+)  # kernels hold scale and softcap in float32, whose smallest normal number the first is
+
+
+def number(name: str, value: Any, need: str) -> float:
+    """``value`` as a float. Raises ProblemError for what is no plain number, or none that float32 holds. An array or a tensor
+    would be read once, and a plan that is kept would go on with the old value; it would lose its gradient, too."""
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        found = value if isinstance(value, int) else float(value)  # an int may be too large for a float
+        if abs(found) <= FLOAT32_MAX:
+            return float(found)
+    elif hasattr(value, "item"):
+        way = f"float({name}), or multiply q by it" if name == "scale" else f"float({name})"
+        raise ProblemError(
+            f"{name} is a {type(value).__name__}; it must be {need}. Its value is not followed, and gets no gradient: give {way}."
+        )
+    raise ProblemError(f"{name} is {value!r}; it must be {need}.")
 
 
 class Score(Protocol):
@@ -48,12 +69,10 @@ class Softcap(Option):
     source: ClassVar[str] = "variant/score/softcap.cuh"
 
     def __post_init__(self) -> None:
-        try:
-            good = math.isfinite(self.cap) and self.cap > 0
-        except TypeError:
-            good = False
-        if not good:
-            raise ProblemError(f"softcap is {self.cap!r}; it must be a finite number > 0, or None for no cap.")
+        need = f"a finite number > 0, from {FLOAT32_MIN} to {FLOAT32_MAX}, or None for no cap"
+        if number("softcap", self.cap, need) < FLOAT32_MIN:
+            raise ProblemError(f"softcap is {self.cap!r}; it must be {need}.")
+        object.__setattr__(self, "cap", float(self.cap))
 
     @property
     def fields(self) -> Fields:

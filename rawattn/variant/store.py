@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer, Stride
+from ..program import Field, Fields, Pointer, Scratch, Stride
 from . import Option
 
 
@@ -35,16 +35,14 @@ class StoreOLse(StoreO):
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreOScalar(StoreO):
-    """The output, number by number: it need not be aligned."""
+class StorePartial(Option):
+    """The result over one split of the keys, in scratch: ``o_partial`` (splits, rows, head_dim_v) and ``lse_partial``
+    (splits, rows), float32 or, of fp64, float64. ``partial_rows`` are the rows of all heads and batches, in the order of lse."""
 
-    type: ClassVar[str] = "StoreOScalar"
-    source: ClassVar[str] = "variant/store/o_scalar.cuh"
+    type: ClassVar[str] = "StorePartial"
+    source: ClassVar[str] = "variant/store/partial.cuh"
 
-
-@dataclasses.dataclass(frozen=True)
-class StoreOLseScalar(StoreOLse):
-    """The same, and the logarithm of each row's sum of exponentials."""
-
-    type: ClassVar[str] = "StoreOLseScalar"
-    source: ClassVar[str] = "variant/store/o_lse_scalar.cuh"
+    @property
+    def fields(self) -> Fields:
+        parts = [Field(name, "Number*", Scratch(name)) for name in ("o_partial", "lse_partial")]
+        return (*parts, Field("partial_rows", "i64"))

@@ -586,7 +586,7 @@ def test_vmap_refuses_in_words() -> None:
 
 def test_text_of_options() -> None:
     spec = rawattn.Spec.of(mask=Stride("top_left", np.int64(3)), softcap=2.0, scale=0.5, return_lse=True)
-    assert torch_op._parsed(torch_op._text(spec)) == spec
+    assert rawattn.Spec.of(**torch_op._options(torch_op._text(spec))) == spec
     assert torch_op._text(rawattn.Spec()) == torch_op._text(rawattn.Spec(return_lse=True)) == "{}"
 
     @dataclasses.dataclass(frozen=True)

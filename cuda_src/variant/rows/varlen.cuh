@@ -3,6 +3,7 @@
 #include "tile/sequence.cuh"
 
 struct Varlen {
+    static constexpr i32 q_offset = 0, kv_offset = 0;
     i32 q_len, kv_len;
     RowSpan q, kv;
 
@@ -11,8 +12,11 @@ struct Varlen {
           kv_len(args.cu_seqlens_kv[batch + 1] - args.cu_seqlens_kv[batch]),
           q{args.cu_seqlens_q[batch], q_len}, kv{args.cu_seqlens_kv[batch], kv_len} {}
 
-    __device__ i64 o_offset(const Args& args, i32 row, i32 head) const {
-        return (q.first + row) * args.o_stride_row + head * args.o_stride_head;
+    __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - q_len); }
+    __device__ i32 q_of(i32 row) const { return row; }
+    __device__ i32 head_of(i32 head, i32) const { return head; }
+    __device__ i64 offset(const Strides& of, i32 row, i32 head) const {
+        return (q.first + row) * of.row + head * of.head;
     }
     __device__ i64 lse_offset(const Args& args, i32 row, i32 head) const { return i64(head) * args.total_q + q.first + row; }
 };
