@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ _plans: dict[Any, Plan] = {}
 _families: dict[Any, Plan] = {}
 _calls: dict[Any, GpuCall] = {}
 _logged: set[Any] = set()
+_torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
 
 
 def attention(
@@ -52,7 +54,8 @@ def attention(
         mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
-        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs.
+        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
+            where torch traces, transforms or casts the call.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
@@ -61,7 +64,10 @@ def attention(
             Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
             clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.
         deterministic: accepted for flash-attn's users; results are always the same bits.
-        kernel, config: instead of what ``rawattn.explain`` shows.
+        kernel, config: instead of what ``rawattn.explain`` shows; as ``out``.
+
+    Where torch traces, transforms or counts, the call goes through ``torch.ops.rawattn.attention``. Under autocast q, k and v are
+    cast as for torch's ``scaled_dot_product_attention``: all but float64 to autocast's dtype.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
@@ -136,7 +142,7 @@ def plan(
     NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    return _plan(arrays.named(Forward.names, given), _options(**options), lengths, kernel, config, on_compile)
+    return _plan(arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
 
 
 def explain(
@@ -211,7 +217,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _options(
+def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
     deterministic: bool = True,
@@ -235,6 +241,19 @@ def _key(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
+    global _torch_op
+    if _torch_op is None and "torch" in sys.modules:
+        from . import torch_op as _torch_op
+    if _torch_op is not None and _torch_op.intercepts(given):
+        return _torch_op.attention(given, options, lengths, kernel, config, out)
+    return run(given, options, lengths, kernel, config, out)
+
+
+def run(
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None = None, config: Any = None,
+    out: Any = None,
+) -> Any:  # fmt: skip
+    """Computes a call on arrays that have memory; ``options`` are those that ``options_of`` gives."""
     signatures = arrays.signatures(given)
     try:
         key: Any = (signatures, _key(options, lengths, kernel, config))
@@ -324,3 +343,7 @@ def _log(op: Forward) -> None:
         _logged.add((path, line))
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+if "torch" in sys.modules:  # torch.ops.rawattn: compiled and saved programs may name it before any call
+    from . import torch_op as _torch_op

@@ -222,7 +222,7 @@ class GpuCall:
 
     def _place(self, out: Any) -> Any:
         """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
-        return arrays.signature(out) if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
+        return arrays.signatures((out,))[0] if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
 
     def _prepare(
         self, results: Sequence[Any], out: Any, scratch: Any, stream: int, stream_id: int, capturing: bool
