@@ -15,15 +15,17 @@ from .arrays import Array
 from .device import Device
 from .errors import ProblemError
 from .operation import Forward
-from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, one_or_all
+from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
-from .select import Selection, select, warn_once
+from .select import FEW_ROWS, Selection, select, three_bits, warn_once
 from .spec import Spec, Window
+from .tma import ALIGNMENT, readable
 from .variant.mask import Mask
 from .variant.score import Score
 
-KEPT_PLANS = 4096
+KEPT_PLANS, KEPT_CALLS = 4096, 1024
 _plans: dict[Any, Plan] = {}
+_families: dict[Any, Plan] = {}
 _calls: dict[Any, GpuCall] = {}
 _logged: set[Any] = set()
 _torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
@@ -181,9 +183,7 @@ def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int 
         operations = [_from_line(line) for line in pathlib.Path(operations).read_text(encoding="utf-8").splitlines()]
     found, where = list(operations), driver.device(device)
     for op in found:
-        selection = select(op, where)
-        for config in (selection.config, *selection.compiled_with):
-            Plan(op, where, selection._replace(config=config, compiled_with=()), "torch")
+        load_all(op, select(op, where), where)
     return len(found)
 
 
@@ -268,13 +268,50 @@ def run(
     except TypeError:  # an option that cannot be hashed is a wrong one
         key = call = None
     if call is None:
-        found = arrays.named(Forward.names, given)
-        plan = _plan(found, options, lengths, kernel, config)
-        bound = plan.bind(found)
+        family = None if key is None else _family(signatures, key[1])
+        plan = _families.get(family)
+        if plan is None:
+            found = arrays.named(Forward.names, given)
+            plan = _plan(found, options, lengths, kernel, config)
+            bound = plan.bind(found)
+            if family is not None and not plan.device.is_cpu:
+                cache_put(_families, family, plan, KEPT_PLANS)
+        else:
+            bound = _resized(plan, signatures)
         if isinstance(bound, GpuCall) and key is not None and None not in signatures:
-            cache_put(_calls, key, bound, KEPT_PLANS)
+            cache_put(_calls, key, bound, KEPT_CALLS)
         return one_or_all(bound(given[0], out))
     return one_or_all(call(given[0], out))
+
+
+def _family(signatures: tuple[Any, ...], options: Any) -> Any:
+    """A key that calls share which differ in places, and in lengths that one selection serves; None where they must be looked at.
+
+    A decode loop, whose keys grow at every step, costs the host a fifth of a first call by it.
+    """
+    if len(signatures) != 3 or None in signatures:
+        return None
+    (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
+    for _, dtype_each, shape, strides, device, _ in signatures:
+        plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
+        if not plain or not readable(shape, strides, dtype.itemsize, 0):
+            return None
+    (batch, q_len), kv_len = q_sizes, k_shape[1]
+    if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
+        return None
+    if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
+        return None
+    sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
+    return (dtype, signatures[0][4:], sizes, options)
+
+
+def _resized(plan: Plan, signatures: tuple[Any, ...]) -> GpuCall:
+    """The call of a plan of the same family on arrays of other lengths or in other places."""
+    q, k, v = map(arrays.of_signature, signatures)
+    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+    if (batch, q_len, kv_len) != (plan.op.batch, plan.op.q_len, plan.op.kv_len):
+        plan = plan.resized(plan.op.resized(batch, q_len, kv_len))
+    return GpuCall(plan, {"q": q, "k": k, "v": v})
 
 
 def _plan(

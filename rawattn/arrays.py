@@ -39,6 +39,10 @@ class Array(NamedTuple):
     def is_cpu(self) -> bool:
         return self.device == CPU
 
+    def without_memory(self) -> Array:
+        """The same, which keeps no memory alive."""
+        return self if self.object is None else self._replace(object=None)
+
 
 def _read_torch(x: Any, name: str) -> Array:
     if not (x.is_cuda or x.is_cpu):
@@ -241,6 +245,17 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def made(x: Any, shape: tuple[int, ...]) -> Array:
+    """An array that ``maker`` made, of which only the address is not known."""
+    return Array("", CPU, "", shape, _contiguous(shape), address(x), None)
+
+
+def of_signature(signature: tuple[Any, ...]) -> Array:
+    """The array that a signature is of."""
+    pointer, dtype, shape, strides, device, _ = signature
+    return Array("torch", device, _torch_names()[dtype], shape, strides, pointer, None)
 
 
 def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:

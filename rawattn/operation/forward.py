@@ -81,6 +81,14 @@ class Forward:
             k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
+    def resized(self, batch: int, q_len: int, kv_len: int) -> Forward:
+        """The operation with other lengths, which are not checked again; for dense sequences."""
+        found = object.__new__(Forward)
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs")}
+        sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
+        found.__dict__.update(kept | sizes)
+        return found
+
     # ---- its arrays
 
     @functools.cached_property
