@@ -183,8 +183,8 @@ class Both(Option):
 
 @dataclasses.dataclass(frozen=True)
 class SplitMask(Option):
-    """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of the kernel's tile_kv. It is made of
-    the mask that the kernel has otherwise, and ``StorePartial`` and a split scheduler go with it."""
+    """A mask for one of ``splits`` splits of the keys, of ``split_keys`` keys each, a multiple of the kernel's tile_kv. It is
+    made of the mask that the kernel has otherwise, and ``StorePartial`` and a split scheduler go with it."""
 
     base: Option
     source: ClassVar[str] = "variant/mask/split.cuh"

@@ -34,8 +34,8 @@ class StoreOLse(StoreO):
 
 @dataclasses.dataclass(frozen=True)
 class StorePartial(Option):
-    """The result over one split of the keys, in scratch: ``o_partial`` (splits, rows, head_dim_v), ``lse_partial`` (splits, rows),
-    float32 or, of fp64, float64. ``partial_rows`` are the rows of all heads and batches, in the order of lse."""
+    """The result over one split of the keys, in scratch: ``o_partial`` (splits, rows, columns) and ``lse_partial`` (splits,
+    rows), float32 or, of fp64, float64. ``partial_rows`` are the rows of all heads and batches, in the order of lse."""
 
     type: ClassVar[str] = "StorePartial"
     source: ClassVar[str] = "variant/store/partial.cuh"
