@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from . import __version__, api, compiler, demo, doctor, driver
+from .cache import CacheWarning, cache_folder
 from .compiler import Binary, Source
 from .device import TYPICAL, Device
 from .device import cpu as this_cpu
@@ -93,7 +94,7 @@ def compile(options: Options) -> int:
     selection, source = _render(options)
     binary = _compile(source)
     name = f"{selection.kernel.name}-{source.key[:12]}"
-    console.print(f"{name}  {selection.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
+    console.print(f"{name}  {selection.config}\ncompiled {demo.describe(binary)}\nkept in {cache_folder()}")
     op = _operation(options)
     for config in selection.compiled_with:
         other = selection.kernel.render(op, config, source.arch)
@@ -124,7 +125,7 @@ def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) ->
 def clear(options: Options) -> int:
     """Empties the cache."""
     count, size = compiler.clear()
-    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {compiler.cache_folder()}")
+    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {cache_folder()}")
     return 0
 
 
@@ -140,7 +141,7 @@ def _render(options: Options) -> tuple[Selection, Source]:
 def _compile(source: Source) -> Binary:
     """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
-        warnings.simplefilter("error", compiler.CacheWarning)
+        warnings.simplefilter("error", CacheWarning)
         return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
@@ -251,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         return status
-    except (RawattnError, compiler.CacheWarning, OSError) as error:
+    except (RawattnError, CacheWarning, OSError) as error:
         print(f"rawattn: {error}", file=sys.stderr)
         return 1
 

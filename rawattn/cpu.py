@@ -12,11 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import math
-import pathlib
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .compiler import CacheWarning, cache_folder
+from .cache import private_folder, warn_uncached
 from .device import Device
 from .errors import ProblemError
 from .operand import Layout
@@ -132,35 +130,30 @@ def load(element: Element) -> Kernel:
 
 @functools.cache
 def _load(number: str, storage: str) -> Kernel:
-    start, folder = time.perf_counter(), _folder()
+    start = time.perf_counter()
     with _spinner(f"compiling the CPU kernel for {storage}, once"):
-        from . import lanes
-
-        own = folder and folder / f"{storage}-{lanes.MACHINE}"
-        try:
-            attend = lanes.compile(number, storage, own)
-        except OSError:  # a full disk
-            attend = lanes.compile(number, storage, None)
-        except Exception:
-            if own is None:
-                raise
-            for entry in own.rglob("*.nb[ci]"):  # one of them is damaged
-                entry.unlink(missing_ok=True)
-            attend = lanes.compile(number, storage, own)
+        attend = _compile(number, storage)
     return Kernel(attend, time.perf_counter() - start, bool(attend.stats.cache_hits))
 
 
-def _folder() -> pathlib.Path | None:
-    """Where Numba may keep what it compiles; None, and a warning, where that cannot be written."""
-    folder = cache_folder() / "numba"
+def _compile(number: str, storage: str) -> Any:
+    """The compiled loops, kept in the cache folder where that can be used; a warning says so where it cannot."""
+    from . import lanes
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        own = private_folder("numba", f"{storage}-{lanes.MACHINE}")
+        tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
+        try:
+            return lanes.compile(number, storage, own)
+        except OSError:  # a full disk
+            raise
+        except Exception:  # an entry is damaged
+            for entry in own.rglob("*.nb[ci]"):
+                entry.unlink(missing_ok=True)
+            return lanes.compile(number, storage, own)
     except OSError as error:
-        text = f"the cache folder {folder} cannot be written ({error}): each process compiles the CPU kernel, which takes seconds"
-        warnings.warn(f"{text}; let RAWATTN_CACHE name a folder that can be written", CacheWarning, stacklevel=2)
-        return None
-    return folder
+        warn_uncached(error)
+        return lanes.compile(number, storage, None)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from . import compiler, driver
+from .cache import private_folder
 from .errors import DeviceError, UnsupportedError
 from .operation import Forward
 from .select import select
@@ -139,13 +140,11 @@ def _driver() -> tuple[Version | None, list[Finding]]:
 
 
 def _cache() -> Finding:
-    folder = compiler.cache_folder()
-    sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
-    found = f"{folder}, {len(sizes)} GPU kernels, {sum(sizes) / 1e6:.1f} MB"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder()
+        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
         with tempfile.TemporaryFile(dir=folder):
-            return Finding("Cache", found)
+            return Finding("Cache", f"{folder}, {len(sizes)} GPU kernels, {sum(sizes) / 1e6:.1f} MB")
     except OSError as error:
-        fix = "let RAWATTN_CACHE name a folder that can be written; until then each process compiles its own"
-        return Finding("Cache", f"{found}, cannot be written ({error.strerror})", fix)
+        fix = "let RAWATTN_CACHE name a folder of yours that can be written; until then each process compiles its own"
+        return Finding("Cache", f"cannot be used ({error})", fix)

@@ -5,7 +5,7 @@
     kernel       name of the kernel, such as "attn_fwd"
     kind         the fields of ``Kind``: what the problems have in common that the configuration serves
     config       the fields of the kernel's Config
-    source_hash  of what was measured: the kernel's whole source in this configuration
+    code_hash    of what was measured: ``Source.code_key`` of the kernel in this configuration, its first 16 digits
     ratio        time of the cost model's choice over this one's, geometric mean over ``cases``, and [low, high] as ``interval``
     worst        the least such ratio of a case
     us           microseconds, geometric mean over ``cases``
@@ -13,7 +13,7 @@
     clocks       sm_mhz, power_w, celsius meanwhile
     nvrtc, commit, date
 
-A record counts only where the kernel's source in that configuration is still what was measured.
+A record counts only where the kernel's code in that configuration is still what was measured; comments may differ.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Record:
     date: str
 
 
-def source_hash(kernel: Any, shape: Forward, config: Any, device: Device) -> str:
-    """Of all that NVRTC is given for a configuration; lse, the scale's sign, constant time and packed sequences make no
+def code_hash(kernel: Any, shape: Forward, config: Any, device: Device) -> str:
+    """Of the code that NVRTC is given for a configuration; lse, the scale's sign, constant time and packed sequences make no
     difference to a kind."""
     spec = dataclasses.replace(shape.spec, return_lse=False, scale=None, constant_time=False)
     plain = dataclasses.replace(shape, spec=spec, varlen=False, sinks=False)
-    key: str = kernel.render(plain, config, device.arch).key
+    key: str = kernel.render(plain, config, device.arch).code_key
     return key[:16]
 
 
@@ -93,6 +93,6 @@ def current(record: dict[str, Any], kernel: Any, shape: Forward, device: Device)
     if {field.name for field in dataclasses.fields(kernel.config_type)} != set(record["config"]):
         return None
     config = kernel.config_type(**record["config"])
-    if kernel.legal(config, shape, device) is not None or record["source_hash"] != source_hash(kernel, shape, config, device):
+    if kernel.legal(config, shape, device) is not None or record.get("code_hash") != code_hash(kernel, shape, config, device):
         return None
     return Record(config, record["date"][:10])

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from hypothesis import given, settings
 from numba import njit
 
 import rawattn
-from rawattn import ProblemError, cpu, lanes
+from rawattn import ProblemError, cache, cpu, lanes
 from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
 from rawattn.testing import Case, cases, expect
@@ -362,11 +363,45 @@ def test_first_and_later_compilations(tmp_path: pathlib.Path) -> None:
     assert process(LOAD, tmp_path)[0] and other.exists()
 
 
-def test_cache_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    cached, _, warned = process(LOAD, file / "folder")
-    assert not cached and len(warned) == 1 and f"{file / 'folder' / 'numba'} cannot be written" in warned[0]
+def test_cache_folder_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
+    """One warning, however many kernels are compiled."""
+    (tmp_path / "file").touch()
+    load = LOAD.replace("import FP32", "import FP32, FP64").replace("    print", "    cpu.load(FP64)\n    print")
+    cached, _, warned = process(load, tmp_path / "file" / "folder")
+    assert not cached and len(warned) == 1 and "Not a directory" in warned[0] and "RAWATTN_CACHE" in warned[0]
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: pathlib.Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return pathlib.Path.touch, (self.file,)
+
+
+def test_planted_index_is_not_read(tmp_path: pathlib.Path) -> None:
+    """Numba's index is a pickle: in a folder that others may write it would run their code, as it does in one that is ours."""
+    kept, marker = tmp_path / "cache", tmp_path / "marker"
+    process(LOAD, kept)
+    (index,) = kept.glob("numba/**/*.nbi")
+    with open(index, "rb") as file:
+        version = pickle.load(file)
+    index.write_bytes(pickle.dumps(version) + pickle.dumps(Planted(marker)))
+    for folder in (kept, kept / "numba", index.parents[1]):
+        folder.chmod(0o777)
+        _, _, warned = process(LOAD, kept)
+        folder.chmod(0o700)
+        assert not marker.exists() and len(warned) == 1 and f"chmod go-w {folder}" in warned[0]
+    process(LOAD, kept)
+    assert marker.exists(), "the plant does what it is for"
+
+
+def test_numba_folders_are_for_their_owner_alone(tmp_path: pathlib.Path) -> None:
+    process(f"import os; os.umask(0)\n{LOAD}", tmp_path / "cache")
+    (index,) = tmp_path.glob("cache/numba/**/*.nbi")
+    assert {folder.stat().st_mode & 0o777 for folder in list(index.parents)[1:4]} == {0o700}
 
 
 def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -381,7 +416,9 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> N
 
     monkeypatch.setattr(lanes, "compile", compile)
     monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path))
-    assert not cpu._load.__wrapped__("float32", "float32").cached
+    cache.warned.clear()
+    with pytest.warns(cache.CacheWarning, match="No space left on device"):
+        assert not cpu._load.__wrapped__("float32", "float32").cached
     assert given == [tmp_path / "numba" / f"float32-{lanes.MACHINE}", None]
 
 

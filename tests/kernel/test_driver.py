@@ -17,7 +17,7 @@ import rawattn
 from rawattn import api, compiler, driver
 from rawattn.device import TYPICAL
 from rawattn.errors import BinaryError, DeviceError
-from rawattn.kernel import attn_fwd
+from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.select import select
 from rawattn.testing import Case
 
@@ -61,10 +61,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[driver.Counters]:
     monkeypatch.setattr(driver, "COUNTERS", 8)
     counters = driver.Counters(0)
     monkeypatch.setattr(driver, "counters", lambda index: counters)
-    for cache in (api._plans, api._bounds):
+    for cache in (api._plans, api._calls):
         cache.clear()
     yield counters
-    for cache in (api._plans, api._bounds):
+    for cache in (api._plans, api._calls):
         cache.clear()
 
 
@@ -188,13 +188,13 @@ def test_a_graph_keeps_things() -> None:
 
 @pytest.fixture(scope="module")
 def cubin() -> bytes:
-    return compiler.compile(attn_fwd.render(CASE.problem, attn_fwd.Config())).cubin
+    return compiler.compile(ATTN_FWD.render(CASE.op, Config(), "sm_90a")).cubin
 
 
 @pytest.mark.parametrize("where", ["in the thread that captures", "in another thread"])
 def test_loading_does_not_spoil_a_capture(where: str, cubin: bytes) -> None:
     def load() -> int:
-        return driver.Function(cubin, attn_fwd.name, 0).facts.args_bytes + driver.Counters(0).take(7, False)
+        return driver.Function(cubin, ATTN_FWD.name, 0).facts.args_bytes + driver.Counters(0).take(7, False)
 
     graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
     with capturing(graph):
@@ -213,7 +213,7 @@ def test_loading_does_not_spoil_the_capture_of_a_blocking_stream(cubin: bytes) -
         x += 1
         stream.synchronize()
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-        driver.Function(cubin, attn_fwd.name, 0)
+        driver.Function(cubin, ATTN_FWD.name, 0)
         driver.Counters(0).take(*driver.stream_state(stream.ptr))
         x += 1
         graph = stream.end_capture()
@@ -254,7 +254,7 @@ graph.replay()
 
 
 def test_arguments_of_another_size_are_refused(cubin: bytes) -> None:
-    function = driver.Function(cubin, attn_fwd.name, 0)
+    function = driver.Function(cubin, ATTN_FWD.name, 0)
     with pytest.raises(DeviceError, match=f"{function.facts.args_bytes} bytes of arguments; the host filled 8"):
         driver.Launch(function, 1, bytes(8), 0)
 
@@ -268,9 +268,9 @@ def test_errors_have_the_drivers_name() -> None:
 
 
 def test_machine_code_that_cannot_be_loaded_is_told_apart(cubin: bytes) -> None:
-    selected = select(CASE.problem, TYPICAL["sm_75"])
-    other = compiler.compile(selected.kernel.render(CASE.problem, selected.config, "sm_75")).cubin
-    for binary, name in ((b"no machine code", attn_fwd.name), (other, selected.kernel.name), (cubin, "another")):
+    selected = select(CASE.op, TYPICAL["sm_75"])
+    other = compiler.compile(selected.kernel.render(CASE.op, selected.config, "sm_75")).cubin
+    for binary, name in ((b"no machine code", ATTN_FWD.name), (other, selected.kernel.name), (cubin, "another")):
         with pytest.raises(BinaryError, match="failed: CUDA_ERROR_"):
             driver.Function(binary, name, 0)
 

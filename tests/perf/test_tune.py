@@ -1,4 +1,4 @@
-"""perf.search on a surface with a known optimum, and perf.tune and its records without a GPU."""
+"""perf.lib.search on a surface with a known optimum, and perf.tune and its records without a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from perf import compiling, sets, timing, tune
-from perf.search import Search, genes
-from perf.statistics import Ratio
+from perf import tune
+from perf.lib import compiling, machine, sets, timing
+from perf.lib.search import Search, genes
+from perf.lib.statistics import Ratio
 from rawattn import compiler, records, select
 from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd
-from rawattn.kernel.attn_fwd import Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.records import Kind
 from rawattn.testing import Case
 
@@ -84,7 +84,7 @@ def test_the_same_seed_is_the_same_search() -> None:
 
 
 def test_genes_reach_beyond_the_candidates() -> None:
-    found = genes(attn_fwd.candidates(sets.SETS["paper"][12].problem, DEVICE))
+    found = genes(ATTN_FWD.candidates(sets.SETS["paper"][12].op, DEVICE))
     assert set(found) == {field.name for field in dataclasses.fields(Config)}
     assert {64, 128, 192} <= set(found["tile_q"]) and {2, 3} <= set(found["stages"])
 
@@ -132,7 +132,7 @@ class Race(tune.Race):
 
     def __init__(self, tuner: tune.Tuner, optimum: Config) -> None:
         self.tuner, self.loads, self.optimum, self.random = tuner, {}, optimum, random.Random(0)
-        self.tasks, self.checks = [None] * len(tuner.problems), [None] * len(tuner.problems)  # type: ignore[list-item]
+        self.tasks, self.checks = [None] * len(tuner.ops), [None] * len(tuner.ops)  # type: ignore[list-item]
 
     def us(self, config: Config, case: int) -> float:
         far = sum(abs(math.log2(a / b)) for a, b in zip(*map(dataclasses.astuple, (config, self.optimum)), strict=True))
@@ -159,7 +159,7 @@ def tuner_of(cases: list[Case]) -> tune.Tuner:
 def test_evolution_finds_a_better_configuration() -> None:
     optimum = Config(128, 160, 3, 1)
     tuner = tuner_of(CASES)
-    assert attn_fwd.legal(optimum, tuner.problems[0], DEVICE) is None and tuner.first != optimum
+    assert ATTN_FWD.legal(optimum, tuner.ops[0], DEVICE) is None and tuner.first != optimum
     race = Race(tuner, optimum)
     tune.evolve(tuner, race, Compiled(), seconds=3)
     assert race.us(tuner.best, 0) <= 100 * 1.03
@@ -167,7 +167,7 @@ def test_evolution_finds_a_better_configuration() -> None:
     assert all(("x96" in name) == (each == "8 bytes spilled") for name, each in tuner.tried.items())
     record = json.loads(json.dumps(tuner.record({"sm_mhz": 1700.0}, {"nvrtc": "13.5"})))
     assert Config(**record["config"]) == tuner.best and Kind(**record["kind"]) == tuner.group.kind
-    assert {"kernel", "us", "ratio", "interval", "worst", "cases", "clocks", "nvrtc", "source_hash", "commit", "date"} <= set(
+    assert {"kernel", "us", "ratio", "interval", "worst", "cases", "clocks", "nvrtc", "code_hash", "commit", "date"} <= set(
         record
     )
     assert record["cases"] == [sets.label(case) for case in CASES]
@@ -201,9 +201,17 @@ def test_dry_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], mon
     assert not records_file.exists()
 
 
+def test_a_dry_run_writes_nothing_unless_asked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder would be that of what was measured on the device it stands for."""
+    monkeypatch.setattr(tune, "Pool", Compiled)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert tune.main(["--set", "smoke", "--dry", "--budget", "2"]) == 0
+    assert not [*tmp_path.iterdir()]
+
+
 def test_real_compilation_in_processes() -> None:
-    problem = sets.dense(1, 512, 8, 64, False).problem
-    source = attn_fwd.render(compiling.without_lse(problem), Config(128, 64, 2, 1))
+    op = sets.operation(sets.dense(1, 512, 8, 64, False))
+    source = ATTN_FWD.render(op, Config(128, 64, 2, 1), DEVICE.arch)
     broken = dataclasses.replace(source, text="#error no\n")
     with compiling.Pool(2) as pool:
         assert pool.submit([source, source, broken]) == 2
@@ -214,7 +222,7 @@ def test_real_compilation_in_processes() -> None:
 
 def made_record(kind: Kind, config: Config, **more: Any) -> dict[str, Any]:
     found = {"kernel": kind.kernel, "kind": dataclasses.asdict(kind), "config": dataclasses.asdict(config)}
-    return {**found, "source_hash": "", "date": "2026-11-21T03:00:00+00:00", **more}
+    return {**found, "code_hash": "", "date": "2026-11-21T03:00:00+00:00", **more}
 
 
 def test_records(tmp_path: pathlib.Path) -> None:
@@ -234,7 +242,7 @@ def test_groups_follow_the_choice() -> None:
         found = tune.groups(sets.SETS[name], DEVICE)
         assert sum(len(group.cases) for group in found) == len(sets.SETS[name])
         for group in found:
-            configs = {select.select(compiling.without_lse(case.problem), DEVICE).config for case in group.cases}
+            configs = {select.select(sets.operation(case), DEVICE).config for case in group.cases}
             assert configs == {group.member.config}
     assert {group.kernel.name for group in tune.groups(sets.SETS["paper"], DEVICE, "attn_fwd_mma")} == {"attn_fwd_mma"}
 
@@ -244,8 +252,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
     """Puts records into the place of the installed ones."""
 
     def forget() -> None:
-        for cached in (records._installed, select._choose, select.config_set):
-            cached.cache_clear()
+        records._installed.cache_clear()
+        select.forget()
 
     def put(*lines: dict[str, Any]) -> None:
         for line in lines:
@@ -263,24 +271,20 @@ OTHER = Config(128, 96, 2, 2)  # legal at head_dim 128, and not what the cost mo
 
 def test_a_record_is_chosen(recorded: Any) -> None:
     """For all lengths of its kind, with and without lse, constant time and packing, and for no other kind."""
-    long, short = (sets.dense(batch, length, heads, 128, True).problem for batch, length, heads in ((4, 4096, 16), (1, 512, 8)))
-    before = {problem: select.select(problem, DEVICE) for problem in (long, short)}
+    long, short = (sets.dense(batch, length, heads, 128, True).op for batch, length, heads in ((4, 4096, 16), (1, 512, 8)))
+    before = {op: select.select(op, DEVICE) for op in (long, short)}
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
-    current = records.source_hash(attn_fwd, group.member.like, OTHER, DEVICE)
+    current = records.code_hash(ATTN_FWD, group.member.like, OTHER, DEVICE)
     assert before[long].config != OTHER != before[short].config and "by the cost model" in before[long].why
-    recorded(made_record(group.kind, OTHER, source_hash=current))
+    recorded(made_record(group.kind, OTHER, code_hash=current))
     found = select.select(long, DEVICE)
-    assert found.config == OTHER and found.why == f"record of 2026-11-21 for problems like {group.kind.size}"
+    assert found.config == OTHER and found.why == f"record of 2026-11-21 for operations like {group.kind.size}"
     assert before[short].config in found.compiled_with and OTHER not in found.compiled_with
-    for change in (
-        {"q_len": 9000, "kv_len": 9000},
-        {"return_lse": True},
-        {"scale": -1.0},
-        {"constant_time": True},
-        {"kv_heads": 4},
-    ):
-        assert select.select(dataclasses.replace(long, **change), DEVICE).config == OTHER
-    assert select.select(sets.packed(8, 128).problem, DEVICE).config == OTHER
+    others = [dataclasses.replace(long, **change) for change in ({"q_len": 9000, "kv_len": 9000}, {"kv_heads": 4})]
+    for changed in ({"return_lse": False}, {"scale": -1.0}, {"constant_time": True}):
+        others.append(dataclasses.replace(long, spec=dataclasses.replace(long.spec, **changed)))
+    for op in (*others, sets.packed(8, 128).op):
+        assert op != long and select.select(op, DEVICE).config == OTHER
     after = select.select(short, DEVICE)
     assert after.config == before[short].config and after.why == before[short].why and OTHER in after.compiled_with
     assert "by the cost model" in select.select(dataclasses.replace(long, head_dim=120), DEVICE).why
@@ -289,26 +293,26 @@ def test_a_record_is_chosen(recorded: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"source_hash": "0" * 16}, {"config": {"tile_q": 128}}, {"config": dataclasses.asdict(Config(192, 256, 2, 2))}],
+    [{"code_hash": "0" * 16}, {"config": {"tile_q": 128}}, {"config": dataclasses.asdict(Config(192, 256, 2, 2))}],
     ids=["other sources", "other fields", "illegal"],
 )
 def test_a_stale_record_is_ignored(recorded: Any, change: dict[str, Any]) -> None:
-    problem = sets.dense(4, 4096, 16, 128, True).problem
-    before = select.select(problem, DEVICE)
+    op = sets.dense(4, 4096, 16, 128, True).op
+    before = select.select(op, DEVICE)
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
-    current = records.source_hash(attn_fwd, group.member.like, OTHER, DEVICE)
-    recorded({**made_record(group.kind, OTHER, source_hash=current), **change})
-    assert select.select(problem, DEVICE) == before
+    current = records.code_hash(ATTN_FWD, group.member.like, OTHER, DEVICE)
+    recorded({**made_record(group.kind, OTHER, code_hash=current), **change})
+    assert select.select(op, DEVICE) == before
 
 
 def test_what_has_a_record_is_not_searched_again(recorded: Any, tmp_path: pathlib.Path) -> None:
     options = argparse.Namespace(set="paper", cases=None, kernel=None, again=False, dry=False)
     todo = [*tune.pending(options, DEVICE, {})]
     lines = [
-        made_record(g.kind, g.member.config, source_hash=records.source_hash(g.kernel, g.member.like, g.member.config, DEVICE))
+        made_record(g.kind, g.member.config, code_hash=records.code_hash(g.kernel, g.member.like, g.member.config, DEVICE))
         for g in todo
     ]
-    lines[2]["source_hash"] = "stale"
+    lines[2]["code_hash"] = "stale"
     known = {Kind(**line["kind"]): line for line in lines}
     assert [group.kind for group in tune.pending(options, DEVICE, known)] == [todo[2].kind]
     assert len([*tune.pending(argparse.Namespace(**{**vars(options), "again": True}), DEVICE, known)]) == 6

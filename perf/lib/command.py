@@ -15,10 +15,11 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         return action.help if said else f"{action.help}; default: %(default)s"
 
 
-def parser(tool: str, text: str | None, default: str = "perf/record/DEVICE") -> argparse.ArgumentParser:
+def parser(tool: str, text: str | None, default: str = "perf/record/DEVICE", out: bool = True) -> argparse.ArgumentParser:
     """A parser for ``python -m perf.TOOL`` that shows the module's docstring as it is. A polite kill then counts as Ctrl-C, so
     that what was measured is kept."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     found = argparse.ArgumentParser(prog=f"python -m perf.{tool}", description=text, formatter_class=Formatter)
-    found.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help=f"for what is written; by default {default}")
+    if out:
+        found.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help=f"for what is written; by default {default}")
     return found

@@ -19,7 +19,7 @@ from rawattn import compiler, driver
 from rawattn.device import Device
 from rawattn.errors import RawattnError
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMI = ("nvidia-smi", "--format=csv,noheader,nounits", "--id=0")
 LIBRARIES = (
     "torch", "triton", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "flash-attn", "flash-attn-4", "flashinfer-python",

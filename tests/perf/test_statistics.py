@@ -1,4 +1,4 @@
-"""perf.statistics on synthetic samples whose answer is known."""
+"""perf.lib.statistics on synthetic samples whose answer is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from perf.statistics import Ratio, geometric_mean, mean_ratio, median_of_rounds, ratio, welch_t
+from perf.lib.statistics import Ratio, geometric_mean, mean_ratio, median_of_rounds, ratio, welch_t
 
 
 def rounds(rng: np.random.Generator, us: float, noise: float, drift: np.ndarray, count: int = 40) -> list[list[float]]:

@@ -1,7 +1,8 @@
-"""perf.sass, counters, altered, ablate, gate and prove without a GPU: what they parse, change, decide and compile."""
+"""perf.sass, counters, ablate, gate, prove and occupancy without a GPU: what they parse, change, decide and compile."""
 
 from __future__ import annotations
 
+import ast
 import collections
 import csv
 import dataclasses
@@ -15,15 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perf import ablate, compiling, counters, gate, machine, occupancy, prove, report, sass, sets
-from perf.report import Result, Run
+from perf import ablate, counters, gate, occupancy, prove, sass
+from perf.lib import altered, benchmark, compiling, machine, machine_code, report, sets
+from perf.lib.report import Result, Run
 from rawattn import compiler
-from rawattn.kernel import attn_fwd, attn_fwd_mma
-from rawattn.kernel.attn_fwd import Config
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd_mma
+from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.program import Field
 from rawattn.select import select
 
 CASE = sets.dense(4, 4096, 16, 128, True)
-PROBLEM = compiling.without_lse(CASE.problem)
+OP = sets.operation(CASE)
+DEVICE = TYPICAL["sm_90a"]
 CONFIG = Config(128, 128, 2, 2)
 
 LISTING = """\
@@ -47,21 +52,27 @@ LISTING = """\
 
 
 def test_listing_is_parsed() -> None:
-    names, loops = sass.parse(LISTING)
+    names, loops = machine_code.parse(LISTING)
     assert len(names) == 12 and names[0] == "LDC" and names[-1] == "EXIT" and loops == [(2, 6), (7, 10)]
-    assert [sass.family(name) for name in sass.main_loop(LISTING)] == ["SYNCS.PHASECHK", "HGMMA", "MUFU.EX2", "HGMMA", "BRA"]
-    rows = sass.summary(
+    assert [machine_code.family(name) for name in machine_code.main_loop(LISTING)] == [
+        "SYNCS.PHASECHK",
+        "HGMMA",
+        "MUFU.EX2",
+        "HGMMA",
+        "BRA",
+    ]
+    rows = machine_code.summary(
         {"this": LISTING, "that": LISTING.replace("MUFU.EX2 R5, R6 ;", "MUFU.EX2 R5, R6 ;\n/*0048*/ FADD R1, R2 ;")}
     )
     table = {row[0]: row[1:] for row in rows}
     assert table["HGMMA"] == ["4", "2", "4", "2", "+0"] and table["FADD"] == ["0", "0", "1", "1", "+1"]
     assert table["together"] == ["12", "5", "13", "6", "+1"] and rows[1][0] == "together"
-    assert sass.main_loop("") == []
+    assert machine_code.main_loop("") == []
 
 
 def test_machine_code_of_a_kernel(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     try:
-        sass.disassemble(sass.build(CASE, "128x128s2q2").cubin)
+        machine_code.disassemble(sass.build(CASE, "128x128s2q2").cubin)
     except FileNotFoundError as error:
         pytest.skip(str(error))
     assert sass.main(["paper/18", "--config", "128x128s2q2", "--out", str(tmp_path)]) == 0
@@ -133,17 +144,17 @@ def test_roofline_position() -> None:
 
 def test_stalls_by_source_line() -> None:
     """Each instruction of a real kernel has its line, by the repository's paths; a wait inside a wrapper is its caller's."""
-    source = attn_fwd.render(PROBLEM, CONFIG)
+    source = ATTN_FWD.render(OP, CONFIG, DEVICE.arch)
     try:
         listing = compiler.disassemble(compiler.compile(source).cubin, "-c", "-gi")
     except FileNotFoundError as error:
         pytest.skip(str(error))
     places, texts = counters.source_lines(listing, source), {source.name: source.text, **dict(source.headers)}
-    count = len(sass.parse(listing)[0])
+    count = len(machine_code.parse(listing)[0])
     assert sorted(places) == [16 * i for i in range(count)]
     found = {offset: texts[path].splitlines()[int(line) - 1] for offset, at in places.items() for path, line in [at.split(":")]}
     assert not [at for at in places.values() if at.startswith(counters.WRAPPERS)]
-    names = sass.parse(listing)[0]
+    names = machine_code.parse(listing)[0]
     multiplies = ["multiply(" in found[16 * i] for i, name in enumerate(names) if name.startswith("HGMMA")]
     assert sum(multiplies) >= 0.75 * len(multiplies) > 0, "the first of a chain may have the line of what is before it"
     samples = [counters.Instruction(offset, "", 10, {"wait": 9, "selected": 1}) for offset in list(places)[:5]]
@@ -162,14 +173,14 @@ def test_counters_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_patches_apply() -> None:
     """Each changes the source, and compiles in what the library chooses for problems with and without turns."""
-    names = sorted(path.stem for path in compiling.PATCHES.glob("*.patch"))
+    names = sorted(path.stem for path in altered.PATCHES.glob("*.patch"))
     assert len(names) >= 8 and set(ablate.LEAKS) < set(names)
     sources = dict[str, compiler.Source]()
     for case in (CASE, sets.SETS["paper"][30]):
-        problem = compiling.without_lse(case.problem)
-        config = select(problem, compiling.devices.TYPICAL["sm_90a"]).config
-        plain = attn_fwd.render(problem, config)
-        patched = {f"{name}, {config}": compiling.altered(attn_fwd, name).render(problem, config) for name in names}
+        op = sets.operation(case)
+        config = select(op, DEVICE).config
+        plain = ATTN_FWD.render(op, config, DEVICE.arch)
+        patched = {f"{name}, {config}": altered.Patched(name).render(op, config, DEVICE.arch) for name in names}
         assert len({plain.key, *(source.key for source in patched.values())}) == 1 + len(names)
         sources |= patched
     with compiling.Pool(2) as pool:
@@ -180,34 +191,33 @@ def test_patches_apply() -> None:
 
 
 def test_patch_that_does_not_apply() -> None:
-    source = attn_fwd.render(PROBLEM, CONFIG)
-    text = (compiling.PATCHES / "no_overlap.patch").read_text()
+    source = ATTN_FWD.render(OP, CONFIG, DEVICE.arch)
+    text = (altered.PATCHES / "no_overlap.patch").read_text()
     with pytest.raises(ValueError, match="has not once, but 0 times"):
-        compiling.patch(compiling.patch(source, text), text)
+        altered.patch(altered.patch(source, text), text)
     with pytest.raises(ValueError, match=r"none\.cuh has not once"):
-        compiling.patch(source, text.replace("attn_fwd.cu", "none.cuh"))
+        altered.patch(source, text.replace("attn_fwd.cu", "none.cuh"))
 
 
-def test_altered_kernel_leaves_the_original_alone() -> None:
-    before = attn_fwd.render(PROBLEM, CONFIG)
-    copy = ablate.one_group(ablate.lazy(attn_fwd))
-    device = compiling.devices.TYPICAL["sm_90a"]
-    assert "using Softmax = LazyRescale;" in dict(copy.render(PROBLEM, CONFIG).headers)["config.cuh"]
-    assert copy.values(PROBLEM, CONFIG, device)["l2_head_group"] == 64 and copy.values(PROBLEM, CONFIG, device)["last_group"] == 0
-    assert attn_fwd.render(PROBLEM, CONFIG) == before and attn_fwd.values(PROBLEM, CONFIG, device)["l2_head_group"] != 64
-    assert copy.Config is attn_fwd.Config and copy.name == "attn_fwd"
+def test_ablations_leave_the_kernel_alone() -> None:
+    before = ATTN_FWD.lower(OP, CONFIG, DEVICE)
+    (lazy,) = ablate.LazySoftmax().lower(OP, CONFIG, DEVICE).launches
+    assert "using Softmax = LazyRescale;" in dict(lazy.source.headers)["config.cuh"]
+    (grouped,) = ablate.OneGroup().lower(OP, CONFIG, DEVICE).launches
+    assert grouped.source == before.launches[0].source and grouped.values["l2_head_group"] == 64
+    assert grouped.values["last_group"] == 0 and before.launches[0].values["l2_head_group"] != 64
+    assert ATTN_FWD.lower(OP, CONFIG, DEVICE) == before
 
 
 def test_ablations_change_something() -> None:
     names = [each.name for each in ablate.ABLATIONS]
     assert names[0] == "full" and len(set(names)) == len(names) and "static_order" in names and not {*ablate.LEAKS} & {*names}
     assert all(each.what.endswith(".") for each in ablate.ABLATIONS)
-    for each in ablate.ABLATIONS:
-        assert (
-            each.name == "full"
-            or dataclasses.replace(Config(192, 96, 4, 2), **each.config) != Config(192, 96, 4, 2)
-            or each.kernel(attn_fwd)
-        )
+    config = Config(192, 96, 4, 2)
+    launches = [
+        each.kernel.lower(OP, dataclasses.replace(config, **each.config), DEVICE).launches[0] for each in ablate.ABLATIONS
+    ]
+    assert len({(launch.source, str(launch.values)) for launch in launches}) == len(launches)
 
 
 def gate_run(ratios: dict[str, tuple[float, float, float]]) -> Run:
@@ -252,8 +262,8 @@ def test_gate_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys:
         for result in run.results:
             result.case = sets.to_json(CASE)
 
-    monkeypatch.setattr(machine, "gpu", lambda tool: compiling.devices.TYPICAL["sm_90a"])
-    monkeypatch.setattr(gate.bench, "measure", measure)
+    monkeypatch.setattr(machine, "gpu", lambda tool: DEVICE)
+    monkeypatch.setattr(benchmark, "measure", measure)
     monkeypatch.setitem(sets.SETS, "gate", [CASE])
     words = ["--no-tests", "--out", str(tmp_path)]
     assert gate.main(words) == 0 and (tmp_path / "gate.json").exists()
@@ -291,7 +301,7 @@ def test_verdict_counts_the_launches_of_a_class() -> None:
 def test_what_the_timing_proof_demands(monkeypatch: pytest.MonkeyPatch, leaking: tuple[bool, bool, bool]) -> None:
     """constant_time must pass and the leaky one be caught; the default may do either."""
     order = [(True,), (False,), (True, "leaky")]
-    monkeypatch.setattr(machine, "gpu", lambda tool: compiling.devices.TYPICAL["sm_90a"])
+    monkeypatch.setattr(machine, "gpu", lambda tool: DEVICE)
     monkeypatch.setattr(prove, "leaks", lambda device, launches, folder, *kernel: leaking[order.index(kernel)])
     assert prove.main(["timing"]) == (leaking[0] or not leaking[2])
 
@@ -309,18 +319,17 @@ def test_t_of_a_leak_grows_with_the_root_of_launches(tmp_path: Any) -> None:
 def test_the_clock_is_written_by_choices(name: str) -> None:
     """The kernels of the timing proof differ from the product's in one choice and one field, and compile."""
     kind, *patches = name.split("-")
-    problem = dataclasses.replace(compiling.without_lse(prove.TIMED.problem), constant_time=kind == "constant_time")
-    kernel = prove.timed(attn_fwd, 4096, *patches)
-    config = Config(128, 128, 2, 1)
-    source = kernel.render(problem, config)
+    op = sets.operation(prove.TIMED, kind == "constant_time")
+    kernel, config = prove.Timed(4096, *patches), Config(128, 128, 2, 1)
+    (launch,), (plain,) = (each.lower(op, config, DEVICE).launches for each in (kernel, ATTN_FWD))
+    source = launch.source
     header = dict(source.headers)["config.cuh"]
     assert f"using Softmax = TimedSoftmax<{'SpeculativeMax' if name == 'default' else 'ConstantTime'}>;" in header
     assert ("__all_sync" in dict(source.headers)["tile/softmax.cuh"]) is (name == "constant_time-leaky")
     assert "using Scheduler = LptScheduler<DynamicPersistent>;" in header
-    assert sorted(kernel.fields(problem)) == sorted((*attn_fwd.fields(problem), ("cycles", "i32*")))
-    device = compiling.devices.TYPICAL["sm_90a"]
-    assert kernel.values(problem, config, device)["cycles"] == 4096
-    assert kernel.grid(problem, config, device) == 64, "each block has one work"
+    assert set(launch.fields) == {*plain.fields, Field("cycles", "i32*")} and len(launch.fields) == 1 + len(plain.fields)
+    assert launch.values == {**plain.values, "cycles": 4096}
+    assert launch.grid == 64, "each block has one work"
     assert compiler.compile(source).registers > 0
 
 
@@ -340,13 +349,13 @@ def test_a_step_on_every_way_through_the_loop() -> None:
         /*0070*/              @P2 BRA `(.L_x_1) ;
         /*0080*/                   EXIT ;
 """
-    ways = [sorted(collections.Counter(map(sass.family, way)).items()) for way in occupancy.paths(text)]
+    ways = [sorted(collections.Counter(map(machine_code.family, way)).items()) for way in occupancy.paths(text)]
     assert len(ways) == 4
     assert [("BRA", 3), ("HMMA", 1)] in ways and [("BRA", 3), ("FMUL", 2), ("HMMA", 2), ("MUFU.EX2", 1)] in ways
 
 
 def test_occupancy_and_predictions() -> None:
-    device = compiling.devices.TYPICAL["sm_89"]
+    device = TYPICAL["sm_89"]
     try:
         titles, *rows = occupancy.table([device], [(64, 64)])
     except FileNotFoundError as error:
@@ -354,16 +363,19 @@ def test_occupancy_and_predictions() -> None:
     for row in (dict(zip(titles, row, strict=True)) for row in rows):
         assert row["spills"] == "0" and int(row["HMMA"]) >= 64 and int(row["LDSM"]) > 0 and int(row["LDGSTS"]) > 0
         assert int(row["blocks"]) >= 2 and int(row["step"]) > int(row["HMMA"]) + int(row["LDSM"]) + int(row["MUFU.EX2"])
-    problem = compiling.without_lse(sets.dense(8, 4096, 16, 64, False).problem)
+    op = sets.operation(sets.dense(8, 4096, 16, 64, False))
     config = attn_fwd_mma.Config(128, 64, 2, 2, 4, 2)
-    assert [occupancy.blocks(config, problem, device, registers) for registers in (255, 168, 128, 64)] == [2, 3, 3, 3]
+    assert [occupancy.blocks(config, op, device, registers) for registers in (255, 168, 128, 64)] == [2, 3, 3, 3]
     predicted = occupancy.predictions(device)[1:]
     assert len(predicted) == 26 and all(float(row[4]) >= float(row[2]) for row in predicted)
 
 
 def test_no_tool_needs_the_gpu_to_be_imported() -> None:
-    tools = [path.stem for path in (machine.ROOT / "perf").glob("*.py") if path.stem != "plain_triton"]
-    code = f"import sys\nfor name in {tools}: __import__('perf.' + name)\nprint(*{{'torch', 'matplotlib'}} & set(sys.modules))"
+    folder = machine.ROOT / "perf"
+    paths = [path for path in folder.rglob("*.py") if path.stem != "plain_triton"]
+    names = [".".join(path.relative_to(machine.ROOT).with_suffix("").parts) for path in paths]
+    assert "perf.bench" in names and "perf.lib.sets" in names
+    code = f"import sys\nfor name in {names}: __import__(name)\nprint(*{{'torch', 'matplotlib'}} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=machine.ROOT, check=True, capture_output=True, text=True)
     assert ran.stdout.split() == []
 
@@ -372,3 +384,18 @@ def test_cases_by_name() -> None:
     assert sets.pick("paper/21") == sets.SETS["paper"][21] and sets.pick("smoke") == sets.SETS["smoke"][0]
     assert sets.pick(json.dumps(sets.to_json(CASE))) == CASE
     assert report.table([["x"]]) == "x"
+
+
+def test_no_command_imports_another() -> None:
+    """What they share is in perf/lib, which imports no command."""
+    folder = machine.ROOT / "perf"
+    commands = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {"bench", "gate"} < commands
+    found = []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                outside = node.level == (1 if path.parent == folder else 2) or node.module == "perf"
+                names = {alias.name for alias in node.names} if node.module in (None, "perf") else {node.module.split(".")[0]}
+                found += [f"{path.name}: {name}" for name in names & commands if outside]
+    assert not found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import itertools
@@ -17,17 +16,22 @@ from typing import Any
 
 import pytest
 
-from perf import bench, machine, peers, plot, report, sets, timing
-from perf.checking import Check, failure
-from perf.timing import Call, Load
+from perf import bench, plot
+from perf.lib import benchmark, machine, ours, peers, report, sets, timing
+from perf.lib.benchmark import Settings
+from perf.lib.checking import Check, failure
+from perf.lib.task import Task, Unserved
+from perf.lib.timing import Call, Load
 from rawattn import compiler, reference
 from rawattn.device import TYPICAL
 from rawattn.errors import CompileError
-from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
+from rawattn.kernel import attn_fwd, attn_fwd_mma
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.testing import Case
 
 torch = pytest.importorskip("torch")
-OPTIONS = {"protocol": "burst", "rounds": None, "seed": 0, "quick": False, "configs": ""}
 
 
 class Clock(timing.Gpu):
@@ -58,27 +62,27 @@ class Clock(timing.Gpu):
 @pytest.fixture
 def run_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(case: Case, names: list[str], found: dict[str, peers.Adapter], **options: Any) -> report.Result:
-        make = peers.Task.make.__func__
-        monkeypatch.setattr(peers.Task, "make", classmethod(lambda cls, case, seed: make(cls, case, seed, "cpu")))
+        make = Task.make.__func__
+        monkeypatch.setattr(Task, "make", classmethod(lambda cls, case, seed: make(cls, case, seed, "cpu")))
         monkeypatch.setattr(timing, "Gpu", Clock)
-        monkeypatch.setattr(peers, "config_name", str)
-        return bench.Bench(argparse.Namespace(**{**OPTIONS, **options}), found).case(case, names)
+        monkeypatch.setattr(ours, "config_name", str)
+        return benchmark.Benchmark(Settings(**options), found).case(case, names)
 
     return run
 
 
-def wrong(task: peers.Task) -> Call:
+def wrong(task: Task) -> Call:
     return Call(lambda: task.q * 2)
 
 
-def hole(task: peers.Task) -> Call:
+def hole(task: Task) -> Call:
     """Right on the sampled rows, but with one element that was never written."""
-    good = peers.ours(task, "ours").run()
+    good = ours.ours(task, "ours").run()
     good[0, 77, 0, 3] = float("nan")
     return Call(lambda: good)
 
 
-def broken(task: peers.Task) -> Call:
+def broken(task: Task) -> Call:
     raise RuntimeError("an error\nwith details")
 
 
@@ -115,9 +119,9 @@ def test_rounds_are_interleaved_and_shuffled() -> None:
 
 def made_run() -> report.Run:
     results = []
-    for case, ours, theirs in zip(sets.SETS["paper"][:4], (100.0, 50.0, 200.0, 80.0), (110.0, 60.0, 190.0, 100.0), strict=True):
+    for case, mine, theirs in zip(sets.SETS["paper"][:4], (100.0, 50.0, 200.0, 80.0), (110.0, 60.0, 190.0, 100.0), strict=True):
         result = report.Result(sets.label(case), sets.to_json(case), sets.flops(case), 1000, "events")
-        for name, us in (("ours", ours), ("fa3", theirs), ("cudnn", 2 * theirs)):
+        for name, us in (("ours", mine), ("fa3", theirs), ("cudnn", 2 * theirs)):
             result.timings.append(report.Timing(name))
             result.timings[-1].take([[us, us * 1.01, us * 0.99]] * 5, result.flops, result.bytes)
         result.timings.append(report.Timing("fa2", failure="out of memory"))
@@ -192,37 +196,39 @@ def test_cases_of_a_file(tmp_path: pathlib.Path) -> None:
     ]
 
 
-def test_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, problem = TYPICAL["sm_90a"], sets.SETS["paper"][12].problem
-    for kernel in (attn_fwd, attn_fwd_mma, attn_fwd_simt):
-        for config in kernel.candidates(problem, device):
-            assert peers.parse_config(kernel.Config, peers.config_name(config)) == config
-    assert peers.config_name(attn_fwd_mma.Config(64, 32, 3, 1, 4, 2)) == "64x32st3sl1q4b2"
-    assert peers.parse_config(attn_fwd.Config, "192x96") == attn_fwd.Config(192, 96)
+def test_config_names() -> None:
+    device, op = TYPICAL["sm_90a"], sets.SETS["paper"][12].op
+    for kernel in (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT):
+        for config in kernel.candidates(op, device):
+            assert ours.parse_config(kernel.config_type, ours.config_name(config)) == config
+    assert ours.config_name(attn_fwd_mma.Config(64, 32, 3, 1, 4, 2)) == "64x32s3m1q4c2p0"
+    assert ours.parse_config(attn_fwd.Config, "192x96") == attn_fwd.Config(192, 96)
     with pytest.raises(ValueError, match="no configuration"):
-        peers.parse_config(attn_fwd.Config, "fast")
-    options = peers.our_options(Case(causal=True), "ours:attn_fwd/128x96s2q2")
+        ours.parse_config(attn_fwd.Config, "fast")
+    options = ours.our_options(Case(causal=True), "ours:attn_fwd/128x96s2q2")
     assert options == {"causal": True, "kernel": "attn_fwd", "config": attn_fwd.Config(128, 96, 2, 2)}
-    monkeypatch.setattr(peers, "KERNEL", "attn_fwd_mma")
-    assert peers.our_options(Case(), "ours") == {"kernel": "attn_fwd_mma"}
-    assert peers.our_options(Case(), "ours:64x32")["config"] == attn_fwd_mma.Config(64, 32)
-    monkeypatch.undo()
-    assert peers.our_options(Case(), "ours") == {}
-    names = bench.our_names(sets.SETS["paper"][12], "all", device)
+    assert ours.our_options(Case(), "ours", "attn_fwd_mma") == {"kernel": "attn_fwd_mma"}
+    assert ours.our_options(Case(), "ours:64x32", "attn_fwd_mma")["config"] == attn_fwd_mma.Config(64, 32)
+    assert ours.our_options(Case(), "ours:attn_fwd/64x32", "attn_fwd_mma")["kernel"] == "attn_fwd"
+    assert ours.our_options(Case(), "ours") == {}
+    names = ours.our_names(sets.SETS["paper"][12], "all", device)
     assert names[0] == "ours" and len(names) > 10
-    assert len(list(bench.sources({sets.SETS["paper"][12]: [*names, "ours:64x256"]}, device))) == len(names), (
+    assert len(list(ours.sources({sets.SETS["paper"][12]: [*names, "ours:64x256"]}, device))) == len(names), (
         "what cannot run is left away"
     )
 
 
-@pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "prove", "tune"])
+@pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "host", "prove", "tune"])
 def test_without_a_gpu(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.driver, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match=f"perf.{tool}: no NVIDIA GPU here"):
         importlib.import_module(f"perf.{tool}").main([])
 
 
-@pytest.mark.parametrize("tool", ["ablate", "bench", "counters", "gate", "plot", "prove", "sass", "tune"])
+COMMANDS = sorted(path.stem for path in (machine.ROOT / "perf").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("tool", COMMANDS)
 def test_help(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         importlib.import_module(f"perf.{tool}").main(["--help"])
@@ -232,7 +238,7 @@ def test_help(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     made = made_run()
 
-    class Interrupted(bench.Bench):
+    class Interrupted(benchmark.Benchmark):
         def __init__(self, *_: Any) -> None: ...
         def ceilings(self) -> dict[str, float]:
             return made.ceilings
@@ -242,8 +248,8 @@ def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, t
                 raise KeyboardInterrupt
             return made.results.pop(0)
 
-    monkeypatch.setattr(bench, "Bench", Interrupted)
-    monkeypatch.setattr(bench, "sources", lambda *_: ())
+    monkeypatch.setattr(benchmark, "Benchmark", Interrupted)
+    monkeypatch.setattr(benchmark, "sources", lambda *_: ())
     monkeypatch.setattr(machine.driver, "device_count", lambda: 1)
     monkeypatch.setattr(machine.driver, "device", lambda index: TYPICAL["sm_90a"])
     assert bench.main(["--set", "paper", "--out", str(tmp_path), "--peers", ""]) == 130
@@ -276,20 +282,21 @@ def test_arguments_of_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None
     seen: dict[str, Any] = {}
     operator = types.SimpleNamespace(fwd=lambda q, k, v, **options: (seen.update(options), (q,))[1])
     monkeypatch.setattr(torch.ops, "flash_attn_3", operator, raising=False)
-    task = peers.Task.make(sets.dense(1, 64, 4, 64, True, window=(16, 0)), device="cpu")
+    task = Task.make(sets.dense(1, 64, 4, 64, True, window=(16, 0)), device="cpu")
     assert peers.fa3(task).run() is task.q
     assert seen == {"window_size_left": 16, "window_size_right": 0, "softmax_scale": 0.125, "is_causal": True, "num_splits": 1}
-    task = peers.Task.make(sets.packed(3, 64, tokens=100), device="cpu")
+    task = Task.make(sets.packed(3, 64, tokens=100), device="cpu")
     peers.fa3(task).run()
     lengths = [n for n, _ in task.case.lengths or ()]
     assert seen["cu_seqlens_q"].tolist() == [0, lengths[0], sum(lengths[:2]), 100] and seen["cu_seqlens_k"].dtype == torch.int32
     assert seen["max_seqlen_q"] == seen["max_seqlen_k"] == max(lengths) and seen["is_causal"] is True
-    with pytest.raises(peers.Unserved, match="no softcap"):
-        peers.fa3(peers.Task.make(sets.dense(1, 8, 1, 64, True, softcap=30.0), device="cpu"))
+    with pytest.raises(Unserved, match="no softcap"):
+        peers.fa3(Task.make(sets.dense(1, 8, 1, 64, True, softcap=30.0), device="cpu"))
 
 
 def test_failure_names_no_folder() -> None:
-    source = dataclasses.replace(attn_fwd.render(sets.dense(1, 8, 1, 64, True).problem, attn_fwd.Config()), text="#error no\n")
+    plain = ATTN_FWD.render(sets.dense(1, 8, 1, 64, True).op, attn_fwd.Config(), "sm_90a")
+    source = dataclasses.replace(plain, text="#error no\n")
     with pytest.raises(CompileError) as caught:
         compiler.compile(source)
     assert str(caught.value.source) in str(caught.value)
@@ -355,7 +362,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
 
 
 def error(case: Case, adapter: peers.Adapter) -> float:
-    task = peers.Task.make(case, device="cpu")
+    task = Task.make(case, device="cpu")
     return Check(task)(adapter(task))
 
 
@@ -404,7 +411,7 @@ def test_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error(case, adapter) < 5e-3
     Wrapper.expected = (2, 2, 16, 16)
     assert error(LENGTHS, adapter) < 5e-3
-    with pytest.raises(peers.Unserved, match="causal only"):
+    with pytest.raises(Unserved, match="causal only"):
         error(dataclasses.replace(ROWS, window=(5, None)), adapter)
 
 
@@ -422,7 +429,7 @@ def test_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, alike = peers.PEERS["xformers"][1], dataclasses.replace(ROWS, kv_heads=4)
     for case in (alike, dataclasses.replace(alike, causal=True, kv_len=40, scale=0.3)):
         assert error(case, adapter) < 5e-3
-    with pytest.raises(peers.Unserved, match="grouped heads"):
+    with pytest.raises(Unserved, match="grouped heads"):
         error(ROWS, adapter)
 
 
@@ -448,7 +455,7 @@ def test_packed_sequences_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     assert error(LENGTHS, peers.PEERS["fa2"][1]) < 5e-3
-    with pytest.raises(peers.Unserved, match="no softcap"):
+    with pytest.raises(Unserved, match="no softcap"):
         error(dataclasses.replace(LENGTHS, softcap=1.0), peers.PEERS["fa2"][1])
-    with pytest.raises(peers.Unserved, match="no lengths"):
+    with pytest.raises(Unserved, match="no lengths"):
         error(LENGTHS, peers.PEERS["cudnn"][1])

@@ -1,4 +1,4 @@
-"""Named sets of cases, and what a timing says about a case: a short label, its floating-point operations and bytes."""
+"""Named sets of cases, and what a timing says about a case: a short label, its operation and floating-point operations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.operation import Forward
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
 
@@ -99,8 +100,14 @@ def mask_label(case: Case) -> str:
 def flops(case: Case) -> int:
     """Multiplications and additions of both products over the pairs that the mask keeps, counted for every sequence."""
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
-    kept = {pair: kept_pairs(case.problem.mask, *pair) for pair in set(lengths)}
+    kept = {pair: kept_pairs(case.op.mask, *pair) for pair in set(lengths)}
     return 2 * (case.head_dim + case.head_dim_v) * case.heads * sum(kept[pair] for pair in lengths)
+
+
+def operation(case: Case, constant_time: bool = False) -> Forward:
+    """The operation that a plain call of the case computes; ``Case.op`` is the one with lse."""
+    spec = dataclasses.replace(case.op.spec, return_lse=False, constant_time=constant_time)
+    return dataclasses.replace(case.op, spec=spec)
 
 
 def pick(text: str) -> Case:

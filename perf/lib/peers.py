@@ -1,4 +1,4 @@
-"""The contenders: our own configurations, and one small adapter for each library that computes the same.
+"""The peers: one small adapter for each library that computes the same.
 
 An adapter makes a ``Call`` of a ``Task`` and raises ``Unserved`` where the library cannot do the case. It may lay out its own
 copies of the inputs first: what is timed is the call alone.
@@ -7,120 +7,23 @@ copies of the inputs first: what is timed is the call alone.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import lzma
 import pathlib
-import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import rawattn
-from rawattn import driver
-from rawattn.plan import Plan
-from rawattn.select import KERNELS, Selection
 from rawattn.testing import Case
 
+from .ours import ours
+from .task import Task, Unserved
 from .timing import Call
 
 MATH_BYTES = 8 << 30  # most that the plain formula may take for its logits
-KERNEL: str | None = None  # what ours asks for; None where the library chooses
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-
-
-class Unserved(Exception):
-    """The peer does not compute this case; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A case with its inputs on the GPU, torch tensors of N(0, 1). ``packed`` are cu_seqlens and maximal lengths, of q and k."""
-
-    case: Case
-    q: Any
-    k: Any
-    v: Any
-    packed: tuple[Any, ...] = ()
-
-    @classmethod
-    def make(cls, case: Case, seed: int = 0, device: str = "cuda") -> Task:
-        import torch
-
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        random, dtype = torch.Generator(device).manual_seed(seed), dtypes[case.dtype]
-        rows: list[tuple[int, ...]] = [(case.batch, case.q_len), (case.batch, case.kv_len)]
-        packed: tuple[Any, ...] = ()
-        if case.lengths is not None:
-            lengths = [torch.tensor([0, *each], device=device) for each in zip(*case.lengths, strict=True)]
-            rows = [(int(each.sum()),) for each in lengths]
-            packed = (*(each.cumsum(0).int() for each in lengths), *(int(each.max()) for each in lengths))
-        sizes = (0, case.heads, case.head_dim), (1, case.kv_heads, case.head_dim), (1, case.kv_heads, case.head_dim_v)
-        q, k, v = (torch.randn(*rows[i], *rest, device=device, dtype=dtype, generator=random) for i, *rest in sizes)
-        return cls(case, q, k, v, packed)
-
-    @functools.cached_property
-    def heads_first(self) -> list[Any]:
-        """Copies of q, k, v as (batch, heads, length, dim), the layout of torch."""
-        return [x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v)]
-
-    @property
-    def o_shape(self) -> tuple[int, ...]:
-        return (*self.q.shape[:-1], self.case.head_dim_v)
-
-    def refuse(self, *names: str) -> None:
-        """Raises Unserved where the case has a mask object, or what is named: lengths (packed sequences), window, softcap."""
-        for name in ("mask", *names):
-            if getattr(self.case, name) is not None:
-                raise Unserved(f"no {name}")
-
-
-def short_names(config_type: Any) -> dict[str, str]:
-    """Fields of a configuration but for its tile: as many letters as tell them apart -> the name."""
-    names = [f.name for f in dataclasses.fields(config_type) if not f.name.startswith("tile_")]
-    return {
-        next(name[:n] for n in range(1, len(name) + 1) if sum(other.startswith(name[:n]) for other in names) == 1): name
-        for name in names
-    }
-
-
-def config_name(config: Any) -> str:
-    """A configuration in a few characters: the tile, then the other fields by their first letters, such as ``128x96s2q2``."""
-    rest = (f"{short}{int(getattr(config, name))}" for short, name in short_names(config).items())
-    return f"{config.tile_q}x{config.tile_kv}{''.join(rest)}"
-
-
-def parse_config(config_type: Any, text: str) -> Any:
-    """The configuration that ``config_name`` shortens to ``text``; fields left away keep their defaults."""
-    match, names = re.fullmatch(r"(\d+)x(\d+)((?:[a-z]+\d+)*)", text), short_names(config_type)
-    if match is None:
-        raise ValueError(f"{text!r} is no configuration; write one as 128x96s2q2")
-    rest = {names[letters]: int(number) for letters, number in re.findall(r"([a-z]+)(\d+)", match[3])}
-    return config_type(tile_q=int(match[1]), tile_kv=int(match[2]), **rest)
-
-
-def our_options(case: Case, name: str) -> dict[str, Any]:
-    """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``."""
-    kernel, _, config = name.removeprefix("ours").removeprefix(":").rpartition("/")
-    if not config:
-        return case.options | ({"kernel": KERNEL} if KERNEL else {})
-    module = next((k for k in KERNELS if k.name == (kernel or KERNEL)), KERNELS[0])
-    return case.options | {"kernel": module.name, "config": parse_config(module.Config, config)}
-
-
-def ours(task: Task, name: str) -> Call:
-    options, inputs = our_options(task.case, name), (task.q, task.k, task.v, *task.packed)
-    attention = rawattn.attention_varlen if task.packed else rawattn.attention
-    return Call(lambda: attention(*inputs, **options), detail=config_name(rawattn.plan(*inputs, **options).config))
-
-
-def our_plan(task: Task, name: str) -> Callable[[], Any]:
-    """``Plan.run`` with ``out=``: the least that a call of ours costs the host."""
-    inputs, out = (task.q, task.k, task.v, *task.packed[:2]), task.q.new_empty(task.o_shape)
-    plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name))
-    return lambda: plan.run(*inputs, out=out)
 
 
 def sdpa(backend: str, task: Task) -> Call:
@@ -196,7 +99,7 @@ def fa3(task: Task) -> Call:
     task.refuse("softcap")
     (left, right), more = window_of(task.case), dict(zip(PACKED, task.packed, strict=bool(task.packed)))
     more |= {"window_size_left": left, "window_size_right": right} if task.case.window else {}
-    more |= {"softmax_scale": task.case.problem.scale, "is_causal": task.case.causal, "num_splits": 1}
+    more |= {"softmax_scale": task.case.op.scale, "is_causal": task.case.causal, "num_splits": 1}
     forward, q, k, v = torch.ops.flash_attn_3.fwd, task.q, task.k, task.v
     return Call(lambda: forward(q, k, v, **more)[0])
 
@@ -250,7 +153,7 @@ def triton(task: Task) -> Call:
     case = task.case
     if case.head_dim != case.head_dim_v or case.head_dim & (case.head_dim - 1):
         raise Unserved("head_dim is no power of two")
-    return Call(lambda: attention(task.q, task.k, task.v, case.causal, case.problem.scale))
+    return Call(lambda: attention(task.q, task.k, task.v, case.causal, case.op.scale))
 
 
 Adapter = Callable[[Task], Call]
@@ -284,12 +187,6 @@ def installed(fa3_file: str | None = None, names: str | None = None) -> dict[str
     return {name: found[name] for name in wanted}
 
 
-def prepare(name: str, task: Task, peers: dict[str, Adapter]) -> Call:
-    """A contender on a task. Raises Unserved, or whatever the library raises."""
-    return ours(task, name) if name.startswith("ours") else peers[name](task)
-
-
-def plan_of(task: Task, kernel: Any, config: Any, constant_time: bool = False) -> Plan:
-    """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
-    problem = dataclasses.replace(task.case.problem, return_lse=False, constant_time=constant_time)
-    return Plan(problem, driver.device(task.q.get_device()), Selection(kernel, config, "", ()), "torch")
+def prepare(name: str, task: Task, peers: dict[str, Adapter], kernel: str | None = None) -> Call:
+    """A contender on a task; ``kernel`` is what ours asks for. Raises Unserved, or whatever the library raises."""
+    return ours(task, name, kernel) if name.startswith("ours") else peers[name](task)

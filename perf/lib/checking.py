@@ -9,7 +9,7 @@ import numpy as np
 
 import rawattn.reference
 
-from .peers import Task, Unserved
+from .task import Task, Unserved
 from .timing import Call
 
 TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3, "fp32": 4e-6}  # of the relative error; peers stand at 2e-3, 3e-4 and 1e-6

@@ -25,11 +25,11 @@ def child(name: str, fa3: str | None) -> dict[str, float]:
     clock.append(time.perf_counter())
     torch.zeros(1, device="cuda").item()
     clock.append(time.perf_counter())
-    from . import peers, sets
+    from . import peers, sets, task
 
     found = {} if name == "ours" else peers.installed(fa3 if name == "fa3" else None)
     clock.append(time.perf_counter())
-    call = peers.prepare(name, peers.Task.make(sets.dense(2, 1024, 16, 128, True)), found)
+    call = peers.prepare(name, task.Task.make(sets.dense(2, 1024, 16, 128, True)), found)
     for _ in range(3):
         torch.cuda.synchronize()
         clock.append(time.perf_counter())
@@ -44,7 +44,7 @@ def measure(names: Sequence[str], fa3: str | None = None) -> list[dict[str, Any]
     for name in names:
         with tempfile.TemporaryDirectory() as cache:
             for state in (" cold", " warm") if name == "ours" else ("",):
-                code = f"import json; from perf import cold; print(json.dumps(cold.child({name!r}, {fa3!r})))"
+                code = f"import json; from perf.lib import cold; print(json.dumps(cold.child({name!r}, {fa3!r})))"
                 words, environment = [sys.executable, "-c", code], {**os.environ, "RAWATTN_CACHE": cache}
                 ran = subprocess.run(words, cwd=machine.ROOT, capture_output=True, text=True, env=environment)
                 times = {"failure": ran.stderr[-200:]} if ran.returncode else json.loads(ran.stdout.splitlines()[-1])
