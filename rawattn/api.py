@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,15 +17,18 @@ from .errors import ProblemError
 from .operation import Forward
 from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, one_or_all
 from .program import Program
-from .select import Selection, select, warn_once
+from .select import FEW_ROWS, Selection, select, three_bits, warn_once
 from .spec import Spec, Window
+from .tma import ALIGNMENT, readable
 from .variant.mask import Mask
 from .variant.score import Score
 
-KEPT_PLANS = 4096
+KEPT_PLANS, KEPT_CALLS = 4096, 1024
 _plans: dict[Any, Plan] = {}
+_families: dict[Any, Plan] = {}
 _calls: dict[Any, GpuCall] = {}
 _logged: set[Any] = set()
+_torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
 
 
 def attention(
@@ -50,7 +54,8 @@ def attention(
         mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
-        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs.
+        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
+            where torch traces, transforms or casts the call.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
@@ -59,7 +64,10 @@ def attention(
             Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
             clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.
         deterministic: accepted for flash-attn's users; results are always the same bits.
-        kernel, config: instead of what ``rawattn.explain`` shows.
+        kernel, config: instead of what ``rawattn.explain`` shows; as ``out``.
+
+    Where torch traces, transforms or counts, the call goes through ``torch.ops.rawattn.attention``. Under autocast q, k and v are
+    cast as for torch's ``scaled_dot_product_attention``: all but float64 to autocast's dtype.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
@@ -134,7 +142,7 @@ def plan(
     NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    return _plan(arrays.named(Forward.names, given), _options(**options), lengths, kernel, config, on_compile)
+    return _plan(arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
 
 
 def explain(
@@ -209,7 +217,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _options(
+def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
     deterministic: bool = True,
@@ -233,6 +241,19 @@ def _key(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
+    global _torch_op
+    if _torch_op is None and "torch" in sys.modules:
+        from . import torch_op as _torch_op
+    if _torch_op is not None and _torch_op.intercepts(given):
+        return _torch_op.attention(given, options, lengths, kernel, config, out)
+    return run(given, options, lengths, kernel, config, out)
+
+
+def run(
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None = None, config: Any = None,
+    out: Any = None,
+) -> Any:  # fmt: skip
+    """Computes a call on arrays that have memory; ``options`` are those that ``options_of`` gives."""
     signatures = arrays.signatures(given)
     try:
         key: Any = (signatures, _key(options, lengths, kernel, config))
@@ -240,13 +261,50 @@ def _run(
     except TypeError:  # an option that cannot be hashed is a wrong one
         key = call = None
     if call is None:
-        found = arrays.named(Forward.names, given)
-        plan = _plan(found, options, lengths, kernel, config)
-        bound = plan.bind(found)
+        family = None if key is None else _family(signatures, key[1])
+        plan = _families.get(family)
+        if plan is None:
+            found = arrays.named(Forward.names, given)
+            plan = _plan(found, options, lengths, kernel, config)
+            bound = plan.bind(found)
+            if family is not None and not plan.device.is_cpu:
+                cache_put(_families, family, plan, KEPT_PLANS)
+        else:
+            bound = _resized(plan, signatures)
         if isinstance(bound, GpuCall) and key is not None and None not in signatures:
-            cache_put(_calls, key, bound, KEPT_PLANS)
+            cache_put(_calls, key, bound, KEPT_CALLS)
         return one_or_all(bound(given[0], out))
     return one_or_all(call(given[0], out))
+
+
+def _family(signatures: tuple[Any, ...], options: Any) -> Any:
+    """A key that calls share which differ in places, and in lengths that one selection serves; None where they must be looked at.
+
+    A decode loop, whose keys grow at every step, costs the host a fifth of a first call by it.
+    """
+    if len(signatures) != 3 or None in signatures:
+        return None
+    (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
+    for _, dtype_each, shape, strides, device, _ in signatures:
+        plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
+        if not plain or not readable(shape, strides, dtype.itemsize, 0):
+            return None
+    (batch, q_len), kv_len = q_sizes, k_shape[1]
+    if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
+        return None
+    if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
+        return None
+    sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
+    return (dtype, signatures[0][4:], sizes, options)
+
+
+def _resized(plan: Plan, signatures: tuple[Any, ...]) -> GpuCall:
+    """The call of a plan of the same family on arrays of other lengths or in other places."""
+    q, k, v = map(arrays.of_signature, signatures)
+    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+    if (batch, q_len, kv_len) != (plan.op.batch, plan.op.q_len, plan.op.kv_len):
+        plan = plan.resized(plan.op.resized(batch, q_len, kv_len))
+    return GpuCall(plan, {"q": q, "k": k, "v": v})
 
 
 def _plan(
@@ -285,3 +343,7 @@ def _log(op: Forward) -> None:
         _logged.add((path, line))
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+if "torch" in sys.modules:  # torch.ops.rawattn: compiled and saved programs may name it before any call
+    from . import torch_op as _torch_op

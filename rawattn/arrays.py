@@ -39,6 +39,10 @@ class Array(NamedTuple):
     def is_cpu(self) -> bool:
         return self.device == CPU
 
+    def without_memory(self) -> Array:
+        """The same, which keeps no memory alive."""
+        return self if self.object is None else self._replace(object=None)
+
 
 def _read_torch(x: Any, name: str) -> Array:
     if not (x.is_cuda or x.is_cpu):
@@ -48,22 +52,33 @@ def _read_torch(x: Any, name: str) -> Array:
     dtype = _torch_names().get(x.dtype)
     try:
         found = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
+        last = x.storage_offset() + sum((n - 1) * s for n, s in zip(found.shape, found.strides, strict=True))
+        fits = (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError) as error:
         raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
-    if found.pointer == 0 and 0 not in found.shape:
-        raise ProblemError(f"{name} is a {type(x).__name__} of shape {tuple(x.shape)} that has no memory; give a real tensor.")
+    if not fits and 0 not in found.shape:  # the pointer alone does not tell: in a freed storage it is the offset
+        raise ProblemError(
+            f"{name} is a {type(x).__name__} of shape {tuple(x.shape)} that has no memory for its elements (a storage that was "
+            "freed, as FSDP does?); give a real tensor."
+        )
     return found
 
 
 def _pending(x: Any) -> str | None:
     """The reason why a tensor's memory does not hold its numbers; None where it does."""
     torch = sys.modules["torch"]
-    if type(x) not in _plain_tensors and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return "which has no memory of its own; give a plain tensor, or call torch.ops.rawattn.attention where it is traced"
-    if x.is_neg():
-        return "with a pending negation (its negative bit is set); give x.resolve_neg()"
+    if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
+        return "which has no shape yet; run the module that makes it first"
     if x.is_nested:
         return "which is nested; give its values and offsets to rawattn.attention_varlen"
+    if type(x).__name__ == "MaskedTensor":
+        return "whose mask would be ignored; give its data, or a mask of attention"
+    if type(x) not in _plain_tensors and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "which has no memory of its own; give a plain tensor, or call rawattn.attention itself"
+    if x.is_neg():
+        return "with a pending negation (its negative bit is set); give x.resolve_neg()"
+    if x.is_conj():
+        return "with a pending conjugation (its conjugate bit is set); give x.resolve_conj()"
     if x.layout is not torch.strided:
         return f"with layout {x.layout}; it must be strided"
     if torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -133,13 +148,14 @@ def _read_foreign(x: Any, name: str) -> Array:
 
 _readers: dict[type, Callable[[Any, str], Array]] = {}
 _plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the first tensor on
+_forward_ad: Any = None  # torch.autograd.forward_ad, likewise
 
 
 def _reader(cls: type) -> Callable[[Any, str], Array]:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(cls, torch.Tensor):
-        global _tensor, _plain_tensors
-        _tensor, _plain_tensors = torch.Tensor, (torch.Tensor, torch.nn.Parameter)
+        global _tensor, _plain_tensors, _forward_ad
+        _tensor, _plain_tensors, _forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -152,7 +168,10 @@ def read(x: Any, name: str) -> Array:
     reader = _readers.get(cls)
     if reader is None:
         reader = _readers[cls] = _reader(cls)
-    return reader(x, name)
+    found = reader(x, name)
+    if found.pointer == 0 and 0 not in found.shape:
+        raise ProblemError(f"{name} is a {cls.__name__} of shape {tuple(found.shape)} that has no memory; give a real array.")
+    return found
 
 
 _tensor: Any = ()  # torch.Tensor, from the first tensor on
@@ -178,6 +197,8 @@ def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
 
 def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The signature of each array; None for one that has none, and () where there is no array."""
+    if _forward_ad is not None and _forward_ad._current_level >= 0:  # each is read whole, which finds tangents
+        return (None,) * len(given)
     return tuple(map(signature, given))
 
 
@@ -224,6 +245,17 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def made(x: Any, shape: tuple[int, ...]) -> Array:
+    """An array that ``maker`` made, of which only the address is not known."""
+    return Array("", CPU, "", shape, _contiguous(shape), address(x), None)
+
+
+def of_signature(signature: tuple[Any, ...]) -> Array:
+    """The array that a signature is of."""
+    pointer, dtype, shape, strides, device, _ = signature
+    return Array("torch", device, _torch_names()[dtype], shape, strides, pointer, None)
 
 
 def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -52,6 +52,12 @@ class Plan:
             self.program = selection.kernel.lower(op, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
 
+    def resized(self, op: Forward) -> Plan:
+        """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
+        found = object.__new__(Plan)
+        found.__dict__ |= self.__dict__ | {"op": op, "_calls": {}, "program": self._kernel.lower(op, self.config, self.device)}
+        return found
+
     @property
     def binaries(self) -> tuple[compiler.Binary, ...]:
         return tuple(loaded.binary for loaded in self._loaded)
@@ -172,8 +178,8 @@ class GpuCall:
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         assert plan.program is not None
-        like = given[plan.op.inputs[0].name]
-        self._given = {name: array._replace(object=None) for name, array in given.items()}  # keeps no memory alive
+        like = next(iter(given.values()))
+        self._given = {name: array.without_memory() for name, array in given.items()}
         self._plan, self._device = plan, like.device
         self._program: Program = plan.program
         self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
@@ -182,10 +188,11 @@ class GpuCall:
         self._new_scratch = arrays.maker(like, (scratch,), "uint8") if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
-        self._args = [
-            loaded.layout.pack.pack(*(self._filled(field, launch) for field in launch.fields))
-            for launch, loaded in zip(plan.program.launches, plan._loaded, strict=True)
-        ]
+        with driver.current(self._device):  # which the driver wants for tensor maps
+            self._args = [
+                loaded.layout.pack.pack(*[self._filled(field, launch) for field in launch.fields])
+                for launch, loaded in zip(plan.program.launches, plan._loaded, strict=True)
+            ]
 
     def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library."""
@@ -215,15 +222,16 @@ class GpuCall:
 
     def _place(self, out: Any) -> Any:
         """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
-        return arrays.signature(out) if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
+        return arrays.signatures((out,))[0] if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
 
     def _prepare(
         self, results: Sequence[Any], out: Any, scratch: Any, stream: int, stream_id: int, capturing: bool
     ) -> tuple[driver.Launch, ...]:
         """The launches on a stream, with all that was open filled in."""
-        found = {operand.name: arrays.read(x, "out") for operand, x in zip(self._plan.op.outputs, results, strict=True)}
+        found = {operand.name: arrays.made(x, operand.shape) for operand, x in zip(self._plan.op.outputs, results, strict=True)}
         if out is not None:
             first = self._plan.op.outputs[0]
+            found[first.name] = arrays.read(out, "out")
             check_out(found[first.name], out, self._given["q"], first.shape)
             if self._program.launches:
                 check_output("out", found[first.name], self._plan._kernel.alignment, self._given.items())
@@ -260,8 +268,7 @@ class GpuCall:
         if 0 in array.shape:  # it is never read, but a map must be of something
             array = self._given["q"]
         shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
-        with driver.current(self._device):
-            encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
+        encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
 
 
@@ -281,7 +288,7 @@ class CpuCall:
     """A plan on arrays in this machine's memory."""
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
-        like = given[plan.op.inputs[0].name]
+        like = next(iter(given.values()))
         self._plan, self._given = plan, given
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
 

@@ -51,8 +51,8 @@ def select(op: Forward, device: Device, kernel: str | None = None, config: Any =
         classes = " or ".join(f"{type(k).__module__}.Config" for k in KERNELS)
         raise ProblemError(f"config is {config!r}; it must be None or {classes}.")
     sizes = op.batch, op.q_len, op.kv_len, op.total_q, op.total_kv
-    if op.total_q * op.heads < 1 << 27:  # near the limits every row counts
-        sizes = tuple(map(_three_bits, sizes))  # type: ignore[assignment]
+    if op.total_q * op.heads < FEW_ROWS:
+        sizes = tuple(map(three_bits, sizes))  # type: ignore[assignment]
     key = (op.kind, op.spec, op.layout, op.heads, op.kv_heads, sizes, device, kernel, config)
     found = _selections.get(key)
     if found is None:
@@ -69,6 +69,7 @@ def select(op: Forward, device: Device, kernel: str | None = None, config: Any =
 
 
 KEPT_SELECTIONS = 4096
+FEW_ROWS = 1 << 27  # of all heads: from here on, near the limits, every row counts
 _selections: dict[Any, Selection] = {}
 
 
@@ -78,7 +79,7 @@ def forget() -> None:
     config_set.cache_clear()
 
 
-def _three_bits(n: int) -> int:
+def three_bits(n: int) -> int:
     """The next number from ``n`` up that has three significant bits, so that lengths of nearly the same size, such as those of
     the steps of a decode loop, share one selection. A number near the limit of a length stays."""
     step = 1 << max(0, n.bit_length() - 3)

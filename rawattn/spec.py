@@ -82,6 +82,7 @@ def option_to_json(option: Option) -> dict[str, Any]:
     """The class of a mask or score and its fields."""
     fields = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
     values = {name: option_to_json(value) if isinstance(value, Option) else value for name, value in fields.items()}
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     return {"class": f"{type(option).__module__}:{type(option).__qualname__}", **values}
 
 

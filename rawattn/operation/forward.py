@@ -56,13 +56,10 @@ class Forward:
         if not self.varlen:
             object.__setattr__(self, "total_q", self.batch * self.q_len)
             object.__setattr__(self, "total_kv", self.batch * self.kv_len)
-        for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
+        for name in ("head_dim", "head_dim_v"):
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.heads % self.kv_heads:
-            raise ProblemError(
-                f"q has {self.heads} heads but k has {self.kv_heads}; the heads of q must be a multiple of those of k and v."
-            )
+        _check_heads(self.heads, self.kv_heads)
         if self.batch < 0:
             raise ProblemError(f"batch is {self.batch}; it must be at least 0.")
         for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
@@ -72,25 +69,25 @@ class Forward:
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
-        for name in "qkv":
-            if name not in arrays:
-                raise ProblemError(f"{name} is None; it must be an array.")
+        check_arrays(arrays, max_q_len, max_kv_len)
         q, k, v = (arrays[name] for name in "qkv")
-        varlen = "cu_seqlens_q" in arrays or "cu_seqlens_kv" in arrays
-        if not varlen and (max_q_len, max_kv_len) != (None, None):
-            raise ProblemError("max_seqlen_q or max_seqlen_kv was given without cu_seqlens_q and cu_seqlens_kv.")
-        _check_qkv(q, k, v, 3 if varlen else 4)
+        varlen = "cu_seqlens_q" in arrays
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
         if varlen:
-            batch = _sequences(arrays)
+            batch = arrays["cu_seqlens_q"].shape[0] - 1
             q_len, kv_len = _bound("max_seqlen_q", max_q_len, q.shape[0]), _bound("max_seqlen_kv", max_kv_len, k.shape[0])
-        element = ELEMENTS[q.dtype]
-        if "sinks" in arrays:
-            _check_sinks(arrays["sinks"], q, element.lse_name)
         return cls(
-            element, batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
+            ELEMENTS[q.dtype], batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
             k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
+
+    def resized(self, batch: int, q_len: int, kv_len: int) -> Forward:
+        """The operation with other lengths, which are not checked again; for dense sequences."""
+        found = object.__new__(Forward)
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs")}
+        sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
+        found.__dict__.update(kept | sizes)
+        return found
 
     # ---- its arrays
 
@@ -204,6 +201,31 @@ class Forward:
         )
 
 
+def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: Any = None) -> None:
+    """Raises ProblemError where these inputs, by name, contradict each other. It reads no memory, and compares lengths with each
+    other only, so that they may be symbolic."""
+    for name in "qkv":
+        if name not in arrays:
+            raise ProblemError(f"{name} is None; it must be an array.")
+    q, k, v = (arrays[name] for name in "qkv")
+    varlen = "cu_seqlens_q" in arrays or "cu_seqlens_kv" in arrays
+    if not varlen and (max_q_len is not None or max_kv_len is not None):
+        raise ProblemError("max_seqlen_q or max_seqlen_kv was given without cu_seqlens_q and cu_seqlens_kv.")
+    _check_qkv(q, k, v, 3 if varlen else 4)
+    if varlen:
+        _check_cu_seqlens(arrays)
+    if "sinks" in arrays:
+        _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    for name, count in (("heads", heads), ("kv_heads", kv_heads)):
+        if count < 1:
+            raise ProblemError(f"{name} is {count}; it must be at least 1.")
+    if heads % kv_heads:
+        raise ProblemError(f"q has {heads} heads but k has {kv_heads}; the heads of q must be a multiple of those of k and v.")
+
+
 def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
     order = "(total, heads, head_dim)" if rank == 3 else "(batch, length, heads, head_dim)"
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -223,6 +245,7 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
         raise ProblemError(f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last dimension must be the same.")
     if rank == 4 and k.shape[0] != q.shape[0]:
         raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
+    _check_heads(q.shape[-2], k.shape[-2])
 
 
 def _check_like(name: str, array: Array, q: Array) -> None:
@@ -243,8 +266,7 @@ def _check_sinks(sinks: Array, q: Array, element: str) -> None:
     check_contiguous("sinks", sinks)
 
 
-def _sequences(arrays: dict[str, Array]) -> int:
-    """The number of packed sequences."""
+def _check_cu_seqlens(arrays: dict[str, Array]) -> None:
     sizes = []
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         if name not in arrays:
@@ -260,7 +282,6 @@ def _sequences(arrays: dict[str, Array]) -> int:
         sizes.append(array.shape[0] - 1)
     if sizes[0] != sizes[1]:
         raise ProblemError(f"cu_seqlens_q is for {sizes[0]} sequences but cu_seqlens_kv for {sizes[1]}; they must be as many.")
-    return sizes[0]
 
 
 def _bound(name: str, length: Any, rows: int) -> int:

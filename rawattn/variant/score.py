@@ -11,10 +11,7 @@ from ..errors import ProblemError
 from ..program import Field, Fields
 from . import Option
 
-FLOAT32_MIN, FLOAT32_MAX = (
-    1.18e-38,
-    3.4e38,
-)  # kernels hold scale and softcap in float32, whose smallest normal number the first is
+FLOAT32_MIN, FLOAT32_MAX = 1.18e-38, 3.4e38  # normal numbers of float32, in which kernels hold scale and softcap
 
 
 def number(name: str, value: Any, need: str) -> float:
@@ -36,6 +33,11 @@ class Score(Protocol):
     """A choice that is also a function of the scaled dot product.
 
     The kernel computes exp2(factor * f(s)) of the raw dot product s, where ``f`` is the C++ type's operator.
+
+    ``logit`` is the definition in Python, and ``slope`` is its derivative, which only gradients need. The reference, the CPU path
+    and the tests read them. Both get the array library ``xp``, the scaled dot products ``s`` (queries, keys), the numbers of the
+    batch (of the sequence, where sequences are packed) and of the query head, and the positions in the sequence: ``q`` a column
+    and ``kv`` a row of integers in xp's arrays. Arrays that the score needs besides are its own fields.
     """
 
     @property
@@ -51,6 +53,12 @@ class Score(Protocol):
     @property
     def values(self) -> dict[str, float]: ...
 
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """The logits, in the shape of s."""
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """The derivative of each logit by its s, in the shape of s; None where it is 1 everywhere."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Option):
@@ -58,6 +66,12 @@ class Scale(Option):
 
     type: ClassVar[str] = "Scale"
     source: ClassVar[str] = "variant/score/scale.cuh"
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +87,12 @@ class Softcap(Option):
         if number("softcap", self.cap, need) < FLOAT32_MIN:
             raise ProblemError(f"softcap is {self.cap!r}; it must be {need}.")
         object.__setattr__(self, "cap", float(self.cap))
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return self.cap * xp.tanh(s / self.cap)
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return 1 - xp.tanh(s / self.cap) ** 2
 
     @property
     def fields(self) -> Fields:

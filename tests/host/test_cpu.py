@@ -29,6 +29,7 @@ from rawattn.device import cpu as this_cpu
 from rawattn.testing import Case, cases, expect
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
@@ -47,6 +48,7 @@ LISTED = [
     Case(q_len=64, kv_len=64, head_dim=1, head_dim_v=1024),
     Case(q_len=1, kv_len=3000, heads=32, kv_heads=2, causal=True, layout="expanded"),
     Case(q_len=3, kv_len=2, heads=600, kv_heads=1, head_dim=8, head_dim_v=8),  # more heads to a key than rows to a unit
+    Case(q_len=100, kv_len=70, heads=6, kv_heads=2, causal=True, sinks=True),
     Case(lengths=((5, 300), (0, 40), (200, 0), (129, 129), (0, 0), (300, 7)), heads=2, kv_heads=1, causal=True),
     Case(batch=0), Case(q_len=0), Case(kv_len=0), Case(lengths=()), Case(lengths=((0, 0),)),
 ]  # fmt: skip
@@ -62,7 +64,7 @@ def run(case: Case, inputs: tuple[Any, ...] | None = None, config: cpu.Config | 
     q, k, v, *cu_seqlens = inputs or case.inputs()
     o = case.out()
     lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, problem.element.lse_dtype)
-    cpu.run(problem, config, q, k, v, o, lse, *cu_seqlens)
+    cpu.run(problem, config, q, k, v, o, lse, *cu_seqlens, sinks=case.sink_logits() if case.sinks else None)
     return o, lse
 
 
@@ -81,7 +83,7 @@ def bits(arrays: Arrays) -> list[bytes]:
 
 
 @settings(max_examples=150)
-@given(cases())
+@given(cases(sinks=None))
 def test_reference(case: Case) -> None:
     check(case)
 
@@ -176,6 +178,53 @@ def test_functions(name: str, ulps: float, dtype: str) -> None:
     assert (np.isnan(x) == np.isnan(y)).all()
     assert np.nanmax(np.abs(y - exact) / np.spacing(np.maximum(np.abs(exact), np.finfo(dtype).tiny).astype(dtype))) <= ulps
     assert (y[x == 0] == numpy(0.0)).all() and (y[x == -math.inf] == numpy(-math.inf)).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("sink", [-math.inf, math.inf, math.nan, 3e38, -100.0])
+def test_extreme_sinks(sink: float, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(dtype, 1, 100, 70, 2, 1, causal=True, sinks=True)
+    monkeypatch.setattr(Case, "sink_logits", lambda self: np.array([0.5, sink], np.float32))
+    expect(*case.inputs(), **case.options).check(*run(case))
+    if sink == -math.inf:
+        with_sinks, without = run(case), run(dataclasses.replace(case, sinks=False))
+        np.testing.assert_array_equal(with_sinks[0][:, :, 1], without[0][:, :, 1])
+        np.testing.assert_array_equal(with_sinks[1][:, 1], without[1][:, 1])
+
+
+# ---- scores of one's own -------------------------------------------------------------------------------------------------
+
+
+class Alibi(Scale):
+    """s + slopes[head] (kv - q), and what a batch adds: a function that the loops do not know, though its base is one of them."""
+
+    def __init__(self, slopes: Any) -> None:
+        object.__setattr__(self, "slopes", slopes)
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s + self.slopes[head] * (kv - q) + 0.125 * batch * (q > kv)
+
+
+@settings(max_examples=60)
+@given(cases(longest=100, head_dims=(1, 8, 17, 64), sinks=None))
+def test_scores_of_ones_own(case: Case) -> None:
+    score = Alibi(2.0 ** -np.arange(1, case.heads + 1))
+    case = dataclasses.replace(case, softcap=None)
+    q, k, v, *cu = case.inputs()
+    o, problem, options = case.out(), dataclasses.replace(case.problem, score=score), {**case.options, "score": score}
+    assert cpu.supports(problem, this_cpu()) is None
+    lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, problem.element.lse_dtype)
+    cpu.run(problem, cpu.Config(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
+    expect(q, k, v, *cu, **options).check(o, lse)
+
+
+def test_loops_are_for_the_functions_that_they_know() -> None:
+    class Twice(Softcap):
+        def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+            return 2 * super().logit(xp, s, batch, head, q, kv)
+
+    assert [cpu._cap(x) for x in (Scale(), Softcap(7.0), Softcap(7.0).constant_time)] == [0.0, 7.0, 7.0]
+    assert cpu._cap(Twice(7.0)) is None and cpu._cap(Alibi([1.0])) is None
 
 
 # ---- the same bits -------------------------------------------------------------------------------------------------------
@@ -281,7 +330,7 @@ def test_supports() -> None:
     assert "on H200" in str(cpu.supports(problem, TYPICAL["sm_90a"]))
     assert "head_dim_v is 1025" in str(cpu.supports(Case("fp32", head_dim_v=1025).problem, device))
     strange: Any = object()
-    assert "not object" in str(cpu.supports(dataclasses.replace(problem, score=strange), device))
+    assert "object has none" in str(cpu.supports(dataclasses.replace(problem, score=strange), device))
 
 
 def test_legal() -> None:
@@ -408,7 +457,7 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> N
     """Numba raises when it cannot save; the kernel is compiled all the same."""
     given: list[object] = []
 
-    def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:
+    def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -> Any:
         given.append(folder)
         if folder is not None:
             raise OSError(28, "No space left on device")
@@ -418,8 +467,8 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> N
     monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path))
     cache.warned.clear()
     with pytest.warns(cache.CacheWarning, match="No space left on device"):
-        assert not cpu._load.__wrapped__("float32", "float32").cached
-    assert given == [tmp_path / "numba" / f"float32-{lanes.MACHINE}", None]
+        assert not cpu._load.__wrapped__("backward", "float32", "float32").cached
+    assert given == [tmp_path / "numba" / f"backward-float32-{lanes.MACHINE}", None]
 
 
 TORCH = """\

@@ -63,7 +63,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cache in (api._plans, api._calls):
+    for cache in (api._plans, api._calls, api._families):
         cache.clear()
 
 

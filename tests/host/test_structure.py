@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 5450,
-    "perf": 3400,
-    "cuda_src": 2300,
-    "tests": 9200,
+    "rawattn": 6800,
+    "perf": 3700,
+    "cuda_src": 2900,
+    "tests": 12500,
 }
 FUNCTION_LINES = 60
 
@@ -29,7 +29,7 @@ ARROWS = {"ptx": ["ptx"], "tile": ["ptx", "tile"], "variant": ["ptx", "tile", "v
 IMPORTERS = {
     r"(.*\.)?nvrtc": {"compiler.py"},
     r"cuda(\..*)?": {"driver.py"},
-    r"(torch|cupy)(\..*)?": {"arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py"},
+    r"(torch|cupy)(\..*)?": {"arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py", "torch_op.py"},
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))

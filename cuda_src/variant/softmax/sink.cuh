@@ -7,7 +7,7 @@
 template <class S>
 struct WithSink : S {
     const Args& args;
-    const Rows& rows;
+    const Rows rows;  // no reference: it would keep what a kernel has beside this softmax out of registers
     const i32 head;
 
     __device__ WithSink(const Args& args, const Rows& rows, const WorkTile& work, Number scale_log2)
