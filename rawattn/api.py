@@ -15,7 +15,7 @@ from .arrays import Array
 from .device import Device
 from .errors import ProblemError
 from .operation import Forward
-from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, one_or_all
+from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
 from .select import FEW_ROWS, Selection, select, three_bits, warn_once
 from .spec import Spec, Window
@@ -183,9 +183,7 @@ def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int 
         operations = [_from_line(line) for line in pathlib.Path(operations).read_text(encoding="utf-8").splitlines()]
     found, where = list(operations), driver.device(device)
     for op in found:
-        selection = select(op, where)
-        for config in (selection.config, *selection.compiled_with):
-            Plan(op, where, selection._replace(config=config, compiled_with=()), "torch")
+        load_all(op, select(op, where), where)
     return len(found)
 
 

@@ -506,6 +506,10 @@ class Cpu:
         reason = supports(op, device)
         return [] if reason is None else [reason]
 
+    def prefers(self, op: Forward) -> bool:
+        """True: nothing goes before it on the CPU."""
+        return True
+
     def layout_reason(self, layout: Layout) -> str | None:
         """None: it reads whatever NumPy reads."""
         return None

@@ -45,7 +45,7 @@ class Plan:
         self.op, self.device, self.library, self.config = op, device, library, selection.config
         self.kernel: str = selection.kernel.name
         self.program: Program | None = None
-        self._kernel = selection.kernel
+        self._kernel, self._selection = selection.kernel, selection
         self._calls: dict[Any, GpuCall] = {}
         self._loaded: list[_Loaded] = []
         if not device.is_cpu:
@@ -54,8 +54,9 @@ class Plan:
 
     def resized(self, op: Forward) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
-        found = object.__new__(Plan)
-        found.__dict__ |= self.__dict__ | {"op": op, "_calls": {}, "program": self._kernel.lower(op, self.config, self.device)}
+        found, program = object.__new__(Plan), self._kernel.lower(op, self.config, self.device)
+        found.__dict__ |= self.__dict__ | {"op": op, "program": program, "_calls": {}}
+        found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
         return found
 
     @property
@@ -131,6 +132,14 @@ class Plan:
         self.__reduce__()
 
 
+def load_all(op: Forward, selection: Selection, device: Device) -> None:
+    """Compiles and loads all that operations of this kind may need."""
+    for config in (selection.config, *selection.compiled_with):
+        for program in selection.kernel.programs(op, config, device):
+            for launch in program.launches:
+                _load(launch, op, selection, device, None)
+
+
 class _Loaded(NamedTuple):
     """A kernel on a device, how its arguments lie in memory, and which of them are open until a launch is issued."""
 
@@ -157,8 +166,10 @@ def _load(launch: Launch, op: Forward, selection: Selection, device: Device, on_
     if found is not None:
         return found
     kernel = selection.kernel
-    others = (each.source for config in selection.compiled_with for each in kernel.lower(op, config, device).launches)
-    binary = compiler.compile_together(launch.source, others, on_compile)
+    configs = (selection.config, *selection.compiled_with)
+    programs = (program for config in configs for program in kernel.programs(op, config, device))
+    others = {each.source.key: each.source for program in programs for each in program.launches}
+    binary = compiler.compile_together(launch.source, others.values(), on_compile)
     with _loading:
         if key not in _kernels:
             try:

@@ -89,9 +89,8 @@ def three_bits(n: int) -> int:
 def _select(op: Forward, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
-    for candidate in KERNELS:
-        if kernel not in (None, candidate.name):
-            continue
+    ordered = sorted(KERNELS, key=lambda candidate: not candidate.prefers(op))
+    for candidate in (each for each in ordered if kernel in (None, each.name)):
         reasons = candidate.supports(op, device)
         if not reasons:
             best, why, others = _configure(candidate, op, device, config)

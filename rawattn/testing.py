@@ -89,12 +89,13 @@ class Case:
         pairs = [(self.q_len, self.kv_len)] * self.batch if self.lengths is None else self.lengths
         q_lens, kv_lens = [q for q, _ in pairs], [kv for _, kv in pairs]
         packed = self.lengths is not None
-        spec = Spec.of(**self.options, return_lse=True)
+        options = {name: value for name, value in self.options.items() if name != "sinks"}
+        spec = Spec.of(**options, return_lse=True)
         return Forward(
             element=ELEMENTS[self.dtype], batch=len(pairs),
             q_len=max(q_lens, default=0) if packed else self.q_len, kv_len=max(kv_lens, default=0) if packed else self.kv_len,
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v, spec=spec,
-            varlen=packed, total_q=sum(q_lens), total_kv=sum(kv_lens),
+            varlen=packed, total_q=sum(q_lens), total_kv=sum(kv_lens), sinks=self.sinks,
         )  # fmt: skip
 
     def inputs(self, library: str = "numpy", device: Any = None) -> tuple[Any, ...]:
@@ -118,8 +119,9 @@ class Case:
         return tuple(found)
 
     def sink_logits(self, library: str = "numpy", device: Any = None) -> Any:
-        """N(0, 1) for each head of q, (heads,), float32."""
-        return _moved(np.random.default_rng((self.seed, 1)).standard_normal(self.heads, np.float32), library, device)
+        """N(0, 1) for each head of q, (heads,), in the dtype of lse."""
+        numbers = np.random.default_rng((self.seed, 1)).standard_normal(self.heads, np.float32)
+        return _moved(numbers.astype(ELEMENTS[self.dtype].lse_dtype), library, device)
 
     def output_gradients(self, library: str = "numpy", device: Any = None) -> tuple[Any, Any]:
         """do in the layout of q, and dlse (batch, heads, q_len) or (heads, total_q) in the dtype of lse, both of N(0, 1)."""

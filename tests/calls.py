@@ -27,6 +27,8 @@ def attend(case: Case, *inputs: Any, kernel: Kernel | None = None, **options: An
     """What ``rawattn.attention`` or ``attention_varlen`` gives for these inputs: (o, lse) unless the options say otherwise.
     ``kernel`` computes it; None leaves the choice to the library."""
     options = {**case.options, "return_lse": True, "kernel": kernel and kernel.name, **options}
+    if case.sinks:
+        options["sinks"] = case.sink_logits("torch", inputs[0].device)
     with poisoned_memory():
         if case.lengths is None:
             return rawattn.attention(*inputs, **options)

@@ -92,11 +92,14 @@ class AttnFwd(Kernel):
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
+    def prefers(self, op: Forward) -> bool:
+        return not tiling.is_few(op)  # attn_fwd_mma has more blocks for each, and shares tiles among heads
+
     def supports(self, op: Forward, device: Device) -> list[str]:
         found = []
         if not self.runs_on(device):
             found.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(op) + tiling.no_sinks(op)
+        found += tiling.tensor_core_reasons(op)
         found += tiling.too_many_tiles(op, 64)
         return found + tiling.reasons(self.layout_reason(op.layout))
 

@@ -10,12 +10,12 @@ from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import Forward
-from ..program import Field, Fields, View
+from ..program import Buffer, Field, Fields, Program, View
 from ..render import config_header, source
-from ..variant import Option, kv, rows, softmax, store
-from ..variant.mask import Both, Causal, Full, Window
+from ..variant import Option, kv, rows, scheduler, softmax, store
+from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
-from . import tiling
+from . import combine, tiling
 from .base import Kernel
 from .tiling import kept_keys, most_tiles, tiles
 
@@ -25,13 +25,14 @@ _FLOPS = {80: 2048, 90: 2560, 100: 2560}  # of mma.sync in a clock; 1024 on the 
 _EACH_STEP = 40.0  # that a block's step takes from the others: barriers, addresses
 _STEP = 1000.0  # that it takes a lone block: latencies
 _WORK = 4400.0  # of a block: its start, its first loads, and its store
+_FOLD = 3e-6  # seconds of the launch that folds splits
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tile sizes in rows; slots of the ring, which K and V tiles share; tiles of 16 query rows that a warp computes; contraction
     steps of 16 columns whose Q stays in registers; blocks that share a multiprocessor; whether the query heads that share a key
-    head share tiles."""
+    head share tiles; whether a sequence's keys may be split, where few queries would leave multiprocessors idle."""
 
     tile_q: int = 128
     tile_kv: int = 64
@@ -40,6 +41,7 @@ class Config:
     q_steps_in_registers: int = 0
     ctas_per_sm: int = 2
     pack_gqa: bool = False
+    split: bool = False
 
     @property
     def threads(self) -> int:
@@ -115,7 +117,7 @@ class AttnFwdMma(Kernel):
         found = []
         if not self.runs_on(device):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(op) + tiling.no_sinks(op) + tiling.too_many_tiles(op, 32)
+        found += tiling.tensor_core_reasons(op) + tiling.too_many_tiles(op, 32)
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -145,7 +147,7 @@ class AttnFwdMma(Kernel):
         """Compares with a window where there is one: it takes registers. Where heads share tiles: one query and many keys, of
         sequences that fill a GPU and of one, and some queries."""
         found = tiling.tuning_shapes(op)
-        if packs(op):
+        if packs(op) or tiling.is_few(op):
             few = dataclasses.replace(found[0], kv_len=4096, heads=8 * op.heads_per_kv, kv_heads=8)
             found = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
         if isinstance(op.mask, (Full, Causal)):
@@ -155,10 +157,10 @@ class AttnFwdMma(Kernel):
     def candidates(self, op: Forward, device: Device) -> list[Config]:
         """As many blocks as fit, a ring of two, whose slots are known at compile time, and of Q in registers nothing, or as much
         as fits."""
-        steps, found = columns(op)[0] // 16, []
+        steps, found, split = columns(op)[0] // 16, [], tiling.is_few(op)
         for m_tiles_per_warp, tile_q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)):
             for tile_kv in (64, 32) if m_tiles_per_warp == 2 else (64, 32, 128):
-                bare = [Config(tile_q, tile_kv, 2, m_tiles_per_warp, 0, ctas, packs(op)) for ctas in (4, 3, 2, 1)]
+                bare = [Config(tile_q, tile_kv, 2, m_tiles_per_warp, 0, ctas, packs(op), split) for ctas in (4, 3, 2, 1)]
                 fitting = [c for c in bare if self.legal(c, op, device) is None][:1]
                 for config in fitting:
                     room = 1 + (register_limit(config, device) - registers(config, op)) // (4 * m_tiles_per_warp)
@@ -175,16 +177,18 @@ class AttnFwdMma(Kernel):
         exponentials = tile_q * keys / 16
         reread = 1 - config.q_steps_in_registers / (qk // 16)
         read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
+        splits = tiling.splits(op, device)[0] if config.split else 1
         op = as_rows(op, config)
-        count = max(1, tiles(op, tile_q)) / device.sm_count  # blocks of a multiprocessor, and of them at a time
+        count = max(1, tiles(op, tile_q) * splits) / device.sm_count  # blocks of a multiprocessor, and of them at a time
         together = min(config.ctas_per_sm, max(1.0, count))
         busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
         alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
         begin, end = kept_keys(op.mask, op.q_len, op.kv_len, tile_q)
         tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
+        tiles_each = np.ceil(tiles_each / splits)
         work = tiles_each * max(busy, alone) + _WORK
         waves = np.ceil(count / together) if work.max() < 1.05 * work.mean() else max(1.0, count / together + 0.3)
-        return float(waves * work.mean()) / _CLOCK
+        return float(waves * work.mean()) / _CLOCK + _FOLD * (splits > 1)
 
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
@@ -193,6 +197,10 @@ class AttnFwdMma(Kernel):
         if config.pack_gqa:
             mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.score)  # type: ignore[arg-type]
             own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
+        if config.split:
+            own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}  # type: ignore[arg-type]
+            own["Scheduler"] = scheduler.LptScheduler(persistent=False, split=True)
+            op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
         return tiling.options(op, **own)
 
     def fields(self, op: Forward, config: Config) -> Fields:
@@ -200,7 +208,7 @@ class AttnFwdMma(Kernel):
 
     def render(self, op: Forward, config: Config, arch: str) -> Source:
         constants = {**dataclasses.asdict(config), "threads": config.threads}
-        del constants["pack_gqa"]
+        del constants["pack_gqa"], constants["split"]
         constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
         return source(self.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
@@ -211,6 +219,33 @@ class AttnFwdMma(Kernel):
 
     def grid(self, op: Forward, config: Config, device: Device) -> int:
         return most_tiles(as_rows(op, config), config.tile_q)
+
+    def lower(self, op: Forward, config: Config, device: Device) -> Program:
+        splits, keys = tiling.splits(op, device) if config.split else (1, 0)
+        if splits == 1 or self.grid(op, config, device) * splits > tiling.MOST_TILES:
+            return super().lower(op, dataclasses.replace(config, split=False), device)
+        return self._split(op, config, device, splits, keys)
+
+    def _split(self, op: Forward, config: Config, device: Device, splits: int, keys: int) -> Program:
+        """Two launches: of each row the results over each split of the keys, and their fold."""
+        (main,) = super().lower(op, config, device).launches
+        fold = combine.fold(op, splits, device, self._kept((op.kind, device.arch), lambda: combined(op, device.arch)))
+        rows = op.batch * op.heads * op.q_len
+        main = main._replace(
+            values={**main.values, "splits": splits, "split_keys": keys, "partial_rows": rows}, grid=main.grid * splits
+        )
+        size = op.element.lse_bytes
+        scratch = Buffer("o_partial", splits * rows * op.head_dim_v * size), Buffer("lse_partial", splits * rows * size)
+        return Program((main, fold), scratch)
+
+    def programs(self, op: Forward, config: Config, device: Device) -> tuple[Program, ...]:
+        whole = super().lower(op, dataclasses.replace(config, split=False), device)
+        return (whole, self._split(op, config, device, 2, tiling.SPLIT_KEYS)) if config.split else (whole,)
+
+
+def combined(op: Forward, arch: str) -> tuple[Source, Fields]:
+    """The source and the fields of the fold."""
+    return combine.render(op, arch), combine.fields(op, arch)
 
 
 ATTN_FWD_MMA = AttnFwdMma()

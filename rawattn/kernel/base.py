@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ..compiler import Source
@@ -34,6 +35,10 @@ class Kernel(abc.ABC):
     @abc.abstractmethod
     def supports(self, op: Forward, device: Device) -> list[str]:
         """The reasons why this kernel does not compute the operation on the device; none where it does."""
+
+    def prefers(self, op: Forward) -> bool:
+        """Whether it is the first choice for an operation that it supports; another kernel goes before it where it is not."""
+        return True
 
     @abc.abstractmethod
     def layout_reason(self, layout: Layout) -> str | None:
@@ -83,12 +88,19 @@ class Kernel(abc.ABC):
         values, grid = self.values(op, config, device), self.grid(op, config, device)
         return Program((Launch(self.name, source, fields, values, grid),))
 
+    def programs(self, op: Forward, config: Any, device: Device) -> tuple[Program, ...]:
+        """The program, and others that operations of this kind may need in this configuration: they are compiled together, so
+        that a new length compiles nothing."""
+        return (self.lower(op, config, device),)
+
     def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
         """``render`` and ``fields``, made once for each kind."""
-        cache, key = self._cache, (op.kind, config, arch)
-        found = cache.get(key)
+        return self._kept((op.kind, config, arch), lambda: (self.render(op, config, arch), self.fields(op, config)))
+
+    def _kept(self, key: Any, make: Callable[[], tuple[Source, Fields]]) -> tuple[Source, Fields]:
+        found = self._cache.get(key)
         if found is None:
-            found = cache[key] = self.render(op, config, arch), self.fields(op, config)
+            found = self._cache[key] = make()
         return found
 
     @functools.cached_property

@@ -12,11 +12,29 @@ import numpy as np
 from ..device import Device
 from ..operation import Forward
 from ..program import Field, Fields
-from ..variant import Option, constant_time, element, rows, scheduler, weight
+from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
 from ..variant.mask import Causal, Full, Ints, Mask
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 MOST_TILES = (1 << 31) - (1 << 16)  # a tile's number and the grid's size fit an int32 together
+
+
+SPLIT_KEYS, MOST_SPLITS = 256, 32  # fewest keys of a split, most splits of a row
+
+
+def is_few(op: Forward) -> bool:
+    """Whether the queries of all heads that share a key head fit one tile of 64 rows, as in decoding."""
+    return not op.varlen and 0 < op.q_len * op.heads_per_kv <= 64
+
+
+def splits(op: Forward, device: Device) -> tuple[int, int]:
+    """The splits of a sequence's keys, and the keys of each: as many as give each multiprocessor a tile of one sequence. They
+    follow the sequence's own lengths, the heads and the device, never the batch, so that a row has the same bits in any batch."""
+    if not is_few(op) or op.kv_len < 2 * SPLIT_KEYS:
+        return 1, max(1, op.kv_len)
+    wanted = min(MOST_SPLITS, max(1, device.sm_count // op.kv_heads))
+    keys = -(-op.kv_len // (wanted * SPLIT_KEYS)) * SPLIT_KEYS
+    return -(-op.kv_len // keys), keys
 
 
 def tensor_core_reasons(op: Forward) -> list[str]:
@@ -28,11 +46,6 @@ def tensor_core_reasons(op: Forward) -> list[str]:
         if size % 8 or not 8 <= size <= 256:
             found.append(f"{which} is {size}; it takes multiples of 8 from 8 to 256")
     return found
-
-
-def no_sinks(op: Forward) -> list[str]:
-    """The reason of a kernel that has no sinks."""
-    return ["it has no sinks yet"] if op.sinks else []
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
@@ -82,6 +95,8 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         "Weight": weight.Identity(),
         **own,
     }
+    if op.sinks:
+        found["Softmax"] = softmax.WithSink(found["Softmax"])
     return constant_time(found) if op.constant_time else found
 
 
