@@ -23,7 +23,7 @@ import pytest
 
 from rawattn import render
 from rawattn.compiler import Source
-from rawattn.variant import Fields
+from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
 PTX = ("barrier", "base", "cp_async", "ldmatrix", "mbarrier", "mma", "tma", "wgmma")
@@ -86,23 +86,20 @@ def _product(match: re.Match[str]) -> str:
 class Kernel:
     """A kernel on the CPU."""
 
-    def __init__(self, source: Source, fields: Fields, folder: pathlib.Path, number: npt.DTypeLike = np.float32) -> None:
+    def __init__(self, source: Source, fields: Fields, folder: pathlib.Path, number: str = "fp32") -> None:
         self.fields, self.number = fields, number
         self._library = library(source, folder)
 
     def __call__(self, blocks: int, values: Mapping[str, Any]) -> None:
         """Runs ``blocks`` blocks. A value is a number, the bytes of a struct, or an array, whose pointer is given."""
-        places, size = render.layout(self.fields, self.number)
+        layout = render.layout(self.fields, self.number)
+        size = layout.pack.size
         assert size == self._library.args_bytes()
-        offsets, formats = zip(*places.values(), strict=True)
-        layout = np.dtype({"names": list(places), "offsets": offsets, "formats": formats, "itemsize": size})
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 64
-        args: Any = np.ndarray((), layout, memory.data, start)
-        for name in places:
-            value = values[name]
-            value = value.ctypes.data if isinstance(value, np.ndarray) else value
-            args[name] = np.void(value) if isinstance(value, bytes) else value
+        found = (values[field.name] for field in self.fields)
+        args = layout.pack.pack(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in found))
+        memory[start : start + size] = np.frombuffer(args, np.uint8)
         given = ctypes.c_void_p(memory.ctypes.data + start)
         assert self._library.run(given, blocks) == 0, "every thread waits"
 

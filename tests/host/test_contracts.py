@@ -8,14 +8,15 @@ import pathlib
 
 import numpy as np
 import pytest
-from rawattn.problem import Problem
 
 from rawattn import compiler
 from rawattn.errors import CompileError
 from rawattn.kernel import attn_fwd
+from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.render import FOLDER
 from rawattn.variant.element import BF16
 from tests import emulator
+from tests.operations import forward
 
 # axis -> (file, what it loses, what the error says)
 BROKEN = {
@@ -33,7 +34,7 @@ BROKEN = {
 @pytest.mark.parametrize("broken", BROKEN)
 def test_an_error_names_axis_and_member(broken: str) -> None:
     file, member, message = BROKEN[broken]
-    source = attn_fwd.render(Problem(BF16, 1, 64, 64, 1, 1, 64, 64, 0.1), attn_fwd.Config())
+    source = ATTN_FWD.render(forward(BF16, 1, 64, 64, 1, 1, 64, 64), attn_fwd.Config(), "sm_90a")
     headers = dict(source.headers)
     assert headers[file].count(member) >= 1
     headers[file] = headers[file].replace(member, member.replace("(", "_(", 1) if "()" not in member else "Number call(")

@@ -11,17 +11,22 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import pytest
-from rawattn.problem import Problem
 
 from perf import sass
 from rawattn import compiler, render
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
-from rawattn.variant import Fields, Option, launch, parts, rows, softmax, store
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.operation import Forward
+from rawattn.program import Field, Fields
+from rawattn.variant import Option, launch, parts, rows, softmax, store
 from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64, Element
 from rawattn.variant.mask import Both, Causal, Full, SplitMask, Window
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator
+from tests.operations import forward
 
 Array = npt.NDArray[Any]
 DEVICE = TYPICAL["sm_90a"]
@@ -36,7 +41,7 @@ class Alibi(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("slopes", "const float*"),)
+        return (Field("slopes", "const float*"),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +53,16 @@ class HeadWindow(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("windows", "const i32*"),)
+        return (Field("windows", "const i32*"),)
 
     def interval(self, q: Array, q_len: int, kv_len: int) -> tuple[Array, Array]:  # of the widest window, for cost models
         return np.zeros_like(q), np.full_like(q, kv_len)
 
 
 KERNELS = {
-    "attn_fwd": (attn_fwd, attn_fwd.Config(128, 32, 2, 1)),
-    "attn_fwd_mma": (attn_fwd_mma, attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)),
-    "attn_fwd_simt": (attn_fwd_simt, attn_fwd_simt.Config(16, 16, 16, 16, 128, 1)),
+    "attn_fwd": (ATTN_FWD, attn_fwd.Config(128, 32, 2, 1)),
+    "attn_fwd_mma": (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)),
+    "attn_fwd_simt": (ATTN_FWD_SIMT, attn_fwd_simt.Config(16, 16, 16, 16, 128, 1)),
 }
 
 
@@ -84,12 +89,17 @@ class Case:
     head_dim_v: int = 16
 
     @property
-    def problem(self) -> Problem:
+    def op(self) -> Forward:
         dims = self.head_dim, self.head_dim_v
-        return Problem(
-            self.element, 2, self.q_len, self.kv_len, self.heads, self.kv_heads, *dims, self.scale, self.mask, self.score,
-            return_lse=True, constant_time=self.constant_time,
+        return forward(
+            self.element, 2, self.q_len, self.kv_len, self.heads, self.kv_heads, *dims, scale=self.scale, mask=self.mask,
+            score=self.score, return_lse=True, constant_time=self.constant_time,
         )  # fmt: skip
+
+    @property
+    def config(self) -> Any:
+        config = KERNELS[self.kernel][1]
+        return config if self.kernel != "attn_fwd_mma" else dataclasses.replace(config, pack_gqa=attn_fwd_mma.packs(self.op))
 
     @property
     def splits(self) -> int:
@@ -108,18 +118,17 @@ def with_options(case: Case, found: dict[str, Option]) -> dict[str, Option]:
 
 
 def source_of(case: Case, arch: str, config: Any = None) -> tuple[Any, Fields]:
-    kernel, small = KERNELS[case.kernel]
-    config = config or small
-    choices = kernel.choices
-    with mock.patch.object(kernel, "choices", lambda problem: with_options(case, choices(problem))):
-        return kernel.render(case.problem, config, arch), kernel.fields(case.problem)
+    kernel, config = KERNELS[case.kernel][0], config or case.config
+    options = kernel.options
+    with mock.patch.object(kernel, "options", lambda op, config: with_options(case, options(op, config))):
+        return kernel.render(case.op, config, arch), kernel.fields(case.op, config)
 
 
 def combine(element: Element, head_dim_v: int, width: int, options: Mapping[str, Option], arch: str) -> tuple[Fields, Any]:
     """The fields and the source of combine.cu."""
     every: dict[str, Option] = {"Element": element, "Rows": rows.Dense(), "Softmax": softmax.Plain(), "Store": store.StoreOLse()}
     every |= {"Launch": launch.Dependent(), **options}
-    fields = (("heads", "i32"), ("batches", "i32"), *dict.fromkeys(f for each in every.values() for f in each.fields))
+    fields = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(f for each in every.values() for f in each.fields))
     config = render.config_header({"head_dim_v": head_dim_v, "width": width, "threads": 64}, fields, [], every)
     return fields, render.source("combine.cu", config, arch)
 
@@ -128,7 +137,7 @@ def fold(folder: pathlib.Path, case: Case, width: int, options: Mapping[str, Opt
     """Runs combine.cu."""
     fields, source = combine(case.element, 16, width, options, "sm_90a")
     folder.mkdir()
-    emulator.Kernel(source, fields, folder, case.element.lse_dtype)(case.heads * case.q_len, values)
+    emulator.Kernel(source, fields, folder, case.element.lse_name)(case.heads * case.q_len, values)
 
 
 def arrays(case: Case) -> tuple[Array, Array, Array]:
@@ -140,28 +149,28 @@ def arrays(case: Case) -> tuple[Array, Array, Array]:
 
 def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     """o and lse of the kernel, and of combine where the keys are split."""
-    kernel, config = KERNELS[case.kernel]
+    kernel, config = KERNELS[case.kernel][0], case.config
     q, k, v = arrays(case)
     number = case.element.lse_dtype
     o = np.full((2, case.q_len, case.heads, 16), np.nan, case.element.dtype)
     lse = np.full((2, case.heads, case.q_len), np.nan, number)
     partial_rows = lse.size
     scratch = np.full((case.splits, partial_rows, 16), np.nan, number), np.full((case.splits, partial_rows), np.nan, number)
-    values = {**kernel.values(case.problem, config, DEVICE), "o": o, "lse": lse, "counter": np.zeros(2, np.int32)}
+    values = {**kernel.values(case.op, config, DEVICE), "o": o, "lse": lse, "counter": np.zeros(2, np.int32)}
     values |= dict(
         zip(("o_stride_batch", "o_stride_row", "o_stride_head"), (s // o.itemsize for s in o.strides[:3]), strict=True)
     )
     values |= {"splits": case.splits, "split_keys": case.split_keys, "partial_rows": partial_rows}
     values |= dict(zip(("o_partial", "lse_partial"), scratch, strict=True))
     values |= dict(zip(("q_offset", "kv_offset"), case.offsets or (0, 0), strict=True))
-    values |= {"slopes": SLOPES, "windows": WINDOWS, "sinks": np.array(case.sinks or (), np.float32)}
+    values |= {"slopes": SLOPES, "windows": WINDOWS, "sinks": np.array(case.sinks or (), number)}
     tma = case.kernel == "attn_fwd"
     for name, x, box in (("q", q, config.tile_q), ("k", k, config.tile_kv), ("v", v, config.tile_kv)):
         values[name] = emulator.tma(x, box) if tma else emulator.strided(x)
     source, fields = source_of(case, "sm_90a")
     (folder / "kernel").mkdir()
-    count = 2 if tma else kernel.grid(case.problem, config, DEVICE) * case.splits
-    emulator.Kernel(source, fields, folder / "kernel", number)(count, values)
+    count = 2 if tma else kernel.grid(case.op, config, DEVICE) * case.splits
+    emulator.Kernel(source, fields, folder / "kernel", case.element.lse_name)(count, values)
     if case.split_keys:
         assert not np.isnan(scratch[1]).any() and np.isnan(o.astype(np.float32)).all()
         sink = softmax.Plain() if case.sinks is None else softmax.WithSink(softmax.Plain())
@@ -301,7 +310,7 @@ def test_merge_of_arrays(tmp_path: pathlib.Path, element: Element) -> None:
     out, out_lse = np.full((2, 7, 3, 16), np.nan, element.dtype), np.full((2, 3, 7), np.nan, number)
     values = {"parts": given + bytes(1024 - len(given)), "part_count": count, "heads": 3, "batches": 2, "q_len": 7, "kv_len": 0}
     values |= {"o": out, "lse": out_lse, "o_stride_batch": 7 * 48, "o_stride_row": 48, "o_stride_head": 16}
-    values |= {"sinks": np.array(case.sinks, np.float32)}
+    values |= {"sinks": np.array(case.sinks, number)}
     fold(tmp_path / "fold", case, 1, {"Parts": parts.Arrays(), "Softmax": softmax.WithSink(softmax.Plain())}, values)
     exact, sinks = lse.astype(np.float64), np.array(case.sinks)[:, None]
     with np.errstate(all="ignore"):

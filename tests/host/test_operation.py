@@ -55,6 +55,51 @@ def test_of_arrays() -> None:
     assert Forward.of(on_cpu, Spec()).layout == Layout(), "NumPy reads what lies anyhow"
 
 
+# what is wrong -> the whole message
+WRONG: dict[str, dict[str, Array]] = {
+    "q has 3 dimensions, (2, 5, 8); it must have 4, (batch, length, heads, head_dim).": dense(q=array(2, 5, 8)),
+    "v has 5 dimensions, (2, 7, 2, 16, 1); it must have 4, (batch, length, heads, head_dim).": dense(v=array(2, 7, 2, 16, 1)),
+    "k has 4 dimensions, (1, 11, 2, 8); it must have 3, (total, heads, head_dim).": varlen(k=array(1, 11, 2, 8)),
+    "k is a cupy array but q a torch one; give all arrays from one library.": dense(k=array(2, 7, 2, 8, library="cupy")),
+    "v is on GPU 3 but q is on GPU 0; put all arrays on one device.": dense(v=array(2, 7, 2, 16, device=3)),
+    "k is on the CPU but q is on GPU 0; put all arrays on one device.": dense(k=array(2, 7, 2, 8, device=CPU)),
+    "q has dtype int8; it must be bf16, fp16, fp32 or fp64.": dense(q=array(2, 5, 4, 8, dtype="int8")),
+    "v has dtype fp16 but q has bf16; they must be the same.": dense(v=array(2, 7, 2, 16, dtype="fp16")),
+    "k has head_dim 24 but q has 8; give k head_dim 8.": dense(k=array(2, 7, 2, 24)),
+    "v has shape (2, 7, 4, 16) but k (2, 7, 2, 8); all but the last dimension must be the same.": dense(v=array(2, 7, 4, 16)),
+    "k has batch 3 but q has 2; they must be the same.": dense(k=array(3, 7, 2, 8), v=array(3, 7, 2, 16)),
+    "q has 3 heads but k has 2; the heads of q must be a multiple of those of k and v.": dense(q=array(2, 5, 3, 8)),
+    "kv_heads is 0; it must be at least 1.": dense(k=array(2, 7, 0, 8), v=array(2, 7, 0, 16)),
+    "cu_seqlens_q is for 1 sequences but cu_seqlens_kv for 3; they must be as many.": varlen(
+        cu_seqlens_q=array(2, dtype="int32")
+    ),
+    "cu_seqlens_q has shape (0,); it must be (batch + 1,).": varlen(cu_seqlens_q=array(0, dtype="int32")),
+    "cu_seqlens_kv has shape (4, 1); it must be (batch + 1,).": varlen(cu_seqlens_kv=array(4, 1, dtype="int32")),
+    "cu_seqlens_kv is on GPU 1 but q is on GPU 0; put all arrays on one device.": varlen(
+        cu_seqlens_kv=array(4, dtype="int32", device=1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message, arrays", WRONG.items(), ids=map(str, range(len(WRONG))))
+def test_arrays_that_contradict_each_other(message: str, arrays: dict[str, Array]) -> None:
+    with pytest.raises(ProblemError) as caught:
+        Forward.of(arrays, Spec())
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv"])
+def test_an_array_is_missing(name: str) -> None:
+    found = varlen()
+    del found[name]
+    refused(found, f"{name} is None; it must be an array" if len(name) == 1 else f"{name} is missing; packed sequences need")
+
+
+def test_no_sequences() -> None:
+    none = {name: array(1, dtype="int32") for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+    assert Forward.of(varlen(**none), Spec()).batch == 0
+
+
 @pytest.mark.parametrize("length, bound", [(None, 9), (0, 0), (5, 5), (9, 9), (10**12, 9), (np.int32(4), 4), (np.array(4), 4)])
 def test_max_seqlen_is_a_bound_that_may_be_missing(length: Any, bound: int) -> None:
     found = Forward.of(varlen(), Spec(), length, length)
@@ -64,8 +109,8 @@ def test_max_seqlen_is_a_bound_that_may_be_missing(length: Any, bound: int) -> N
 
 @pytest.mark.parametrize("length", [True, -1, 5.0, "5", np.array([5]), [5], np.array(5.0), np.float32(5)], ids=repr)
 def test_wrong_max_seqlen(length: Any) -> None:
-    refused(varlen(), "max_seqlen_q is", ">= 0", lengths=(length, None))
-    refused(varlen(), "max_seqlen_kv is", ">= 0", lengths=(5, length))
+    refused(varlen(), f"max_seqlen_q is {length!r}; it must be an int >= 0, or None.", lengths=(length, None))
+    refused(varlen(), f"max_seqlen_kv is {length!r}; it must be an int >= 0, or None.", lengths=(5, length))
     refused(dense(), "without cu_seqlens_q", lengths=(length, None))
     refused(dense(), "without cu_seqlens_q", lengths=(None, length))
 
@@ -91,6 +136,7 @@ SINKS: dict[str, tuple[Array, str]] = {
     "library": (array(4, dtype="fp32", library="cupy"), "sinks is a cupy array but q a torch one"),
     "device": (array(4, dtype="fp32", device=1), "sinks is on GPU 1 but q is on GPU 0"),
     "stride": (array(4, dtype="fp32")._replace(strides=(2,)), "sinks has a stride of 2"),
+    "no head": (array(dtype="fp32"), "sinks is fp32 of shape ()"),
 }
 
 
