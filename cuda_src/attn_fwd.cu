@@ -205,7 +205,8 @@ struct Consumer {
     __device__ void attend(const WorkTile& tile) {
         const i32 begin = tile.q_begin + i32(index) * 64;
         Work work(args, tile, begin + lane / 32 * 16 + lane % 32 / 4);
-        const TileRange block = tiles_of(work.mask, work.rows, tile.q_begin, cfg::tile_q), own = tiles_of(work.mask, work.rows, begin, 64);
+        const TileRange block = tiles_of(work.mask, work.rows, tile.q_begin, cfg::tile_q);
+        const TileRange own = tiles_of(work.mask, work.rows, begin, 64);
         const i32 last = own.begin < own.end ? own.begin : block.begin, skipped = block.end - max(own.end, last);
 #pragma unroll
         for (int i = 0; i < PvMma::accumulators; ++i) o[i] = 0.f;

@@ -236,7 +236,8 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
             __syncthreads();
         }
     }
-    thread.store(Store(args, rows, work), Softmax(args, rows, work, score.scale_log2), score.scale_log2, work.q_begin, rows.q_len);
+    const Softmax softmax(args, rows, work, score.scale_log2);
+    thread.store(Store(args, rows, work), softmax, score.scale_log2, work.q_begin, rows.q_len);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads, cfg::ctas_per_sm) void attn_fwd_simt(const __grid_constant__ Args args) {

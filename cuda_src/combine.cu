@@ -28,16 +28,17 @@ struct Fold {
 
     __device__ int column(int strip) const { return (strip * 32 + lane) * cfg::width; }
 
+    // What takes no part is read all the same: loads that hang on no lse are on their way together.
     template <class T>
-    __device__ void add(const T* row, Number weight) {
+    __device__ void add(const T* row, Number weight, bool takes_part) {
 #pragma unroll
         for (int i = 0; i < strips; ++i) {
             if (column(i) >= cfg::head_dim_v) continue;
             const auto part = *reinterpret_cast<const Vector<T, cfg::width>*>(row + column(i));
 #pragma unroll
-            for (int x = 0; x < cfg::width; ++x) o[i][x] += weight * widen(part.x[x]);
+            for (int x = 0; x < cfg::width; ++x) o[i][x] = takes_part ? o[i][x] + weight * widen(part.x[x]) : o[i][x];
         }
-        total += weight;
+        total = takes_part ? total + weight : total;
     }
     __device__ void fold(const Parts& parts, i32 row) {
         for (i32 p = lane; p < parts.count; p += 32) top = max(top, parts.lse(p, row));
@@ -50,10 +51,9 @@ struct Fold {
         for (i32 first = 0; first < parts.count; first += 32) {
             const Number lse = first + lane < parts.count ? parts.lse(first + lane, row) : Number(minus_inf);
             const Number weight = lse == top ? Number(1) : ptx::exp2((lse - top) * Number(log2_e));
-            const u32 empty = __ballot_sync(0xffffffffu, lse == Number(minus_inf));
-#pragma unroll 4
+            const u32 taking_part = __ballot_sync(0xffffffffu, lse != Number(minus_inf));
             for (i32 i = 0; i < min(32, parts.count - first); ++i)
-                if (!(empty >> i & 1)) add(parts.o(first + i, row), __shfl_sync(0xffffffffu, weight, i));
+                add(parts.o(first + i, row), __shfl_sync(0xffffffffu, weight, i), taking_part >> i & 1);
         }
     }
     __device__ void store(const Store& out, const Softmax& softmax, i32 row) const {

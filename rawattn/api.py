@@ -239,12 +239,21 @@ def _key(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
+    if _load_torch_op() and _torch_op.intercepts(given):
+        return _torch_op.attention(given, options, lengths, kernel, config, out)
+    return run(given, options, lengths, kernel, config, out)
+
+
+def _load_torch_op() -> bool:
+    """Imports torch_op once torch is loaded, and tells whether it is there."""
     global _torch_op
     if _torch_op is None and "torch" in sys.modules:
         from . import torch_op as _torch_op
-    if _torch_op is not None and _torch_op.intercepts(given):
-        return _torch_op.attention(given, options, lengths, kernel, config, out)
-    return run(given, options, lengths, kernel, config, out)
+    return _torch_op is not None
+
+
+# Dynamo calls it while it traces, so that the import is done when it reads _torch_op and guards on it.
+_load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run(
@@ -343,5 +352,4 @@ def _log(op: Forward) -> None:
             file.write(line + "\n")
 
 
-if "torch" in sys.modules:  # torch.ops.rawattn: compiled and saved programs may name it before any call
-    from . import torch_op as _torch_op
+_load_torch_op()  # torch.ops.rawattn: compiled and saved programs may name it before any call

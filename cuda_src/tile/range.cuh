@@ -34,7 +34,8 @@ struct TileRange {
     }
     // What one or the other visits; full is what both have full.
     __device__ TileRange either(TileRange y) const {
-        if (begin >= end || y.begin >= y.end) return begin < end ? TileRange{begin, end, end, end} : TileRange{y.begin, y.end, y.end, y.end};
+        if (begin >= end) return {y.begin, y.end, y.end, y.end};
+        if (y.begin >= y.end) return {begin, end, end, end};
         return {min(begin, y.begin), max(full_begin, y.full_begin), min(full_end, y.full_end), max(end, y.end)};
     }
     __device__ bool is_full(i32 tile) const { return tile >= full_begin && tile < full_end; }

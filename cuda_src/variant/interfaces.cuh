@@ -9,7 +9,9 @@
 #include "tile/log_sum.cuh"
 #include "variant/work_tile.cuh"
 
-struct TileRange;  // tile/range.cuh
+struct TileRange;  // tile/range.cuh, for kernels with tiles
+template <class A, class B> constexpr bool is_same = false;
+template <class A> constexpr bool is_same<A, A> = true;
 
 struct Given {  // what the contracts call members with
     static const Args& args;
@@ -34,13 +36,13 @@ template <class R> struct RowsOption : Given {
 template <class M> struct MaskOption : Given {
     static const M m;
     static_assert(requires { M(args, rows, work); }, "Mask(args, rows, work)");
-    static_assert(requires { TileRange(m.kv_tiles(i, i)); }, "Mask: kv_tiles(q_begin, q_end): TileRange");
+    static_assert(requires { requires is_same<decltype(m.kv_tiles(i, i)), TileRange>; }, "Mask: kv_tiles(q_begin, q_end): TileRange");
     static_assert(requires { bool(m.row(i, i).keep(i)); }, "Mask: row(q, first).keep(offset): whether q keeps key first + offset");
 };
 // ... and what a kernel over keys asks: the inverse. Full is a tile whose every query keeps every key.
 template <class M> struct QTilesOption : Given {
     static const M m;
-    static_assert(requires { TileRange(m.q_tiles(i, i)); }, "Mask: q_tiles(kv_begin, kv_end): TileRange over cfg::tile_q queries");
+    static_assert(requires { requires is_same<decltype(m.q_tiles(i, i)), TileRange>; }, "Mask: q_tiles(kv_begin, kv_end): TileRange over cfg::tile_q queries");
 };
 // score: the logit of a dot product s, in units of 1 / scale_log2, which is the same for all heads; non-decreasing in s. One that
 // is a function of s alone may have apply(s), which does a warp's fragment of float at once, and exponent(s, less, within):

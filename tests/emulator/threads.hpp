@@ -1,5 +1,5 @@
 #pragma once
-// A block's threads as coroutines, and the instructions of ptx/ on the CPU.
+// A block's threads as coroutines, and the instructions of ptx/ on the CPU. Names are static: libraries of one process share others.
 #include <math.h>
 #include <string.h>
 #include <strings.h>
@@ -28,41 +28,41 @@ constexpr float minus_inf = -__builtin_inff();
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
-inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float max(float a, float b) { return fmaxf(a, b); }
-inline float min(float a, float b) { return fminf(a, b); }
-inline double max(double a, double b) { return fmax(a, b); }
-inline double min(double a, double b) { return fmin(a, b); }
-inline i32 max(i32 a, i32 b) { return a > b ? a : b; }
-inline i32 min(i32 a, i32 b) { return a < b ? a : b; }
-inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
-inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
-inline i32 __ffs(i32 x) { return ffs(x); }
-inline u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
-inline float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float max(float a, float b) { return fmaxf(a, b); }
+static float min(float a, float b) { return fminf(a, b); }
+static double max(double a, double b) { return fmax(a, b); }
+static double min(double a, double b) { return fmin(a, b); }
+static i32 max(i32 a, i32 b) { return a > b ? a : b; }
+static i32 min(i32 a, i32 b) { return a < b ? a : b; }
+static u32 min(u32 a, u32 b) { return a < b ? a : b; }
+static i64 min(i64 a, i64 b) { return a < b ? a : b; }
+static i32 __ffs(i32 x) { return ffs(x); }
+static u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
+static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 
 // Threads.
 struct Index { i32 x; };
-inline Index threadIdx, blockIdx, gridDim, blockDim;
-extern "C" { inline unsigned char raw[228 * 1024] __attribute__((aligned(1024))); }  // shared memory
+static Index threadIdx, blockIdx, gridDim, blockDim;
+extern "C" { unsigned char raw[228 * 1024] __attribute__((aligned(1024))); }  // shared memory
 
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(256 << 10);
     bool ended = false;
 };
-inline std::vector<std::unique_ptr<Fiber>> fibers;
-inline ucontext_t scheduler_context;
-inline std::function<void()> body;
-inline long progress, switches;
+static std::vector<std::unique_ptr<Fiber>> fibers;
+static ucontext_t scheduler_context;
+static std::function<void()> body;
+static long progress, switches;
 
-inline void yield() {
+static void yield() {
     const i32 self = threadIdx.x;
     swapcontext(&fibers[self]->context, &scheduler_context);
     threadIdx.x = self;
 }
-inline void start() {
+static void start() {
     body();
     fibers[threadIdx.x]->ended = true, ++progress;
     swapcontext(&fibers[threadIdx.x]->context, &scheduler_context);
@@ -81,8 +81,8 @@ struct Meeting {  // of a number of threads
         while (generation == mine) yield();
     }
 };
-inline Meeting named[16], warps[32];
-inline u64 words[32][32][8];  // of a warp's lanes
+static Meeting named[16], warps[32];
+static u64 words[32][32][8];  // of a warp's lanes
 
 // Gives every lane's n words to `read`, a function of all of them.
 template <class Read>
@@ -105,7 +105,7 @@ T shuffle(T x, i32 from) {
 template <class T> T __shfl_sync(u32, T x, i32 from) { return shuffle(x, from); }
 template <class T> T __shfl_xor_sync(u32, T x, i32 mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
 template <class T> T __shfl_up_sync(u32, T x, i32 by) { return shuffle(x, max(threadIdx.x % 32 - by, 0)); }
-inline u32 __ballot_sync(u32, bool vote) {
+static u32 __ballot_sync(u32, bool vote) {
     const u64 word = vote;
     return exchange(&word, 1, [](auto& all) {
         u32 found = 0;
@@ -113,20 +113,20 @@ inline u32 __ballot_sync(u32, bool vote) {
         return found;
     });
 }
-inline bool __any_sync(u32 all, bool vote) { return __ballot_sync(all, vote) != 0; }
-inline bool __all_sync(u32 all, bool vote) { return __ballot_sync(all, vote) == ~0u; }
-inline void __syncwarp() { __ballot_sync(~0u, true); }
-inline void __syncthreads() { named[0].wait(blockDim.x); }
-inline void __threadfence() {}
-inline i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
-inline u32 atomicInc(u32* at, u32 last) {
+static bool __any_sync(u32 all, bool vote) { return __ballot_sync(all, vote) != 0; }
+static bool __all_sync(u32 all, bool vote) { return __ballot_sync(all, vote) == ~0u; }
+static void __syncwarp() { __ballot_sync(~0u, true); }
+static void __syncthreads() { named[0].wait(blockDim.x); }
+static void __threadfence() {}
+static i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
+static u32 atomicInc(u32* at, u32 last) {
     const u32 old = *at;
     *at = old >= last ? 0 : old + 1;
     return old;
 }
 
 // Runs the blocks one after the other; 1 where all threads wait and none comes on.
-inline int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()> kernel) {
+static int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()> kernel) {
     gridDim.x = blocks, blockDim.x = threads, body = kernel;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
         memset(raw, 0xff, sizeof raw);  // NaN in every format
@@ -157,33 +157,33 @@ inline int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()
 // Instructions.
 struct alignas(64) TensorMap { i64 data, row_bytes, head_bytes, batch_bytes, columns, rows, box_rows, unused[9]; };
 
-inline u16 half(const void* p) { return *static_cast<const u16*>(p); }
-inline float wide(u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16); }
+static u16 half(const void* p) { return *static_cast<const u16*>(p); }
+static float wide(u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16); }
 
 namespace ptx {
-inline u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - raw); }
-inline u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
-inline float exp2(float x) {
+static u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - raw); }
+static u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+static float exp2(float x) {
     const float y = ::exp2f(x);
     return y < 1.1754944e-38f ? 0.f : y;
 }
-inline float reciprocal(float x) { return 1 / x; }
-inline double exp2(double x) { return ::exp2(x); }
-inline double reciprocal(double x) { return 1 / x; }
+static float reciprocal(float x) { return 1 / x; }
+static double exp2(double x) { return ::exp2(x); }
+static double reciprocal(double x) { return 1 / x; }
 template <int count> void setmaxnreg_dec() {}
 template <int count> void setmaxnreg_inc() {}
-inline void griddepcontrol_wait() {}
-inline void launch_dependents() {}
-inline void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
-inline void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }
-inline void cp_async(u32 to, const void* from, u32 bytes = 16) {
+static void griddepcontrol_wait() {}
+static void launch_dependents() {}
+static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
+static void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }
+static void cp_async(u32 to, const void* from, u32 bytes = 16) {
     memset(raw + to, 0, 16);
     memcpy(raw + to, from, bytes);
 }
-inline void cp_async_commit() {}
+static void cp_async_commit() {}
 template <int pending> void cp_async_wait() {}
-inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+static void wgmma_fence() {}
+static void wgmma_commit() {}
 template <int pending> void wgmma_wait() {}
 
 struct Mbarrier {
@@ -200,10 +200,10 @@ struct Mbarrier {
         while (phase == parity) yield();
     }
 };
-inline void fence_mbarrier_init() {}
+static void fence_mbarrier_init() {}
 
 // A box of 64 columns, swizzled; what lies outside is zero.
-inline void tma_load(void* to, const TensorMap& map, Mbarrier&, i32 c0, i32 c1, i32 c2, i32 c3) {
+static void tma_load(void* to, const TensorMap& map, Mbarrier&, i32 c0, i32 c1, i32 c2, i32 c3) {
     for (i32 row = 0; row < map.box_rows; ++row)
         for (i32 column = 0; column < 64; ++column) {
             const bool inside = c1 + row >= 0 && c1 + row < map.rows && c0 + column < map.columns;
@@ -214,8 +214,8 @@ inline void tma_load(void* to, const TensorMap& map, Mbarrier&, i32 c0, i32 c1, 
             memcpy(raw + at, &x, 2);
         }
 }
-inline void tma_load(void*, const TensorMap&, Mbarrier&, i32, i32, i32, i32, i32) { __builtin_trap(); }
-inline void prefetch(const TensorMap&) {}
+static void tma_load(void*, const TensorMap&, Mbarrier&, i32, i32, i32, i32, i32) { __builtin_trap(); }
+static void prefetch(const TensorMap&) {}
 
 template <bool transposed>
 void load_matrices(u32 (&d)[4], u32 address) {
@@ -233,13 +233,13 @@ void load_matrices(u32 (&d)[4], u32 address) {
         return 0;
     });
 }
-inline void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
-inline void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
+static void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
+static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
 
-inline u16 half_of(u64 word, u32 i) { return u16(word >> 16 * i); }
+static u16 half_of(u64 word, u32 i) { return u16(word >> 16 * i); }
 // A lane's a: see ptx/mma.cuh. a(row, k) is in lane row % 8 * 4 + k % 8 / 2, word row / 8 + k / 8 * 2.
-inline float a_of(const u64 (*all)[8], u32 row, u32 k) { return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2)); }
-inline void mma_bf16(float* d, const u32* a, const u32* b) {
+static float a_of(const u64 (*all)[8], u32 row, u32 k) { return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2)); }
+static void mma_bf16(float* d, const u32* a, const u32* b) {
     const u64 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     const u32 lane = threadIdx.x % 32;
     exchange(mine, 6, [&](auto& all) {
@@ -250,11 +250,11 @@ inline void mma_bf16(float* d, const u32* a, const u32* b) {
         return 0;
     });
 }
-inline void mma_fp16(float*, const u32*, const u32*) { __builtin_trap(); }
+static void mma_fp16(float*, const u32*, const u32*) { __builtin_trap(); }
 }  // namespace ptx
 
 // wgmma, 64 x n x 16, of a warp's sixteen rows by itself. b(k, column): contraction along the columns of a tile, or along its rows.
-inline float b_of(u64 descriptor, u32 k, u32 column, bool by_rows) {
+static float b_of(u64 descriptor, u32 k, u32 column, bool by_rows) {
     const u32 begin = u32(descriptor & 0x3fff) << 4, panel = u32(descriptor >> 16 & 0x3fff) << 4;
     u32 at = begin + (by_rows ? column / 64 * panel + k * 128 + column % 64 * 2 : column * 128 + k * 2);
     at ^= (at >> 7 & 7) << 4;

@@ -99,10 +99,12 @@ def test_mixed_libraries() -> None:
 
 
 @pytest.mark.parametrize("kind", ["meta", "sparse"])
-def test_torch_tensor_without_memory(kind: str) -> None:
+@pytest.mark.parametrize("call", [rawattn.plan, rawattn.explain])
+def test_torch_tensor_without_memory(kind: str, call: Callable[..., Any]) -> None:
+    """``attention`` gives meta tensors to torch's operator."""
     x = torch().ones(2, 5, 4, 8)
     x = x.to("meta") if kind == "meta" else x.to_sparse()
-    refused(lambda: rawattn.attention(x, x, x), ProblemError, "q is", "meta" if kind == "meta" else "sparse")
+    refused(lambda: call(x, x, x), ProblemError, "q is", "meta" if kind == "meta" else "sparse")
 
 
 # ---- what is wrong with options ------------------------------------------------------------------------------------------

@@ -133,6 +133,19 @@ def test_rows_without_a_key_give_0_and_change_nothing() -> None:
     expected().check(**found)
 
 
+def test_logits_that_are_all_minus_infinity_give_0() -> None:
+    case = Case("fp32", q_len=20, kv_len=30)
+    (do, _), (_, k, v) = case.output_gradients(), case.inputs()
+    q = np.full_like(do, 1e25)
+    k[...] = -1e25  # finite, but the products overflow
+    o, lse = np.empty_like(q), np.empty((1, 1, 20), np.float32)
+    found = [np.full_like(x, math.nan) for x in (q, k, v)]
+    cpu.run_forward(q, k, v, o, lse, Causal(), Scale(), 1.0, config=cpu.Config())
+    assert (lse == -math.inf).all() and (o == 0).all()
+    cpu.run_backward(do, q, k, v, o, lse, *found, Causal(), Scale(), 1.0)
+    assert all((x == 0).all() for x in found)
+
+
 @pytest.mark.parametrize("sink", [-math.inf, math.inf, 80.0])
 def test_extreme_sinks(sink: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "sink_logits", lambda self: np.array([0.5, sink], np.float32))

@@ -453,6 +453,8 @@ def test_order_of_imports(first: str) -> None:
         "run = torch.compile(lambda q: rawattn.attention(q, q, q, causal=True), backend='eager', fullgraph=True)\n"
         "q = torch.randn(1, 4, 2, 8)\n"
         "assert torch.equal(run(q), rawattn.attention(q, q, q, causal=True))\n"
+        "torch._dynamo.config.error_on_recompile = True\n"
+        "run(q)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

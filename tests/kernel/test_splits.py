@@ -10,6 +10,7 @@ import rawattn
 from rawattn import driver
 from rawattn.kernel import tiling
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.select import select
 from rawattn.testing import Case
 from tests.calls import check, poisoned_memory
 
@@ -41,7 +42,7 @@ def test_the_library_splits() -> None:
     device = driver.device(0)
     for kv_len, launches in ((8192, 2), (2 * KEYS - 1, 1)):
         op = Case(q_len=1, kv_len=kv_len, heads=32, kv_heads=8, head_dim=128, head_dim_v=128).op
-        selection = rawattn.select.select(op, device)
+        selection = select(op, device)
         assert len(selection.kernel.lower(op, selection.config, device).launches) == launches
 
 

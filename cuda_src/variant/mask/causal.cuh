@@ -14,7 +14,8 @@ struct Causal {
         return {0, 0, end(q_begin) / cfg::tile_kv, ceil_div(end(q_end - 1), cfg::tile_kv)};
     }
     __device__ TileRange q_tiles(i32 kv_begin, i32 kv_end) const {
-        return TileRange::of_queries(kv_begin - shift, kv_end <= kv_len ? kv_end - 1 - shift : q_len, q_len, kv_begin < kv_len ? q_len : 0, q_len);
+        const i32 full_begin = kv_end <= kv_len ? kv_end - 1 - shift : q_len;
+        return TileRange::of_queries(kv_begin - shift, full_begin, q_len, kv_begin < kv_len ? q_len : 0, q_len);
     }
     __device__ KeptKeys row(i32 q, i32 first) const { return {0, end(q) - first}; }
 };

@@ -7,7 +7,8 @@ struct Window {
     i32 shift, q_len, kv_len, left, right;
 
     __device__ Window(const Args& args, const Rows& rows, const WorkTile&)
-        : shift(rows.shift(cfg::window_to_last)), q_len(rows.q_len), kv_len(rows.kv_len), left(args.window_left), right(args.window_right) {}
+        : shift(rows.shift(cfg::window_to_last)), q_len(rows.q_len), kv_len(rows.kv_len), left(args.window_left),
+          right(args.window_right) {}
 
     __device__ i32 begin(i32 q) const { return max(0, q + shift - left); }
     __device__ i32 end(i32 q) const { return max(0, min(q + shift + right + 1, kv_len)); }

@@ -76,7 +76,8 @@ template <class S, class R>
 struct PackGqaScore : S {
     const PackGqaOf<S, R> packed;
 
-    __device__ PackGqaScore(const Args& args, const R& rows, const WorkTile& work) : S(args, rows, work), packed(args, rows, work) {}
+    __device__ PackGqaScore(const Args& args, const R& rows, const WorkTile& work)
+        : S(args, rows, work), packed(args, rows, work) {}
 
     __device__ Number operator()(Number s, i32 row, i32 kv) const { return packed.of(row)(s, packed.rows.q_of(row), kv); }
     __device__ Number derivative(Number s, i32 row, i32 kv) const { return packed.of(row).derivative(s, packed.rows.q_of(row), kv); }
