@@ -284,8 +284,8 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     the sum of p |v|, for the rounding of the sums themselves, and it may err by 2 eps times this).
 
     lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
-    itself, the mean size of the row's logits, or 1. Under a score, 16-bit formats have logits to 2^-18 of themselves, a hundredth
-    of what rounding them takes. For float64 the plain formula is computed in float32 and its error scaled, and counts twice, as
+    itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
+    16-bit formats have logits to 2^-18 of themselves, a hundredth of what rounding them takes. For float64 the plain formula is computed in float32 and its error scaled, and counts twice, as
     the reference errs like it. ``options`` are those of ``rawattn.attention``.
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
@@ -297,7 +297,7 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     o_size, s_size = map(_float64, _sizes(q, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
     lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
-    lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * lse_size
+    lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * _dot_size(q, k, options))
     if tolerance.is_16_bit and (options.get("softcap") is not None or options.get("score") is not None):
         lse_error += 2.0**-18 * np.abs(_finite(s_size))
     return Expected(o, lse, tolerance.rows(plain_o, o, o_size), lse_error)
@@ -328,6 +328,17 @@ def expect_backward(
 
 def _given(options: dict[str, Any]) -> tuple[Any, Any, Any]:
     return options.get("sinks"), options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
+
+
+def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
+    """The root of the sum of the squared terms of scale q.k, in the mean over the keys; in the shape of lse."""
+    scale = options.get("scale")
+    rows = slice(None) if options.get("rows") is None else options["rows"]
+    squares = _float64(q)[..., rows, :, :] ** 2, (_float64(k) ** 2).mean(-3, keepdims=True)
+    with np.errstate(all="ignore"):
+        keys = np.nan_to_num(np.repeat(squares[1], q.shape[-2] // k.shape[-2], axis=-2))
+        size = np.sqrt((np.nan_to_num(squares[0]) * keys).sum(-1))
+    return abs(q.shape[-1] ** -0.5 if scale is None else scale) * np.swapaxes(size, -1, -2)
 
 
 def _sizes(q: Any, options: dict[str, Any], power: int) -> _Sizes:

@@ -229,16 +229,15 @@ def test_equal_code_is_equal_machine_code() -> None:
 
 def test_key_knows_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Neither the folder that the sources are read from nor the current one is in a key: names are relative to cuda_src."""
-    from rawattn.problem import Problem
-
     from rawattn import render
     from rawattn.device import TYPICAL
-    from rawattn.kernel import attn_fwd
+    from rawattn.kernel.attn_fwd import ATTN_FWD
+    from rawattn.operation import Forward
     from rawattn.variant.element import BF16
 
     def source() -> compiler.Source:
-        problem = Problem(BF16, 1, 512, 512, 8, 8, 64, 64, 0.125)
-        return attn_fwd.render(problem, attn_fwd.candidates(problem, TYPICAL["sm_90a"])[0], "sm_90a")
+        op = Forward(BF16, 1, 512, 512, 8, 8, 64, 64)
+        return ATTN_FWD.render(op, ATTN_FWD.candidates(op, TYPICAL["sm_90a"])[0], "sm_90a")
 
     here = source()
     shutil.copytree(render.FOLDER, tmp_path / "elsewhere")

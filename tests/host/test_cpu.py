@@ -31,6 +31,7 @@ from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
+from tests.operations import replace
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -56,15 +57,15 @@ LISTED = [
 
 def run(case: Case, inputs: tuple[Any, ...] | None = None, config: cpu.Config | None = None) -> Arrays:
     """o, in the layout of q, and lse; both NaN before."""
-    problem, device = case.problem, this_cpu()
-    assert cpu.supports(problem, device) is None
+    op, device = case.op, this_cpu()
+    assert cpu.supports(op, device) is None
     if config is None:
         config = best(case, device.sm_count)
-    assert cpu.legal(config, problem, device) is None
+    assert cpu.legal(config, op, device) is None
     q, k, v, *cu_seqlens = inputs or case.inputs()
     o = case.out()
-    lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, problem.element.lse_dtype)
-    cpu.run(problem, config, q, k, v, o, lse, *cu_seqlens, sinks=case.sink_logits() if case.sinks else None)
+    lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, op.element.lse_dtype)
+    cpu.run(op, config, q, k, v, o, lse, *cu_seqlens, sinks=case.sink_logits() if case.sinks else None)
     return o, lse
 
 
@@ -99,7 +100,7 @@ def test_listed(case: Case, dtype: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", ["k", "v"])
-@pytest.mark.parametrize("case", [c for c in LISTED if c.problem.q_len > 1 and c.problem.kv_len > 1], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in LISTED if c.op.q_len > 1 and c.op.kv_len > 1], ids=lambda case: case.name)
 def test_masked_numbers_take_no_part(case: Case, which: str, bad: float) -> None:
     """Some keys, or some elements of v, are not finite: all rows that the mask keeps them from are as the reference says."""
     case = dataclasses.replace(case, dtype="fp32")
@@ -211,10 +212,10 @@ def test_scores_of_ones_own(case: Case) -> None:
     score = Alibi(2.0 ** -np.arange(1, case.heads + 1))
     case = dataclasses.replace(case, softcap=None)
     q, k, v, *cu = case.inputs()
-    o, problem, options = case.out(), dataclasses.replace(case.problem, score=score), {**case.options, "score": score}
-    assert cpu.supports(problem, this_cpu()) is None
-    lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, problem.element.lse_dtype)
-    cpu.run(problem, cpu.Config(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
+    o, op, options = case.out(), replace(case.op, score=score), {**case.options, "score": score}
+    assert cpu.supports(op, this_cpu()) is None
+    lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, op.element.lse_dtype)
+    cpu.run(op, cpu.Config(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
     expect(q, k, v, *cu, **options).check(o, lse)
 
 
@@ -325,25 +326,25 @@ def test_wrong_cu_seqlens(ends: list[int], which: int) -> None:
 
 
 def test_supports() -> None:
-    problem, device = Case("fp32").problem, this_cpu()
-    assert cpu.supports(problem, device) is None
-    assert "on H200" in str(cpu.supports(problem, TYPICAL["sm_90a"]))
-    assert "head_dim_v is 1025" in str(cpu.supports(Case("fp32", head_dim_v=1025).problem, device))
+    op, device = Case("fp32").op, this_cpu()
+    assert cpu.supports(op, device) is None
+    assert "on H200" in str(cpu.supports(op, TYPICAL["sm_90a"]))
+    assert "head_dim_v is 1025" in str(cpu.supports(Case("fp32", head_dim_v=1025).op, device))
     strange: Any = object()
-    assert "object has none" in str(cpu.supports(dataclasses.replace(problem, score=strange), device))
+    assert "object has none" in str(cpu.supports(replace(op, score=strange), device))
 
 
 def test_legal() -> None:
-    problem, device = Case("fp32").problem, this_cpu()
-    assert all(cpu.legal(c, problem, device) is None for c in cpu.candidates(problem, device))
+    op, device = Case("fp32").op, this_cpu()
+    assert all(cpu.legal(c, op, device) is None for c in cpu.candidates(op, device))
     for name in ("tile_q", "tile_kv", "threads"):
         for value in (0, -1, 5000, 1.5):
-            assert f"{name} is {value}" in str(cpu.legal(cpu.Config(**{name: value}), problem, device))
+            assert f"{name} is {value}" in str(cpu.legal(cpu.Config(**{name: value}), op, device))
 
 
 def best(case: Case, cores: int) -> cpu.Config:
     device = Device("CPU", "cpu", cores, 0, 0)
-    return min(cpu.candidates(case.problem, device), key=lambda c: cpu.cost(c, case.problem, device))
+    return min(cpu.candidates(case.op, device), key=lambda c: cpu.cost(c, case.op, device))
 
 
 def test_choice() -> None:
@@ -352,7 +353,7 @@ def test_choice() -> None:
     assert best(Case("fp32", 1, 2048, 2048, 8, 8), 2) == cpu.Config(512, 96, 2)
     many = best(Case("fp32", 1, 4096, 4096), 32)
     assert many.threads > 8 and many.tile_q < 256
-    nothing, device = Case(lengths=()).problem, this_cpu()
+    nothing, device = Case(lengths=()).op, this_cpu()
     assert all(cpu.cost(config, nothing, device) >= 0 for config in cpu.candidates(nothing, device))
 
 

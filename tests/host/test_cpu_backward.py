@@ -40,17 +40,17 @@ LISTED = [
 def run(case: Case, score: Score | None = None, dlse: bool = True, threads: int | None = 2) -> tuple[Gradients, Any]:
     """The gradients by name, from o and lse that the CPU path computed, and what the reference wants of them."""
     q, k, v, *cu = case.inputs()
-    problem, (do, dlse_given), sinks = case.problem, case.output_gradients(), case.sink_logits() if case.sinks else None
-    score = score or problem.score
+    op, (do, dlse_given), sinks = case.op, case.output_gradients(), case.sink_logits() if case.sinks else None
+    score = score or op.score
     o, lse = case.out(), np.full_like(dlse_given, math.nan)
     config, starts = cpu.Config(), dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=False))
-    cpu.run_forward(q, k, v, o, lse, problem.mask, score, problem.scale, sinks, config=config, **starts)
+    cpu.run_forward(q, k, v, o, lse, op.mask, score, op.scale, sinks, config=config, **starts)
     found = {name: np.full(x.shape, math.nan, x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     if sinks is not None:
         found["dsinks"] = np.full(sinks.shape, math.nan, lse.dtype)
     given = {"dlse": dlse_given if dlse else None, **starts}
     cpu.run_backward(
-        do, q, k, v, o, lse, mask=problem.mask, score=score, scale=problem.scale, sinks=sinks, threads=threads, **found, **given
+        do, q, k, v, o, lse, mask=op.mask, score=score, scale=op.scale, sinks=sinks, threads=threads, **found, **given
     )
     options = {**case.options, "score": score, **given}
     options.pop("softcap", None)
@@ -98,7 +98,7 @@ def test_same_bits_alone_and_in_a_varlen_batch() -> None:
         alone, (o, lse) = [np.empty_like(x[None]) for x in (q[rows], k[keys], v[keys])], (np.empty_like(do[None, rows]), None)
         lse = np.empty_like(dlse[None, :, rows])
         given = (q[None, rows], k[None, keys], v[None, keys], o, lse)
-        options = {"mask": Causal(), "score": Scale(), "scale": packed.problem.scale}
+        options = {"mask": Causal(), "score": Scale(), "scale": packed.op.scale}
         cpu.run_forward(*given, **options, config=cpu.Config())
         cpu.run_backward(do[None, rows], *given, *alone, dlse=dlse[None, :, rows], **options, threads=1)
         for name, x, part in zip(("dq", "dk", "dv"), alone, (rows, keys, keys), strict=True):

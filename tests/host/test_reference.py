@@ -201,8 +201,8 @@ def by_all_pairs(case: Case, logit: Callable[..., float]) -> tuple[Any, Any]:
         kv_head = h // (case.heads // case.kv_heads)
         lse_at = lse[rows] if isinstance(rows, int) else lse[:, rows]
         for i in range(len(q[rows])):
-            begin, end = (x.item() for x in case.problem.mask.interval(np.array([i]), len(q[rows]), len(k[keys])))
-            dots = [case.problem.scale * math.fsum(q[rows][i, h] * k[keys][j, kv_head]) for j in range(begin, end)]
+            begin, end = (x.item() for x in case.op.mask.interval(np.array([i]), len(q[rows]), len(k[keys])))
+            dots = [case.op.scale * math.fsum(q[rows][i, h] * k[keys][j, kv_head]) for j in range(begin, end)]
             s = [logit(x, b, h, i, j) for j, x in enumerate(dots, begin)]
             total = math.fsum(map(math.exp, s)) + math.exp(sinks[h])
             lse_at[h, i] = math.log(total) if total else -INF
@@ -254,7 +254,7 @@ def test_plain_formula_errs_like_its_format(dtype: str, library: str) -> None:
     inputs = case.inputs(library)
     o, plain = reference.attention(*inputs, **case.options), reference.rounded(*inputs, **case.options)
     error = float(abs(plain - o).max() / abs(o).max())
-    eps = float(ml_dtypes.finfo(case.problem.element.dtype).eps)
+    eps = float(ml_dtypes.finfo(case.op.element.dtype).eps)
     assert 0.02 * eps < error < (8 if dtype == "fp32" else 2) * eps
 
 
@@ -267,9 +267,9 @@ def test_plain_formula_rounds(dtype: str, left_out: str | None) -> None:
     q, k, v = (x[0, :, 0].astype(np.float32) for x in case.inputs())
 
     def rounding(name: str, x: Any) -> Any:
-        return x if name == left_out else x.astype(case.problem.element.dtype).astype(np.float32)
+        return x if name == left_out else x.astype(case.op.element.dtype).astype(np.float32)
 
-    s = rounding("s", np.float32(case.problem.scale) * (q @ k.T))
+    s = rounding("s", np.float32(case.op.scale) * (q @ k.T))
     total = np.exp(s).sum(1, keepdims=True)
     close = [np.allclose(o[0, :, 0], rounding("p", np.exp(s) / total) @ v, rtol=1e-4, atol=1e-5)]
     close.append(np.allclose(lse[0, 0], np.log(total)[:, 0], rtol=1e-6))
@@ -339,7 +339,7 @@ def test_o_tolerance_would_not_bear_a_factor_of_4(dtype: str, causal: bool) -> N
         mantissa, exponent = np.frexp(x)
         return np.ldexp(np.round(mantissa / (4 * eps)) * (4 * eps), exponent)
 
-    formula = reference.Formula(np, {}, np.float64, coarse, case.problem.mask, case.problem.score, case.problem.scale)
+    formula = reference.Formula(np, {}, np.float64, coarse, case.op.mask, case.op.score, case.op.scale)
     o, _ = formula.forward(*case.inputs(), None, None, None)
     with pytest.raises(AssertionError, match="allowed"):
         expected.check(o)
@@ -352,7 +352,7 @@ def test_lse_tolerance_would_not_bear_a_factor_of_10(dtype: str, softcap: float 
     """A scale that is off by 2^-17, or 2^-45 in float64, is found, and would not be with ten times the tolerance."""
     case = Case(dtype, 1, 200, 200, 2, 2, causal=True, softcap=softcap, seed=1)
     expected = expect(*case.inputs(), **case.options)
-    wrong = case.problem.scale * (1 + (2.0**-45 if dtype == "fp64" else 2.0**-17))
+    wrong = case.op.scale * (1 + (2.0**-45 if dtype == "fp64" else 2.0**-17))
     _, lse = reference.attention(*case.inputs(), **case.options, scale=wrong, return_lse=True)
     with pytest.raises(AssertionError, match=r"lse.*allowed"):
         expected.check(expected.o, lse)
@@ -387,9 +387,9 @@ def test_inputs_are_what_the_case_says(case: Case) -> None:
             np.testing.assert_array_equal(x, y)
         assert not np.isnan(x.astype(np.float64)).any()
     q, k, v = case.inputs()[:3]
-    assert case.problem.element.dtype == q.dtype and q.shape[-2:] == (case.heads, case.head_dim)
+    assert case.op.element.dtype == q.dtype and q.shape[-2:] == (case.heads, case.head_dim)
     assert k.shape[-2:] == (case.kv_heads, case.head_dim) and v.shape[-2:] == (case.kv_heads, case.head_dim_v)
-    assert (case.problem.total_q, case.problem.total_kv) == (math.prod(q.shape[:-2]), math.prod(k.shape[:-2]))
+    assert (case.op.total_q, case.op.total_kv) == (math.prod(q.shape[:-2]), math.prod(k.shape[:-2]))
     assert all(x.strides[-1] == x.itemsize for x in (q, k, v))
 
 
