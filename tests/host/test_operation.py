@@ -312,3 +312,9 @@ def test_errors_name_the_lengths_that_were_given() -> None:
     """Though operations of nearly the same size share a selection."""
     with pytest.raises(UnsupportedError, match="length 1001x1003"):
         select(replace(DENSE, q_len=1001, kv_len=1003, head_dim=1000), TYPICAL["sm_90a"])
+
+
+def test_resized_is_replaced() -> None:
+    assert DENSE.flops and DENSE.inputs  # which are kept with the value
+    found, wanted = DENSE.resized(3, 9, 11), replace(DENSE, batch=3, q_len=9, kv_len=11)
+    assert found == wanted and (found.flops, found.bytes, found.inputs) == (wanted.flops, wanted.bytes, wanted.inputs)
