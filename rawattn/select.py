@@ -89,7 +89,8 @@ def three_bits(n: int) -> int:
 def _select(op: Forward, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
-    ordered = sorted(KERNELS, key=lambda candidate: not candidate.prefers(op))
+    places = {each: place + 1.5 * (not each.prefers(op)) for place, each in enumerate(KERNELS)}  # 1.5: behind the next one
+    ordered = sorted(KERNELS, key=places.__getitem__)
     for candidate in (each for each in ordered if kernel in (None, each.name)):
         reasons = candidate.supports(op, device)
         if not reasons:

@@ -191,10 +191,10 @@ def test_few_selections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_near_the_limits_every_row_counts() -> None:
     """A rounded size would be refused here, or another's refusal be told."""
     device = TYPICAL["sm_90a"]
-    fits = forward(BF16, MOST_TILES // 8, 1, 1, 8, 8, 64, 64)
+    fits = forward(BF16, MOST_TILES // 16, 65, 1, 8, 8, 64, 64)
     assert chosen(fits, device).kernel is ATTN_FWD
-    with pytest.raises(UnsupportedError, match=f"here are {8 * (MOST_TILES // 8 + 1)}"):
-        chosen(replace(fits, batch=MOST_TILES // 8 + 1), device)
+    with pytest.raises(UnsupportedError, match=f"here are {16 * (MOST_TILES // 16 + 1)}"):
+        chosen(replace(fits, batch=MOST_TILES // 16 + 1), device)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_89", "sm_75", "cpu"])
@@ -227,14 +227,28 @@ def test_a_device_without_room() -> None:
 
 
 def test_all_of_a_kind_are_compiled_with_each_other() -> None:
-    """Whatever length asks first, the same configurations are compiled."""
-    for arch, mask in itertools.product(("sm_90a", "sm_89"), (Full(), Causal())):
+    """Whatever length asks first, the same configurations are compiled; few queries are a kind of their own."""
+    shapes = {
+        "few": ((1, 1, 100), (1, 1, 9000), (16, 4, 4096)),
+        "many": ((1, 100, 9), (1, 512, 512), (1, 4096, 4096), (16, 4096, 1)),
+    }
+    for arch, mask, each in itertools.product(("sm_90a", "sm_89"), (Full(), Causal()), shapes.values()):
         sets = set()
-        for batch, length in ((1, 1), (1, 512), (1, 4096), (16, 4096)):
-            found = chosen(replace(OP, batch=batch, q_len=length, kv_len=length, mask=mask), TYPICAL[arch])
+        for batch, q_len, kv_len in each:
+            found = chosen(replace(OP, batch=batch, q_len=q_len, kv_len=kv_len, mask=mask), TYPICAL[arch])
             assert found.config not in found.compiled_with
-            sets.add(frozenset((found.config, *found.compiled_with)))
+            sets.add((found.kernel, frozenset((found.config, *found.compiled_with))))
         assert len(sets) == 1
+
+
+def test_few_queries_go_to_the_kernel_that_splits() -> None:
+    device = TYPICAL["sm_90a"]
+    for q_len, kv_heads, kernel in ((64, 8, "attn_fwd_mma"), (65, 8, "attn_fwd"), (32, 4, "attn_fwd_mma"), (33, 4, "attn_fwd")):
+        assert chosen(replace(OP, q_len=q_len, kv_heads=kv_heads), device).kernel.name == kernel
+    assert chosen(replace(OP, q_len=1, varlen=True), device).kernel.name == "attn_fwd"
+    assert chosen(replace(OP, q_len=1), device, "attn_fwd").kernel.name == "attn_fwd"
+    refusals = chosen(replace(OP, q_len=1, element=FP32), device).refusals
+    assert [name for name, _ in refusals] == ["attn_fwd_mma", "attn_fwd"], "one behind the other, and before the slow one"
 
 
 def test_why(monkeypatch: pytest.MonkeyPatch) -> None:

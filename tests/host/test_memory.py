@@ -97,6 +97,8 @@ def test_arrays_that_lie_apart_are_told_at_once(monkeypatch: pytest.MonkeyPatch)
             )
         with pytest.raises(TypeError):
             memory.overlap(a, described((2,), (1,), begin - 1, "uint8"))
+        with pytest.raises(TypeError):
+            memory.overlap(a, described((2,), (-1,), end, "uint8"))
         empty = described((0, 9), (1, 1), begin)
         assert not memory.overlap(a, empty) and not memory.overlap(empty, a)
 

@@ -155,20 +155,23 @@ def test_sinks() -> None:
     assert Forward.of(double | {"sinks": array(4, dtype="fp64")}, Spec()).sinks
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
-def test_no_kernel_has_sinks_yet(kernel: Any) -> None:
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_has_sinks(kernel: Any) -> None:
     device = this_cpu() if kernel.name == "cpu" else TYPICAL["sm_90a"]
-    assert kernel.supports(replace(DENSE, sinks=True), device) == ["it has no sinks yet"]
-    assert kernel.supports(DENSE, device) == []
+    assert kernel.supports(replace(DENSE, sinks=True), device) == [] == kernel.supports(DENSE, device)
 
 
-@pytest.mark.parametrize("call", [rawattn.attention, rawattn.plan, rawattn.explain])
-def test_sinks_reach_the_kernels(call: Any) -> None:
-    q, sinks = np.zeros((1, 3, 2, 8), np.float32), np.zeros(2, np.float32)
-    with pytest.raises(UnsupportedError, match="cpu: it has no sinks yet"):
-        call(q, q, q, sinks=sinks)
-    with pytest.raises(ProblemError, match="sinks is fp64"):
-        call(q, q, q, sinks=sinks.astype(np.float64))
+def test_sinks_reach_the_result() -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 8), np.float32)
+    sinks = np.array([1.5, -np.inf], np.float32)
+    o, lse = rawattn.attention(q, k, v, sinks=sinks, return_lse=True)
+    expected, expected_lse = rawattn.reference.attention(q, k, v, sinks=sinks, return_lse=True)
+    assert np.allclose(o, expected, atol=1e-5) and np.allclose(lse, expected_lse, atol=1e-5)
+    plain = rawattn.attention(q, k, v)
+    assert np.allclose(o[:, :, 1], plain[:, :, 1], atol=1e-5) and not np.allclose(o[:, :, 0], plain[:, :, 0], atol=1e-2)
+    for call in (rawattn.attention, rawattn.plan, rawattn.explain):
+        with pytest.raises(ProblemError, match="sinks is fp64"):
+            call(q, k, v, sinks=sinks.astype(np.float64))
 
 
 # ---- limits --------------------------------------------------------------------------------------------------------------
@@ -309,3 +312,9 @@ def test_errors_name_the_lengths_that_were_given() -> None:
     """Though operations of nearly the same size share a selection."""
     with pytest.raises(UnsupportedError, match="length 1001x1003"):
         select(replace(DENSE, q_len=1001, kv_len=1003, head_dim=1000), TYPICAL["sm_90a"])
+
+
+def test_resized_is_replaced() -> None:
+    assert DENSE.flops and DENSE.inputs  # which are kept with the value
+    found, wanted = DENSE.resized(3, 9, 11), replace(DENSE, batch=3, q_len=9, kv_len=11)
+    assert found == wanted and (found.flops, found.bytes, found.inputs) == (wanted.flops, wanted.bytes, wanted.inputs)

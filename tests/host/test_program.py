@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from typing import Any
 
@@ -18,8 +17,9 @@ from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import Layout
-from rawattn.program import Buffer, Counter, Field, Launch, Pointer, Program, TensorMap, Value, View, offsets
+from rawattn.program import Buffer, Counter, Field, Launch, Pointer, Program, Scratch, TensorMap, Value, View, offsets
 from rawattn.select import select
+from rawattn.variant import softmax, store
 from rawattn.variant.element import BF16, FP32
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Softcap
@@ -154,6 +154,66 @@ def test_tiles(tile_q: int) -> None:
         assert tiling.tiles(packed, tile_q) == min(each * 2, 2 * length // tile_q + 2) * 4
 
 
+def test_tiles_of_varlen_are_estimated_from_all_rows() -> None:
+    op = replace(VARLEN, batch=3, q_len=1000)
+    assert tiling.tiles(op, 64) == (500 // 64 + 3) * 4 and tiling.tiles(replace(op, q_len=65), 64) == 2 * 3 * 4
+
+
+def test_options() -> None:
+    own = store.StoreO()
+    for op, rows in ((OP, "Dense"), (VARLEN, "Varlen")):
+        found = tiling.options(op, Store=own)
+        assert {axis: option.cuda_type for axis, option in found.items()} == {
+            "Element": "Element", "Rows": rows, "Mask": "Full", "Score": "Scale", "Weight": "Identity", "Store": "StoreO"
+        }  # fmt: skip
+        assert (found["Element"], found["Store"]) == (BF16, own)
+    steady = tiling.options(replace(OP, constant_time=True, score=Softcap(2.0)), Softmax=softmax.SpeculativeMax())
+    assert (steady["Softmax"].cuda_type, steady["Score"].cuda_type) == ("ConstantTime", "ConstantTimeSoftcap")
+    assert tiling.options(replace(OP, sinks=True), Softmax=softmax.Plain())["Softmax"] == softmax.WithSink(softmax.Plain())
+
+
+@pytest.mark.parametrize(
+    "changes, splits, keys",
+    [
+        ({"q_len": 1, "kv_len": 511}, 1, 511),  # fewer than two splits' keys
+        ({"q_len": 1, "kv_len": 0}, 1, 1),
+        ({"q_len": 1, "kv_len": 512}, 2, 256),
+        ({"q_len": 1, "kv_len": 513}, 3, 256),
+        ({"q_len": 1, "kv_len": 32 * 256 + 1}, 17, 512),  # at most 32
+        ({"q_len": 1, "kv_len": 1 << 20}, 32, 1 << 15),
+        ({"q_len": 1, "kv_len": 1 << 20, "heads": 64, "kv_heads": 64}, 2, 1 << 19),  # a tile for each multiprocessor
+        ({"q_len": 1, "kv_len": 1 << 20, "heads": 200, "kv_heads": 200}, 1, 1 << 20),
+        ({"q_len": 1, "kv_len": 1 << 20, "batch": 99}, 32, 1 << 15),  # the batch changes nothing
+        ({"q_len": 32, "kv_len": 512}, 2, 256),
+        ({"q_len": 33, "kv_len": 512}, 1, 512),  # not few
+        ({"q_len": 0, "kv_len": 512}, 1, 512),
+    ],
+    ids=str,
+)
+def test_splits(changes: dict[str, Any], splits: int, keys: int) -> None:
+    assert tiling.splits(replace(OP, **changes), H200) == (splits, keys)
+
+
+def test_splits_are_two_launches() -> None:
+    """The partial results lie in scratch memory, and are folded; of a row where there is one split nothing is."""
+    op, config = replace(OP, q_len=5, kv_len=3000, sinks=True, return_lse=True), attn_fwd_mma.Config(32, 64, split=True)
+    splits, keys = tiling.splits(op, H200)
+    program = ATTN_FWD_MMA.lower(op, config, H200)
+    main, fold = program.launches
+    rows, whole = 2 * 4 * 5, ATTN_FWD_MMA.grid(op, config, H200)
+    assert program.scratch == (Buffer("o_partial", splits * rows * 128 * 4), Buffer("lse_partial", splits * rows * 4))
+    assert (main.grid, fold.entry, fold.grid) == (splits * whole, "combine", -(-rows // 4))
+    for launch in program.launches:
+        assert (launch.values["splits"], launch.values["partial_rows"]) == (splits, rows)
+        assert {"o_partial", "lse_partial"} <= {field.name for field in launch.fields if type(field.fill) is Scratch}
+    assert main.values["split_keys"] == keys
+    names = [{field.name for field in launch.fields} for launch in program.launches]
+    assert {"o", "lse", "sinks"} <= names[1] and not {"o", "lse", "sinks"} & names[0], "a sink joins once"
+    (alone,) = ATTN_FWD_MMA.lower(replace(op, kv_len=100), config, H200).launches
+    assert {"o", "lse", "sinks"} <= {field.name for field in alone.fields} and alone.grid == whole
+    assert len(ATTN_FWD_MMA.programs(op, config, H200)) == 2
+
+
 def test_max_seqlen_bounds_no_tiles() -> None:
     """Whatever max_seqlen says, each kernel has as many blocks, and no packing needs more."""
     rng = np.random.default_rng(0)
@@ -215,8 +275,8 @@ def test_tuning_shapes_have_nothing_of_the_call() -> None:
         (8, 2048, 2048, 16, 16), (1, 4096, 4096, 8, 8), (1, 512, 512, 8, 8)
     ]  # fmt: skip
     assert {op.mask for op in shapes} == {Causal()} and {op.mask for op in tiling.tuning_shapes(OP)} == {Full()}
-    assert [op.total_q for op in tiling.tuning_shapes(VARLEN)] == [op.total_kv for op in shapes] == [16384, 4096, 512]
-    assert all(dataclasses.replace(op, layout=Layout("a")).head_dim_v == 128 for op in shapes)
+    for op, rows in zip(tiling.tuning_shapes(replace(VARLEN, layout=Layout("a"))), (16384, 4096, 512), strict=True):
+        assert (op.total_q, op.total_kv, op.head_dim, op.head_dim_v, op.varlen) == (rows, rows, 64, 128, True)
 
 
 def test_values() -> None:
@@ -241,6 +301,9 @@ def test_values() -> None:
         ({"batch": 64, "kv_len": 3000, "mask": Causal()}, 6, (256 - 72) // 6),
         ({"batch": 64, "kv_len": 1 << 18, "mask": Causal()}, 176, 0),  # long: as many as even out
         ({"batch": 64, "q_len": 0, "kv_len": 2000}, 10, (256 - 132) // 10),
+        ({"batch": 64, "kv_len": 21845, "mask": Causal()}, 2, (256 - 44) // 2),  # just not long
+        ({"batch": 64, "kv_len": 21846, "mask": Causal()}, 176, 0),
+        ({"kv_heads": 4, "kv_len": 1 << 20}, 1, 0),
     ],
     ids=str,
 )

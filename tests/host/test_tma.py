@@ -52,6 +52,7 @@ def test_dense_map_reads_each_element_where_it_lies(name: str) -> None:
     assert tma_unsupported_reason("q", array.shape, strides, 2) is None
     found = geometry(array.shape, strides, 2, 64)
     check_limits(found)
+    assert found.box == (64, 64, 1, 1)
     for batch, row, head, column in itertools.product(*map(range, array.shape)):
         where = sum(at * stride for at, stride in zip((batch, row, head, column), array.strides, strict=True))
         assert address(found, column, row, head * found.head_step, batch * found.batch_step) == where
@@ -82,6 +83,7 @@ def test_ragged_map_reads_one_sequence(
     columns = 64
     found = geometry((max(2, first + length), heads, columns), (row_bytes // 2, head_bytes // 2, 1), 2, 128)
     check_limits(found)
+    assert found.box == (64, 128, 1, 1, 1)
     head = data.draw(st.integers(0, heads - 1))
 
     def read(row: int) -> int | None:
@@ -196,3 +198,31 @@ def test_strides_count_in_bytes() -> None:
     assert "batch stride" in str(tma_unsupported_reason("k", SHAPE, (limit, 256, 64, 1), 4))
     assert "head stride" in str(tma_unsupported_reason("k", (32, 4, 64), (256, limit, 1), 4))
     assert tma_unsupported_reason("k", (32, 4, 64), (256, limit - 4, 1), 4) is None, "of heads the usual limit"
+
+
+@pytest.mark.parametrize("shape, strides, pointer, found, need", [*MISFITS.values(), *UNALIGNED.values()])
+def test_what_has_a_reason_is_not_readable(
+    shape: tuple[int, ...], strides: tuple[int, ...], pointer: int, found: str, need: str
+) -> None:
+    assert not tma.readable(shape, strides, 2, pointer)
+
+
+@given(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.sampled_from([8, 64])),
+    st.tuples(*[st.integers(-2, 4).map(lambda n: 8 * n) | st.sampled_from([4, 1 << 31, 1 << 38, 1 << 39])] * 3),
+    st.sampled_from([0, 2, 8, 16]),
+)
+def test_what_is_readable_has_no_reason(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int) -> None:
+    if tma.readable(shape, (*strides, 1), 2, pointer):
+        assert tma_unsupported_reason("k", shape, (*strides, 1), 2, pointer) is None
+        assert unaligned_reason("k", shape, (*strides, 1), 2, pointer) is None
+
+
+def test_plain_arrays_are_readable() -> None:
+    for shape, strides in (
+        (SHAPE, STRIDES),
+        ((1, 1, 1, 8), (3, 5, 7, 1)),
+        (SHAPE, (8192, (1 << 31) - 8, 64, 1)),
+        (SHAPE, (8, 8, 8, 1)),
+    ):
+        assert tma.readable(shape, strides, 2, 4096)
