@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 import rawattn
-from rawattn.select import KERNELS
 
 from .lib import command, machine, report, stand_in
 
@@ -86,12 +85,9 @@ class Host:
 
     def two_launches(self) -> Row:
         """The i-th call splits the keys in two where i is odd."""
-        splitting = [k for k in KERNELS if "splits" in {field.name for field in dataclasses.fields(k.config_type)}]
-        if not splitting:
-            raise Skipped("no kernel splits keys yet")
-        kernel, (k, v) = splitting[0].name, (x[:, :FIRST_KV_LEN] for x in self.cache)
+        kernel, (k, v) = "attn_fwd_mma", (x[:, :FIRST_KV_LEN] for x in self.cache)
         config = rawattn.explain(self.token, k, v, causal=True, kernel=kernel).selection.config
-        configs = [dataclasses.replace(config, splits=splits) for splits in (1, 2)]
+        configs = [dataclasses.replace(config, split=split) for split in (False, True)]
         calls = [lambda c=c: rawattn.attention(self.token, k, v, causal=True, kernel=kernel, config=c) for c in configs]
         return lambda i: calls[i % 2]
 

@@ -286,7 +286,8 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
     itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
     16-bit formats have logits to 2^-18 of themselves, a hundredth of what rounding them takes. For float64 the plain formula is
-    computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are those of ``rawattn.attention``.
+    computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are those of
+    ``rawattn.attention``.
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     tolerance = _Tolerance(q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -59,9 +60,13 @@ def packs(op: Forward) -> bool:
 
 def as_rows(op: Forward, config: Config) -> Forward:
     """The operation whose queries and heads are the rows of tiles."""
-    if not config.pack_gqa:
-        return op
-    return dataclasses.replace(op, q_len=op.q_len * op.heads_per_kv, heads=op.kv_heads)
+    return op.packed if config.pack_gqa else op
+
+
+@functools.cache
+def unsplit(config: Config) -> Config:
+    """The configuration for sequences whose keys are not split."""
+    return dataclasses.replace(config, split=False)
 
 
 def columns(op: Forward) -> tuple[int, int]:
@@ -223,7 +228,7 @@ class AttnFwdMma(Kernel):
     def lower(self, op: Forward, config: Config, device: Device) -> Program:
         splits, keys = tiling.splits(op, device) if config.split else (1, 0)
         if splits == 1 or self.grid(op, config, device) * splits > tiling.MOST_TILES:
-            return super().lower(op, dataclasses.replace(config, split=False), device)
+            return super().lower(op, unsplit(config), device)
         return self._split(op, config, device, splits, keys)
 
     def _split(self, op: Forward, config: Config, device: Device, splits: int, keys: int) -> Program:
@@ -239,7 +244,7 @@ class AttnFwdMma(Kernel):
         return Program((main, fold), scratch)
 
     def programs(self, op: Forward, config: Config, device: Device) -> tuple[Program, ...]:
-        whole = super().lower(op, dataclasses.replace(config, split=False), device)
+        whole = super().lower(op, unsplit(config), device)
         return (whole, self._split(op, config, device, 2, tiling.SPLIT_KEYS)) if config.split else (whole,)
 
 

@@ -84,9 +84,18 @@ class Forward:
     def resized(self, batch: int, q_len: int, kv_len: int) -> Forward:
         """The operation with other lengths, which are not checked again; for dense sequences."""
         found = object.__new__(Forward)
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
         sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
         found.__dict__.update(kept | sizes)
+        return found
+
+    @functools.cached_property
+    def packed(self) -> Forward:
+        """The operation as tiles see it whose rows are the queries of all heads that share a key head."""
+        found = object.__new__(Forward)
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
+        q_len = self.q_len * self.heads_per_kv
+        found.__dict__.update(kept | {"q_len": q_len, "total_q": self.batch * q_len, "heads": self.kv_heads})
         return found
 
     # ---- its arrays

@@ -53,10 +53,10 @@ def by_autograd(case: Case, score: Any, with_dlse: bool) -> list[Any]:
         q_i, k_i, v_i = q[rows], k[keys].repeat_interleave(case.heads // case.kv_heads, 1), v[keys]
         v_i = v_i.repeat_interleave(case.heads // case.kv_heads, 1)
         positions, others = torch.arange(len(q_i))[:, None], torch.arange(len(k_i))[None]
-        begin, end = case.problem.mask.interval(np.arange(len(q_i)), len(q_i), len(k_i))
+        begin, end = case.op.mask.interval(np.arange(len(q_i)), len(q_i), len(k_i))
         kept = (others >= torch.from_numpy(begin)[:, None]) & (others < torch.from_numpy(end)[:, None])
         for h in range(case.heads):
-            s = score.logit(torch, case.problem.scale * q_i[:, h] @ k_i[:, h].T, i, h, positions, others)
+            s = score.logit(torch, case.op.scale * q_i[:, h] @ k_i[:, h].T, i, h, positions, others)
             s = torch.where(kept, s, -INF)
             full = torch.cat([s, sinks[h].expand(len(s), 1)], 1)
             some = full.isfinite().any(1)
@@ -74,7 +74,7 @@ def by_autograd(case: Case, score: Any, with_dlse: bool) -> list[Any]:
 def test_autograd_agrees(case: Case, with_dlse: bool, bent: bool) -> None:
     """Everything that attention takes, on both libraries."""
     case = dataclasses.replace(case, softcap=None if bent else case.softcap)
-    score: Any = Bent(2.0 ** -np.arange(1, case.heads + 1)) if bent else case.problem.score
+    score: Any = Bent(2.0 ** -np.arange(1, case.heads + 1)) if bent else case.op.score
     wanted = by_autograd(case, score, with_dlse)[: 4 if case.sinks else 3]
     for library in ("numpy", "torch"):
         do, dlse = case.output_gradients(library)
@@ -157,12 +157,12 @@ def test_a_score_without_slope_is_named() -> None:
 def by_hand(case: Case, rounding: Any) -> tuple[Any, ...]:
     """dq, dk, dv of one head, in float32, where rounding(name, x) rounds the logits "s", "p", "o" and "ds"."""
     q, k, v, do = (x[0, :, 0].astype(np.float32) for x in (*case.inputs(), case.output_gradients()[0]))
-    s = rounding("s", np.float32(case.problem.scale) * (q @ k.T))
+    s = rounding("s", np.float32(case.op.scale) * (q @ k.T))
     p = np.exp(s - s.max(1, keepdims=True))
     p = rounding("p", p / p.sum(1, keepdims=True))
     o = rounding("o", p @ v)
     ds = rounding("ds", p * (do @ v.T - (do * o).sum(1, keepdims=True)))
-    return case.problem.scale * (ds @ k), case.problem.scale * (ds.T @ q), p.T @ do
+    return case.op.scale * (ds @ k), case.op.scale * (ds.T @ q), p.T @ do
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -171,7 +171,7 @@ def test_plain_formula_rounds(dtype: str, left_out: str | None) -> None:
     """It is the formula with all four rounded, and not the one that leaves out any of them."""
     case = Case(dtype, q_len=60, kv_len=90)
     plain = reference.rounded_backward(case.output_gradients()[0], *case.inputs())
-    numbers = case.problem.element.dtype
+    numbers = case.op.element.dtype
     found = by_hand(case, lambda name, x: x if name == left_out else x.astype(numbers).astype(np.float32))
     close = [np.allclose(x[0, :, 0], y, rtol=1e-4, atol=1e-5) for x, y in zip(plain, found, strict=True)]
     assert close == {None: [True] * 3, "s": [False] * 3, "p": [False] * 3}.get(left_out, [False, False, True])  # type: ignore[call-overload]
@@ -229,7 +229,7 @@ def test_tolerance_would_not_bear_a_factor_of_4(dtype: str) -> None:
         mantissa, exponent = np.frexp(x)
         return np.ldexp(np.round(mantissa * 2 / (8 * eps)) * (8 * eps) / 2, exponent)
 
-    formula = reference.Formula(np, {}, np.float64, coarse, Full(), case.problem.score, case.problem.scale)
+    formula = reference.Formula(np, {}, np.float64, coarse, Full(), case.op.score, case.op.scale)
     found = dict(zip(NAMES, formula.backward(do, *inputs, None, None, None, None), strict=False))
     for name in ("dq", "dk", "dv"):
         error = np.abs(found[name] - expected.gradients[name]) / expected.errors[name]

@@ -201,7 +201,7 @@ def test_config_names() -> None:
     for kernel in (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT):
         for config in kernel.candidates(op, device):
             assert ours.parse_config(kernel.config_type, ours.config_name(config)) == config
-    assert ours.config_name(attn_fwd_mma.Config(64, 32, 3, 1, 4, 2)) == "64x32s3m1q4c2p0"
+    assert ours.config_name(attn_fwd_mma.Config(64, 32, 3, 1, 4, 2)) == "64x32st3m1q4c2p0sp0"
     assert ours.parse_config(attn_fwd.Config, "192x96") == attn_fwd.Config(192, 96)
     with pytest.raises(ValueError, match="no configuration"):
         ours.parse_config(attn_fwd.Config, "fast")
