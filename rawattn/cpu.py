@@ -501,6 +501,9 @@ class Cpu:
     tuning_shapes = staticmethod(tuning_shapes)
     run = staticmethod(run)
 
+    def __repr__(self) -> str:
+        return self.name
+
     def supports(self, op: Forward, device: Device) -> list[str]:
         """The reasons why the CPU path does not compute the operation; none where it does."""
         reason = supports(op, device)
