@@ -68,19 +68,21 @@ constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
 constexpr u32 writers = cfg::dq_chains > 1 ? cfg::dq_chains : cfg::dq_stages;
 
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
-static_assert(ElementOption<Element>, "variant/element");
-static_assert(BwdRowsOption<Rows>, "variant/rows");
-static_assert(BwdMaskOption<Mask>, "variant/mask");
-static_assert(BwdScoreOption<Score>, "variant/score");
-static_assert(WeightOption<Weight>, "variant/weight");
-static_assert(KvSchedulerOption<Scheduler>, "variant/scheduler");
-static_assert(DqStoreOption<Store>, "variant/store");
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct QTilesOption<Mask>;
+template struct ScoreOption<Score>;
+template struct WeightOption<Weight>;
+template struct KvSchedulerOption<Scheduler>;
+template struct DqStoreOption<Store>;
 static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers <= 3);
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
 __device__ inline Turn turn_of(const Rows& rows, const Mask& mask, const KvWorkTile& work, i32 q_tile) {
-    const TileRange keys = mask.tiles(q_tile * cfg::tile_q, min((q_tile + 1) * cfg::tile_q, rows.q_len));
+    const TileRange keys = mask.kv_tiles(q_tile * cfg::tile_q, min((q_tile + 1) * cfg::tile_q, rows.q_len));
     return {work.kv_ascends ? work.kv_tile - keys.begin : keys.end - 1 - work.kv_tile, keys.end - 1 - keys.begin};
 }
 
@@ -93,15 +95,14 @@ struct Writer {
 
     __device__ void add(const KvWorkTile& work) {
         const Rows rows(args, work.batch);
-        const Mask mask(args, rows);
-        for (Walk at(args, rows, mask, work); at.left > 0; at.advance(), ++step.count) {
+        for (Walk at(args, rows, work); at.more(); at.advance(), ++step.count) {
             const u32 t = step.stage(cfg::dq_stages), chain = cfg::dq_chains > 1 ? index : 0;
             if (cfg::dq_chains == 1 && t != index) continue;
             float4* part = smem.dq[t][chain * parts_in_chain][0];
             const i32 place = place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain;
             const u32 parity = step.parity(cfg::dq_stages);
             const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], parity};
-            Store::add(args, place, turn_of(rows, mask, work, at.tile), slot);
+            Store::add(args, place, turn_of(rows, Mask(args, rows, at.work_tile()), work, at.tile), slot);
         }
     }
 };
@@ -125,7 +126,6 @@ struct Consumer {
     const SmemDescriptor<DoTile> do_columns, do_rows;
     const SmemDescriptor<DsTile> ds_columns;
     const u32 ds_address;
-    const Score score;
     Step step{};
     Ring<1> kv{};
     u32 untold = 0;    // 1 + the stage of dq that the writer has not been told of
@@ -139,7 +139,7 @@ struct Consumer {
           v_keys(SmemDescriptor<VTile>::of_columns(&smem.v).rows_from(index * 64)), q_columns(SmemDescriptor<QTile>::of_columns(smem.q)),
           q_rows(SmemDescriptor<QTile>::of_rows(smem.q)), do_columns(SmemDescriptor<DoTile>::of_columns(smem.d_o)),
           do_rows(SmemDescriptor<DoTile>::of_rows(smem.d_o)), ds_columns(SmemDescriptor<DsTile>::of_columns(smem.ds)),
-          ds_address(ptx::smem_address(smem.ds) + place_in_ds()), score(args) {}
+          ds_address(ptx::smem_address(smem.ds) + place_in_ds()) {}
 
     // Where this lane's row of the transposed 8 x 8 blocks lies: query lane % 8 of the first 16, eight keys of this warp.
     __device__ u32 place_in_ds() const {
@@ -204,7 +204,7 @@ struct Consumer {
             float x[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float gradient = weight.apply(dp[i + j], q_first + fragment_column(i + j), key + 8 * fragment_row(j));
+                const float gradient = weight(dp[i + j], q_first + fragment_column(i + j), key + 8 * fragment_row(j));
                 x[j] = s[i + j] * (gradient - (j % 2 ? d.y : d.x));
             }
             ds[i / 2] = Element::pack(x[0], x[1]), ds[i / 2 + 1] = Element::pack(x[2], x[3]);
@@ -254,8 +254,11 @@ struct Consumer {
         store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, dq, args.scale * SMma::sign);
     }
 
-    __device__ void do_step(const Rows& rows, const Mask& mask, const Weight& weight, const KvWorkTile& work, const Walk& at,
-                            i32 key) {
+    __device__ void do_step(const Rows& rows, const KvWorkTile& work, const Walk& at, i32 key) {
+        const WorkTile own = at.work_tile();
+        const Mask mask(args, rows, own);
+        const Score score(args, rows, own);
+        const Weight weight(args, rows, own);
         const u32 stage = step.stage();
         const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
         start_s();
@@ -293,18 +296,16 @@ struct Consumer {
 
     __device__ void attend(const KvWorkTile& work) {
         const Rows rows(args, work.batch);
-        const Mask mask(args, rows);
-        const Weight weight(args, rows);
         const i32 key = work.kv_tile * cfg::tile_kv + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;  // this thread's upmost
-        Walk at(args, rows, mask, work);
+        Walk at(args, rows, work);
 #pragma unroll
         for (float& x : dv) x = 0.f;
 #pragma unroll
         for (float& x : dk) x = 0.f;
-        if (at.left > 0) {
+        if (at.more()) {
             smem.kv_full.wait(kv.parity);
             kv.advance();
-            for (; at.left > 0; at.advance()) do_step(rows, mask, weight, work, at, key);
+            for (; at.more(); at.advance()) do_step(rows, work, at, key);
             tell_dq();
             arrive(smem.kv_empty);
         }

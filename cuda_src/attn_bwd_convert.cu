@@ -8,10 +8,11 @@
 #include "variant/interfaces_bwd.cuh"
 #include "variant/store/rows.cuh"
 
-static_assert(ElementOption<Element>, "variant/element");
-static_assert(BwdRowsOption<Rows>, "variant/rows");
-static_assert(MaskOption<Mask>, "variant/mask");
-static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct SchedulerOption<Scheduler>;
 
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, true};
 
@@ -21,7 +22,7 @@ static_assert(cfg::tile_q == 64 && cfg::threads == 128 * cfg::dq_parts);
 __device__ void convert(const Args& args, const WorkTile& work) {
     const Rows rows(args, work.batch);
     if (work.q_begin >= rows.q_len) return;
-    const TileRange tiles = Mask(args, rows).tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
+    const TileRange tiles = Mask(args, rows, work).kv_tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
     const i32 place = place_of(args, rows, work.head, work.q_begin / cfg::tile_q);
     const u32 part = threadIdx.x / 128, lane = threadIdx.x % 128;
     const i64 first = (i64(place) * cfg::dq_parts + part) * (accumulators * 32);

@@ -5,27 +5,27 @@
 // that keep no key have lse = +inf and delta = 0, so that p = exp2(s - inf) = 0 and ds = p (dp - 0) = 0 with no case for them. Clear
 // brings what the next passes want cleared.
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Dlse, Clear, Pdl, Scheduler
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Dlse, Clear, Launch, Scheduler
 #include "tile/facts.cuh"
+#include "tile/number.cuh"
 #include "tile/strided_tensor.cuh"
 #include "variant/interfaces_bwd.cuh"
 
-static_assert(NumberOption<Element>, "variant/element");
-static_assert(BwdRowsOption<Rows>, "variant/rows");
-static_assert(MaskOption<Mask>, "variant/mask");
-static_assert(DlseOption<Dlse>, "variant/dlse");
-static_assert(ClearOption<Clear>, "variant/clear");
-static_assert(PdlOption<Pdl>, "variant/pdl");
-static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
+template struct NumberOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct DlseOption<Dlse>;
+template struct ClearOption<Clear>;
+template struct LaunchOption<Launch>;
+template struct SchedulerOption<Scheduler>;
 
-extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Pdl::used};
+extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Launch::uses_pdl};
 
 constexpr int rows_at_once = cfg::threads / cfg::lanes, vectors = (cfg::head_dim_v + cfg::vector - 1) / cfg::vector;
 static_assert(cfg::q_block == cfg::tile_q && cfg::threads % 32 == 0 && 32 % cfg::lanes == 0 && cfg::tile_q % rows_at_once == 0);
 
-struct alignas(cfg::vector * sizeof(Element)) Vector {
-    Element x[cfg::vector];
-};
+using Part = Vector<Element, cfg::vector>;
 
 // A lane's part of the sum over a row's columns.
 __device__ inline Number part_of(const unsigned char* o, const unsigned char* d_o, int lane) {
@@ -33,7 +33,7 @@ __device__ inline Number part_of(const unsigned char* o, const unsigned char* d_
 #pragma unroll 1
     for (int first = 0; first < vectors; first += cfg::lanes) {
         if (vectors % cfg::lanes != 0 && first + lane >= vectors) break;
-        const Vector a = reinterpret_cast<const Vector*>(o)[first + lane], b = reinterpret_cast<const Vector*>(d_o)[first + lane];
+        const Part a = reinterpret_cast<const Part*>(o)[first + lane], b = reinterpret_cast<const Part*>(d_o)[first + lane];
 #pragma unroll
         for (int i = 0; i < cfg::vector; ++i) sum += Element::widen(a.x[i]) * Element::widen(b.x[i]);
     }
@@ -56,15 +56,15 @@ __device__ void compute(const Args& args, const WorkTile& work) {
         if (lane != 0) continue;
         const Number lse = inside ? args.lse[rows.lse_offset(args, row, work.head)] : Number(minus_inf);
         const bool kept = lse != Number(minus_inf);
-        args.lse_log2[i64(place) * cfg::tile_q + r] = kept ? lse * Number(1.4426950408889634) : -Number(minus_inf);
+        args.lse_log2[i64(place) * cfg::tile_q + r] = kept ? lse * Number(log2_e) : -Number(minus_inf);
         args.delta[i64(place) * cfg::tile_q + r] = kept ? sum - Dlse::of(args, rows, row, work.head) : Number(0);
     }
-    Clear::clear(args, rows, Mask(args, rows), work, place);
+    Clear::clear(args, rows, Mask(args, rows, work), work, place);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads) void attn_bwd_delta(const __grid_constant__ Args args) {
-    Pdl::wait();
-    Pdl::launch_dependents();
+    Launch::wait();
+    Launch::launch_dependents();
     Scheduler scheduler(args);
     const WorkTile work = scheduler.next();
     if (!work.is_last()) compute(args, work);

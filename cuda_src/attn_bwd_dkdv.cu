@@ -47,12 +47,15 @@ struct Smem {
 
 static_assert(cfg::tile_kv == 64 && cfg::tile_q % 16 == 0);
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
-static_assert(ElementOption<Element> && NumberOption<Element>, "variant/element");
-static_assert(BwdRowsOption<Rows>, "variant/rows");
-static_assert(BwdMaskOption<Mask>, "variant/mask");
-static_assert(BwdScoreOption<Score>, "variant/score");
-static_assert(WeightOption<Weight>, "variant/weight");
-static_assert(KvSchedulerOption<Scheduler>, "variant/scheduler");
+template struct ElementOption<Element>;
+template struct NumberOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct QTilesOption<Mask>;
+template struct ScoreOption<Score>;
+template struct WeightOption<Weight>;
+template struct KvSchedulerOption<Scheduler>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, true};
 
@@ -91,9 +94,7 @@ struct Role {
 };
 
 struct Values : Role<DvMma> {
-    const Score score;
-
-    __device__ Values(const Args& args, Smem& smem) : Role(args, smem), score(args) {}
+    using Role::Role;
 
     __device__ void pass_p() {
 #pragma unroll
@@ -108,7 +109,7 @@ struct Values : Role<DvMma> {
     }
     // Where `later`, dv of the step before runs beside S.
     template <bool later>
-    __device__ void do_step(const Mask& mask, const Weight& weight, const Walk& at, i32 key) {
+    __device__ void do_step(const Rows& rows, const Walk& at, i32 key) {
         const u32 before = step.stage();
         if (later) {
             start_dv();
@@ -121,7 +122,11 @@ struct Values : Role<DvMma> {
         smem.p_empty[stage].wait(step.parity() ^ 1);
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.do_empty[before]);
-        const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
+        const WorkTile own = at.work_tile();
+        const Mask mask(args, rows, own);
+        const Score score(args, rows, own);
+        const Weight weight(args, rows, own);
+        const i32 q_first = own.q_begin + lane % 4 * 2;
         const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
         if (at.is_full()) weigh_transposed<false>(s, p, score, weight, mask, lse_log2, q_first, key);
         else weigh_transposed<true>(s, p, score, weight, mask, lse_log2, q_first, key);
@@ -156,7 +161,7 @@ struct Keys : Role<DkMma> {
             for (int j = 0; j < 8; j += 2) {
                 const float2 d = *reinterpret_cast<const float2*>(delta + fragment_column(i + j));
                 const i32 q = q_first + fragment_column(i + j), kv = key + 8 * fragment_row(j);
-                const float low = weight.apply(s[i + j], q, kv) - d.x, high = weight.apply(s[i + j + 1], q + 1, kv) - d.y;
+                const float low = weight(s[i + j], q, kv) - d.x, high = weight(s[i + j + 1], q + 1, kv) - d.y;
                 const float w0 = Element::widen({u16(w[j / 2])}), w1 = Element::widen({u16(w[j / 2] >> 16)});
                 p[(i + j) / 2] = Element::pack(w0 * low, w1 * high);
             }
@@ -164,7 +169,7 @@ struct Keys : Role<DkMma> {
     }
     // Where `later`, dk of the step before runs beside dP.
     template <bool later>
-    __device__ void do_step(const Mask&, const Weight& weight, const Walk& at, i32 key) {
+    __device__ void do_step(const Rows& rows, const Walk& at, i32 key) {
         const u32 before = step.stage();
         if (later) {
             start_dk();
@@ -177,7 +182,7 @@ struct Keys : Role<DkMma> {
         smem.p_full[stage].wait(step.parity());
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.q_empty[before]);
-        differentiate(weight, at.tile * cfg::tile_q + lane % 4 * 2, key);
+        differentiate(Weight(args, rows, at.work_tile()), at.tile * cfg::tile_q + lane % 4 * 2, key);
         __syncwarp();
         arrive(smem.do_empty[stage]);
         arrive(smem.p_empty[stage]);
@@ -204,17 +209,15 @@ __device__ void consume(const Args& args, Smem& smem) {
     Ring<2> ring;
     for (KvWorkTile work = next_work(smem, ring); !work.is_last(); work = next_work(smem, ring)) {
         const Rows rows(args, work.batch);
-        const Mask mask(args, rows);
-        const Weight weight(args, rows);
         const i32 key = work.kv_tile * cfg::tile_kv + role.lane / 32 * 16 + role.lane % 32 / 4;  // this thread's upmost
 #pragma unroll
         for (float& x : role.sum) x = 0.f;
-        Walk at(args, rows, mask, work);
-        if (at.left > 0) {
+        Walk at(args, rows, work);
+        if (at.more()) {
             smem.kv_full.wait(role.kv.parity);
             role.kv.advance();
-            role.template do_step<false>(mask, weight, at, key);
-            for (at.advance(); at.left > 0; at.advance()) role.template do_step<true>(mask, weight, at, key);
+            role.template do_step<false>(rows, at, key);
+            for (at.advance(); at.more(); at.advance()) role.template do_step<true>(rows, at, key);
             role.finish();
             ++role.step.count;
             role.arrive(smem.kv_empty);

@@ -15,12 +15,14 @@
 #include "tile/numbers.cuh"
 #include "variant/kv_walk.cuh"
 
-static_assert(NumberOption<Element>, "variant/element");
-static_assert(BwdRowsOption<Rows>, "variant/rows");
-static_assert(BwdMaskOption<Mask>, "variant/mask");
-static_assert(BwdScoreOption<Score>, "variant/score");
-static_assert(WeightOption<Weight>, "variant/weight");
-static_assert(KvSchedulerOption<Scheduler>, "variant/scheduler");
+template struct NumberOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct QTilesOption<Mask>;
+template struct ScoreOption<Score>;
+template struct WeightOption<Weight>;
+template struct KvSchedulerOption<Scheduler>;
 static_assert(cfg::tile_q % 16 == 0 && cfg::tile_kv % 16 == 0 && cfg::chunk % 16 == 0);
 
 struct Smem {
@@ -45,20 +47,20 @@ struct Block {
     const Args& args;
     Smem& smem;
     const Rows rows;
-    const Mask mask;
-    const Score score;
-    const Weight weight;
     const Place at{};
     const i32 kv_begin;
     const Matrix k, v;
     Number dk[keys_each][chunks * cfg::chunk / 16] = {}, dv[keys_each][v_chunks * cfg::chunk / 16] = {};
 
     __device__ Block(const Args& args, Smem& smem, const KvWorkTile& work)
-        : args(args), smem(smem), rows(args, work.batch), mask(args, rows), score(args), weight(args, rows),
-          kv_begin(work.kv_tile * cfg::tile_kv), k(matrix_of(args.k, rows.kv, work.kv_head)), v(matrix_of(args.v, rows.kv, work.kv_head)) {}
+        : args(args), smem(smem), rows(args, work.batch), kv_begin(work.kv_tile * cfg::tile_kv), k(matrix_of(args.k, rows.kv, work.kv_head)), v(matrix_of(args.v, rows.kv, work.kv_head)) {}
 
     // smem.p and smem.ds of a tile of queries.
-    __device__ void weigh(const QueryHead& head, i32 q_begin, const Number* lse_log2, const Number* delta) {
+    __device__ void weigh(const QueryHead& head, const WorkTile& work, const Number* lse_log2, const Number* delta) {
+        const Mask mask(args, rows, work);
+        const Score score(args, rows, work);
+        const Weight weight(args, rows, work);
+        const i32 q_begin = work.q_begin;
         Number s[q_each][keys_each] = {}, dp[q_each][keys_each] = {};
 #pragma unroll 1
         for (int column = 0; column < cfg::head_dim; column += cfg::chunk) {
@@ -86,9 +88,9 @@ struct Block {
                 const Number t = score(s[i][j], q, first + 16 * j);
                 const bool keep = kept.keep(16 * j) && q < rows.q_len;
                 const Number w = keep ? ptx::exp2(t * score.scale_log2 - lse_log2[r]) : Number(0);
-                const Number gradient = weight.apply(dp[i][j], q, first + 16 * j) - delta[r];
-                smem.p.data[r][at.x + 16 * j] = weight.apply(w, q, first + 16 * j);
-                smem.ds.data[r][at.x + 16 * j] = keep ? w * score.derivative(s[i][j], t, q, first + 16 * j) * gradient : Number(0);
+                const Number gradient = weight(dp[i][j], q, first + 16 * j) - delta[r];
+                smem.p.data[r][at.x + 16 * j] = weight(w, q, first + 16 * j);
+                smem.ds.data[r][at.x + 16 * j] = keep ? w * score.derivative(s[i][j], q, first + 16 * j) * gradient : Number(0);
             }
         }
     }
@@ -125,10 +127,10 @@ struct Block {
 __device__ void compute(const Args& args, Smem& smem, const KvWorkTile& work) {
     Block block(args, smem, work);
 #pragma unroll 1
-    for (Walk at(args, block.rows, block.mask, work); at.left > 0; at.advance()) {
+    for (Walk at(args, block.rows, work); at.more(); at.advance()) {
         const QueryHead head(args, block.rows, at.head);
         const i64 first = i64(place_of(args, block.rows, at.head, at.tile)) * cfg::tile_q;
-        block.weigh(head, at.tile * cfg::tile_q, args.lse_log2 + first, args.delta + first);
+        block.weigh(head, at.work_tile(), args.lse_log2 + first, args.delta + first);
         block.add(head, at.tile * cfg::tile_q);
     }
     block.store(args.dk, work.kv_head, cfg::head_dim, block.dk, args.scale);

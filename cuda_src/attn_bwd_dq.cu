@@ -36,18 +36,19 @@ struct Smem {
     WorkTile work[2];
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
-static_assert(ElementOption<Element>, "variant/element");
-static_assert(BwdRowsOption<Rows>, "variant/rows");
-static_assert(MaskOption<Mask>, "variant/mask");
-static_assert(BwdScoreOption<Score>, "variant/score");
-static_assert(WeightOption<Weight>, "variant/weight");
-static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct WeightOption<Weight>;
+template struct SchedulerOption<Scheduler>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
 __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin) {
     if (q_begin >= rows.q_len) return {0, 0, 0, 0};
-    return mask.tiles(q_begin, min(q_begin + cfg::tile_q, rows.q_len));
+    return mask.kv_tiles(q_begin, min(q_begin + cfg::tile_q, rows.q_len));
 }
 
 struct Producer {
@@ -59,7 +60,7 @@ struct Producer {
     // One lane: every tile of one work.
     __device__ void load(const WorkTile& work) {
         const Rows rows(args, work.batch);
-        const TileRange tiles = tiles_of(Mask(args, rows), rows, work.q_begin);
+        const TileRange tiles = tiles_of(Mask(args, rows, work), rows, work.q_begin);
         if (tiles.begin >= tiles.end) return;
         const i32 kv_head = work.head / args.heads_per_kv;
         smem.q_empty.wait(q.parity ^ 1);
@@ -107,7 +108,6 @@ struct Consumer {
     const SmemDescriptor<DoTile> do_rows;
     const SmemDescriptor<KTile> k_columns, k_rows;
     const SmemDescriptor<VTile> v_columns;
-    const Score score;
     Ring<1> q{}, v{};
     Ring<2> k{};
     float lse_log2[2], delta[2];  // of this thread's rows
@@ -119,7 +119,7 @@ struct Consumer {
           q_rows(SmemDescriptor<QTile>::of_columns(&smem.q).rows_from(index * 64)),
           do_rows(SmemDescriptor<DoTile>::of_columns(&smem.d_o).rows_from(index * 64)),
           k_columns(SmemDescriptor<KTile>::of_columns(smem.k)),
-          k_rows(SmemDescriptor<KTile>::of_rows(smem.k)), v_columns(SmemDescriptor<VTile>::of_columns(&smem.v)), score(args) {}
+          k_rows(SmemDescriptor<KTile>::of_rows(smem.k)), v_columns(SmemDescriptor<VTile>::of_columns(&smem.v)) {}
 
     // Said by each warp when it has read a stage.
     __device__ void release(ptx::Mbarrier& empty) const {
@@ -153,7 +153,7 @@ struct Consumer {
 
     // From dot products to weights times the score's derivative.
     template <bool cut>
-    __device__ void weigh(const Mask& mask, i32 tile, i32 row) {
+    __device__ void weigh(const Mask& mask, const Score& score, i32 tile, i32 row) {
         const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
         KeptKeys kept[2]{};
         if (cut) kept[0] = mask.row(row, first), kept[1] = mask.row(row + 8, first);
@@ -161,7 +161,7 @@ struct Consumer {
         for (int i = 0; i < SMma::accumulators; ++i) {
             const int r = fragment_row(i), c = fragment_column(i);
             const float t = score(s[i], row + 8 * r, first + c), exponent = __fmaf_rn(t, score.scale_log2, -lse_log2[r]);
-            s[i] = ptx::exp2(cut && !kept[r].keep(c) ? minus_inf : exponent) * score.derivative(s[i], t, row + 8 * r, first + c);
+            s[i] = ptx::exp2(cut && !kept[r].keep(c) ? minus_inf : exponent) * score.derivative(s[i], row + 8 * r, first + c);
         }
     }
     __device__ void differentiate(const Weight& weight, i32 tile, i32 row) {
@@ -169,13 +169,13 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 2) {
             const i32 r = fragment_row(i), kv = first + fragment_column(i);
-            const float low = weight.apply(dp[i], row + 8 * r, kv), high = weight.apply(dp[i + 1], row + 8 * r, kv + 1);
+            const float low = weight(dp[i], row + 8 * r, kv), high = weight(dp[i + 1], row + 8 * r, kv + 1);
             ds[i / 2] = Element::pack(s[i] * (low - delta[r]), s[i + 1] * (high - delta[r]));
         }
     }
     // S and dP of the tile at hand, and dS; where `later`, dq of the tile before runs beside them.
     template <bool later>
-    __device__ void step(const Mask& mask, const Weight& weight, const TileRange& tiles, i32 tile, i32 row) {
+    __device__ void step(const Mask& mask, const Score& score, const Weight& weight, const TileRange& tiles, i32 tile, i32 row) {
         const u32 before = k.stage;
         if (later) {
             start_dq(before);
@@ -185,8 +185,8 @@ struct Consumer {
         start_dp();
         ptx::wgmma_wait<1>();
         if (later) release(smem.k_empty[before]);
-        if (tiles.is_full(tile)) weigh<false>(mask, tile, row);
-        else weigh<true>(mask, tile, row);
+        if (tiles.is_full(tile)) weigh<false>(mask, score, tile, row);
+        else weigh<true>(mask, score, tile, row);
         ptx::wgmma_wait<0>();
         release(smem.v_empty);
         differentiate(weight, tile, row);
@@ -194,8 +194,9 @@ struct Consumer {
 
     __device__ void attend(const WorkTile& work) {
         const Rows rows(args, work.batch);
-        const Mask mask(args, rows);
-        const Weight weight(args, rows);
+        const Mask mask(args, rows, work);
+        const Score score(args, rows, work);
+        const Weight weight(args, rows, work);
         const i32 row = work.q_begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;
         const TileRange tiles = tiles_of(mask, rows, work.q_begin);
 #pragma unroll
@@ -204,8 +205,8 @@ struct Consumer {
             load_statistics(rows, work, row);
             smem.q_full.wait(q.parity);
             q.advance();
-            step<false>(mask, weight, tiles, tiles.end - 1, row);
-            for (i32 tile = tiles.end - 2; tile >= tiles.begin; --tile) step<true>(mask, weight, tiles, tile, row);
+            step<false>(mask, score, weight, tiles, tiles.end - 1, row);
+            for (i32 tile = tiles.end - 2; tile >= tiles.begin; --tile) step<true>(mask, score, weight, tiles, tile, row);
             release(smem.q_empty);
             start_dq(k.stage);
             ptx::wgmma_wait<0>();
@@ -229,7 +230,7 @@ __device__ void consume(const Args& args, Smem& smem) {
     while (true) {
         smem.work_full[ring.stage].wait(ring.parity);
         const WorkTile& slot = smem.work[ring.stage];
-        const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin))};
+        const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin)), 0};
         __syncwarp();
         consumer.release(smem.work_empty[ring.stage]);
         ring.advance();

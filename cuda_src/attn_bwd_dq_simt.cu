@@ -13,12 +13,13 @@
 #include "tile/numbers.cuh"
 #include "variant/interfaces_bwd.cuh"
 
-static_assert(NumberOption<Element>, "variant/element");
-static_assert(BwdRowsOption<Rows>, "variant/rows");
-static_assert(MaskOption<Mask>, "variant/mask");
-static_assert(BwdScoreOption<Score>, "variant/score");
-static_assert(WeightOption<Weight>, "variant/weight");
-static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
+template struct NumberOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct WeightOption<Weight>;
+template struct SchedulerOption<Scheduler>;
 static_assert(cfg::tile_q % 16 == 0 && cfg::tile_kv % 16 == 0 && cfg::chunk % 16 == 0);
 
 struct Smem {
@@ -43,7 +44,7 @@ struct Block {
     Number dq[q_each][chunks * cfg::chunk / 16] = {};
 
     __device__ Block(const Args& args, Smem& smem, const WorkTile& work)
-        : args(args), smem(smem), rows(args, work.batch), mask(args, rows), score(args), weight(args, rows), q_begin(work.q_begin),
+        : args(args), smem(smem), rows(args, work.batch), mask(args, rows, work), score(args, rows, work), weight(args, rows, work), q_begin(work.q_begin),
           q(matrix_of(args.q, rows.q, work.head)), k(matrix_of(args.k, rows.kv, work.head / args.heads_per_kv)),
           v(matrix_of(args.v, rows.kv, work.head / args.heads_per_kv)), d_o(matrix_of(args.d_o, rows.q, work.head)) {}
 
@@ -74,9 +75,9 @@ struct Block {
 #pragma unroll
             for (int j = 0; j < keys_each; ++j) {
                 const Number t = score(s[i][j], row, first + 16 * j), w = ptx::exp2(t * score.scale_log2 - lse_log2[r]);
-                const Number gradient = weight.apply(dp[i][j], row, first + 16 * j) - delta[r];
+                const Number gradient = weight(dp[i][j], row, first + 16 * j) - delta[r];
                 const bool keep = kept.keep(16 * j) && row < rows.q_len;
-                smem.ds.data[r][at.x + 16 * j] = keep ? w * score.derivative(s[i][j], t, row, first + 16 * j) * gradient : Number(0);
+                smem.ds.data[r][at.x + 16 * j] = keep ? w * score.derivative(s[i][j], row, first + 16 * j) * gradient : Number(0);
             }
         }
     }
@@ -105,7 +106,7 @@ struct Block {
 __device__ void compute(const Args& args, Smem& smem, const WorkTile& work) {
     Block block(args, smem, work);
     if (work.q_begin >= block.rows.q_len) return;
-    const TileRange tiles = block.mask.tiles(work.q_begin, min(work.q_begin + cfg::tile_q, block.rows.q_len));
+    const TileRange tiles = block.mask.kv_tiles(work.q_begin, min(work.q_begin + cfg::tile_q, block.rows.q_len));
     const i64 first = i64(place_of(args, block.rows, work.head, work.q_begin / cfg::tile_q)) * cfg::tile_q;
 #pragma unroll 1
     for (i32 tile = tiles.begin; tile < tiles.end; ++tile) {

@@ -15,11 +15,13 @@
 // A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, Args, QkMma, PvMma, and the choices
-                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Scheduler, Store
+                       // Element, Rows, Mask, Score, Softmax, Weight, Order, Kv, Scheduler, Store
 #include "ptx/ldmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
+#include "tile/range.cuh"
 #include "tile/ring.cuh"
+#include "tile/store_fragment.cuh"
 #include "tile/tile.cuh"
 #include "variant/interfaces.cuh"
 
@@ -38,21 +40,23 @@ struct Smem {
     WorkTile work[2];
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
-static_assert(ElementOption<Element>, "variant/element");
-static_assert(RowsOption<Rows>, "variant/rows");
-static_assert(MaskOption<Mask>, "variant/mask");
-static_assert(ScoreOption<Score>, "variant/score");
-static_assert(SoftmaxOption<Softmax, Score>, "variant/softmax");
-static_assert(OrderOption<Order>, "variant/order");
-static_assert(KvOption<Kv, Rows, KTile, VTile>, "variant/kv");
-static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct SoftmaxOption<Softmax, Score>;
+template struct WeightOption<Weight>;
+template struct OrderOption<Order>;
+template struct KvOption<Kv, KTile, VTile>;
+template struct SchedulerOption<Scheduler>;
+template struct StoreOption<Store>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
 // The key tiles of query rows [q_begin, q_begin + count) of a sequence.
 __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin, i32 count) {
     if (q_begin >= rows.q_len) return {0, 0, 0, 0};
-    return mask.tiles(q_begin, min(q_begin + count, rows.q_len));
+    return mask.kv_tiles(q_begin, min(q_begin + count, rows.q_len));
 }
 
 struct Producer {
@@ -64,8 +68,8 @@ struct Producer {
     // One lane: every tile of one work. A tile's V comes after the next tile's K, as they are needed.
     __device__ void load(const WorkTile& work) {
         const Rows rows(args, work.batch);
-        const TileRange tiles = tiles_of(Mask(args, rows), rows, work.q_begin, cfg::tile_q);
-        const Kv source(args, rows, work.head / args.heads_per_kv);
+        const TileRange tiles = tiles_of(Mask(args, rows, work), rows, work.q_begin, cfg::tile_q);
+        const Kv source(args, rows, work);
         for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile, kv.advance()) {
             smem.k_empty[kv.stage].wait(kv.parity ^ 1);
             source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], tile);
@@ -110,6 +114,20 @@ __device__ void produce(const Args& args, Smem& smem) {
     scheduler.finish();
 }
 
+// What a consumer has for one work.
+struct Work {
+    const Rows rows;
+    const Mask mask;
+    const Score score;
+    const Weight weight;
+    const i32 row;  // this thread's upmost
+    Softmax softmax;
+
+    __device__ Work(const Args& args, const WorkTile& tile, i32 row)
+        : rows(args, tile.batch), mask(args, rows, tile), score(args, rows, tile), weight(args, rows, tile), row(row),
+          softmax(args, rows, tile, score.scale_log2) {}
+};
+
 struct Consumer {
     const Args& args;
     Smem& smem;
@@ -117,7 +135,6 @@ struct Consumer {
     const SmemDescriptor<QTile> q_rows;
     const SmemDescriptor<KTile> k_columns;
     const SmemDescriptor<VTile> v_rows;
-    const Score score;
     const Order order;
     Ring<cfg::q_stages> q{};
     Ring<cfg::stages> kv{};  // the K tile at hand; V of the tile before it is one stage behind
@@ -127,7 +144,7 @@ struct Consumer {
     __device__ Consumer(const Args& args, Smem& smem)
         : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
           q_rows(SmemDescriptor<QTile>::of_columns(smem.q).rows_from(index * 64)), k_columns(SmemDescriptor<KTile>::of_columns(smem.k)),
-          v_rows(SmemDescriptor<VTile>::of_rows(smem.v)), score(args), order(index) {}
+          v_rows(SmemDescriptor<VTile>::of_rows(smem.v)), order(index) {}
 
     // Said by each warp when it has read a stage.
     __device__ void release(ptx::Mbarrier& empty) const {
@@ -163,28 +180,35 @@ struct Consumer {
         release(smem.v_empty[at.stage]);
     }
 
-    // From dot products to logits, -inf where the mask keeps no key.
-    __device__ void mask_and_score(const Mask& mask, bool full, i32 tile, i32 row) {
-        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
-        score_fragment(score, s, row, first);
+    // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key.
+    __device__ void mask_and_score(const Work& work, bool full, i32 first) {
+        map_fragment(work.score, s, work.row, first);
         if (full) return;
-        const KeptKeys kept[2] = {mask.row(row, first), mask.row(row + 8, first)};
+        const auto upper = work.mask.row(work.row, first), lower = work.mask.row(work.row + 8, first);
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; ++i)
-            if (!kept[fragment_row(i)].keep(fragment_column(i))) s[i] = minus_inf;
+            if (!(fragment_row(i) ? lower : upper).keep(fragment_column(i))) s[i] = minus_inf;
+    }
+    // From dot products to weights; true, in the whole warp, when o must be rescaled. `again` makes the dot products once more.
+    template <class Again>
+    __device__ bool weigh(Work& work, const TileRange& tiles, i32 tile, Again again) {
+        const bool full = tiles.is_full(tile);
+        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
+        const bool moved = work.softmax.next(s, work.score, full, [&] { mask_and_score(work, full, first); }, again);
+        map_fragment(work.weight, s, work.row, first);
+        return moved;
     }
     __device__ void pack_p() {
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
     }
 
-    __device__ void attend(const WorkTile& work) {
-        const Rows rows(args, work.batch);
-        const Mask mask(args, rows);
-        const i32 begin = work.q_begin + i32(index) * 64, row = begin + lane / 32 * 16 + lane % 32 / 4;
-        const TileRange block = tiles_of(mask, rows, work.q_begin, cfg::tile_q), own = tiles_of(mask, rows, begin, 64);
+    __device__ void attend(const WorkTile& tile) {
+        const i32 begin = tile.q_begin + i32(index) * 64;
+        Work work(args, tile, begin + lane / 32 * 16 + lane % 32 / 4);
+        const TileRange block = tiles_of(work.mask, work.rows, tile.q_begin, cfg::tile_q);
+        const TileRange own = tiles_of(work.mask, work.rows, begin, 64);
         const i32 last = own.begin < own.end ? own.begin : block.begin, skipped = block.end - max(own.end, last);
-        Softmax softmax(score.scale_log2);
 #pragma unroll
         for (int i = 0; i < PvMma::accumulators; ++i) o[i] = 0.f;
         if (block.begin < block.end) smem.q_full[q.stage].wait(q.parity);
@@ -192,9 +216,9 @@ struct Consumer {
             skip_k();
             if (i > 0) skip_v(kv.previous());
         }
-        if (own.begin < own.end) first_step(mask, own, row, softmax);
+        if (own.begin < own.end) first_step(work, own);
         if (skipped > 0) skip_v(own.begin < own.end ? kv.previous().previous() : kv.previous());
-        for (i32 tile = own.end - 2; tile >= own.begin; --tile) step(mask, own, tile, row, softmax);
+        for (i32 i = own.end - 2; i >= own.begin; --i) step(work, own, i);
         if (block.begin < block.end) {
             release(smem.q_empty[q.stage]);
             q.advance();
@@ -204,21 +228,19 @@ struct Consumer {
             ptx::wgmma_wait<0>();
             release(smem.v_empty[kv.previous().stage]);
         }
-        for (i32 tile = block.begin; tile < last; ++tile, kv.advance()) skip_k(), skip_v(kv);
-        Store::store(args, rows, work.head, row, o, softmax);
+        for (i32 i = block.begin; i < last; ++i, kv.advance()) skip_k(), skip_v(kv);
+        store_fragment(Store(args, work.rows, tile), work.softmax, o, work.row, work.rows.q_len);
         __syncwarp();  // the warp is converged again, and the compiler knows: else the ring's stages are no uniform values to it, and
                        // each descriptor is moved to uniform registers by itself (48 moves a step at head_dim 128: 5 % slower)
     }
 
-    __device__ void first_step(const Mask& mask, const TileRange& tiles, i32 row, Softmax& softmax) {
+    __device__ void first_step(Work& work, const TileRange& tiles) {
         start_qk();
         order.pass_turn();
         ptx::wgmma_wait<0>();
         release(smem.k_empty[kv.stage]);
         kv.advance();
-        const i32 tile = tiles.end - 1;
-        const bool full = tiles.is_full(tile);
-        softmax.next(s, score, full, [&] { mask_and_score(mask, full, tile, row); }, [] {});
+        weigh(work, tiles, tiles.end - 1, [] {});
         pack_p();
     }
 
@@ -244,20 +266,18 @@ struct Consumer {
     }
 
     // Q K^T of this tile and P V of the one before it are issued together; this tile's softmax runs under the latter.
-    __device__ void step(const Mask& mask, const TileRange& tiles, i32 tile, i32 row, Softmax& softmax) {
+    __device__ void step(Work& work, const TileRange& tiles, i32 tile) {
         start_qk();
         start_pv(kv.previous());
         order.pass_turn();
         ptx::wgmma_wait<1>();
-        const bool full = tiles.is_full(tile);
-        const auto logits = [&] { mask_and_score(mask, full, tile, row); };
-        const bool moved = softmax.next(s, score, full, logits, [&] { multiply_qk_again(); });
+        const bool moved = weigh(work, tiles, tile, [&] { multiply_qk_again(); });
         release(smem.k_empty[kv.stage]);
         ptx::wgmma_wait<0>();
         release(smem.v_empty[kv.previous().stage]);
         kv.advance();
         pack_p();
-        if (moved) softmax.rescale(o);
+        if (moved) work.softmax.rescale(o);
     }
 };
 
@@ -268,7 +288,8 @@ __device__ void consume(const Args& args, Smem& smem) {
     while (true) {
         smem.work_full[ring.stage].wait(ring.parity);
         const WorkTile& slot = smem.work[ring.stage];
-        const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin))};
+        const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin)),
+                               i32(ptx::uniform(slot.split))};
         __syncwarp();
         consumer.release(smem.work_empty[ring.stage]);
         ring.advance();

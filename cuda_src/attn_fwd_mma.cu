@@ -13,9 +13,11 @@
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices
-                       // Element, Rows, Mask, Score, Softmax, Kv, Scheduler, Store
+                       // Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
+#include "tile/range.cuh"
+#include "tile/store_fragment.cuh"
 #include "tile/swizzled.cuh"
 #include "variant/interfaces.cuh"
 
@@ -32,13 +34,15 @@ struct Smem {
     Slot ring[cfg::stages];
     WorkTile work;  // kept here until the end, to free registers
 };
-static_assert(ElementOption<Element>, "variant/element");
-static_assert(RowsOption<Rows>, "variant/rows");
-static_assert(MaskOption<Mask>, "variant/mask");
-static_assert(ScoreOption<Score>, "variant/score");
-static_assert(SoftmaxOption<Softmax, Score>, "variant/softmax");
-static_assert(CpAsyncKvOption<Kv, Rows, KTile, VTile>, "variant/kv");
-static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct SoftmaxOption<Softmax, Score>;
+template struct WeightOption<Weight>;
+template struct CpAsyncKvOption<Kv, KTile, VTile>;
+template struct SchedulerOption<Scheduler>;
+template struct StoreOption<Store>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, false};
 
@@ -49,8 +53,8 @@ struct Tiles {
     const TileRange range;
     u32 slot = 0;  // of the tile at hand
 
-    __device__ Tiles(const Args& args, Smem& smem, const Rows& rows, i32 head, TileRange range)
-        : smem(smem), kv(args, rows, head), range(range) {}
+    __device__ Tiles(const Args& args, Smem& smem, const Rows& rows, const WorkTile& work, TileRange range)
+        : smem(smem), kv(args, rows, work), range(range) {}
 
     // Starts the load of what comes `ahead` places behind the K of key tile `tile`: the K, the V, the K of the tile before, ...
     // A group is made even if it is empty, so that they can be counted.
@@ -78,6 +82,20 @@ struct Tiles {
     }
 };
 
+// What a warp has for the work, but for its registers of numbers.
+struct Work {
+    const Rows& rows;
+    const Mask& mask;
+    const Score score;
+    const Weight weight;
+    const i32 row;  // this thread's upmost
+    Softmax softmax;
+
+    __device__ Work(const Args& args, const Rows& rows, const Mask& mask, const WorkTile& tile, i32 row)
+        : rows(rows), mask(mask), score(args, rows, tile), weight(args, rows, tile), row(row),
+          softmax(args, rows, tile, score.scale_log2) {}
+};
+
 // What a warp computes: cfg::m_tiles_per_warp times 16 rows. Registers are laid out as in tile/fragment.cuh.
 struct Warp {
     static constexpr int m_tiles_per_warp = cfg::m_tiles_per_warp, qk_steps = QTile::chunks / 2, pv_steps = cfg::tile_kv / 16;
@@ -85,17 +103,14 @@ struct Warp {
     const BlockReader<QTile> q_blocks;
     const BlockReader<KTile> k_blocks;
     const BlockReader<VTile> v_blocks;
-    const Score score;
-    Softmax softmax;
     u32 q[cfg::q_steps_in_registers + 1][m_tiles_per_warp][4];  // the last one for the steps that are not kept
     u32 p[pv_steps][m_tiles_per_warp][4];
     float s[m_tiles_per_warp * cfg::tile_kv / 2], o[m_tiles_per_warp * cfg::head_dim_v / 2];
 
     // The compiler takes what is uniform() for the same in the whole warp, and keeps what follows from it out of the registers.
-    __device__ Warp(const Args& args, const Smem& smem)
+    __device__ explicit Warp(const Smem& smem)
         : first_row(ptx::uniform(threadIdx.x / 32) * (16 * m_tiles_per_warp)), q_blocks(BlockReader<QTile>::down(smem.q)),
-          k_blocks(BlockReader<KTile>::right(smem.ring[0].k)), v_blocks(BlockReader<VTile>::down(smem.ring[0].v)), score(args),
-          softmax(score.scale_log2) {
+          k_blocks(BlockReader<KTile>::right(smem.ring[0].k)), v_blocks(BlockReader<VTile>::down(smem.ring[0].v)) {
 #pragma unroll
         for (float& x : o) x = 0.f;
     }
@@ -161,61 +176,65 @@ struct Warp {
                 }
     }
 
-    // From dot products to logits, -inf where the mask keeps no key.
-    __device__ void mask_and_score(const Mask& mask, bool full, i32 tile, i32 row) {
-        const i32 first = tile * cfg::tile_kv + threadIdx.x % 4 * 2;
-        score_fragment(score, s, row, first);
+    // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key.
+    __device__ void mask_and_score(const Work& work, bool full, i32 first) {
+        map_fragment(work.score, s, work.row, first);
         if (full) return;
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
-            const KeptKeys kept = mask.row(row + 8 * r, first);
+            const auto kept = work.mask.row(work.row + 8 * r, first);
 #pragma unroll
             for (int i = 0; i < m_tiles_per_warp * cfg::tile_kv / 2; ++i)
                 if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
         }
     }
     // The weights of one key tile.
-    __device__ void weigh(const Mask& mask, bool full, i32 tile, i32 row, u32 slot) {
+    __device__ void weigh(Work& work, bool full, i32 tile, u32 slot) {
+        const i32 first = tile * cfg::tile_kv + threadIdx.x % 4 * 2;
         const auto multiply = [&] { multiply_qk(slot); };
         multiply();
-        if (softmax.next(s, score, full, [&] { mask_and_score(mask, full, tile, row); }, multiply)) softmax.rescale(o);
+        const bool moved = work.softmax.next(s, work.score, full, [&] { mask_and_score(work, full, first); }, multiply);
+        if (moved) work.softmax.rescale(o);
+        map_fragment(work.weight, s, work.row, first);
         pack_p();
     }
-    __device__ void store(const Args& args, const Smem& smem) const {
+    __device__ void store(const Args& args, const Smem& smem, const Softmax& softmax) const {
         __syncthreads();
         const WorkTile& work = smem.work;
+        const Rows rows(args, work.batch);
         const i32 row = work.q_begin + threadIdx.x / 32 * (16 * m_tiles_per_warp) + threadIdx.x % 32 / 4;
-        Store::store(args, Rows(args, work.batch), work.head, row, o, softmax);
+        store_fragment(Store(args, rows, work), softmax, o, row, rows.q_len);
     }
 };
 
 // The key tiles of query rows [q_begin, q_begin + count) of a sequence.
 __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin, i32 count) {
     if (q_begin >= rows.q_len) return {0, 0, 0, 0};
-    return mask.tiles(q_begin, min(q_begin + count, rows.q_len));
+    return mask.kv_tiles(q_begin, min(q_begin + count, rows.q_len));
 }
 
-__device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
-    const Rows rows(args, work.batch);
-    const Mask mask(args, rows);
-    if (threadIdx.x == 0) smem.work = work;
-    Tiles tiles(args, smem, rows, work.head / args.heads_per_kv, tiles_of(mask, rows, work.q_begin, cfg::tile_q));
-    Warp warp(args, smem);
-    const i32 begin = work.q_begin + i32(warp.first_row), row = begin + i32(threadIdx.x) % 32 / 4;
+__device__ void attend(const Args& args, Smem& smem, const WorkTile& tile) {
+    const Rows rows(args, tile.batch);
+    const Mask mask(args, rows, tile);
+    if (threadIdx.x == 0) smem.work = tile;
+    Tiles tiles(args, smem, rows, tile, tiles_of(mask, rows, tile.q_begin, cfg::tile_q));
+    Warp warp(smem);
+    const i32 begin = tile.q_begin + i32(warp.first_row);
+    Work work(args, rows, mask, tile, begin + i32(threadIdx.x) % 32 / 4);
     const TileRange own = tiles_of(mask, rows, begin, 16 * cfg::m_tiles_per_warp);
     if (tiles.range.begin < tiles.range.end) {
-        smem.q.fill(matrix_of(args.q, rows.q, work.head), work.q_begin, rows.q_len - 1);
+        smem.q.fill(matrix_of(args.q, rows.q, tile.head), tile.q_begin, rows.q_len - 1);
         tiles.load_first();
     }
-    for (i32 tile = tiles.range.end - 1; tile >= tiles.range.begin; --tile) {
-        const bool visited = tile >= own.begin && tile < own.end;
-        const u32 k = tiles.arrive(tile, 0);
-        if (tile == own.end - 1) warp.keep_q();
-        if (visited) warp.weigh(mask, own.is_full(tile), tile, row, k);
-        const u32 v = tiles.arrive(tile, 1);
+    for (i32 i = tiles.range.end - 1; i >= tiles.range.begin; --i) {
+        const bool visited = i >= own.begin && i < own.end;
+        const u32 k = tiles.arrive(i, 0);
+        if (i == own.end - 1) warp.keep_q();
+        if (visited) warp.weigh(work, own.is_full(i), i, k);
+        const u32 v = tiles.arrive(i, 1);
         if (visited) warp.multiply_pv(v);
     }
-    warp.store(args, smem);
+    warp.store(args, smem, work.softmax);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads, cfg::ctas_per_sm) void attn_fwd_mma(const __grid_constant__ Args args) {

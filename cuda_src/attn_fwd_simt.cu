@@ -9,24 +9,27 @@
 //   __syncthreads, loaded   every thread   every thread   smem.kv (at first smem.q, with V smem.p) until written
 //   __syncthreads, read     every thread   every thread   smem.kv (with V smem.p) until read
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices Element, Rows, Mask, Score, Scheduler, Store
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices
+                       // Element, Rows, Mask, Score, Softmax, Weight, Scheduler, Store
 #include "tile/facts.cuh"
+#include "tile/log_sum.cuh"
+#include "tile/number.cuh"
+#include "tile/range.cuh"
 #include "tile/strided_tensor.cuh"
 #include "variant/interfaces.cuh"
 
-static_assert(NumberOption<Element>, "variant/element");
-static_assert(RowsOption<Rows>, "variant/rows");
-static_assert(MaskOption<Mask>, "variant/mask");
-static_assert(ScoreOption<Score>, "variant/score");
-static_assert(SchedulerOption<Scheduler>, "variant/scheduler");
+template struct NumberOption<Element>;
+template struct RowsOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct SumOption<Softmax>;
+template struct WeightOption<Weight>;
+template struct SchedulerOption<Scheduler>;
+template struct StoreOption<Store>;
 
 constexpr int groups = cfg::threads / 16, rows_each = cfg::tile_q / groups, keys_each = cfg::tile_kv / 16;
 constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, v_chunks = (cfg::head_dim_v + cfg::v_chunk - 1) / cfg::v_chunk;
 
-template <int n>
-struct alignas(n * sizeof(Number)) Vector {
-    Number x[n];
-};
 constexpr int widest = 16 / sizeof(Number);  // numbers that one instruction reads from shared memory
 constexpr int width_v = cfg::v_chunk % (16 * widest) == 0 ? widest : 1, vectors_v = cfg::v_chunk / (16 * width_v);
 
@@ -36,7 +39,9 @@ struct alignas(16) Numbers {
     Number data[rows][columns + widest];
 
     template <int n>
-    __device__ const Vector<n>& vector(int row, int column) const { return *reinterpret_cast<const Vector<n>*>(&data[row][column]); }
+    __device__ const Vector<Number, n>& vector(int row, int column) const {
+        return *reinterpret_cast<const Vector<Number, n>*>(&data[row][column]);
+    }
 
     // Every thread of the block loads its share of rows [first, first + rows), from column `column` of `end`. Columns past the end
     // are zeros. Sixteen loads of a thread are on their way together. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
@@ -87,7 +92,7 @@ struct Thread {
     // The highest logit starts finite, so that a row without a key needs no special case.
     __device__ explicit Thread(const Score& score) {
 #pragma unroll
-        for (Number& x : top) x = Number(sizeof(Number) == 8 ? -1e300 : -1e37) / max(Number(1), score.scale_log2);
+        for (Number& x : top) x = -Limits<Number>::largest / max(Number(1), score.scale_log2);
     }
     __device__ int row(int i) const { return group + groups * i; }
 
@@ -98,7 +103,7 @@ struct Thread {
         for (int begin = 0; begin < cfg::chunk; begin += 16)
 #pragma unroll
             for (int c = begin; c < begin + 16; c += widest) {
-                Vector<widest> q[rows_each], k[keys_each];
+                Vector<Number, widest> q[rows_each], k[keys_each];
 #pragma unroll
                 for (int i = 0; i < rows_each; ++i) q[i] = smem.q.vector<widest>(row(i), chunk * cfg::chunk + c);
 #pragma unroll
@@ -122,14 +127,14 @@ struct Thread {
         for (int begin = 0; begin < cfg::tile_kv; begin += 16)
 #pragma unroll
             for (int key = begin; key < begin + 16; key += widest) {
-                Vector<widest> p[rows_each];
+                Vector<Number, widest> p[rows_each];
 #pragma unroll
                 for (int i = 0; i < rows_each; ++i) p[i] = smem.p.vector<widest>(row(i), key);
 #pragma unroll
                 for (int x = 0; x < widest; ++x)
 #pragma unroll
                     for (int c = 0; c < vectors_v; ++c) {
-                        const Vector<width_v> v = smem.kv.v.vector<width_v>(key + x, (lane + 16 * c) * width_v);
+                        const Vector<Number, width_v> v = smem.kv.v.vector<width_v>(key + x, (lane + 16 * c) * width_v);
 #pragma unroll
                         for (int i = 0; i < rows_each; ++i)
 #pragma unroll
@@ -149,7 +154,7 @@ struct Thread {
 #pragma unroll
         for (int i = 0; i < rows_each; ++i) {
             const i32 q = q_begin + row(i), first = kv_begin + lane;
-            const KeptKeys kept = mask.row(q, first);
+            const auto kept = mask.row(q, first);
 #pragma unroll
             for (int j = 0; j < keys_each; ++j) {
                 s[i][j] = score(s[i][j], q, first + 16 * j);
@@ -157,8 +162,8 @@ struct Thread {
             }
         }
     }
-    // smem.p = exp(s - top); o follows the top.
-    __device__ void softmax(Smem& smem, Number scale_log2) {
+    // smem.p = exp(s - top), as the weights are; o follows the top.
+    __device__ void softmax(Smem& smem, const Weight& weight, Number scale_log2, i32 q_begin, i32 kv_begin) {
 #pragma unroll
         for (int i = 0; i < rows_each; ++i) {
             Number highest = top[i];
@@ -175,23 +180,25 @@ struct Thread {
             for (int j = 0; j < keys_each; ++j) {
                 const Number p = ptx::exp2((s[i][j] - highest) * scale_log2);
                 sum[i] += p;
-                smem.p.data[row(i)][lane + 16 * j] = p;
+                smem.p.data[row(i)][lane + 16 * j] = weight(p, q_begin + row(i), kv_begin + lane + 16 * j);
             }
         }
     }
-    __device__ void store(const Args& args, const Rows& rows, const WorkTile& work, Number scale_log2) const {
+    __device__ void store(const Store& out, const Softmax& softmax, Number scale_log2, i32 q_begin, i32 q_end) const {
 #pragma unroll
         for (int i = 0; i < rows_each; ++i) {
-            const i32 q = work.q_begin + row(i);
-            const Number total = group_sum(sum[i]), inverse = total == 0 ? Number(0) : ptx::reciprocal(total);
-            if (q >= rows.q_len) continue;
-            if (lane == 0) Store::store_lse(args, rows, work.head, q, (top[i] * scale_log2 + log2(total)) * Number(0.6931471805599453));
+            const i32 q = q_begin + row(i);
+            LogSum<Number> all{top[i] * (scale_log2 * Number(ln_2)), group_sum(sum[i])};
+            softmax.finish(q, all);
+            if (q >= q_end) continue;
+            const Number inverse = all.inverse();
+            if (lane == 0) out.lse(q, all.reference + log2(all.total) * Number(ln_2));
 #pragma unroll
             for (int c = 0; c < v_chunks * vectors_v; ++c)
 #pragma unroll
                 for (int y = 0; y < width_v; ++y) {
                     const int column = c / vectors_v * cfg::v_chunk + (c % vectors_v * 16 + lane) * width_v + y;
-                    if (column < cfg::head_dim_v) Store::store_o(args, rows, work.head, q, column, o[i][c][y] * inverse);
+                    if (column < cfg::head_dim_v) narrow(out.o(q)[column], o[i][c][y] * inverse);
                 }
         }
     }
@@ -199,12 +206,13 @@ struct Thread {
 
 __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
     const Rows rows(args, work.batch);
-    const Mask mask(args, rows);
-    const Score score(args);
+    const Mask mask(args, rows, work);
+    const Score score(args, rows, work);
+    const Weight weight(args, rows, work);
     const i32 kv_head = work.head / args.heads_per_kv, last = rows.kv_len - 1;
     const unsigned char *k = args.k.rows(rows.kv, kv_head), *v = args.v.rows(rows.kv, kv_head);
     TileRange tiles{0, 0, 0, 0};
-    if (work.q_begin < rows.q_len) tiles = mask.tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
+    if (work.q_begin < rows.q_len) tiles = mask.kv_tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
     if (tiles.begin < tiles.end)
         smem.q.load(args.q, args.q.rows(rows.q, work.head), work.q_begin, rows.q_len - 1, 0, cfg::head_dim, cfg::q_sign);
     Thread thread(score);
@@ -219,7 +227,7 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
             __syncthreads();
         }
         thread.mask_and_score(score, mask, tiles.is_full(tile), work.q_begin, first);
-        thread.softmax(smem, score.scale_log2);
+        thread.softmax(smem, weight, score.scale_log2, work.q_begin, first);
 #pragma unroll
         for (int chunk = 0; chunk < v_chunks; ++chunk) {
             smem.kv.v.load(args.v, v, first, last, chunk * cfg::v_chunk, cfg::head_dim_v);
@@ -228,7 +236,8 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
             __syncthreads();
         }
     }
-    thread.store(args, rows, work, score.scale_log2);
+    const Softmax softmax(args, rows, work, score.scale_log2);
+    thread.store(Store(args, rows, work), softmax, score.scale_log2, work.q_begin, rows.q_len);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads, cfg::ctas_per_sm) void attn_fwd_simt(const __grid_constant__ Args args) {

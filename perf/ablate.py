@@ -3,8 +3,8 @@
 python -m perf.ablate paper/21 paper/9
 
 ``time`` is the altered kernel's time over the full kernel's, in interleaved rounds of one run: 1.08 is 8 % slower. The table is
-ranked by it: the map of what matters. What a configuration, a choice or a launch value expresses is changed there; the rest are
-the patches in perf/ablations/, each of which says in its first line what it does. An altered kernel has to be right to be timed;
+ranked by it: the map of what matters. An ablation is another configuration of attn_fwd, a subclass that takes another option or
+launch value, or a patch in perf/ablations/, whose first line says what it does. An altered kernel has to be right to be timed;
 what spills says so.
 """
 
@@ -14,50 +14,64 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import track
 
 from rawattn.device import Device
-from rawattn.problem import Problem
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
+from rawattn.operation import Forward
 from rawattn.select import select
-from rawattn.variant import order, softmax
+from rawattn.variant import Option, order, softmax
 
-from . import command, machine, report, sets, statistics, timing
-from .checking import Check, failure
-from .compiling import PATCHES, Pool, altered, faults, without_lse
-from .peers import Task, config_name, plan_of
+from .lib import command, machine, report, sets, statistics, timing
+from .lib.altered import PATCHES, Patched
+from .lib.checking import Check, failure
+from .lib.compiling import Pool, faults
+from .lib.ours import config_name, launched, plan_of
+from .lib.task import Task
 
 LEAKS = ("leaky",)  # patches that are for perf.prove
 
 
+class OneGroup(AttnFwd):
+    """Takes all heads in turn."""
+
+    def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
+        return {**super().values(op, config, device), "l2_head_group": op.heads * op.batch, "last_group": 0}
+
+
+class LazySoftmax(AttnFwd):
+    """Has a softmax that looks for the maximum in every tile."""
+
+    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+        return {**super().options(op, config), "Softmax": softmax.LazyRescale()}
+
+
+class ConstantTimeSoftmax(AttnFwd):
+    """Has a softmax that rescales at every tile."""
+
+    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+        return {**super().options(op, config), "Softmax": softmax.ConstantTime()}
+
+
+class OtherOrder(AttnFwd):
+    """Lets warpgroups take turns where they do not, and not where they do."""
+
+    def order(self, op: Forward, config: Config) -> Option:
+        turns = isinstance(super().order(op, config), order.PingPong)
+        return order.Unordered() if turns else order.PingPong()
+
+
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """One change of a kernel and its configuration."""
+    """One change of the kernel or its configuration."""
 
     name: str
     what: str
-    kernel: Callable[[Any], Any] = lambda kernel: kernel
+    kernel: AttnFwd = ATTN_FWD
     config: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-def one_group(kernel: Any) -> Any:
-    return altered(kernel, values=lambda found, p, *_: {**found, "l2_head_group": p.heads * p.batch, "last_group": 0})
-
-
-def lazy(kernel: Any) -> Any:
-    return altered(kernel, choices=lambda found, *_: {**found, "Softmax": softmax.LazyRescale()})
-
-
-def steady(kernel: Any) -> Any:
-    return altered(kernel, choices=lambda found, *_: {**found, "Softmax": softmax.ConstantTime()})
-
-
-def other_order(kernel: Any) -> Any:
-    others = {order.PingPong(): order.Unordered(), order.Unordered(): order.PingPong()}
-    return altered(kernel, order_of=lambda found, *_: others[found])
 
 
 ABLATIONS = [
@@ -66,41 +80,43 @@ ABLATIONS = [
     Ablation("one_q_stage", "The next Q is not loaded ahead.", config={"q_stages": 1}),
     Ablation("one_consumer", "One consumer warpgroup of 64 rows.", config={"tile_q": 64}),
     Ablation("tiny_tiles", "Key tiles of 32 rows.", config={"tile_kv": 32}),
-    Ablation("one_group", "No groups of heads for L2: all heads in turn.", one_group),
-    Ablation("lazy_softmax", "A maximum is looked for in every tile.", lazy),
-    Ablation("constant_time", "The softmax rescales at every tile, whatever the data.", steady),
-    Ablation("other_order", "Warpgroups issue their products in turns, or, where they do, whenever they like.", other_order),
+    Ablation("one_group", "No groups of heads for L2: all heads in turn.", OneGroup()),
+    Ablation("lazy_softmax", "A maximum is looked for in every tile.", LazySoftmax()),
+    Ablation("constant_time", "The softmax rescales at every tile, whatever the data.", ConstantTimeSoftmax()),
+    Ablation("other_order", "Warpgroups issue their products in turns, or, where they do, whenever they like.", OtherOrder()),
+    *(
+        Ablation(path.stem, path.read_text(encoding="utf-8").partition("\n")[0], Patched(path.stem))
+        for path in sorted(PATCHES.glob("*.patch"))
+        if path.stem not in LEAKS
+    ),
 ]
-for _path in sorted(PATCHES.glob("*.patch")):
-    if _path.stem not in LEAKS:
-        _what = _path.read_text().partition("\n")[0]
-        ABLATIONS.append(Ablation(_path.stem, _what, lambda kernel, name=_path.stem: altered(kernel, name)))  # type: ignore[misc]
 
 
-def compile_all(kernel: Any, problem: Problem, configs: dict[str, Any], device: Device) -> None:
+def compile_all(op: Forward, configs: dict[str, Config], device: Device) -> None:
     """Fills the cache in parallel processes; what cannot be made says so when its turn comes."""
     with Pool() as pool:
         for each in ABLATIONS:
             with contextlib.suppress(Exception):
-                pool.submit([each.kernel(kernel).render(problem, configs[each.name], device.arch)])
+                pool.submit(launched(each.kernel, op, configs[each.name], device))
         for _ in pool.results():
             pass
 
 
 def measure(task: Task, device: Device) -> list[list[str]]:
     """The table of all ablations on a case, the costliest first; what was not timed comes last, with the reason."""
-    choice, check, gpu = select(without_lse(task.case.problem), device), Check(task), timing.Gpu()
-    configs = {each.name: dataclasses.replace(choice.config, **each.config) for each in ABLATIONS}
+    op, check, gpu = sets.operation(task.case), Check(task), timing.Gpu()
+    chosen = select(op, device, ATTN_FWD.name).config
+    configs = {each.name: dataclasses.replace(chosen, **each.config) for each in ABLATIONS}
     loads, notes = dict[str, timing.Load](), dict[str, str]()
-    compile_all(choice.kernel, without_lse(task.case.problem), configs, device)
+    compile_all(op, configs, device)
     for each in track(ABLATIONS, "checking", console=Console(stderr=True), transient=True):
-        if each.config and configs[each.name] == choice.config:
+        if each.config and configs[each.name] == chosen:
             notes[each.name] = "is so already"
             continue
         try:
-            plan = plan_of(task, each.kernel(choice.kernel), configs[each.name])
+            plan = plan_of(task, each.kernel, configs[each.name])
             call = timing.Call(lambda plan=plan: plan.run(task.q, task.k, task.v, *task.packed[:2]))  # type: ignore[misc]
-            notes[each.name] = faults(plan.binary) if plan.binary else ""
+            notes[each.name] = ", ".join(filter(None, map(faults, plan.binaries)))
             check(call)
             loads[each.name] = gpu.load(call)
         except Exception as error:  # what a mistake leads to is a result

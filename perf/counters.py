@@ -34,7 +34,9 @@ from collections.abc import Sequence
 from rawattn import compiler
 from rawattn.compiler import Source
 
-from . import bench, command, machine, peers, report, sets, timing
+from .lib import command, machine, peers, report, sets, timing
+from .lib.ours import sources
+from .lib.task import Task
 
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"  # is in no set of ncu's
 WAVEFRONTS = r"l1tex__data_pipe_lsu_wavefronts_mem_shared\.sum"
@@ -171,7 +173,7 @@ def verdict(metrics: dict[str, float], spills: int | None = None) -> list[list[s
 
 def run_three_times(name: str, spec: str, fa3: str | None) -> None:
     """A contender on a case, under ncu, which looks at the third run."""
-    call = peers.prepare(name, peers.Task.make(sets.pick(spec)), {} if name.startswith("ours") else peers.installed(fa3))
+    call = peers.prepare(name, Task.make(sets.pick(spec)), {} if name.startswith("ours") else peers.installed(fa3))
     with call.context():
         for _ in range(3):
             call.run()
@@ -206,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("perf.counters: ncu is not here. " + (__doc__ or "").split("\n\n")[-1])
     device, case, spills, places = machine.gpu("counters"), sets.pick(options.case), None, dict[int, str]()
     source = Source("", "", (), device.arch)
-    for source in bench.sources({case: [options.name]} if options.name.startswith("ours") else {}, device):
+    for source in sources({case: [options.name]} if options.name.startswith("ours") else {}, device):
         binary = compiler.compile(source)
         spills = binary.spill_bytes
         with contextlib.suppress(FileNotFoundError):  # no nvdisasm: no lines

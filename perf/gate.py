@@ -19,9 +19,10 @@ from rich.console import Console
 
 from rawattn import compiler
 
-from . import bench, command, machine, report, sets
-from .compiling import faults
-from .report import NONE, Run
+from .lib import benchmark, command, machine, report, sets
+from .lib.compiling import faults
+from .lib.ours import sources
+from .lib.report import NONE, Run
 
 PEERS = ("cudnn", "fa2")
 WORSE = 0.98
@@ -73,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder, cases = options.out or machine.record(device), sets.SETS["gate"]
     bad = [] if options.no_tests else run_tests()
     run = Run(machine.facts(), {"set": "gate", "protocol": "burst"})
-    words = bench.arguments().parse_args(["--peers", ",".join(PEERS), "--quick"])
-    bench.measure(words, device, cases, run, lambda: None, Console(stderr=True))
+    settings = benchmark.Settings(peers=",".join(PEERS), quick=True)
+    benchmark.measure(settings, device, cases, run, lambda: None, Console(stderr=True))
     bad += [failure for failure in run.failures() if ": ours: " in failure]
-    built = [compiler.compile(source) for source in bench.sources({case: ["ours"] for case in cases}, device)]
+    built = [compiler.compile(source) for source in sources({case: ["ours"] for case in cases}, device)]
     bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]
     recorded = folder / "gate.json"
     if recorded.exists():

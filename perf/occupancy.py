@@ -14,16 +14,14 @@ from collections.abc import Iterator, Sequence
 
 from rawattn.compiler import Binary, compile
 from rawattn.device import TYPICAL, Device
-from rawattn.kernel import attn_fwd_mma
-from rawattn.kernel.attn_fwd_mma import Config
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA, Config, columns, smem_bytes
 from rawattn.kernel.tiling import RESERVED_SMEM
-from rawattn.problem import Problem
+from rawattn.operation import Forward
 from rawattn.select import Selection, select
 from rawattn.testing import Case
 
-from . import command, report, sass, sets
-from .compiling import without_lse
-from .peers import config_name
+from .lib import command, machine_code, report, sets
+from .lib.ours import config_name, launched
 
 WARPS = {80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 120: 48}  # of a multiprocessor
 SIZES = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)]
@@ -33,29 +31,30 @@ L4_FLOPS, L4_BYTES = 121e12, 300e9  # fp16 with float32 sums, at 2.04 GHz; memor
 
 def build(device: Device, case: Case) -> tuple[Selection, Binary]:
     """The configuration that the library chooses, compiled."""
-    problem = without_lse(case.problem)
-    choice = select(problem, device, attn_fwd_mma.name)
-    return choice, compile(attn_fwd_mma.render(problem, choice.config, device.arch))
+    op = sets.operation(case)
+    selection = select(op, device, ATTN_FWD_MMA.name)
+    (source,) = launched(ATTN_FWD_MMA, op, selection.config, device)
+    return selection, compile(source)
 
 
-def blocks(config: Config, problem: Problem, device: Device, registers: int) -> int:
+def blocks(config: Config, op: Forward, device: Device, registers: int) -> int:
     """Blocks that a multiprocessor holds, by registers (256 at a time to a warp), shared memory and warps."""
     warps = config.threads // 32
     by_registers = 65536 // 256 // (-(-registers // 8) * warps)
-    by_smem = (device.smem_bytes + RESERVED_SMEM) // (attn_fwd_mma.smem_bytes(config, problem) + RESERVED_SMEM)
+    by_smem = (device.smem_bytes + RESERVED_SMEM) // (smem_bytes(config, op) + RESERVED_SMEM)
     return min(by_registers, by_smem, WARPS[device.capability] // warps)
 
 
 def paths(text: str) -> Iterator[list[str]]:
     """The instructions of a turn of each loop, on each way through its branches; a way enters nothing twice."""
-    names, loops = sass.parse(text)
+    names, loops = machine_code.parse(text)
     lines, places, at = text.splitlines(), dict[str, int](), 0
     branches: dict[int, tuple[str, bool]] = {}  # where -> the target, and whether it may be passed by
     for line in lines:
-        if label := sass.LABEL.match(line.strip()):
+        if label := machine_code.LABEL.match(line.strip()):
             places[label[1]] = at
-        elif found := sass.INSTRUCTION.search(line):
-            if branch := sass.BRANCH.search(found[1]):
+        elif found := machine_code.INSTRUCTION.search(line):
+            if branch := machine_code.BRANCH.search(found[1]):
                 branches[at] = branch[1], found[1].startswith("@")
             at += 1
 
@@ -78,16 +77,16 @@ def paths(text: str) -> Iterator[list[str]]:
         yield from walk(head, head, [], frozenset([head]))
 
 
-def step(text: str, config: Config, problem: Problem) -> collections.Counter[str]:
+def step(text: str, config: Config, op: Forward) -> collections.Counter[str]:
     """Instructions of a warp's step over one key tile that no mask cuts, once the softmax trusts its maximum: of all ways through
     the loop the shortest that multiplies and loads what such a step does."""
-    qk, v = attn_fwd_mma.columns(problem)
-    multiplies = config.m_tiles_per_warp * config.tile_kv * (qk + -(-problem.head_dim_v // 8) * 8) // 128
+    qk, v = columns(op)
+    multiplies = config.m_tiles_per_warp * config.tile_kv * (qk + -(-op.head_dim_v // 8) * 8) // 128
     least = {"HMMA": multiplies, "MUFU.EX2": config.m_tiles_per_warp * config.tile_kv // 2}
     least["LDGSTS"] = config.tile_kv * (qk + v) // 8 // config.threads
     found = []
     for path in paths(text):
-        counts = collections.Counter(map(sass.family, path))
+        counts = collections.Counter(map(machine_code.family, path))
         if all(counts[name] >= count for name, count in least.items()):
             counts["issue"] = len(path)
             found.append(counts)
@@ -100,12 +99,12 @@ def table(devices: Sequence[Device], sizes: Sequence[tuple[int, int]] = SIZES) -
     rows = [[*titles, "step", "HMMA", "LDSM", "LDGSTS", "MUFU.EX2"]]
     for device, (size, size_v), causal in itertools.product(devices, sizes, (False, True)):
         case = sets.dense(8, 4096, 16, size, causal, head_dim_v=size_v)
-        choice, binary = build(device, case)
-        problem, config = without_lse(case.problem), choice.config
-        held = blocks(config, problem, device, binary.registers)
-        warps, counts = held * config.threads // 32, step(sass.disassemble(binary.cubin), config, problem)
+        selection, binary = build(device, case)
+        op, config = sets.operation(case), selection.config
+        held = blocks(config, op, device, binary.registers)
+        warps, counts = held * config.threads // 32, step(machine_code.disassemble(binary.cubin), config, op)
         row = [device.arch, f"{size}" if size == size_v else f"{size}/{size_v}", sets.mask_label(case), config_name(config)]
-        row += [str(binary.registers), str(binary.spill_bytes), f"{attn_fwd_mma.smem_bytes(config, problem) / 1024:.1f}"]
+        row += [str(binary.registers), str(binary.spill_bytes), f"{smem_bytes(config, op) / 1024:.1f}"]
         row += [str(held), str(warps), f"{warps / WARPS[device.capability]:.0%}"]
         rows.append([*row, *(str(counts[name]) for name in ("issue", "HMMA", "LDSM", "LDGSTS", "MUFU.EX2"))])
     return rows
@@ -118,10 +117,10 @@ def units(device: Device) -> list[list[str]]:
     rows = [["head_dim", "mask", "config", "tensor cores", "exponentials", "shared memory", "issue", "bound"]]
     for size, causal in itertools.product((64, 128, 256), (False, True)):
         case = sets.dense(8, 4096, 16, size, causal)
-        choice, binary = build(device, case)
-        problem, config = without_lse(case.problem), choice.config
-        counts = step(sass.disassemble(binary.cubin), config, problem)
-        warps = blocks(config, problem, device, binary.registers) * config.threads / 32
+        selection, binary = build(device, case)
+        op, config = sets.operation(case), selection.config
+        counts = step(machine_code.disassemble(binary.cubin), config, op)
+        warps = blocks(config, op, device, binary.registers) * config.threads / 32
         clocks = {name: warps / 4 * counts[name] * CLOCKS[name] for name in ("HMMA", "MUFU.EX2", "LDSM", "issue")}
         row = [str(size), sets.mask_label(case), config_name(config), *(f"{clock:.0f}" for clock in clocks.values())]
         rows.append([*row, f"{clocks['HMMA'] / max(clocks['HMMA'] + clocks['MUFU.EX2'], *clocks.values()):.0%}"])
@@ -133,10 +132,10 @@ def predictions(device: Device) -> list[list[str]]:
     more. What fits L2 is there already, as in a loop that times one call."""
     rows = [["case", "config", "roofline us", "bound by", "predicted us", "TFLOP/s"]]
     for case in [*sets.SMALL, *sets.grid(512, 4096, 16384)]:
-        problem = without_lse(case.problem)
-        config = select(problem, device, attn_fwd_mma.name).config
-        multiply, copy = sets.flops(case) / L4_FLOPS, problem.bytes / L4_BYTES * (problem.bytes > device.l2_bytes)
-        seconds = max(attn_fwd_mma.cost(config, problem, device), copy)
+        op = sets.operation(case)
+        config = select(op, device, ATTN_FWD_MMA.name).config
+        multiply, copy = sets.flops(case) / L4_FLOPS, op.bytes / L4_BYTES * (op.bytes > device.l2_bytes)
+        seconds = max(ATTN_FWD_MMA.cost(config, op, device), copy)
         row = [
             sets.label(case),
             config_name(config),
@@ -151,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("occupancy", __doc__, "nowhere")
     parser.add_argument("--predict", choices=["sm_89"], help="times on an L4, instead of the table")
     options = parser.parse_args(argv)
-    devices = [device for device in TYPICAL.values() if attn_fwd_mma.runs_on(device)]
+    devices = [device for device in TYPICAL.values() if ATTN_FWD_MMA.runs_on(device)]
     found = [units(TYPICAL["sm_89"]), predictions(TYPICAL["sm_89"])] if options.predict else [table(devices)]
     if options.out:
         name = f"attn_fwd_mma-{options.predict or 'occupancy'}.md"

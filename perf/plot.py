@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import command
-from .report import Result, Run
-from .sets import from_json, mask_label
+from .lib import command
+from .lib.report import Result, Run
+from .lib.sets import from_json, mask_label
 
 COLORS = {"ours": "#c0392b", "fa3": "#2c3e50", "cudnn": "#76b900", "fa2": "#7f8c8d", "fa4": "#2980b9", "triton": "#8e44ad"}
 

@@ -39,14 +39,18 @@ from rich.progress import track
 
 import rawattn
 from rawattn.device import Device
+from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.operation import Forward
+from rawattn.program import Field, Fields
 from rawattn.select import select
 from rawattn.testing import Case
-from rawattn.variant import Fields, Option
+from rawattn.variant import Option
 
-from . import command, machine, report, sets, timing
-from .compiling import altered, without_lse
-from .peers import Task, our_plan, ours, plan_of
-from .statistics import welch_t
+from .lib import command, machine, report, sets, timing
+from .lib.altered import Patched
+from .lib.ours import our_plan, ours, plan_of
+from .lib.statistics import welch_t
+from .lib.task import Task
 
 LIMIT = 4.5
 SLOTS = 256  # launches whose clocks are read together
@@ -58,32 +62,37 @@ Curve = list[tuple[int, float, float, float]]  # launches so far, t of first and
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed(Option):
-    """A softmax or a store that also reads the clock."""
+class Clocked(Option):
+    """A softmax that also reads the clock."""
 
     base: Option
-    wrapper: str
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.wrapper}<{self.base.cuda_type}>"
+        return f"TimedSoftmax<{self.base.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (*self.base.sources, "../perf/cycles.cuh")
+        return (*self.base.sources, "../perf/lib/cycles.cuh")
 
     @property
     def fields(self) -> Fields:
-        return (*self.base.fields, ("cycles", "i32*")) if self.wrapper == "TimedStore" else self.base.fields
+        return (*self.base.fields, Field("cycles", "i32*"))
 
 
-def timed(kernel: Any, pointer: int, *patches: str) -> Any:
-    """A kernel that writes the cycles of each block's consumers to memory at ``pointer``, eight numbers a block."""
+class Timed(Patched):
+    """attn_fwd that writes the cycles of each block's consumers to memory at ``pointer``, eight numbers a block."""
 
-    def choices(found: dict[str, Option], *_: Any) -> dict[str, Option]:
-        return {**found, **{axis: Timed(found[axis], f"Timed{axis}") for axis in ("Softmax", "Store")}}
+    def __init__(self, pointer: int, *patches: str) -> None:
+        super().__init__(*patches)
+        self.pointer = pointer
 
-    return altered(kernel, *patches, choices=choices, values=lambda found, *_: {**found, "cycles": pointer})
+    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+        found = super().options(op, config)
+        return {**found, "Softmax": Clocked(found["Softmax"])}
+
+    def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
+        return {**super().values(op, config, device), "cycles": self.pointer}
 
 
 def digest(output: Any) -> str:
@@ -112,7 +121,7 @@ def bits(case: Case, runs: int) -> str:
         graph.issue()
         if not torch.equal(outputs[-1].view(torch.int16), expected):
             return "a graph's replay differs"
-    code = f"from perf import peers, prove\nprint(prove.digest(peers.ours(peers.Task.make(peers.{case!r}), 'ours').run()))"
+    code = f"from perf import prove\nprint(prove.digest(prove.ours(prove.Task.make(prove.{case!r}), 'ours').run()))"
     other = subprocess.run([sys.executable, "-c", code], cwd=machine.ROOT, capture_output=True, text=True)
     return "" if digest(expected) == other.stdout.strip() else f"another process differs: {other.stderr.strip()[-200:]}"
 
@@ -123,7 +132,7 @@ def poison(case: Case, runs: int) -> str:
     for layout in ("contiguous", "padded", "packed"):
         each = dataclasses.replace(case, layout=layout)
         inputs, out = each.inputs("torch", "cuda"), each.out("torch", "cuda")
-        lengths = (each.problem.q_len, each.problem.kv_len) if case.lengths is not None else ()
+        lengths = (each.op.q_len, each.op.kv_len) if case.lengths is not None else ()
         (rawattn.attention_varlen if lengths else rawattn.attention)(*inputs, *lengths, out=out, **case.options)
         if not out.isfinite().all():
             return f"{layout}: the output is not finite"
@@ -151,10 +160,10 @@ def inputs_of(torch: Any, name: str) -> list[Any]:
 def cycles(device: Device, launches: int, constant_time: bool, *patches: str) -> tuple[Any, Any]:
     """Of launches in random order of classes: the class, and the cycles of a block's slowest warpgroup in the mean."""
     task, torch = Task.make(TIMED), timing.Gpu().torch
-    problem = dataclasses.replace(without_lse(TIMED.problem), constant_time=constant_time)
-    choice = select(problem, device)
-    clocks = torch.zeros(SLOTS, choice.kernel.grid(problem, choice.config, device), 8, dtype=torch.int32, device="cuda")
-    plans = [plan_of(task, timed(choice.kernel, slot.data_ptr(), *patches), choice.config, constant_time) for slot in clocks]
+    op = sets.operation(TIMED, constant_time)
+    config = select(op, device, ATTN_FWD.name).config
+    clocks = torch.zeros(SLOTS, ATTN_FWD.grid(op, config, device), 8, dtype=torch.int32, device="cuda")
+    plans = [plan_of(task, Timed(slot.data_ptr(), *patches), config, constant_time) for slot in clocks]
     pool = {name: inputs_of(torch, name) for name in CLASSES}
     q, k, v = inputs = torch.empty_like(pool["ordinary"][0])
     out = torch.empty_like(task.q)
@@ -164,7 +173,7 @@ def cycles(device: Device, launches: int, constant_time: bool, *patches: str) ->
             data = pool[CLASSES[labels[start + i]]]
             inputs.copy_(data[(start // SLOTS + i) % len(data)])
             plan.run(q, k, v, out=out)
-        found.append(clocks[..., : choice.config.consumers].amax(-1).float().mean(-1))
+        found.append(clocks[..., : config.consumers].amax(-1).float().mean(-1))
     return labels, torch.cat(found).double().cpu().numpy()
 
 

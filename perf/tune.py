@@ -17,6 +17,7 @@ started again passes over the kinds that have a record of these sources.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -30,16 +31,18 @@ from rich.console import Console
 
 from rawattn import records
 from rawattn.device import TYPICAL, Device
+from rawattn.errors import UnsupportedError
 from rawattn.records import Kind
-from rawattn.select import KERNELS, Member, config_set, nearest, select
+from rawattn.select import KERNELS, Tuned, config_set, nearest, select
 from rawattn.testing import Case
 
-from . import command, machine, report, sets, statistics, timing
-from .checking import Check, failure
-from .compiling import Pool, faults, without_lse
-from .peers import Task, config_name, ours
-from .search import Search, genes
-from .statistics import Ratio, mean_ratio
+from .lib import command, machine, report, sets, statistics, timing
+from .lib.checking import Check, failure
+from .lib.compiling import Pool, faults
+from .lib.ours import config_name, launched, ours
+from .lib.search import Search, genes
+from .lib.statistics import Ratio, mean_ratio
+from .lib.task import Task
 
 AHEAD = 1.01  # a winner must be faster by this factor in the mean, and by more than the noise
 BEHIND = 0.98  # no case may lose more
@@ -52,7 +55,7 @@ class Group:
     """The cases that one configuration of a kernel serves."""
 
     kernel: Any
-    member: Member
+    member: Tuned
     cases: list[Case]
 
     @property
@@ -64,11 +67,12 @@ def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> 
     """The cases by what the library would run them in; those that the kernel does not compute are left away."""
     found: dict[Kind, Group] = {}
     for case in cases:
-        problem = without_lse(case.problem)
-        module = next(k for k in KERNELS if k.name == kernel) if kernel else select(problem, device).kernel
-        if module.supports(problem, device) is None:
-            member, _ = nearest(module, config_set(module, module.tuning_shapes(problem), device), problem, device)
-            found.setdefault(Kind.of(module, member.like), Group(module, member, [])).cases.append(case)
+        op = sets.operation(case)
+        with contextlib.suppress(UnsupportedError):
+            served, config = select(op, device, kernel)[:2]
+            members = [m for m in config_set(served, served.tuning_shapes(op), device) if m.config == config]
+            member, _ = nearest(served, tuple(members), op, device)
+            found.setdefault(Kind.of(served, member.like), Group(served, member, [])).cases.append(case)
     return list(found.values())
 
 
@@ -83,11 +87,11 @@ class Tuner:
 
     def __init__(self, group: Group, device: Device, seed: int = 0, recorded: Any = None) -> None:
         self.group, self.kernel, self.device = group, group.kernel, device
-        self.problems = [without_lse(case.problem) for case in group.cases]
+        self.ops = [sets.operation(case) for case in group.cases]
         candidates = sorted(self.kernel.candidates(group.member.like, device), key=self.cost)
         self.first = self.best = group.member.modelled
         seeds = [self.first, *([recorded] if recorded else []), *candidates[: GENERATION - 2]]
-        self.search = Search(seeds, genes(candidates), lambda c: self.kernel.legal(c, self.problems[0], device) is None, seed)
+        self.search = Search(seeds, genes(candidates), lambda c: self.kernel.legal(c, self.ops[0], device) is None, seed)
         self.us, self.ratios = math.nan, list[Ratio]()
         self.tried: dict[str, list[float] | str] = {}  # microseconds of each case, or why it is unfit
 
@@ -98,7 +102,7 @@ class Tuner:
 
     def cost(self, config: Any) -> float:
         """Microseconds that the cost model expects."""
-        return 1e6 * statistics.geometric_mean(self.kernel.cost(config, problem, self.device) for problem in self.problems)
+        return 1e6 * statistics.geometric_mean(self.kernel.cost(config, op, self.device) for op in self.ops)
 
     def reject(self, config: Any, why: str) -> None:
         self.search.tell(config, math.inf)
@@ -107,9 +111,10 @@ class Tuner:
     def submit(self, pool: Pool, count: int) -> dict[str, Any]:
         """Starts compiling the next generation; its configurations by the keys of their sources."""
         found = {
-            self.kernel.render(problem, config, self.device.arch): config
+            source: config
             for config in self.search.ask(count)
-            for problem in self.problems
+            for op in self.ops
+            for source in launched(self.kernel, op, config, self.device)
         }
         pool.submit(found)
         return {source.key: config for source, config in found.items()}
@@ -138,7 +143,7 @@ class Tuner:
             sum(isinstance(each, str) for each in self.tried.values()),
             min((r.value for r in self.ratios), default=math.nan),
         )
-        names = str(self.group.kind), str(len(self.problems)), config_name(self.first), config_name(self.best)
+        names = str(self.group.kind), str(len(self.ops)), config_name(self.first), config_name(self.best)
         return [*names, f"{self.us:.1f}", *str(self.ratio).split(" ", 1), f"{worst:.3f}", str(len(self.tried)), str(unfit)]
 
     def record(self, clocks: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +151,7 @@ class Tuner:
         like = self.group.member.like
         found: dict[str, Any] = {"kernel": self.kernel.name, "kind": dataclasses.asdict(self.group.kind)}
         found |= {"config": dataclasses.asdict(self.best)}
-        found |= {"source_hash": records.source_hash(self.kernel, like, self.best, self.device)}
+        found |= {"code_hash": records.code_hash(self.kernel, like, self.best, self.device)}
         found |= {"ratio": round(self.ratio.value, 4), "interval": [round(x, 4) for x in (self.ratio.low, self.ratio.high)]}
         found |= {"worst": round(min(r.value for r in self.ratios), 4), "us": round(self.us, 3)}
         found |= {"cases": [sets.label(case) for case in self.group.cases], "clocks": clocks}
@@ -246,11 +251,25 @@ def pending(options: argparse.Namespace, device: Device, known: dict[Kind, dict[
 def recorded(group: Group, known: dict[Kind, dict[str, Any]]) -> Any:
     """The recorded configuration of a kind, also of other sources; None for none that the kernel still has."""
     fields = known.get(group.kind, {}).get("config", {})
-    return group.kernel.Config(**fields) if {f.name for f in dataclasses.fields(group.kernel.Config)} == set(fields) else None
+    return (
+        group.kernel.config_type(**fields)
+        if {f.name for f in dataclasses.fields(group.kernel.config_type)} == set(fields)
+        else None
+    )
 
 
-def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path, tuners: list[Tuner]) -> None:
-    """Searches each group once, the time shared by the number of cases that are left."""
+def write(folder: pathlib.Path, facts: dict[str, Any], tuners: Sequence[Tuner]) -> None:
+    """The leaderboard, and the time of all that was tried."""
+    tried = {str(t.group.kind): {"cases": [sets.label(case) for case in t.group.cases], "us": t.tried} for t in tuners}
+    report.write(folder / "tune.json", json.dumps({"machine": facts, "tried": tried}, indent=1))
+    parts = ["# Leaderboard", report.origin(facts), report.table(leaderboard(tuners), markdown=True)]
+    report.write(folder / "tune.md", "\n\n".join(parts) + "\n")
+
+
+def tune(
+    options: argparse.Namespace, device: Device, path: pathlib.Path, folder: pathlib.Path | None, tuners: list[Tuner]
+) -> None:
+    """Searches each group once, the time shared by the number of cases that are left; without a folder it writes no tables."""
     console, known, facts, begin = Console(stderr=True), records.read(path), machine.facts(), time.monotonic()
     todo = [*pending(options, device, known)]
     with Pool() as pool, machine.Monitor() as monitor:
@@ -264,10 +283,8 @@ def tune(options: argparse.Namespace, device: Device, path: pathlib.Path, folder
                 if tuner.ratios:
                     add(path, tuner.record(monitor.summary(started), facts))
             tuners.append(tuner)
-            tried = {str(t.group.kind): {"cases": [sets.label(case) for case in t.group.cases], "us": t.tried} for t in tuners}
-            report.write(folder / "tune.json", json.dumps({"machine": facts, "tried": tried}, indent=1))
-            parts = ["# Leaderboard", report.origin(facts), report.table(leaderboard(tuners), markdown=True)]
-            report.write(folder / "tune.md", "\n\n".join(parts) + "\n")
+            if folder is not None:
+                write(folder, facts, tuners)
             console.print(f"{i + 1}/{len(todo)} {'  '.join(tuner.row())}", highlight=False, soft_wrap=True)
 
 
@@ -279,14 +296,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600, help="of search, over all cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="search kinds that are recorded for these sources too")
-    parser.add_argument("--dry", action="store_true", help="no GPU: compile, and rank by the cost model; writes no records")
+    parser.add_argument("--dry", action="store_true", help="no GPU: compile, rank by the cost model; write only to --out")
     parser.add_argument("--budget", type=int, default=30, help="configurations for each kind with --dry")
     parser.add_argument("--records", type=pathlib.Path, help="file for the records; by default rawattn/records/DEVICE.jsonl")
     options = parser.parse_args(argv)
     device, tuners = TYPICAL["sm_90a"] if options.dry else machine.gpu("tune"), list[Tuner]()
     path, code = options.records or records.FOLDER / f"{device.slug}.jsonl", 0
     try:
-        tune(options, device, path, options.out or machine.record(device), tuners)
+        tune(options, device, path, options.out or (None if options.dry else machine.record(device)), tuners)
     except KeyboardInterrupt:
         print("interrupted: what was found is kept", file=sys.stderr)
         code = 130

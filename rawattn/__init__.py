@@ -5,14 +5,15 @@
 """
 
 from . import reference
-from .api import Explanation, attention, attention_varlen, explain, plan
+from .api import Explanation, attention, attention_varlen, explain, plan, warm_up
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
-from .plan import Plan
-from .problem import Problem
+from .operation import Forward
+from .plans import Plan
+from .spec import Spec
 from .variant import mask, score
 
 __version__ = "0.1.0"
 __all__ = [
-    "CompileError", "DeviceError", "Explanation", "Plan", "Problem", "ProblemError", "RawattnError",
-    "SlowKernelWarning", "UnsupportedError", "attention", "attention_varlen", "explain", "mask", "plan", "reference", "score",
+    "CompileError", "DeviceError", "Explanation", "Forward", "Plan", "ProblemError", "RawattnError", "SlowKernelWarning", "Spec",
+    "UnsupportedError", "attention", "attention_varlen", "explain", "mask", "plan", "reference", "score", "warm_up",
 ]  # fmt: skip

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import pathlib
+import pkgutil
 import re
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 
 from . import __version__, api, compiler, demo, doctor, driver
+from .cache import CacheWarning, cache_folder
 from .compiler import Binary, Source
 from .device import TYPICAL, Device
 from .device import cpu as this_cpu
 from .errors import ProblemError, RawattnError, UnsupportedError
-from .problem import Problem, make_mask, make_scale, make_score
+from .operation import Forward
 from .select import Selection, select
+from .spec import Spec
 from .variant.element import ELEMENTS
 
 COMPARED = 6  # configurations that `choose` lists, best first
@@ -44,14 +49,14 @@ console = Console(markup=False, highlight=False, soft_wrap=True)
 
 def show(options: Options) -> int:
     """Prints what NVRTC is given for a problem, and what it makes of it."""
-    choice, source = _render(options)
+    selection, source = _render(options)
     texts = {source.name: source.text, **dict(source.headers)}
     for path, text in texts.items():
         if options.all or path == "config.cuh":
             console.print(f"// ---- {path}\n{text}")
     console.print(f"// ---- NVRTC {' '.join(source.options)}")
     console.print("\n".join(f"{len(text.splitlines()):>5} lines  {path}" for path, text in texts.items()))
-    console.print(f"// ---- machine code of {choice.kernel.name}, {choice.config}")
+    console.print(f"// ---- machine code of {selection.kernel.name}, {selection.config}")
     binary = _compile(source)
     console.print(f"compiled {demo.describe(binary)}{''.join(f', {code}' for code in binary.advisories)}")
     try:
@@ -74,10 +79,10 @@ def count_instructions(cubin: bytes) -> collections.Counter[str]:
 
 def explain(options: Options) -> int:
     """Prints which kernel and configuration a problem gets, why, and how the best configurations compare."""
-    problem, device = _problem(options), _device(options)
-    choice = select(problem, device)
-    console.print(f"{api.Explanation(problem, device.name, choice)}")
-    costs = {config: choice.kernel.cost(config, problem, device) for config in choice.kernel.candidates(problem, device)}
+    op, device = _operation(options), _device(options)
+    selection = select(op, device)
+    console.print(f"{api.explain_operation(op, device)}")
+    costs = {config: selection.kernel.cost(config, op, device) for config in selection.kernel.candidates(op, device)}
     for config in sorted(costs, key=lambda config: costs[config])[:COMPARED]:
         console.print(f"  {config}, {costs[config] * 1e6:,.0f} us")
     return 0
@@ -86,15 +91,15 @@ def explain(options: Options) -> int:
 def compile(options: Options) -> int:
     """Compiles into the cache all that the kind of problem may get on such a device, and with --out what this one gets into a
     folder."""
-    choice, source = _render(options)
+    selection, source = _render(options)
     binary = _compile(source)
-    name = f"{choice.kernel.name}-{source.key[:12]}"
-    console.print(f"{name}  {choice.config}\ncompiled {demo.describe(binary)}\nkept in {compiler.cache_folder()}")
-    problem = _problem(options)
-    for config in choice.compiled_with:
-        other = choice.kernel.render(problem, config, source.arch)
+    name = f"{selection.kernel.name}-{source.key[:12]}"
+    console.print(f"{name}  {selection.config}\ncompiled {demo.describe(binary)}\nkept in {cache_folder()}")
+    op = _operation(options)
+    for config in selection.compiled_with:
+        other = selection.kernel.render(op, config, source.arch)
         _compile(other)
-        console.print(f"with {choice.kernel.name}-{other.key[:12]}  {config}, for other sizes")
+        console.print(f"with {selection.kernel.name}-{other.key[:12]}  {config}, for other sizes")
     if options.out:
         _write(options.out / name, source, binary, options.force)
     return 0
@@ -120,34 +125,37 @@ def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) ->
 def clear(options: Options) -> int:
     """Empties the cache."""
     count, size = compiler.clear()
-    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {compiler.cache_folder()}")
+    console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {cache_folder()}")
     return 0
 
 
 def _render(options: Options) -> tuple[Selection, Source]:
     """The kernel and configuration of the problem, and what NVRTC is given for them."""
-    problem, device = _problem(options), _device(options)
+    op, device = _operation(options), _device(options)
     if device.is_cpu:
         raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/lanes.py, compiled by Numba.")
-    choice = select(problem, device)
-    return choice, choice.kernel.render(problem, choice.config, device.arch)
+    selection = select(op, device)
+    return selection, selection.kernel.render(op, selection.config, device.arch)
 
 
 def _compile(source: Source) -> Binary:
     """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
-        warnings.simplefilter("error", compiler.CacheWarning)
+        warnings.simplefilter("error", CacheWarning)
         return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
-def _problem(options: Options) -> Problem:
+def _operation(options: Options) -> Forward:
     kv_length = options.length if options.kv_length is None else options.kv_length
-    return Problem(
+    spec = Spec.of(
+        causal=options.causal, window=options.window, softcap=options.softcap, mask=options.mask, score=options.score,
+        return_lse=options.lse,
+    )  # fmt: skip
+    return Forward(
         ELEMENTS[options.dtype], options.batch, options.length, kv_length, options.heads,
         options.heads if options.kv_heads is None else options.kv_heads, options.head_dim,
-        options.head_dim if options.head_dim_v is None else options.head_dim_v, make_scale(None, options.head_dim),
-        make_mask(options.causal, options.window, None), make_score(options.softcap, None), options.varlen,
-        options.batch * options.length, options.batch * kv_length, options.lse,
+        options.head_dim if options.head_dim_v is None else options.head_dim_v, spec, options.varlen,
+        options.batch * options.length, options.batch * kv_length,
     )  # fmt: skip
 
 
@@ -158,6 +166,22 @@ def _device(options: Options) -> Device:
     if driver.device_count() and options.arch in (None, driver.device(0).arch):
         return driver.device(0)
     return TYPICAL[options.arch or "sm_90a"]
+
+
+def _option(text: str) -> Any:
+    """A mask or score such as ``rawattn.mask:Window(3, right=0)``: a module, and a call of one of its classes with literals."""
+    module, _, call = text.partition(":")
+    try:
+        node = ast.parse(call, mode="eval").body
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            raise ValueError("it has no call")
+        found = pkgutil.resolve_name(f"{module}.{node.func.id}")
+        keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return found(*map(ast.literal_eval, node.args), **keywords)
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a class and its arguments, such as mymodule:Mine(7) ({error})"
+        ) from None
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -183,6 +207,8 @@ def _problem_options() -> argparse.ArgumentParser:
     add("--causal", action="store_true", help="each query keeps the keys up to its own position")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="keys kept before and after that position, such as 128,0 or none,0")
     add("--softcap", type=float, metavar="X", help="cap of the logits")
+    add("--mask", type=_option, metavar="MODULE:CALL", help="a mask of your own, such as mymodule:Mine(7)")
+    add("--score", type=_option, metavar="MODULE:CALL", help="a score of your own")
     add("--varlen", action="store_true", help="sequences packed end to end, as attention_varlen takes them")
     add("--lse", action="store_true", help="lse is wanted beside o")
     return parser
@@ -226,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         return status
-    except (RawattnError, compiler.CacheWarning, OSError) as error:
+    except (RawattnError, CacheWarning, OSError) as error:
         print(f"rawattn: {error}", file=sys.stderr)
         return 1
 

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
-from collections.abc import Callable
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import arrays
-from . import plan as plans
+from . import arrays, driver
 from .arrays import Array
-from .errors import ProblemError, SlowKernelWarning
-from .plan import Bound, Inputs, Plan
-from .problem import Problem, make_mask, make_scale, make_score
-from .select import Selection, select
-from .tma import tma_unsupported_reason, unaligned_reason
-from .variant.element import ELEMENTS
+from .device import Device
+from .errors import ProblemError
+from .operation import Forward
+from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
+from .program import Program
+from .select import FEW_ROWS, Selection, select, three_bits, warn_once
+from .spec import Spec, Window
+from .tma import ALIGNMENT, readable
 from .variant.mask import Mask
 from .variant.score import Score
 
-Window = tuple[int | None, int | None]
-KEPT_PLANS = 4096
+KEPT_PLANS, KEPT_CALLS = 4096, 1024
 _plans: dict[Any, Plan] = {}
-_bounds: dict[Any, Bound] = {}
+_families: dict[Any, Plan] = {}
+_calls: dict[Any, GpuCall] = {}
+_logged: set[Any] = set()
+_torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
 
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, out: Any = None, return_lse: bool = False,
-    constant_time: bool = False, kernel: str | None = None, config: Any = None,
+    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, out: Any = None,
+    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, kernel: str | None = None,
+    config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
 
@@ -42,11 +48,14 @@ def attention(
         v: (batch, kv_len, kv_heads, head_dim_v).
         causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn; for torch's
             alignment give ``mask=rawattn.mask.Causal(align="top_left")``.
-        window: (left, right), keys kept before and after the query's own position; None for unbounded.
-        softcap: cap of the logits, softcap * tanh(logit / softcap).
-        scale: factor on q.k; 1 / sqrt(head_dim) by default.
-        mask, score: choices from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
-        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs.
+        window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
+        softcap: cap of the logits, softcap * tanh(logit / softcap); None or 0.0 for no cap. A number, not a tensor.
+        scale: factor on q.k; 1 / sqrt(head_dim) by default. A number, not a tensor.
+        mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
+        sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
+            exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
+        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
+            where torch traces, transforms or casts the call.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
@@ -54,15 +63,19 @@ def attention(
             The time still follows from shapes, strides, masks and other options, and with packed sequences from their lengths.
             Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
             clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.
-        kernel, config: instead of the choice that ``rawattn.explain`` shows.
+        deterministic: accepted for flash-attn's users; results are always the same bits.
+        kernel, config: instead of what ``rawattn.explain`` shows; as ``out``.
+
+    Where torch traces, transforms or counts, the call goes through ``torch.ops.rawattn.attention``. Under autocast q, k and v are
+    cast as for torch's ``scaled_dot_product_attention``: all but float64 to autocast's dtype.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
         ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len).
 
-    A query that keeps no key gives o = 0 and lse = -inf. NaN or inf beyond a sequence's end, or in k where the mask keeps no key,
-    reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile keeps keys near it
-    (0 x NaN is NaN). The same inputs give the same bits on every run.
+    A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
+    the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile
+    keeps keys near it (0 x NaN is NaN). The same inputs give the same bits on every run.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed.
@@ -71,19 +84,24 @@ def attention(
     The formula is equation 1 of arXiv 1706.03762, computed as in FlashAttention 3 (arXiv 2407.08608); the specification in array
     operations is ``rawattn.reference.attention``.
     """
-    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
-    return _run((q, k, v), None, options, out)
+    options = {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+    }  # fmt: skip
+    given = (q, k, v) if sinks is None else (q, k, v, None, None, sinks)
+    return _run(given, options, (None, None), kernel, config, out)
 
 
 def attention_varlen(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int, *, causal: bool = False,
-    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
-    score: Score | None = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, kernel: str | None = None,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
+    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, out: Any = None,
+    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, kernel: str | None = None,
     config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
-    >>> o = rawattn.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)
+    >>> o = rawattn.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True)
 
     Args:
         q: (total_q, heads, head_dim). k: (total_kv, kv_heads, head_dim). v: (total_kv, kv_heads, head_dim_v).
@@ -91,211 +109,247 @@ def attention_varlen(
             cu_seqlens_q[i + 1]. Starts with 0 and never falls; sequences may be empty. Rows past its last value are left as they
             are in o. On a GPU the values are not checked, since that would wait for the device.
         cu_seqlens_kv: the same for the rows of k and v.
-        max_seqlen_q, max_seqlen_kv: the longest lengths, or any bound on them; they guide the choice of tiles, no result depends
-            on them.
+        max_seqlen_q, max_seqlen_kv: the longest lengths, or None where they are not known. They guide the choice of tiles; no
+            result depends on them.
         The rest as in ``attention``.
 
     Returns:
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
         ``attention`` gives for it alone.
     """
-    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
-    return _run((q, k, v, cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv), options, out)
+    options = {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+    }  # fmt: skip
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv) if sinks is None else (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
+    for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if array is None:
+            raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
+    return _run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out)
 
 
 def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, return_lse: bool = False,
-    constant_time: bool = False, kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None,
+    on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
-    """The plan for arrays like these, compiled and loaded: ``plan.run(q, k, v)`` then costs the least a call can cost.
+    """Makes the plan for arrays like these, compiled and loaded: ``plan.run(q, k, v)`` then costs the least a call can cost.
 
     >>> p = rawattn.plan(q, k, v, causal=True)
     >>> o = p.run(q, k, v)
 
-    Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen`` (the maximal lengths default to the
-    total rows). ``on_compile`` is called before NVRTC runs, which takes about a second; a cached kernel does not need it.
+    Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen``. ``on_compile`` is called before
+    NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
-    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
-    return _plan(*_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv), options, on_compile)
+    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    return _plan(arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
 
 
 def explain(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, return_lse: bool = False,
-    constant_time: bool = False, kernel: str | None = None, config: Any = None,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
-    """What ``attention`` would run for these arrays, and why, without compiling or running it. Print the result.
+    """Says what ``attention`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    inputs, lengths = _inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, kernel, config)
-    problem = make_problem(inputs, lengths, *options[:8])
-    device = plans.device_of(inputs.q)
-    return Explanation(problem, device.name, select(problem, device, kernel, config))
+    found = arrays.named(Forward.names, (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks))
+    op = Forward.of(found, Spec.of(**options), max_seqlen_q, max_seqlen_kv)
+    return explain_operation(op, device_of(found["q"]), kernel, config)
+
+
+def explain_operation(op: Forward, device: Device, kernel: str | None = None, config: Any = None) -> Explanation:
+    """``explain`` of an operation on a device, which need not be here."""
+    selection = select(op, device, kernel, config)
+    program = None if device.is_cpu else selection.kernel.lower(op, selection.config, device)
+    return Explanation(op, device, selection, program)
+
+
+def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int = 0) -> int:
+    """Compiles and loads all that these operations need on a GPU, so that nothing compiles when they are called; gives their
+    number.
+
+    >>> rawattn.warm_up("operations.jsonl")
+
+    Args:
+        operations: ``Forward`` operations, or the path of a file that RAWATTN_LOG named in an earlier run.
+        device: the number of the GPU.
+
+    Raises:
+        ProblemError: a line of the file is no operation.
+        UnsupportedError: no kernel computes one of them on the device.
+    """
+    if isinstance(operations, (str, os.PathLike)):
+        operations = [_from_line(line) for line in pathlib.Path(operations).read_text(encoding="utf-8").splitlines()]
+    found, where = list(operations), driver.device(device)
+    for op in found:
+        load_all(op, select(op, where), where)
+    return len(found)
+
+
+def _from_line(line: str) -> Forward:
+    try:
+        return Forward.from_json(json.loads(line))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ProblemError(f"operations has the line {line[:80]!r}, which is no operation ({error}).") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """A problem and the choice that was made for it; ``str`` of it is for people."""
+    """An operation and what was selected for it; ``str`` of it is for people. ``program`` is None on the CPU."""
 
-    problem: Problem
-    device: str
-    choice: Selection
+    op: Forward
+    device: Device
+    selection: Selection
+    program: Program | None
 
     def __str__(self) -> str:
-        problem, choice = self.problem, self.choice
-        lines = [f"problem  {problem}", f"device   {self.device}", f"kernel   {choice.kernel.name}"]
-        lines += [f"  not {name}: {reason}" for name, reason in choice.refusals]
-        lines += [f"config   {choice.config}", f"  {choice.why}"]
-        lines += [f"work     {problem.flops:.4g} FLOP, at least {problem.bytes:.4g} bytes"]
+        op, selection = self.op, self.selection
+        lines = [f"op       {op}", f"device   {self.device.name}", f"kernel   {selection.kernel.name}"]
+        lines += [f"  not {name}: {reason}" for name, reason in selection.refusals]
+        lines += [f"config   {selection.config}", f"  {selection.why}"]
+        if self.program is not None:
+            lines += [f"launch   {launch}" for launch in self.program.launches]
+            lines += [f"scratch  {self.program.scratch_bytes} bytes"] if self.program.scratch_bytes else []
+        lines += [f"work     {op.flops:.4g} FLOP, at least {op.bytes:.4g} bytes"]
         return "\n".join(lines)
 
 
-def make_problem(
-    inputs: Inputs, lengths: tuple[int, int] | None, causal: bool, window: Window | None, softcap: float | None,
-    scale: float | None, mask: Mask | None, score: Score | None, return_lse: bool, constant_time: bool,
-) -> Problem:  # fmt: skip
-    """The problem that arrays and options pose. Raises ProblemError where they contradict each other."""
-    q, k, v = inputs[:3]
-    rank = 3 if lengths is not None else 4
-    order = "(total, heads, head_dim)" if rank == 3 else "(batch, length, heads, head_dim)"
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if len(array.shape) != rank:
-            raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have {rank}, {order}.")
-        _check_like(name, array, q)
-        if array.dtype not in ELEMENTS:
-            raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
-        if array.dtype != q.dtype:
-            raise ProblemError(f"{name} has dtype {array.dtype} but q has {q.dtype}; they must be the same.")
-        if array.shape[-1] > 1 and array.strides[-1] != 1 and 0 not in array.shape:
-            raise ProblemError(f"{name} has a stride of {array.strides[-1]} in its last dimension; it must be 1 (contiguous).")
-    *_, heads, head_dim = q.shape
-    if k.shape[-1] != head_dim:
-        raise ProblemError(f"k has head_dim {k.shape[-1]} but q has {head_dim}; give k head_dim {head_dim}.")
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ProblemError(f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last dimension must be the same.")
-    if rank == 4 and k.shape[0] != q.shape[0]:
-        raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
-    batch, q_len, kv_len = (q.shape[0], q.shape[1], k.shape[1]) if lengths is None else (_batch(inputs), *_lengths(lengths))
-    element = ELEMENTS[q.dtype]
-    named = (("q", q), ("k", k), ("v", v))
-    places = [(n, x.shape, x.strides, element.itemsize, x.pointer) for n, x in named if x.device != arrays.CPU]
-    for option, value in (("return_lse", return_lse), ("constant_time", constant_time)):
-        if not isinstance(value, bool):
-            raise ProblemError(f"{option} is {value!r}; it must be True or False.")
-    return Problem(
-        element=element, batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=k.shape[-2], head_dim=head_dim,
-        head_dim_v=v.shape[-1], scale=make_scale(scale, head_dim), mask=make_mask(causal, window, mask),
-        score=make_score(softcap, score), varlen=lengths is not None, total_q=q.shape[0], total_kv=k.shape[0],
-        return_lse=return_lse, constant_time=constant_time, tma_unsupported_reason=next(filter(None, (tma_unsupported_reason(*x) for x in places)), None),
-        unaligned_reason=next(filter(None, (unaligned_reason(*x) for x in places)), None),
-    )  # fmt: skip
+def options_of(
+    *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
+    deterministic: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """The options of a call by name, in one order."""
+    return {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+    }  # fmt: skip
 
 
-def _check_like(name: str, array: Array, q: Array) -> None:
-    if array.library != q.library:
-        raise ProblemError(f"{name} is a {array.library} array but q a {q.library} one; give all arrays from one library.")
-    if array.device != q.device:
-        places = ["the CPU" if x.device == arrays.CPU else f"GPU {x.device}" for x in (array, q)]
-        raise ProblemError(f"{name} is on {places[0]} but q is on {places[1]}; put all arrays on one device.")
-
-
-def _batch(inputs: Inputs) -> int:
-    """The number of packed sequences."""
-    sizes = []
-    for name, array in (("cu_seqlens_q", inputs.cu_seqlens_q), ("cu_seqlens_kv", inputs.cu_seqlens_kv)):
-        assert array is not None
-        _check_like(name, array, inputs.q)
-        if array.dtype != "int32":
-            raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32.")
-        if len(array.shape) != 1 or array.shape[0] < 1:
-            raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must be (batch + 1,).")
-        if array.shape[0] > 1 and array.strides[0] != 1:
-            raise ProblemError(f"{name} has a stride of {array.strides[0]}; it must be contiguous.")
-        sizes.append(array.shape[0] - 1)
-    if sizes[0] != sizes[1]:
-        raise ProblemError(f"cu_seqlens_q is for {sizes[0]} sequences but cu_seqlens_kv for {sizes[1]}; they must be as many.")
-    return sizes[0]
-
-
-def _lengths(lengths: tuple[int, int]) -> tuple[int, int]:
-    for name, length in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True):
-        if isinstance(length, bool) or not hasattr(length, "__index__"):
-            raise ProblemError(f"{name} is {length!r}; it must be an int >= 0.")
-        if length < 0:
-            raise ProblemError(f"{name} is {length}; it must be >= 0.")
-    return int(lengths[0]), int(lengths[1])
-
-
-def _inputs(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None, max_seqlen_kv: int | None
-) -> tuple[Inputs, tuple[int, int] | None]:
-    found = Inputs(arrays.read(q, "q"), arrays.read(k, "k"), arrays.read(v, "v"))
-    if cu_seqlens_q is None and cu_seqlens_kv is None:
-        if max_seqlen_q is not None or max_seqlen_kv is not None:
-            raise ProblemError("max_seqlen_q or max_seqlen_kv was given without cu_seqlens_q and cu_seqlens_kv.")
-        return found, None
-    for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
-        if value is None:
-            raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
-    found = found._replace(
-        cu_seqlens_q=arrays.read(cu_seqlens_q, "cu_seqlens_q"), cu_seqlens_kv=arrays.read(cu_seqlens_kv, "cu_seqlens_kv")
-    )
-    longest = [x.shape[0] if len(x.shape) else 0 for x in found[:2]]
-    return found, (longest[0] if max_seqlen_q is None else max_seqlen_q, longest[1] if max_seqlen_kv is None else max_seqlen_kv)
-
-
-def _key(options: tuple[Any, ...], lengths: tuple[int, int] | None) -> Any:
-    """What tells options from others, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
-    window = options[1]
+def _key(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Any:
+    """A key for options, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
+    window = options["window"]
     if isinstance(window, (tuple, list)):
-        options = (options[0], (*window, *map(type, window)), *options[2:])
-    return options, tuple(map(type, options)), lengths and (lengths, *map(type, lengths))
+        options = {**options, "window": (*window, *map(type, window))}
+    values = (*options.values(), *lengths, kernel, config)
+    return (*values, *map(type, values))
+
+
+def _run(
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
+) -> Any:
+    if _load_torch_op() and _torch_op.intercepts(given):
+        return _torch_op.attention(given, options, lengths, kernel, config, out)
+    return run(given, options, lengths, kernel, config, out)
+
+
+def _load_torch_op() -> bool:
+    """Imports torch_op once torch is loaded, and tells whether it is there."""
+    global _torch_op
+    if _torch_op is None and "torch" in sys.modules:
+        from . import torch_op as _torch_op
+    return _torch_op is not None
+
+
+# Dynamo calls it while it traces, so that the import is done when it reads _torch_op and guards on it.
+_load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def run(
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None = None, config: Any = None,
+    out: Any = None,
+) -> Any:  # fmt: skip
+    """Computes a call on arrays that have memory; ``options`` are those that ``options_of`` gives."""
+    signatures = arrays.signatures(given)
+    try:
+        key: Any = (signatures, _key(options, lengths, kernel, config))
+        call = _calls.get(key)
+    except TypeError:  # an option that cannot be hashed is a wrong one
+        key = call = None
+    if call is None:
+        family = None if key is None else _family(signatures, key[1])
+        plan = _families.get(family)
+        if plan is None:
+            found = arrays.named(Forward.names, given)
+            plan = _plan(found, options, lengths, kernel, config)
+            bound = plan.bind(found)
+            if family is not None and not plan.device.is_cpu:
+                cache_put(_families, family, plan, KEPT_PLANS)
+        else:
+            bound = _resized(plan, signatures)
+        if isinstance(bound, GpuCall) and key is not None and None not in signatures:
+            cache_put(_calls, key, bound, KEPT_CALLS)
+        return one_or_all(bound(given[0], out))
+    return one_or_all(call(given[0], out))
+
+
+def _family(signatures: tuple[Any, ...], options: Any) -> Any:
+    """A key that calls share which differ in places, and in lengths that one selection serves; None where they must be looked at.
+
+    A decode loop, whose keys grow at every step, costs the host a fifth of a first call by it.
+    """
+    if len(signatures) != 3 or None in signatures:
+        return None
+    (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
+    for _, dtype_each, shape, strides, device, _ in signatures:
+        plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
+        if not plain or not readable(shape, strides, dtype.itemsize, 0):
+            return None
+    (batch, q_len), kv_len = q_sizes, k_shape[1]
+    if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
+        return None
+    if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
+        return None
+    sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
+    return (dtype, signatures[0][4:], sizes, options)
+
+
+def _resized(plan: Plan, signatures: tuple[Any, ...]) -> GpuCall:
+    """The call of a plan of the same family on arrays of other lengths or in other places."""
+    q, k, v = map(arrays.of_signature, signatures)
+    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+    if (batch, q_len, kv_len) != (plan.op.batch, plan.op.q_len, plan.op.kv_len):
+        plan = plan.resized(plan.op.resized(batch, q_len, kv_len))
+    return GpuCall(plan, {"q": q, "k": k, "v": v})
 
 
 def _plan(
-    inputs: Inputs, lengths: tuple[int, int] | None, options: tuple[Any, ...], on_compile: Callable[[], None] | None = None
-) -> Plan:
-    if arrays.requires_grad(*(x.object for x in inputs[:3])):
-        raise ProblemError(plans.NO_GRAD)
+    found: dict[str, Array], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any,
+    on_compile: Callable[[], None] | None = None,
+) -> Plan:  # fmt: skip
+    """The plan for these arrays, found or made."""
+    if arrays.requires_grad(*(array.object for array in found.values())):
+        raise ProblemError(NO_GRAD)
     try:
-        # What the plan binds of each array; strides and alignment decide only whether a kernel refuses.
-        key: Any = (_key(options, lengths), *[x and (*x[:5], x.pointer % 16) for x in inputs])
-        found = _plans.get(key)
-    except TypeError:  # an option that cannot be hashed is a wrong one
-        found, key = None, None
-    if found is None:
-        *rest, kernel, config = options
-        problem = make_problem(inputs, lengths, *rest)
-        device = plans.device_of(inputs.q)
-        choice = select(problem, device, kernel, config)
-        if choice.slow is not None:
-            _warn_once(choice.slow)
-        found = Plan(problem, device, choice, inputs.q.library, on_compile)
+        # All that a plan depends on: strides and alignment decide whether a kernel refuses.
+        places = [(*array[:5], array.pointer % 16) for array in found.values()]
+        key: Any = (_key(options, lengths, kernel, config), *places, *found)
+        plan = _plans.get(key)
+    except TypeError:
+        key = plan = None
+    if plan is None:
+        op, device = Forward.of(found, Spec.of(**options), *lengths), device_of(found["q"])
+        selection = select(op, device, kernel, config)
+        if selection.slow is not None:
+            warn_once(selection.slow)
+        _log(op)
+        plan = Plan(op, device, selection, found["q"].library, on_compile)
         if key is not None:
-            plans.keep(_plans, key, found, KEPT_PLANS)
-    return found
+            cache_put(_plans, key, plan, KEPT_PLANS)
+    return plan
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, SlowKernelWarning, stacklevel=5)
+def _log(op: Forward) -> None:
+    """Appends the operation to the file that the environment variable RAWATTN_LOG names, once."""
+    path = os.environ.get("RAWATTN_LOG")
+    if not path:
+        return
+    line = json.dumps(op.to_json())
+    if (path, line) not in _logged:
+        _logged.add((path, line))
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
-def _run(given: tuple[Any, ...], lengths: tuple[int, int] | None, options: tuple[Any, ...], out: Any) -> Any:
-    signatures = plans.signatures(given)
-    try:
-        key: Any = (signatures, _key(options, lengths))
-        bound = _bounds.get(key)
-    except TypeError:  # as above
-        key, bound = None, None
-    if bound is None:
-        inputs = Inputs(*map(arrays.read, given, plans.INPUTS))
-        bound = _plan(inputs, lengths, options).bind(inputs)
-        if bound.lasts and key is not None and None not in signatures:
-            plans.keep(_bounds, key, bound, KEPT_PLANS)
-    return bound(given[0], out)
+_load_torch_op()  # torch.ops.rawattn: compiled and saved programs may name it before any call

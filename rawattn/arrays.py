@@ -7,7 +7,6 @@ Nothing is ever copied.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,8 +20,8 @@ from .errors import ProblemError, UnsupportedError
 from .variant.element import ELEMENTS
 
 CPU = -1
-_NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in ELEMENTS.values()} | {np.dtype(np.int32): "int32"}
-_DTYPES = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
+_NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in ELEMENTS.values()} | {np.dtype(np.int32): "int32", np.dtype(np.uint8): "uint8"}
+DTYPES = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
 
 
 class Array(NamedTuple):
@@ -36,15 +35,58 @@ class Array(NamedTuple):
     pointer: int
     object: Any  # the torch tensor, CuPy or NumPy array: keeps the memory alive
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.device == CPU
+
+    def without_memory(self) -> Array:
+        """The same, which keeps no memory alive."""
+        return self if self.object is None else self._replace(object=None)
+
 
 def _read_torch(x: Any, name: str) -> Array:
     if not (x.is_cuda or x.is_cpu):
         raise ProblemError(f"{name} is on torch's device {x.device}; it must be on a CUDA GPU or the CPU.")
+    if (reason := _pending(x)) is not None:
+        raise ProblemError(f"{name} is a {type(x).__name__} {reason}.")
     dtype = _torch_names().get(x.dtype)
     try:
-        return Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
+        found = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
+        last = x.storage_offset() + sum((n - 1) * s for n, s in zip(found.shape, found.strides, strict=True))
+        fits = (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError) as error:
         raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
+    if not fits and 0 not in found.shape:  # the pointer alone does not tell: in a freed storage it is the offset
+        raise ProblemError(
+            f"{name} is a {type(x).__name__} of shape {tuple(x.shape)} that has no memory for its elements (a storage that was "
+            "freed, as FSDP does?); give a real tensor."
+        )
+    return found
+
+
+def _pending(x: Any) -> str | None:
+    """The reason why a tensor's memory does not hold its numbers; None where it does."""
+    torch = sys.modules["torch"]
+    if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
+        return "which has no shape yet; run the module that makes it first"
+    if x.is_nested:
+        return "which is nested; give its values and offsets to rawattn.attention_varlen"
+    if type(x).__name__ == "MaskedTensor":
+        return "whose mask would be ignored; give its data, or a mask of attention"
+    if type(x) not in _plain_tensors and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "which has no memory of its own; give a plain tensor, or call rawattn.attention itself"
+    if x.is_neg():
+        return "with a pending negation (its negative bit is set); give x.resolve_neg()"
+    if x.is_conj():
+        return "with a pending conjugation (its conjugate bit is set); give x.resolve_conj()"
+    if x.layout is not torch.strided:
+        return f"with layout {x.layout}; it must be strided"
+    if torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return "of a transform that is under way, such as vmap; it has no memory of its own"
+    dual = torch.autograd.forward_ad
+    if dual._current_level >= 0 and dual.unpack_dual(x).tangent is not None:
+        return "with a forward-mode tangent, for which there is no formula; give its primal"
+    return None
 
 
 def _strides(x: Any, name: str) -> tuple[int, ...]:
@@ -59,6 +101,8 @@ def _read_cupy(x: Any, name: str) -> Array:
 
 
 def _read_numpy(x: Any, name: str) -> Array:
+    if isinstance(x, np.ma.MaskedArray):
+        raise ProblemError(f"{name} is a masked array; its mask would be ignored. Give {name}.data, or a mask of attention.")
     if x.dtype.byteorder == ">":
         raise ProblemError(f"{name} is big-endian ({x.dtype.str}); give it in this machine's byte order.")
     return Array("numpy", CPU, _NUMPY_NAMES.get(x.dtype, str(x.dtype)), x.shape, _strides(x, name), x.ctypes.data, x)
@@ -103,13 +147,15 @@ def _read_foreign(x: Any, name: str) -> Array:
 
 
 _readers: dict[type, Callable[[Any, str], Array]] = {}
+_plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the first tensor on
+_forward_ad: Any = None  # torch.autograd.forward_ad, likewise
 
 
 def _reader(cls: type) -> Callable[[Any, str], Array]:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(cls, torch.Tensor):
-        global _tensor
-        _tensor = torch.Tensor
+        global _tensor, _plain_tensors, _forward_ad
+        _tensor, _plain_tensors, _forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -122,7 +168,10 @@ def read(x: Any, name: str) -> Array:
     reader = _readers.get(cls)
     if reader is None:
         reader = _readers[cls] = _reader(cls)
-    return reader(x, name)
+    found = reader(x, name)
+    if found.pointer == 0 and 0 not in found.shape:
+        raise ProblemError(f"{name} is a {cls.__name__} of shape {tuple(found.shape)} that has no memory; give a real array.")
+    return found
 
 
 _tensor: Any = ()  # torch.Tensor, from the first tensor on
@@ -130,14 +179,27 @@ _tensor: Any = ()  # torch.Tensor, from the first tensor on
 
 def signature(x: Any) -> tuple[Any, ...] | None:
     """All of a torch tensor that a call on a GPU depends on: a tensor with the signature of one that passed every check passes
-    them. Read at half the price of ``read``. None of a tensor that requires grad or has no plain memory, and of other arrays.
+    them. Read at half the price of ``read``. None for a tensor that requires grad or has no plain memory, and for other arrays.
     """
-    if not isinstance(x, _tensor) or x.requires_grad:
-        return None
+    if type(x) not in _plain_tensors or x.requires_grad or x.is_neg():
+        return () if x is None else None
     try:
-        return x.data_ptr(), x.dtype, x.shape, x.stride(), x.get_device(), x.is_cuda
+        pointer = x.data_ptr()
+        return (pointer, x.dtype, x.shape, x.stride(), x.get_device(), x.is_cuda) if pointer else None
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
+    """The arrays of a call by name, without those that are None."""
+    return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
+
+
+def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of each array; None for one that has none, and () where there is no array."""
+    if _forward_ad is not None and _forward_ad._current_level >= 0:  # each is read whole, which finds tangents
+        return (None,) * len(given)
+    return tuple(map(signature, given))
 
 
 def address(x: Any) -> int:
@@ -158,27 +220,42 @@ def _torch_names() -> dict[Any, str]:
     if not _torch_tables:
         torch = sys.modules["torch"]
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-        dtypes["int32"] = torch.int32
+        dtypes |= {"int32": torch.int32, "uint8": torch.uint8}
         _torch_tables["dtypes"] = dtypes
         _torch_tables["names"] = {dtype: name for name, dtype in dtypes.items()}
     return _torch_tables["names"]
 
 
 def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], Any]:
-    """What makes new, contiguous arrays in ``like``'s library and on its device, given an array that lies there."""
+    """A function that makes new, contiguous arrays in ``like``'s library and on its device, given an array that lies there."""
     if like.library == "torch":
         torch, torch_dtype = sys.modules["torch"], _torch_tables["dtypes"][dtype]
-        if (like.dtype, tuple(like.shape), tuple(like.strides)) == (dtype, shape, _contiguous(shape)):
+        if like.dtype == dtype and like.shape == shape and tuple(like.strides) == _contiguous(shape):
             return torch.empty_like  # takes half as long as torch.empty
         return lambda beside: beside.new_empty(shape, dtype=torch_dtype)
     if like.library == "cupy":
-        return lambda beside: _cupy_empty(like.device, shape, _DTYPES[dtype])
-    return lambda beside: np.empty(shape, _DTYPES[dtype])
+        return lambda beside: _cupy_empty(like.device, shape, DTYPES[dtype])
+    return lambda beside: np.empty(shape, DTYPES[dtype])
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array, in elements."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def made(x: Any, shape: tuple[int, ...]) -> Array:
+    """An array that ``maker`` made, of which only the address is not known."""
+    return Array("", CPU, "", shape, _contiguous(shape), address(x), None)
+
+
+def of_signature(signature: tuple[Any, ...]) -> Array:
+    """The array that a signature is of."""
+    pointer, dtype, shape, strides, device, _ = signature
+    return Array("torch", device, _torch_names()[dtype], shape, strides, pointer, None)
 
 
 def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -187,14 +264,20 @@ def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
         return cupy.empty(shape, dtype)
 
 
+def written(out: Any) -> None:
+    """Tells autograd that a tensor was changed in place, so that a backward that needs its old numbers fails in words."""
+    if isinstance(out, _tensor):
+        sys.modules["torch"].autograd.graph.increment_version(out)
+
+
 def stream_of(library: str) -> Callable[[int], int]:
-    """What gives the handle of a library's current stream on a device."""
+    """A function that gives the handle of a library's current stream on a device."""
     if library == "torch":
         return sys.modules["torch"]._C._cuda_getCurrentRawStream
     return lambda device: sys.modules["cupy"].cuda.get_current_stream(device).ptr
 
 
-def give_back(result: Any, original: Any) -> Any:
+def to_library(result: Any, original: Any) -> Any:
     """``result`` (torch, CuPy or NumPy) as an array of the library that ``original`` came from."""
     if isinstance(original, type(result)):
         return result
@@ -221,48 +304,3 @@ def as_numpy(array: Array) -> npt.NDArray[Any]:
     if array.dtype == "bf16":
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
-
-
-class _Places:
-    """An array's layout alone: NumPy can compute with it, whatever device the addresses are of."""
-
-    def __init__(self, array: Array) -> None:
-        size = np.dtype(_DTYPES[array.dtype]).itemsize
-        strides = tuple(s * size for s in array.strides)
-        self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{size}", "shape": tuple(array.shape), "strides": strides, "data": (array.pointer, True)
-        }  # fmt: skip
-
-
-_WORK: Any = 1 << 20  # candidates that are tried, at most a fraction of a second; NumPy's type stubs know only -1 and 0
-
-
-def _extent(array: Array) -> tuple[int, int]:
-    """Addresses from the first byte of an array's elements to behind the last."""
-    steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
-    size = _DTYPES[array.dtype].itemsize
-    return array.pointer + size * sum(s for s in steps if s < 0), array.pointer + size * (1 + sum(s for s in steps if s > 0))
-
-
-def overlap(a: Array, b: Array) -> bool:
-    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b`` whether two elements of it do."""
-    if 0 in a.shape or 0 in b.shape:
-        return False
-    if a is b:
-        return _overlaps_itself(a)
-    (a_begin, a_end), (b_begin, b_end) = _extent(a), _extent(b)
-    if a_end <= b_begin or b_end <= a_begin:
-        return False
-    try:
-        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=_WORK))
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _overlaps_itself(array: Array) -> bool:
-    reach = 0  # elements that the dimensions so far span, from the smallest stride up
-    for stride, size in sorted((abs(s), n) for n, s in zip(array.shape, array.strides, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False

@@ -8,6 +8,7 @@ The cache folder holds
     numba/              what Numba compiled for the CPU path
 
 An entry is written under a temporary name and renamed, so readers need no lock. NVRTC and CuPy are imported only to compile.
+Where the folder cannot be used, whatever the reason, a CacheWarning says so once and kernels stay in memory.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ import re
 import struct
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+from .cache import cache_folder, check, make, private_folder, warn_uncached
 from .errors import CompileError, UnsupportedError
+from .tokens import code
 
+LINE_INFO = "--generate-line-info"  # for profilers and sanitizers: the same machine code in four times the file
 OPTIONS = (
     "--std=c++20",
     "--device-as-default-execution-space",
     "--no-cache",  # NVRTC's own, from which it takes a kernel without its log
     "--no-source-include",  # else a header missing from Source.headers is taken from the current directory
-    "--generate-line-info",  # for profilers and sanitizers: the same machine code in four times the file
+    LINE_INFO,
     "--ptxas-options=-v",
 )
 LOCK_SECONDS = 60.0  # longest wait for a process that compiles the same kernel; a kernel takes about one second
@@ -46,10 +49,6 @@ _OURS = re.compile(  # the paths in the cache folder that are rawattn's to remov
     r"\w+-[0-9a-f]{64}\.cubin(\.[0-9a-f]{32}\.tmp)?|[0-9a-f]{2}\.lock"
     r"|failed/[0-9a-f]{64}/.+\.(cu|cuh|log)|numba/.+\.nb[ci](\.tmp\.\w+)?"
 )
-
-
-class CacheWarning(RuntimeWarning):
-    """The cache folder cannot be written: kernels are kept in memory only, and each process compiles its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,14 @@ class Source:
     @functools.cached_property
     def key(self) -> str:
         """sha256 of all of it, in hexadecimal; NVRTC's version is not in it, so a filled cache serves where there is no NVRTC."""
-        return hashlib.sha256(json.dumps([self.name, self.text, sorted(self.headers), self.options]).encode()).hexdigest()
+        return _hash(self.name, self.text, sorted(self.headers), self.options)
+
+    @functools.cached_property
+    def code_key(self) -> str:
+        """sha256 of what the machine code depends on: the tokens, and the options but for line numbers. A comment, a line that is
+        wrapped elsewhere and the name of the file change the key and leave this one alone."""
+        headers = [(path, code(text)) for path, text in sorted(self.headers)]
+        return _hash(code(self.text), headers, [option for option in self.options if option != LINE_INFO])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +111,10 @@ class Binary:
 
 _memory: dict[str, Binary] = {}
 _locks: dict[str, threading.Lock] = {}
-_warned = threading.Event()
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Binary:
@@ -114,19 +123,20 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
     ``on_compile`` is called where neither cache has it, before NVRTC runs here or in a process that this call then waits for.
 
     Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC. Warns once per process with
-    CacheWarning where the cache folder cannot be written.
+    CacheWarning where the cache folder cannot be used.
     """
     if source.key in _memory:
         return _memory[source.key]
     with _locks.setdefault(source.key, threading.Lock()):
         if source.key in _memory:
             return _memory[source.key]
-        binary = _read(source)
+        folder = _folder()
+        binary = _read(folder, source)
         if binary is None:
             if on_compile is not None:
                 on_compile()
-            with _sole_process(source.key):
-                binary = _read(source) or _store(source, _run_nvrtc(source))
+            with _sole_process(folder, source.key):
+                binary = _read(folder, source) or _store(folder, source, _run_nvrtc(source))
         _memory[source.key] = dataclasses.replace(binary, origin="memory")
     return binary
 
@@ -134,7 +144,7 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
 def compile_together(source: Source, others: Iterable[Source], on_compile: Callable[[], None] | None = None) -> Binary:
     """``compile``; where the source has to be compiled, also the others, at the same time, so that they are there when needed.
     What NVRTC refuses of them says so then."""
-    if source.key in _memory or _entry(source).exists():
+    if source.key in _memory or ((folder := _folder()) is not None and os.path.exists(_entry(folder, source))):
         return compile(source, on_compile)
     from concurrent.futures import ThreadPoolExecutor  # takes 10 ms to import
 
@@ -142,6 +152,23 @@ def compile_together(source: Source, others: Iterable[Source], on_compile: Calla
         for other in others:
             pool.submit(compile, other)
         return compile(source, on_compile)
+
+
+def recompile(source: Source) -> Binary:
+    """The machine code of a source, compiled now, for where the driver refuses what the caches have: that leaves them first.
+
+    Raises and warns as ``compile`` does.
+    """
+    with _locks.setdefault(source.key, threading.Lock()):
+        _memory.pop(source.key, None)
+        folder = _folder()
+        if folder is not None:
+            with contextlib.suppress(OSError):  # not there, or not to be removed: _store says so
+                _entry(folder, source).unlink()
+        with _sole_process(folder, source.key):
+            binary = _store(folder, source, _run_nvrtc(source))
+        _memory[source.key] = dataclasses.replace(binary, origin="memory")
+    return binary
 
 
 def disassemble(cubin: bytes, *options: str) -> str:
@@ -169,23 +196,17 @@ def nvrtc_version() -> str:
     return "{}.{}".format(*_nvrtc().getVersion())
 
 
-def cache_folder() -> pathlib.Path:
-    """Where kernels are kept: the environment variable RAWATTN_CACHE, else the user's cache folder. It need not exist yet."""
-    if folder := os.environ.get("RAWATTN_CACHE"):
-        return pathlib.Path(folder).expanduser().absolute()
-    import platformdirs
-
-    return pathlib.Path(platformdirs.user_cache_dir("rawattn"))
-
-
 def clear() -> tuple[int, int]:
     """Empties the memory and the disk cache; gives the number of files removed, locks aside, and their size in bytes.
 
     Only files that rawattn wrote are removed, and then its folders that this leaves empty. A process that compiles at the same
-    time loses at worst its entry. Raises OSError where a file cannot be removed.
+    time loses at worst its entry. Raises OSError where a file cannot be removed, and where the folder is not this user's alone.
     """
     _memory.clear()
     folder = cache_folder()
+    if not folder.is_dir():
+        return 0, 0
+    check(folder)
     paths = [*folder.glob("*"), *folder.glob("failed/**/*"), *folder.glob("numba/**/*")]
     count = size = 0
     for path in paths:
@@ -202,14 +223,25 @@ def clear() -> tuple[int, int]:
     return count, size
 
 
-def _entry(source: Source) -> pathlib.Path:
-    return cache_folder() / f"{pathlib.PurePath(source.name).stem}-{source.key}.cubin"
-
-
-def _read(source: Source) -> Binary | None:
-    """The entry on disk; None where there is none, or one that is not whole."""
+def _folder() -> pathlib.Path | None:
+    """The cache folder; None, after a warning, where it cannot be used."""
     try:
-        entry = _entry(source).read_bytes()
+        return private_folder()
+    except OSError as error:
+        warn_uncached(error)
+        return None
+
+
+def _entry(folder: pathlib.Path, source: Source) -> pathlib.Path:
+    return folder / f"{pathlib.PurePath(source.name).stem}-{source.key}.cubin"
+
+
+def _read(folder: pathlib.Path | None, source: Source) -> Binary | None:
+    """The entry on disk; None where there is none, or one that is not whole."""
+    if folder is None:
+        return None
+    try:
+        entry = _entry(folder, source).read_bytes()
     except OSError:
         return None
     data, seal = entry[:-_SEAL_BYTES], entry[-_SEAL_BYTES:]
@@ -225,15 +257,16 @@ def _seal(data: bytes) -> bytes:
     return hashlib.sha256(data).digest() + b"rawattn1"
 
 
-def _store(source: Source, binary: Binary) -> Binary:
+def _store(folder: pathlib.Path | None, source: Source, binary: Binary) -> Binary:
     """Writes an entry; the same binary comes back, whether that worked or not."""
-    entry = _entry(source)
+    if folder is None:
+        return binary
+    entry = _entry(folder, source)
     temporary = entry.with_name(f"{entry.name}.{os.urandom(16).hex()}.tmp")
     facts = {"key": binary.key, "nvrtc": binary.nvrtc, "seconds": binary.seconds, "log": binary.log}
     data = binary.cubin + json.dumps(facts).encode() + struct.pack("<Q", len(binary.cubin))
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(entry.parent)
+        _remove_stale(folder)
         try:
             with open(temporary, "xb") as file:
                 file.write(data + _seal(data))
@@ -241,14 +274,7 @@ def _store(source: Source, binary: Binary) -> Binary:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        if not _warned.is_set():
-            _warned.set()
-            warnings.warn(
-                f"the kernel cache {entry.parent} cannot be written ({error}): kernels stay in memory, and each process compiles "
-                "its own; let RAWATTN_CACHE name a folder that can be written",
-                CacheWarning,
-                stacklevel=3,
-            )
+        warn_uncached(error)
     return binary
 
 
@@ -261,16 +287,18 @@ def _remove_stale(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _sole_process(key: str) -> Iterator[None]:
+def _sole_process(folder: pathlib.Path | None, key: str) -> Iterator[None]:
     """Keeps other processes from compiling the same kernel; goes ahead without a lock where none can be had.
 
     The system frees the lock of a process that dies. There are 256 lock files at most, whatever is compiled.
     """
+    if folder is None:
+        yield
+        return
     import filelock
 
-    lock = filelock.FileLock(cache_folder() / f"{key[:2]}.lock", timeout=LOCK_SECONDS)
-    with contextlib.suppress(OSError, NotImplementedError):  # no folder, no locks in this file system, or LOCK_SECONDS passed
-        cache_folder().mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / f"{key[:2]}.lock", timeout=LOCK_SECONDS)
+    with contextlib.suppress(OSError, NotImplementedError):  # no writing, no locks in this file system, or LOCK_SECONDS passed
         lock.acquire()
     try:
         yield
@@ -309,11 +337,11 @@ def _refused(source: Source, log: str, status: str) -> CompileError:
     """The error for a refused source, which is kept as files for the user to read, where that can be done."""
     lines = [line.strip() for line in log.splitlines()]
     first = next((line for line in lines if re.search(r"\b(error|fatal)\s*:", line)), status)
-    folder = cache_folder() / "failed" / source.key
     files = {**dict(source.headers), source.name: source.text, "nvrtc.log": f"{' '.join(source.options)}\n{log}"}
     try:
+        folder = private_folder("failed", source.key)
         for path, text in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            make((folder / path).parent)
             (folder / path).write_text(text, encoding="utf-8")
     except OSError:
         return CompileError(f"{source.name} for {source.arch}: {first}", log)

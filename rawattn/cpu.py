@@ -1,9 +1,16 @@
-"""The CPU path: blocked attention with an online softmax, on all cores.
+"""The CPU path: blocked attention with an online softmax, and its gradients, on all cores.
 
 Work is cut into units: one sequence, one head of k and v, and some queries of all heads that share it. Threads take units off a
 list, and ``lanes.attend`` computes one without the GIL. A unit's result depends on its own rows and keys alone, so it is the same
 bits whatever the threads do. Threads live for one call: the pools of OpenMP and TBB, which outlive it, would compete with torch's
 for the cores, and fail after a fork or under concurrent calls.
+
+A unit of the backward has some keys and all queries, and owns dk and dv of its keys; where the keys of a head are in several
+units, each writes a dq of its own, and these are added in order. How keys are cut does not depend on the threads either.
+
+The loops know the logits of ``Scale`` and ``Softcap``. With any other ``logit`` a unit is computed by the reference's array
+operations, in the format that is computed with: right for every score, but several times slower, and its products are those of
+NumPy's BLAS, whose bits may depend on the threads that it takes.
 """
 
 from __future__ import annotations
@@ -12,25 +19,26 @@ import contextlib
 import dataclasses
 import functools
 import math
-import pathlib
 import tempfile
 import threading
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .compiler import CacheWarning, cache_folder
+from . import reference
+from .cache import private_folder, warn_uncached
 from .device import Device
-from .errors import ProblemError
-from .problem import Problem
-from .variant.element import Element
-from .variant.mask import kept_pairs
-from .variant.score import Scale, Softcap
+from .device import cpu as this_cpu
+from .errors import ProblemError, UnsupportedError
+from .operand import Layout
+from .operation import Forward
+from .variant.element import ELEMENTS, Element
+from .variant.mask import Mask, kept_pairs
+from .variant.score import Scale, Score, Softcap
 
 name = "cpu"
 
@@ -39,6 +47,8 @@ PRODUCTS_PER_SECOND = 36e9  # in float32; half in float64
 SECONDS_PER_NUMBER = {"fp64": 1.2e-9, "fp32": 0.8e-9, "fp16": 1.5e-9, "bf16": 1.5e-9}  # of k and v, to bring in
 SECONDS_PER_UNIT = 40e-6
 SECONDS_PER_THREAD = 80e-6
+BACKWARD_UNITS = 32  # of a backward, where there are keys enough
+KEYS_PER_UNIT = 1024  # of a backward, at least: each unit brings in all queries anew
 
 Array = npt.NDArray[Any]
 
@@ -57,62 +67,70 @@ def runs_on(device: Device) -> bool:
     return device.is_cpu
 
 
-def supports(problem: Problem, device: Device) -> str | None:
-    """None if this kernel computes the problem on the device, else the reason why not."""
+def supports(op: Forward, device: Device) -> str | None:
+    """None if this kernel computes the operation on the device, else the reason why not."""
     if not device.is_cpu:
         return f"it runs on the CPU, and the arrays are on {device.name}"
     for which in ("head_dim", "head_dim_v"):
-        if getattr(problem, which) > 1024:
-            return f"{which} is {getattr(problem, which)}; it takes up to 1024"
-    if not isinstance(problem.score, (Scale, Softcap)):
-        return f"it takes the scores Scale and Softcap, not {type(problem.score).__name__}"
-    if problem.constant_time:
+        if getattr(op, which) > 1024:
+            return f"{which} is {getattr(op, which)}; it takes up to 1024"
+    if not hasattr(op.score, "logit"):
+        return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
+    if op.constant_time:
         return "a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs"
     return None
 
 
-def legal(config: Config, problem: Problem, device: Device) -> str | None:
-    """None if the configuration can run the problem, else the reason why not."""
+def legal(config: Config, op: Forward, device: Device) -> str | None:
+    """None if the configuration can run the op, else the reason why not."""
     for which, value in dataclasses.asdict(config).items():
         if not isinstance(value, int) or not 1 <= value <= 4096:
             return f"{which} is {value!r}; it must be an int from 1 to 4096"
     return None
 
 
-def tuning_shapes(problem: Problem) -> tuple[Problem, ...]:
+def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
     """The problems by which configurations are compared: itself, since its loops are compiled once for all configurations."""
-    return (problem,)
+    return (op,)
 
 
-def candidates(problem: Problem, device: Device) -> list[Config]:
+def candidates(op: Forward, device: Device) -> list[Config]:
     """The configurations worth comparing."""
-    tile_kv = 96 if problem.head_dim + problem.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
+    tile_kv = 96 if op.head_dim + op.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
     threads = {min(1 << i, device.sm_count) for i in range(device.sm_count.bit_length() + 1)}
     return [Config(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
 
 
-def cost(config: Config, problem: Problem, device: Device) -> float:
+def cost(config: Config, op: Forward, device: Device) -> float:
     """Estimated seconds: the units that fall to one thread, and the start of the threads."""
-    queries, batch = _queries(config, problem), max(1, problem.batch)
-    kept = kept_pairs(problem.mask, problem.q_len, problem.kv_len) / max(1, problem.q_len)
-    fetched, used = (min(problem.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
-    rows = math.ceil(min(queries, problem.q_len) * problem.heads_per_kv / 16) * 16
-    rate = PRODUCTS_PER_SECOND / (2 if problem.element.name == "fp64" else 1)
-    unit = (problem.head_dim + problem.head_dim_v) * (used * rows / rate + fetched * SECONDS_PER_NUMBER[problem.element.name])
-    units = problem.batch * problem.kv_heads * math.ceil(problem.total_q / batch / queries)
+    queries, batch = _queries(config, op), max(1, op.batch)
+    kept = kept_pairs(op.mask, op.q_len, op.kv_len) / max(1, op.q_len)
+    fetched, used = (min(op.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
+    rows = math.ceil(min(queries, op.q_len) * op.heads_per_kv / 16) * 16
+    rate = PRODUCTS_PER_SECOND / (2 if op.element.name == "fp64" else 1)
+    unit = (op.head_dim + op.head_dim_v) * (used * rows / rate + fetched * SECONDS_PER_NUMBER[op.element.name])
+    units = op.batch * op.kv_heads * math.ceil(op.total_q / batch / queries)
     threads = max(1, min(config.threads, units))
     return math.ceil(units / threads) * (SECONDS_PER_UNIT + unit) + (threads - 1) * SECONDS_PER_THREAD
 
 
-def _queries(config: Config, problem: Problem) -> int:
+def _queries(config: Config, op: Forward) -> int:
     """Queries of a unit."""
-    return max(1, config.tile_q // problem.heads_per_kv)
+    return max(1, config.tile_q // op.heads_per_kv)
+
+
+def _cap(score: Score) -> float | None:
+    """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function."""
+    logit = getattr(score.logit, "__func__", None)
+    if logit is Scale.logit:
+        return 0.0
+    return score.cap if logit is Softcap.logit and hasattr(score, "cap") else None
 
 
 class Kernel(NamedTuple):
     """The compiled loops, the seconds it took to get them, and whether they came from the cache folder."""
 
-    attend: Any
+    loops: Any
     seconds: float
     cached: bool
 
@@ -120,44 +138,40 @@ class Kernel(NamedTuple):
 _loading = threading.Lock()
 
 
-def load(element: Element) -> Kernel:
-    """The kernel of an element. The first call compiles it, which takes seconds and shows a spinner on a terminal, or reads it
-    from the cache folder; later calls cost nothing."""
+def load(element: Element, name: str = "attend") -> Kernel:
+    """The loops of that name in lanes.py, "attend" or "backward", for an element. The first call compiles them, which takes
+    seconds and shows a spinner on a terminal, or reads them from the cache folder; later calls cost nothing."""
+    number = np.dtype(element.lse_dtype).name
     with _loading:
-        return _load(np.dtype(element.lse_dtype).name, _storage(element).name)
+        return _load(name, number, _storage(element).name if name == "attend" else number)
 
 
 @functools.cache
-def _load(number: str, storage: str) -> Kernel:
-    start, folder = time.perf_counter(), _folder()
-    with _spinner(f"compiling the CPU kernel for {storage}, once"):
-        from . import lanes
-
-        own = folder and folder / f"{storage}-{lanes.MACHINE}"
-        try:
-            attend = lanes.compile(number, storage, own)
-        except OSError:  # a full disk
-            attend = lanes.compile(number, storage, None)
-        except Exception:
-            if own is None:
-                raise
-            for entry in own.rglob("*.nb[ci]"):  # one of them is damaged
-                entry.unlink(missing_ok=True)
-            attend = lanes.compile(number, storage, own)
-    return Kernel(attend, time.perf_counter() - start, bool(attend.stats.cache_hits))
+def _load(name: str, number: str, storage: str) -> Kernel:
+    start = time.perf_counter()
+    with _spinner(f"compiling the CPU kernel {name} for {storage}, once"):
+        loops = _compile(name, number, storage)
+    return Kernel(loops, time.perf_counter() - start, bool(loops.stats.cache_hits))
 
 
-def _folder() -> pathlib.Path | None:
-    """Where Numba may keep what it compiles; None, and a warning, where that cannot be written."""
-    folder = cache_folder() / "numba"
+def _compile(name: str, number: str, storage: str) -> Any:
+    """The compiled loops, kept in the cache folder where that can be used; a warning says so where it cannot."""
+    from . import lanes
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        own = private_folder("numba", f"{name}-{storage}-{lanes.MACHINE}")
+        tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
+        try:
+            return lanes.compile(name, number, storage, own)
+        except OSError:  # a full disk
+            raise
+        except Exception:  # an entry is damaged
+            for entry in own.rglob("*.nb[ci]"):
+                entry.unlink(missing_ok=True)
+            return lanes.compile(name, number, storage, own)
     except OSError as error:
-        text = f"the cache folder {folder} cannot be written ({error}): each process compiles the CPU kernel, which takes seconds"
-        warnings.warn(f"{text}; let RAWATTN_CACHE name a folder that can be written", CacheWarning, stacklevel=2)
-        return None
-    return folder
+        warn_uncached(error)
+        return lanes.compile(name, number, storage, None)
 
 
 @contextlib.contextmanager
@@ -193,9 +207,59 @@ def _table(element: Element) -> Array:
     return patterns.astype(_storage(element)).view(element.dtype).astype(element.lse_dtype)
 
 
+def _element(x: Array) -> Element:
+    return next(element for element in ELEMENTS.values() if x.dtype == element.dtype)
+
+
+def _ends(name: str, cu_seqlens: Array, rows: int) -> list[int]:
+    ends: list[int] = cu_seqlens.tolist()
+    if ends[0] != 0 or ends != sorted(ends) or ends[-1] > rows:
+        raise ProblemError(f"{name} is {ends}; it must start with 0, never fall, and end with the {rows} rows or before.")
+    return ends
+
+
+def _sequences(q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Array | None) -> list[tuple[Any, Any, Any]]:
+    """Where each sequence is: its rows of q, its rows of k, and its rows of lse."""
+    if cu_seqlens_q is None or cu_seqlens_kv is None:
+        return [(i, i, i) for i in range(len(q))]
+    q_ends, kv_ends = _ends("cu_seqlens_q", cu_seqlens_q, len(q)), _ends("cu_seqlens_kv", cu_seqlens_kv, len(k))
+    found = []
+    for i in range(len(q_ends) - 1):
+        rows = slice(q_ends[i], q_ends[i + 1])
+        found.append((rows, slice(kv_ends[i], kv_ends[i + 1]), (slice(None), rows)))
+    return found
+
+
+def _sink_logits(sinks: Array | None, heads: int, number: npt.DTypeLike) -> Array:
+    return np.full(heads, -np.inf, number) if sinks is None else sinks.astype(number)
+
+
+def _in_threads(threads: int, units: list[Any], compute: Callable[[Any], None]) -> None:
+    """Computes the units, in their order, by this thread and others."""
+    queue = iter(units)
+
+    def work() -> None:
+        try:
+            for unit in queue:
+                compute(unit)
+        finally:  # after an error nothing is left for the others to do
+            for _ in queue:
+                pass
+
+    helpers = min(threads, len(units)) - 1
+    if helpers < 1:
+        return work()
+    with ThreadPoolExecutor(helpers) as pool:
+        futures = [pool.submit(work) for _ in range(helpers)]
+        work()
+    for future in futures:
+        future.result()
+
+
 class _Sequence(NamedTuple):
     """Arrays without their batch dimension, and which keys each query keeps."""
 
+    batch: int
     q: Array
     k: Array
     v: Array
@@ -212,66 +276,246 @@ class _Unit(NamedTuple):
     keys: int  # that it visits, more or less
 
 
-def _compute(problem: Problem, config: Config, attend: Any, unit: _Unit) -> None:
+def run(
+    op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
+) -> None:  # fmt: skip
+    """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
+    starts = cu_seqlens_q, cu_seqlens_kv
+    run_forward(q, k, v, o, lse, op.mask, op.score, op.scale, sinks, *starts, config=config)
+
+
+def run_forward(
+    q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Mask, score: Score, scale: float,
+    sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, config: Config,
+) -> None:  # fmt: skip
+    """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
+
+    Raises ProblemError where cu_seqlens do not describe sequences of these arrays.
+    """
+    group, units = q.shape[-2] // k.shape[-2], []
+    step = max(1, config.tile_q // group)
+    interval = functools.cache(lambda q_len, kv_len: mask.interval(np.arange(q_len), q_len, kv_len))
+    for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
+        lse_i = None if lse is None else lse[at]
+        sequence = _Sequence(i, q[rows], k[keys], v[keys], o[rows], lse_i, *interval(len(q[rows]), len(k[keys])))
+        for first in range(0, len(sequence.q), step):
+            last = min(first + step, len(sequence.q))
+            visits = int(sequence.end[last - 1] - sequence.begin[first])
+            units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(k.shape[-2])]
+    units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
+    element, cap = _element(q), _cap(score)
+    sink_logits = _sink_logits(sinks, q.shape[-2], element.lse_dtype)
+    if cap is None:
+        formula = _formula(element, mask, score, scale)
+        _in_threads(config.threads, units, functools.partial(_compute_by_formula, formula, sink_logits))
+    else:
+        attend = load(element).loops if units else None
+        factors = (scale / cap if cap else scale, cap, config.tile_kv, _table(element))
+        _in_threads(config.threads, units, functools.partial(_compute, element, attend, factors, sink_logits))
+
+
+def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Array, unit: _Unit) -> None:
     sequence, kv_head, queries, _ = unit
-    group, number, storage = problem.heads_per_kv, problem.element.lse_dtype, _storage(problem.element)
+    group, number, storage = len(sinks) // sequence.k.shape[1], element.lse_dtype, _storage(element)
     heads = slice(kv_head * group, (kv_head + 1) * group)
-    cap = problem.score.cap if isinstance(problem.score, Softcap) else 0.0
-    scale = problem.scale / cap if cap else problem.scale
-    q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, problem.head_dim)
+    q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, sequence.q.shape[-1])
     k, v = (x[:, kv_head].view(storage) for x in (sequence.k, sequence.v))
     begin, end = (np.repeat(bound[queries], group) for bound in (sequence.begin, sequence.end))
-    o, lse = np.empty((len(q), problem.head_dim_v), number), np.empty(len(q), number)
-    attend(q, k, v, begin, end, scale, cap, config.tile_kv, _table(problem.element), o, lse)
-    sequence.o[queries, heads] = o.reshape(-1, group, problem.head_dim_v)
+    o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
+    attend(q, k, v, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
+    sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
     if sequence.lse is not None:
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
 
 
-def _ends(name: str, cu_seqlens: Array, rows: int) -> list[int]:
-    ends: list[int] = cu_seqlens.tolist()
-    if ends[0] != 0 or ends != sorted(ends) or ends[-1] > rows:
-        raise ProblemError(f"{name} is {ends}; it must start with 0, never fall, and end with the {rows} rows or before.")
-    return ends
+def _formula(element: Element, mask: Mask, score: Score, scale: float) -> reference.Formula:
+    """The reference's, in the format that is computed with."""
+    return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale)
 
 
-def run(
-    problem: Problem, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
-    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None,
+def _compute_by_formula(formula: reference.Formula, sinks: Array, unit: _Unit) -> None:
+    sequence, kv_head, queries, _ = unit
+    group = len(sinks) // sequence.k.shape[1]
+    heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
+    q, k, v = sequence.q[:, heads], sequence.k[:, kv_head, None], sequence.v[:, kv_head, None]
+    lse = np.repeat(sinks[heads, None], len(sequence.q), axis=1)
+    o, origin = sequence.o[:, heads], (sequence.batch, heads.start)
+    o[queries] = 0
+    with np.errstate(all="ignore"):
+        formula.forward_sequence(origin, q, k, v, sinks[heads].tolist(), rows, rows, o, lse)
+    if sequence.lse is not None:
+        sequence.lse[heads, queries] = lse[:, queries]
+
+
+class _Gradients(NamedTuple):
+    """Arrays of a backward, of one sequence and the query heads that share one head of k and v."""
+
+    origin: tuple[int, int]  # numbers of the sequence and of the first query head
+    do: Array
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array  # (heads, q_len)
+    dlse: Array | None
+    sinks: Array
+    begin: Array
+    end: Array
+    delta: Array  # (heads, q_len), to be computed
+    dq: Array
+    dk: Array
+    dv: Array
+    dsinks: Array
+    parts: Array | None  # (units, q_len, heads, head_dim), what each unit adds to dq; None where one unit has all keys
+
+
+class _KeyUnit(NamedTuple):
+    gradients: _Gradients
+    number: int
+    keys: slice
+    pairs: int  # that its keys are in
+
+
+def run_backward(
+    do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Mask, score: Score,
+    scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, threads: int | None = None,
 ) -> None:  # fmt: skip
-    """Computes the problem on NumPy arrays of its shapes, writing o and lse in place. Last dimensions are contiguous.
+    """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
+    dq, dk, dv and dsinks in place. Rows of no sequence get 0.
 
-    Raises ProblemError where cu_seqlens do not describe sequences of these arrays.
+    ``threads`` are as many as pay unless given. Results are the same bits whatever their number, but for scores that the loops do
+    not know. NaN or inf in a query, key or value may reach the gradients of rows that it is masked from.
+
+    Raises ProblemError where cu_seqlens do not describe sequences of these arrays, UnsupportedError where the score has no slope.
     """
-    attend, step, units = load(problem.element).attend, _queries(config, problem), []
-    interval = functools.cache(lambda q_len, kv_len: problem.mask.interval(np.arange(q_len), q_len, kv_len))
-    ends = None
-    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
-        ends = _ends("cu_seqlens_q", cu_seqlens_q, len(q)), _ends("cu_seqlens_kv", cu_seqlens_kv, len(k))
-    for i in range(problem.batch):
-        rows, keys = (i, i) if ends is None else (slice(*side[i : i + 2]) for side in ends)
-        lse_i = None if lse is None else lse[i] if ends is None else lse[:, rows]
-        sequence = _Sequence(q[rows], k[keys], v[keys], o[rows], lse_i, *interval(len(q[rows]), len(k[keys])))
-        for first in range(0, len(sequence.q), step):
-            last = min(first + step, len(sequence.q))
-            visits = int(sequence.end[last - 1] - sequence.begin[first])
-            units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(problem.kv_heads)]
-    units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
-    queue = iter(units)
+    if not hasattr(score, "slope"):
+        raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
+    element, cap, (heads, kv_heads) = _element(q), _cap(score), (q.shape[-2], k.shape[-2])
+    number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
+    interval = functools.cache(lambda q_len, kv_len: mask.interval(np.arange(q_len), q_len, kv_len))
+    delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)
+    sink_parts = np.zeros((len(sequences), heads), number)
+    group, shared, units = heads // kv_heads, [], []
+    cuts = max(1, BACKWARD_UNITS // max(1, len(sequences) * kv_heads)) if cap is not None else 1
+    for i, (rows, keys, at) in enumerate(sequences):
+        begin, end = interval(len(q[rows]), len(k[keys]))
+        for h in range(kv_heads):
+            own = slice(h * group, (h + 1) * group)
+            spans = _spans(len(k[keys]), cuts)
+            parts = None if len(spans) == 1 else np.zeros((len(spans), *q[rows][:, own].shape), number)
+            found = _Gradients(
+                (i, own.start), do[rows][:, own], q[rows][:, own], k[keys][:, h], v[keys][:, h], o[rows][:, own], lse[at][own],
+                None if dlse is None else dlse[at][own], sink_logits[own], begin, end, delta[at][own], dq[rows][:, own],
+                dk[keys][:, h], dv[keys][:, h], sink_parts[i, own], parts,
+            )  # fmt: skip
+            shared.append(found)
+            units += [_KeyUnit(found, j, span, group * _pairs(begin, end, span)) for j, span in enumerate(spans)]
+    units.sort(key=lambda unit: -unit.pairs)
+    if threads is None:
+        seconds = sum(unit.pairs for unit in units) * 5 * (q.shape[-1] + v.shape[-1]) / PRODUCTS_PER_SECOND
+        threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * SECONDS_PER_THREAD)))
+    if cap is None:
+        compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale))
+    else:
+        factors = scale / cap if cap else scale, cap, scale
+        compute = functools.partial(_gradients, load(element, "backward").loops, factors)
+    for work, todo in ((_delta, shared), (compute, units), (_add_parts, shared)):
+        _in_threads(threads, todo, work)
+    if dsinks is not None:
+        dsinks[...] = sink_parts.sum(0)
+    for x, ends in ((dq, cu_seqlens_q), (dk, cu_seqlens_kv), (dv, cu_seqlens_kv)):
+        if ends is not None:
+            x[int(ends[-1]) :] = 0
 
-    def work() -> None:
-        try:
-            for unit in queue:
-                _compute(problem, config, attend, unit)
-        finally:  # after an error nothing is left for the others to do
-            for _ in queue:
-                pass
 
-    helpers = min(config.threads, len(units)) - 1
-    if helpers < 1:
-        return work()
-    with ThreadPoolExecutor(helpers) as pool:
-        futures = [pool.submit(work) for _ in range(helpers)]
-        work()
-    for future in futures:
-        future.result()
+def _spans(kv_len: int, cuts: int) -> list[slice]:
+    """The keys of a sequence in runs, one for each unit."""
+    count = max(1, min(cuts, kv_len // KEYS_PER_UNIT))
+    ends = [kv_len * i // count for i in range(count + 1)]
+    return [slice(*ends[i : i + 2]) for i in range(count)]
+
+
+def _pairs(begin: Array, end: Array, keys: slice) -> int:
+    return int(np.maximum(np.minimum(end, keys.stop) - np.maximum(begin, keys.start), 0).sum())
+
+
+def _delta(x: _Gradients) -> None:
+    """Computes delta, and the gradients of the sinks from it."""
+    number = x.delta.dtype
+    x.delta[...] = np.einsum("qhd,qhd->hq", x.do.astype(number, copy=False), x.o.astype(number, copy=False))
+    if x.dlse is not None:
+        x.delta[...] -= x.dlse
+    with np.errstate(all="ignore"):
+        sinks = x.sinks[:, None]
+        p = np.where(sinks == -np.inf, 0.0, np.where(x.lse == sinks, 1.0, np.exp(sinks - x.lse)))  # 1 where both are inf
+    x.dsinks[...] = -(p * x.delta).sum(-1)
+
+
+def _gradients(loops: Any, factors: tuple[float, ...], unit: _KeyUnit) -> None:
+    x, j, keys, _ = unit
+    group, head_dim, number = x.q.shape[1], x.q.shape[2], x.delta.dtype
+    begin, end = (np.clip(bound, keys.start, keys.stop) - keys.start for bound in (x.begin, x.end))
+    touched = np.nonzero(begin < end)[0]
+    queries = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
+    do, q = (rows[queries].astype(number, order="C").reshape(-1, rows.shape[-1]) for rows in (x.do, x.q))
+    k, v = (rows[keys].astype(number, order="C") for rows in (x.k, x.v))
+    lse, delta = (rows[:, queries].T.ravel() for rows in (x.lse, x.delta))
+    lse = np.where(lse == -np.inf, np.inf, lse)  # its probabilities are 0
+    begin, end = (np.repeat(bound[queries], group) for bound in (begin, end))
+    dq, dk, dv = (np.empty(rows.shape, number) for rows in (q, k, v))
+    loops(do, q, k, v, lse, delta, begin, end, *factors, dq, dk, dv)
+    x.dk[keys], x.dv[keys] = dk, dv
+    out = x.dq if x.parts is None else x.parts[j]
+    out[queries] = dq.reshape(-1, group, head_dim)
+    out[: queries.start or 0] = 0
+    out[queries.stop :] = 0
+
+
+def _gradients_by_formula(formula: reference.Formula, unit: _KeyUnit) -> None:
+    x, number = unit.gradients, unit.gradients.delta.dtype
+    dq, dk, dv = (np.zeros(rows.shape, number) for rows in (x.q, x.k[:, None], x.v[:, None]))
+    dlse = np.zeros_like(x.delta) if x.dlse is None else x.dlse
+    inputs = x.do, x.q, x.k[:, None], x.v[:, None], dlse, x.sinks.tolist()
+    with np.errstate(all="ignore"):
+        formula.backward_sequence(x.origin, *inputs, dq, dk, dv, np.zeros_like(x.sinks))
+    x.dq[...], x.dk[...], x.dv[...] = dq, dk[:, 0], dv[:, 0]
+
+
+def _add_parts(x: _Gradients) -> None:
+    if x.parts is not None:
+        x.dq[...] = x.parts.sum(0)
+
+
+class Cpu:
+    """The CPU path as a kernel: it is compiled by Numba and has no launches."""
+
+    name = name
+    alignment = 1
+    config_type = Config
+    runs_on = staticmethod(runs_on)
+    legal = staticmethod(legal)
+    candidates = staticmethod(candidates)
+    cost = staticmethod(cost)
+    tuning_shapes = staticmethod(tuning_shapes)
+    run = staticmethod(run)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def supports(self, op: Forward, device: Device) -> list[str]:
+        """The reasons why the CPU path does not compute the operation; none where it does."""
+        reason = supports(op, device)
+        return [] if reason is None else [reason]
+
+    def prefers(self, op: Forward) -> bool:
+        """True: nothing goes before it on the CPU."""
+        return True
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        """None: it reads whatever NumPy reads."""
+        return None
+
+
+CPU = Cpu()

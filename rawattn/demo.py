@@ -21,8 +21,9 @@ from rich.console import Console
 from . import __version__, api, arrays, compiler, cpu, driver, reference
 from .device import TYPICAL
 from .errors import DeviceError, UnsupportedError
-from .problem import Problem
+from .operation import Forward
 from .select import select
+from .spec import Spec
 from .variant import mask
 from .variant.element import BF16, FP32, Element
 
@@ -58,7 +59,7 @@ def missing_gpu() -> tuple[str | None, bool]:
     try:
         driver.library()
         gpu = driver.device(0)
-        select(_problem(GPU_SHAPE, BF16), gpu)
+        select(_operation(GPU_SHAPE, BF16), gpu)
     except (UnsupportedError, DeviceError) as error:
         return str(error), isinstance(error, DeviceError)
     if _import("cupy") is None:
@@ -97,18 +98,18 @@ def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], e
         calls["torch SDPA"] = _sdpa(torch, [_to("torch", x) if on_gpu else torch.from_numpy(x) for x in host])
     with console.status("timing"):
         seconds = _medians(calls, on_gpu)
-    _report(console, seconds, _problem(shape, element).flops)
+    _report(console, seconds, _operation(shape, element).flops)
     return right
 
 
 def cross_compile(console: Console) -> bool:
     """Compiles the Hopper kernel where there is no Hopper. Says whether that went well, or CuPy was left out on purpose."""
-    problem, target = _problem(GPU_SHAPE, BF16), TYPICAL["sm_90a"]
-    choice = select(problem, target)
-    console.print(f"\nA GPU's kernel can be compiled all the same:\n{api.Explanation(problem, target.name, choice)}")
+    op, target = _operation(GPU_SHAPE, BF16), TYPICAL["sm_90a"]
+    selection = select(op, target)
+    console.print(f"\nA GPU's kernel can be compiled all the same:\n{api.explain_operation(op, target)}")
     try:
         with console.status("looking into the cache") as status:
-            source = choice.kernel.render(problem, choice.config, target.arch)
+            source = selection.kernel.render(op, selection.config, target.arch)
             binary = compiler.compile(source, lambda: status.update("NVRTC compiles"))
     except UnsupportedError as error:
         console.print(f"no NVRTC {error}", style="red")
@@ -124,9 +125,9 @@ def describe(binary: compiler.Binary) -> str:
     return f"{text}; {binary.registers} registers, {binary.spill_bytes} bytes spilled"
 
 
-def _problem(shape: tuple[int, ...], element: Element) -> Problem:
+def _operation(shape: tuple[int, ...], element: Element) -> Forward:
     batch, length, heads, head_dim = shape
-    return Problem(element, batch, length, length, heads, heads, head_dim, head_dim, head_dim**-0.5, mask.Causal())
+    return Forward(element, batch, length, length, heads, heads, head_dim, head_dim, Spec(mask.Causal()))
 
 
 def _error(found: Array, exact: Array) -> float:
@@ -158,8 +159,8 @@ def _compile(console: Console, inputs: Sequence[Any], element: Element) -> None:
     begin = time.perf_counter()
     with console.status("looking into the cache") as status:
         plan = api.plan(*inputs, causal=True, on_compile=lambda: status.update("NVRTC compiles"))
-    if plan.binary is not None:
-        text = describe(plan.binary)
+    if plan.binaries:
+        text = describe(plan.binaries[0])
     else:  # this shows its own progress
         text = "earlier by Numba, now found on disk" if cpu.load(element).cached else "by Numba"
     console.print(f"compiled {text}; ready after {time.perf_counter() - begin:.2f} s")

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from rich.console import Console
 
 from . import compiler, driver
+from .cache import private_folder
 from .errors import DeviceError, UnsupportedError
-from .problem import Problem
+from .operation import Forward
 from .select import select
 from .variant.element import BF16
 
@@ -38,7 +39,7 @@ def run(console: Console) -> int:
     for subject, found, fix, broken in findings:
         mark, style = ("fix", "red") if broken else ("note", "yellow") if fix else ("ok", "green")
         console.print(f"{mark:<5}", style=style, end="")
-        console.print(f"{subject:<7} {found}{f': {fix}' if fix else ''}")
+        console.print(f"{subject:<8} {found}{f': {fix}' if fix else ''}")
     return int(any(finding.broken for finding in findings))
 
 
@@ -49,6 +50,7 @@ def examine() -> Iterator[Finding]:
     yield _package("NumPy", "numpy", (2, 0))
     yield _package("Numba", "numba", (0, 60))
     cuda, findings = _driver()
+    yield _bindings(cuda)
     yield _cupy(cuda)
     yield _nvrtc(cuda)
     yield from findings
@@ -76,6 +78,17 @@ def _package(subject: str, module: str, least: Version, fix: str = "", needed: b
     return Finding(subject, version)
 
 
+def _bindings(cuda: Version | None) -> Finding:
+    """NVIDIA's bindings, without which nobody knows whether there is a GPU."""
+    try:
+        version = importlib.metadata.version("cuda-bindings")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("Bindings", "cuda-bindings is not installed", f"to use a GPU, {compiler.PIP_LINE}")
+    if _numbers(version) < (12, 9):
+        return Finding("Bindings", f"{version}, but 12.9 is needed", _pip_line(cuda), cuda is not None)
+    return Finding("Bindings", version)
+
+
 def _cupy(cuda: Version | None) -> Finding:
     names = [d.name for d in importlib.metadata.distributions() if re.fullmatch(r"cupy(-cuda\d+x)?", d.name or "")]
     if len(names) > 1:
@@ -98,7 +111,7 @@ def _nvrtc(cuda: Version | None) -> Finding:
 
 
 def _pip_line(cuda: Version | None) -> str:
-    """What brings CuPy and NVRTC to a machine whose driver supports this CUDA version; None is a machine without a GPU."""
+    """What brings bindings, CuPy and NVRTC to a machine whose driver supports this CUDA version; None where there is no GPU."""
     if cuda is None:
         return f"to compile for a GPU, {compiler.PIP_LINE}"
     return f"pip install 'rawattn[{'cuda13' if cuda >= (13, 0) else 'cuda12'}]'"
@@ -110,7 +123,7 @@ def _driver() -> tuple[Version | None, list[Finding]]:
         cuda = driver.version()
         devices = [driver.device(index) for index in range(driver.device_count())]
     except UnsupportedError as error:
-        return None, [Finding("GPU", f"none, attention() runs on the CPU ({_first_line(error)})")]
+        return None, [Finding("GPU", f"none in use, attention() runs on the CPU ({_first_line(error)})")]
     except DeviceError as error:
         return None, [Finding("Driver", _first_line(error), "reinstall the NVIDIA driver, or restart after its update", True)]
     old = cuda < (12, 0)
@@ -118,7 +131,7 @@ def _driver() -> tuple[Version | None, list[Finding]]:
     for device in devices:
         found, fix = f"{device.name}, {device.arch}", ""
         try:
-            kernel = select(Problem(BF16, 1, 4096, 4096, 16, 16, 128, 128, 128**-0.5), device).kernel
+            kernel = select(Forward(BF16, 1, 4096, 4096, 16, 16, 128, 128), device).kernel
             found = f"{found}, served by {kernel.name}"
         except UnsupportedError:
             fix = "no kernel serves it; arrays on the CPU work"
@@ -127,13 +140,11 @@ def _driver() -> tuple[Version | None, list[Finding]]:
 
 
 def _cache() -> Finding:
-    folder = compiler.cache_folder()
-    sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
-    found = f"{folder}, {len(sizes)} GPU kernels, {sum(sizes) / 1e6:.1f} MB"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder()
+        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
         with tempfile.TemporaryFile(dir=folder):
-            return Finding("Cache", found)
+            return Finding("Cache", f"{folder}, {len(sizes)} GPU kernels, {sum(sizes) / 1e6:.1f} MB")
     except OSError as error:
-        fix = "let RAWATTN_CACHE name a folder that can be written; until then each process compiles its own"
-        return Finding("Cache", f"{found}, cannot be written ({error.strerror})", fix)
+        fix = "let RAWATTN_CACHE name a folder of yours that can be written; until then each process compiles its own"
+        return Finding("Cache", f"cannot be used ({error})", fix)

@@ -1,232 +1,396 @@
-"""The CUDA driver: devices, modules, tensor maps, launches. The only file that loads libcuda.
+"""The CUDA driver: devices, modules, tensor maps, launches, and what graphs keep alive. The only file that imports cuda-bindings.
 
-It is called through ctypes, not through a binding package: a call on a prepared block costs about a microsecond and importing
-this file nothing, where cuda-bindings takes 0.1 s to import and several microseconds to box the arguments of each call.
+NVIDIA's bindings know each function's types, on every driver and platform, and cost no time: with its arguments prepared a launch
+takes 5.2 us of the host on an H200, as much as through ctypes. They are imported at the first use (20 to 60 ms).
 
 Everything happens in a device's primary context, which is the one that torch, CuPy and the CUDA runtime use.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
-import sys
+import importlib
+import struct
 import threading
 from collections.abc import Iterator
-from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 from .device import Device, arch_of
-from .errors import DeviceError, UnsupportedError
+from .errors import BinaryError, DeviceError, UnsupportedError
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-COUNTERS = 1 << 18  # per device; eager launches take one per stream, launches captured in a graph one each
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX_VERSION, JIT_COMPILER_NOT_FOUND, NOT_FOUND
+_BINARY_ERRORS = {200, 209, 218, 222, 221, 500}
 
 
 @functools.cache
 def library() -> Any:
-    """libcuda, initialised. Raises UnsupportedError where there is no NVIDIA driver or no GPU, DeviceError where they fail."""
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    """The module ``cuda.bindings.driver``, with the driver initialised. Raises UnsupportedError where the bindings, the NVIDIA
+    driver or a GPU is missing, DeviceError where the driver fails."""
     try:
-        cuda = ctypes.CDLL(name)
-    except OSError as error:
+        cuda = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a GPU needs the package cuda-bindings ({error}): pip install 'rawattn[cuda12]' or 'rawattn[cuda13]'."
+        ) from None
+    try:
+        code = cuda.cuInit(0)[0]
+    except RuntimeError as error:  # the bindings look for libcuda now
         raise UnsupportedError(f"there is no NVIDIA driver ({error}); install one, or use arrays on the CPU.") from None
-    code = cuda.cuInit(0)
     if code == _NO_DEVICE:
         raise UnsupportedError("the NVIDIA driver finds no GPU; use arrays on the CPU.")
     if code:
-        raise DeviceError(f"the NVIDIA driver cannot be used: cuInit failed with {_error_name(cuda, code)} ({code}).", code)
+        raise DeviceError(f"the NVIDIA driver cannot be used: cuInit failed with {code.name} ({code:d}).", int(code))
     return cuda
 
 
-def _error_name(cuda: Any, code: int) -> str:
-    text = ctypes.c_char_p()
-    return text.value.decode() if cuda.cuGetErrorName(code, byref(text)) == 0 and text.value else str(code)
+def call(name: str, *args: Any) -> Any:
+    """Calls a driver function. Returns its value, None where it has none, a tuple where it has several; raises DeviceError where
+    it does not return CUDA_SUCCESS."""
+    function = getattr(library(), name)
+    try:
+        code, *values = function(*args)
+    except RuntimeError as error:  # the bindings found no such function in libcuda
+        raise UnsupportedError(f"the NVIDIA driver has no {name} ({error}); install a newer one.") from None
+    check(name, code)
+    return tuple(values) if len(values) > 1 else values[0] if values else None
 
 
-def call(name: str, *args: Any) -> None:
-    """Calls a driver function; raises DeviceError where it does not return CUDA_SUCCESS."""
-    check(name, getattr(library(), name)(*args))
-
-
-def check(name: str, code: int) -> None:
+def check(name: str, code: Any) -> None:
     """Raises DeviceError unless a driver function's code is CUDA_SUCCESS."""
     if code:
-        raise DeviceError(f"{name} failed: {_error_name(library(), code)} ({code}).", code)
+        kind = BinaryError if code in _BINARY_ERRORS else DeviceError
+        raise kind(f"{name} failed: {code.name} ({code:d}).", int(code))
 
 
 def version() -> tuple[int, int]:
     """The CUDA version that the driver supports, such as (13, 0)."""
-    number = c_int()
-    call("cuDriverGetVersion", byref(number))
-    return number.value // 1000, number.value % 1000 // 10
+    number = call("cuDriverGetVersion")
+    return number // 1000, number % 1000 // 10
 
 
 def device_count() -> int:
     """Number of CUDA GPUs; 0 where there is no driver."""
-    count = c_int()
     try:
-        call("cuDeviceGetCount", byref(count))
+        count: int = call("cuDeviceGetCount")
     except (UnsupportedError, DeviceError):
         return 0
-    return count.value
-
-
-# CUdevice_attribute
-_MULTIPROCESSORS, _L2_BYTES, _MAJOR, _MINOR, _SMEM_BYTES = 16, 38, 75, 76, 97
+    return count
 
 
 @functools.cache
 def device(index: int) -> Device:
     """The facts of a GPU."""
+    handle, attributes = call("cuDeviceGet", index), library().CUdevice_attribute
 
-    def attribute(which: int) -> int:
-        value = c_int()
-        call("cuDeviceGetAttribute", byref(value), which, index)
-        return value.value
+    def attribute(name: str) -> int:
+        value: int = call("cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), handle)
+        return value
 
-    name = (c_char * 256)()
-    call("cuDeviceGetName", name, 256, index)
-    arch = arch_of(attribute(_MAJOR), attribute(_MINOR))
-    return Device(name.value.decode(), arch, attribute(_MULTIPROCESSORS), attribute(_SMEM_BYTES), attribute(_L2_BYTES), index)
+    name = call("cuDeviceGetName", 256, handle).partition(b"\0")[0].decode()
+    arch = arch_of(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR"))
+    smem_bytes = attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+    return Device(name, arch, attribute("MULTIPROCESSOR_COUNT"), smem_bytes, attribute("L2_CACHE_SIZE"), index)
 
 
 @functools.cache
-def _primary_context(index: int) -> int:
-    handle, context = c_int(), c_void_p()
-    call("cuDeviceGet", byref(handle), index)
-    call("cuDevicePrimaryCtxRetain", byref(context), handle)
-    assert context.value is not None
-    return context.value
+def _primary_context(index: int) -> Any:
+    return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
 
 
 @contextlib.contextmanager
 def current(index: int) -> Iterator[None]:
-    """The device's primary context as the current one, the one before restored."""
-    mine, now = _primary_context(index), c_void_p()
-    call("cuCtxGetCurrent", byref(now))
-    if now.value == mine:
+    """Makes the device's primary context the current one, and restores the one before."""
+    mine = _primary_context(index)
+    if int(call("cuCtxGetCurrent")) == int(mine):
         yield
         return
-    call("cuCtxPushCurrent_v2", c_void_p(mine))
+    call("cuCtxPushCurrent", mine)
     try:
         yield
     finally:
-        call("cuCtxPopCurrent_v2", byref(c_void_p()))
+        call("cuCtxPopCurrent")
 
 
-# CUfunction_attribute
-_MAX_SMEM_BYTES, _SMEM_CARVEOUT = 8, 9
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Lets this thread allocate memory and load modules while it or another thread captures a graph.
+
+    CUDA refuses both by default then, and spoils the graph, as they may wait for the device (cuThreadExchangeStreamCaptureMode).
+    """
+    before = call("cuThreadExchangeStreamCaptureMode", library().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
+@functools.cache
+def _side_stream(index: int) -> Any:
+    """A stream of our own, for copies and fills that must not touch the legacy stream: while a blocking stream is captured, that
+    would spoil the graph. Wants ``current`` and ``relaxed_capture``."""
+    return call("cuStreamCreate", library().CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+
+class Facts(NamedTuple):
+    """What a kernel states about itself; the struct of tile/facts.cuh."""
+
+    smem_bytes: int
+    args_bytes: int
+    threads: int
+    uses_pdl: int
 
 
 class Function:
-    """A kernel, loaded on one device, with the facts that it states about itself."""
+    """A kernel, loaded on one device. Raises BinaryError where this driver cannot load the machine code."""
 
     def __init__(self, cubin: bytes, name: str, index: int) -> None:
-        module, function, facts, size = c_void_p(), c_void_p(), c_void_p(), c_size_t()
-        numbers = (c_uint * 4)()
-        with current(index):
-            call("cuModuleLoadData", byref(module), cubin)
-            call("cuModuleGetFunction", byref(function), module, name.encode())
-            call("cuModuleGetGlobal_v2", byref(facts), byref(size), module, b"facts")
-            call("cuMemcpyDtoH_v2", numbers, facts, ctypes.sizeof(numbers))
-            self.smem_bytes, self.args_bytes, self.threads, self.uses_pdl = numbers
-            if self.smem_bytes > 48 << 10:
-                call("cuFuncSetAttribute", function, _MAX_SMEM_BYTES, self.smem_bytes)
-            call("cuFuncSetAttribute", function, _SMEM_CARVEOUT, 100)  # as many blocks as fit, at the cost of L1
-        assert function.value is not None
-        self.handle, self.index = function.value, index
+        attributes = library().CUfunction_attribute
+        with current(index), relaxed_capture():
+            module = call("cuModuleLoadData", cubin)
+            self.handle, self.index = call("cuModuleGetFunction", module, name.encode()), index
+            address, size = call("cuModuleGetGlobal", module, b"facts")
+            memory = bytearray(size)
+            call("cuMemcpyDtoHAsync", memory, address, size, _side_stream(index))
+            call("cuStreamSynchronize", _side_stream(index))
+            self.facts = Facts._make(struct.unpack("=4I", memory))
+            if self.facts.smem_bytes > 48 << 10:
+                most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                call("cuFuncSetAttribute", self.handle, most, self.facts.smem_bytes)
+            carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            call("cuFuncSetAttribute", self.handle, carveout, 100)  # as many blocks as fit, at the cost of L1
 
 
-# A CUlaunchAttribute, 72 bytes: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1. The launch may begin when blocks of the
-# one before it in the stream have ended; the kernel waits for the rest itself, which hides its start (0.7 us on an H200).
-_EARLY = (c_uint * 18)(6, 0, 1)
+@functools.cache
+def _pdl() -> list[Any]:
+    """The launch attributes of programmatic dependent launch. The launch may begin when blocks of the one before it in the stream
+    have ended; the kernel waits for the rest itself, which hides its start (0.7 us on an H200)."""
+    attribute, value = library().CUlaunchAttribute(), library().CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.id = library().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value = value
+    return [attribute]
 
 
 class Launch:
     """One launch, ready to be issued any number of times and from any thread: nothing in it changes."""
 
-    class _Config(ctypes.Structure):
-        _fields_ = [
-            *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "smem_bytes")),
-            ("stream", c_void_p),
-            ("attributes", c_void_p),
-            ("attribute_count", c_uint),
-        ]
-
     def __init__(self, function: Function, grid: int, args: bytes, stream: int) -> None:
-        if len(args) != function.args_bytes:
-            raise DeviceError(f"the kernel has {function.args_bytes} bytes of arguments; the host filled {len(args)}.")
+        facts, cuda = function.facts, library()
+        if len(args) != facts.args_bytes:
+            raise DeviceError(f"the kernel has {facts.args_bytes} bytes of arguments; the host filled {len(args)}.")
+        config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = facts.threads, 1, 1
+        config.sharedMemBytes, config.hStream = facts.smem_bytes, stream
+        if facts.uses_pdl:
+            config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
         self._args = ctypes.create_string_buffer(args, len(args))
-        self._pointers = (c_void_p * 1)(ctypes.addressof(self._args))
-        early = function.uses_pdl
-        self._config = self._Config(
-            grid, 1, 1, function.threads, 1, 1, function.smem_bytes, stream, ctypes.addressof(_EARLY) if early else None, early
-        )
-        # As ctypes hands them over: it has nothing left to convert.
-        addresses = byref(self._config), c_void_p.from_param(function.handle), byref(self._pointers), None
-        self._index, self._issue = function.index, functools.partial(library().cuLaunchKernelEx, *addresses)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._args))
+        addresses = ctypes.addressof(self._pointers), 0
+        self._index, self._issue = function.index, functools.partial(cuda.cuLaunchKernelEx, config, function.handle, *addresses)
 
     def __call__(self) -> None:
-        if self._issue():  # most often: this thread has no context yet, or another device's
+        if self._issue()[0]:  # most often: this thread has no context yet, or another device's
             with current(self._index):
-                check("cuLaunchKernelEx", self._issue())
+                check("cuLaunchKernelEx", self._issue()[0])
 
 
-class _Answers(threading.local):
-    """Where the driver writes its answers, for each thread."""
-
-    def __init__(self) -> None:
-        self.identity, self.status = c_uint64(), c_int()
-        self.identity_address, self.status_address = byref(self.identity), byref(self.status)
+_LEGACY, _PER_THREAD = 1, 2  # CU_STREAM_LEGACY, which 0 is too, and CU_STREAM_PER_THREAD: handles without a stream of their own
+_era = 0  # added to the streams' numbers; a new era makes strangers of all streams
 
 
-_answers = _Answers()
+def stream_state(stream: int, index: int = 0) -> tuple[int, bool]:
+    """Who the stream is, and whether it is capturing a graph.
 
-
-def stream_state(stream: int) -> tuple[int, bool]:
-    """A number that no other stream of this process ever has (handles are used again), and whether it is capturing a graph."""
-    if stream == 0:  # the legacy default stream: one of it, never captured
+    A stream is known by a number that no other one of this process ever has, as handles are used again. One that is capturing has
+    its handle instead, since asking for the number would end the capture. ``index`` is the device that it belongs to.
+    """
+    if stream <= _LEGACY:  # one of it, never captured
         return 0, False
-    answers = _answers
-    handle, cuda = c_void_p.from_param(stream), library()
-    if cuda.cuStreamIsCapturing(handle, answers.status_address) == 0 and answers.status.value == 1:
-        return -1, True  # asking a capturing stream for its number would end the capture
-    failed = cuda.cuStreamGetId(handle, answers.identity_address)
-    return 0 if failed else answers.identity.value, False
+    if stream != _PER_THREAD:
+        try:
+            return _stream_state(stream)
+        except DeviceError:  # most often: this thread has no context yet
+            pass
+    with current(index):
+        return _stream_state(stream)
+
+
+def _stream_state(stream: int) -> tuple[int, bool]:
+    cuda = library()
+    code, status = cuda.cuStreamIsCapturing(stream)
+    if code:
+        check("cuStreamIsCapturing", code)
+    if status:
+        return stream, True
+    code, number = cuda.cuStreamGetId(stream)
+    if code:
+        check("cuStreamGetId", code)
+    return number + _era, False
+
+
+# A lock of Python's C interface tells that a graph is gone: the driver releases it, in a thread of its own and without the
+# interpreter. A callback into Python would have to wait for the interpreter's lock, and where Python is shutting down that ends
+# the thread (PyGILState_Ensure, before Python 3.14), which the driver does not expect of its own.
+_allocate_lock = ctypes.pythonapi["PyThread_allocate_lock"]
+_allocate_lock.argtypes, _allocate_lock.restype = (), ctypes.c_void_p
+_acquire_lock = ctypes.pythonapi["PyThread_acquire_lock"]
+_acquire_lock.argtypes = ctypes.c_void_p, ctypes.c_int
+_RELEASE_LOCK = ctypes.cast(ctypes.pythonapi["PyThread_release_lock"], ctypes.c_void_p).value
+_locks: list[int] = []  # of graphs that are gone, acquired again
+
+
+class _Kept:
+    """What a graph keeps alive."""
+
+    def __init__(self, graph: Any) -> None:
+        """Gives the graph a user object, which the driver destroys with the graph and all that is made of it."""
+        cuda = library()
+        self.things: list[object] = []
+        self._lock = _locks.pop() if _locks else _allocate_lock()
+        _acquire_lock(self._lock, 0)
+        flag = cuda.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+        user_object = call("cuUserObjectCreate", self._lock, _RELEASE_LOCK, 1, int(flag))
+        move = cuda.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
+        call("cuGraphRetainUserObject", graph, user_object, 1, int(move))
+
+    def is_over(self) -> bool:
+        """Whether the graph is gone; to be asked until it is. Its lock may serve another graph then."""
+        gone = bool(_acquire_lock(self._lock, 0))
+        if gone:
+            _locks.append(self._lock)
+        return gone
+
+
+_kept: dict[int, _Kept] = {}  # by the capture's number, which no other one of this process ever has
+_keeping = threading.Lock()
+
+
+def retain(stream: int, thing: object) -> None:
+    """Keeps an object alive as long as the graph that the stream is capturing, and all graphs that are made of it.
+
+    It is dropped by the next call of ``retain`` or ``drop`` after that.
+    """
+    drop()
+    # Version 3, in bindings 13 the only one, is for graphs with programmatic dependent launches: version 2 may refuse these.
+    newer = hasattr(library(), "cuStreamGetCaptureInfo_v3") and version() >= (12, 3)
+    status, number, graph, *_ = call("cuStreamGetCaptureInfo_v3" if newer else "cuStreamGetCaptureInfo", stream)
+    if status != 1:  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+        raise DeviceError(f"stream {stream:#x} is not capturing a graph ({status.name}); only a graph can keep something alive.")
+    with _keeping:
+        if int(number) not in _kept:
+            _kept[int(number)] = _Kept(graph)
+        _kept[int(number)].things.append(thing)
+
+
+def drop() -> None:
+    """Drops what graphs kept alive that are gone."""
+    with _keeping:
+        gone = [_kept.pop(number) for number in [number for number, kept in _kept.items() if kept.is_over()]]
+    if gone:
+        with relaxed_capture():  # what goes may free memory
+            del gone  # outside the lock, as it runs code of its own
+
+
+COUNTERS = 1 << 18  # pairs on a device for streams, and as many for launches that graphs hold
+_CLEANED = 4096  # pairs of graphs that are cleaned at once, some 10 ms at most
+
+
+class _Pair:
+    """A pair that a captured launch counts in. It goes back when nothing holds it any more."""
+
+    def __init__(self, address: int, returned: collections.deque[int]) -> None:
+        self.address, self._returned = address, returned
+
+    def __del__(self) -> None:
+        self._returned.append(self.address)
 
 
 class Counters:
     """Pairs of zeros in device memory, which the kernels' schedules count in and set back to zero.
 
     Launches that may overlap need pairs of their own: each stream has one, since its launches follow each other, and each launch
-    that a graph captures has one, since the graph may be replayed on any stream.
+    that a graph captures has one, since the graph may be replayed on any stream. Memory is allocated when the first is taken.
     """
 
     def __init__(self, index: int) -> None:
-        base = c_uint64()
-        with current(index):
-            call("cuMemAlloc_v2", byref(base), c_size_t(8 * COUNTERS))
-            call("cuMemsetD8_v2", base, 0, c_size_t(8 * COUNTERS))
-            call("cuCtxSynchronize")
-        self._base, self._used, self._lock = base.value, 0, threading.Lock()
+        self._index, self._lock = index, threading.Lock()
         self._of_stream: dict[int, int] = {}
+        self._streams = self._launches = 0  # how many streams have been given a pair, how many pairs captured launches have had
+        self._clean: list[int] = []
+        self._returned: collections.deque[int] = collections.deque()  # by graphs that are gone, with whatever is in them
 
-    def _next(self) -> int:
-        if self._used == COUNTERS:
-            raise DeviceError(f"all {COUNTERS} schedule counters of the device are taken by captured graphs and streams.")
-        self._used += 1
-        return self._base + 8 * (self._used - 1)
+    @functools.cached_property
+    def _base(self) -> int:
+        """Address of the default stream's pair, then those of streams, then those of captured launches."""
+        size = 8 * (1 + 2 * COUNTERS)
+        with current(self._index), relaxed_capture():
+            base = int(call("cuMemAlloc", size))
+        self._clear([base], size)
+        return base
+
+    def _clear(self, addresses: list[int], size: int = 8) -> None:
+        """Sets device memory to zero, without touching the legacy stream."""
+        with current(self._index), relaxed_capture():
+            stream = _side_stream(self._index)
+            for address in addresses:
+                call("cuMemsetD8Async", address, 0, size, stream)
+            call("cuStreamSynchronize", stream)
 
     def take(self, stream_id: int, captured: bool) -> int:
-        """Address of the pair for a launch on the stream."""
+        """Address of the pair for a launch on the stream, by what ``stream_state`` says of it. The graph that captures the launch
+        owns the pair."""
+        drop()
+        if captured:
+            with self._lock:
+                pair = _Pair(self._of_launch(), self._returned)
+            retain(stream_id, pair)
+            return pair.address
         with self._lock:
-            if captured:
-                return self._next()
-            if stream_id not in self._of_stream:
-                self._of_stream[stream_id] = self._next()
-            return self._of_stream[stream_id]
+            if self._returned:  # better here than while a graph is captured
+                self._clean_returned()
+            if stream_id and stream_id not in self._of_stream:
+                self._of_stream[stream_id] = self._new_stream()
+            return self._of_stream[stream_id] if stream_id else self._base
+
+    def _new_stream(self) -> int:
+        """The pair for a stream that has none.
+
+        Streams come and go without a word, so pairs are given out in a ring. At each half of it a new era begins: all streams
+        need new pairs, of the half ahead, and launches that were prepared for a stream are not found by its new number. One that
+        another thread is about to issue at that moment has its pair for itself still, as the half behind is not given out.
+        """
+        if self._streams and self._streams % (COUNTERS // 2) == 0:
+            global _era
+            half = self._base + 8 * (1 + self._streams % COUNTERS)
+            with current(self._index):
+                call("cuCtxSynchronize")
+            self._clear([half], 8 * (COUNTERS // 2))
+            self._of_stream.clear()
+            _era += 1 << 64
+        self._streams += 1
+        return self._base + 8 * (1 + (self._streams - 1) % COUNTERS)
+
+    def _of_launch(self) -> int:
+        """A pair for a captured launch."""
+        if not self._clean and self._launches == COUNTERS:
+            self._clean_returned()
+            if not self._clean:
+                raise DeviceError(f"all {COUNTERS} schedule counters of the device are taken by captured graphs.")
+        if self._clean:
+            return self._clean.pop()
+        self._launches += 1
+        return self._base + 8 * (COUNTERS + self._launches)
+
+    def _clean_returned(self) -> None:
+        """Makes pairs that graphs gave back zero again: a launch may have been aborted."""
+        pairs = [self._returned.popleft() for _ in range(min(len(self._returned), _CLEANED))]
+        self._clear(pairs)
+        self._clean += pairs
 
 
 @functools.cache
@@ -234,31 +398,25 @@ def counters(index: int) -> Counters:
     return Counters(index)
 
 
-# CUtensorMapDataType, swizzle 128B, L2 promotion 256B
-_MAP_TYPES = {"fp16": 6, "bf16": 9}
-_SWIZZLE_128B, _PROMOTION_256B = 3, 3
+@functools.lru_cache(maxsize=1024)
+def _geometry(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments of cuTensorMapEncodeTiled before the pointer, and those after it."""
+    cuda = library()
+    formats = cuda.CUtensorMapDataType
+    kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
+    extents = [*map(cuda.cuuint64_t, sizes)], [*map(cuda.cuuint64_t, strides)]
+    return (kinds[dtype], len(sizes)), (
+        *extents, [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(sizes),
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
 def tensor_map(pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     """The 128 bytes that tell the copy engine about a tensor: sizes (elements, fastest first), strides (bytes, of all dimensions
     but the first) and the box that one copy brings, swizzled over 128 bytes."""
-    rank = len(sizes)
-    space = (c_char * 192)()
-    address = -(-ctypes.addressof(space) // 64) * 64
-    call(
-        "cuTensorMapEncodeTiled",
-        c_void_p(address),
-        _MAP_TYPES[dtype],
-        rank,
-        c_void_p(pointer),
-        (c_uint64 * rank)(*sizes),
-        (c_uint64 * rank)(*strides),
-        (c_uint32 * rank)(*box),
-        (c_uint32 * rank)(*[1] * rank),
-        0,
-        _SWIZZLE_128B,
-        _PROMOTION_256B,
-        0,
-    )
-    return ctypes.string_at(address, 128)
+    before, after = _geometry(dtype, sizes, strides, box)
+    encoded = call("cuTensorMapEncodeTiled", *before, pointer, *after)
+    return ctypes.string_at(encoded.getPtr(), 128)

@@ -5,6 +5,7 @@ RawattnError
   UnsupportedError(NotImplementedError)   the call is right, but no kernel serves it: one reason per kernel
   CompileError(RuntimeError)              NVRTC refused a source: first error, where the source was kept, the whole log
   DeviceError(RuntimeError)               the driver refused: the call, its code and name
+    BinaryError                           it refused the machine code, which another compiler or driver made, or a torn file
 
 SlowKernelWarning(UserWarning)            a kernel serves the call that is much slower than the best one for the device
 """
@@ -39,6 +40,10 @@ class DeviceError(RawattnError, RuntimeError):
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+
+
+class BinaryError(DeviceError):
+    """The driver cannot load a kernel's machine code; compiling it again, here, may help."""
 
 
 class SlowKernelWarning(UserWarning):

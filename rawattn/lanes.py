@@ -22,10 +22,13 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-BYTES = 64  # of a vector: two AVX registers, one of AVX-512, four of NEON
-BLOCK = 6  # vectors of sums that a product keeps in registers: 12 of the 16 that AVX has
+_WIDE = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
+BYTES = 128 if _WIDE else 64  # of a vector: two registers of AVX or AVX-512, four of NEON
+BLOCK = 8 if _WIDE else 6  # vectors of sums that a product keeps in registers: 16 of 32, 12 of the 16 that AVX has, 24 of 32
+TILE_KV, GROUP = 96, 256 // BYTES  # keys and panels of rows for which the backward has S and dS at once
 CHUNK = 64  # terms of a sum in its order; sums of sums round less
 MACHINE = f"{numba.__version__}-{llvmlite.binding.get_host_cpu_name()}"  # what compiled code is good for
 FUSE = ("contract",)  # a multiplication and an addition may become one instruction; nothing is reordered
@@ -201,21 +204,30 @@ def _widen(x, table):
     return (lambda x, table: table[x]) if isinstance(x, types.Integer) else (lambda x, table: x)
 
 
-@njit(forceinline=True)
-def product(a, first, row, column, b, panel, depth):
-    """For r < BLOCK, the sum over i < depth of a[first + r row + i column] times the i-th vector from b[panel] on."""
-    lanes = BYTES // a.itemsize
-    s0 = s1 = s2 = s3 = s4 = s5 = fill(load(b, panel), 0.0)
-    for i in range(depth):
-        x = load(b, panel + i * lanes)
-        at = first + i * column
-        s0 += spread(a, at) * x
-        s1 += spread(a, at + row) * x
-        s2 += spread(a, at + 2 * row) * x
-        s3 += spread(a, at + 3 * row) * x
-        s4 += spread(a, at + 4 * row) * x
-        s5 += spread(a, at + 5 * row) * x
-    return s0, s1, s2, s3, s4, s5
+@intrinsic
+def product(typing, a, first, row, column, b, start, step, depth):
+    """For r < BLOCK, the sum over i < depth of a[first + r row + i column] times the vector that begins at b[start + i step]."""
+    vector, index = Lanes(b.dtype), types.intp
+
+    def emit(context, builder, signature, args):
+        a, first, row, column, b, start, step, depth = args
+        a, b = (
+            context.make_array(kind)(context, builder, x).data for kind, x in ((signature.args[0], a), (signature.args[4], b))
+        )
+        lanes, align = context.get_value_type(vector), signature.args[0].dtype.bitwidth // 8
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(lanes, None)) for _ in range(BLOCK)]
+        with cgutils.for_range(builder, depth) as loop:
+            place = builder.gep(b, [builder.add(start, builder.mul(loop.index, step))])
+            x = builder.load(builder.bitcast(place, lanes.as_pointer()), align=align)
+            at = builder.add(first, builder.mul(loop.index, column))
+            for total in sums:
+                number = _broadcast(builder, lanes, builder.load(builder.gep(a, [at])))
+                term = builder.fmul(number, x, flags=FUSE)
+                builder.store(builder.fadd(builder.load(total), term, flags=FUSE), total)
+                at = builder.add(at, row)
+        return context.make_tuple(builder, signature.return_type, [builder.load(total) for total in sums])
+
+    return types.UniTuple(vector, BLOCK)(a, index, index, index, b, index, index, index), emit
 
 
 @njit
@@ -233,16 +245,23 @@ def fetch(k, v, first, keys, table, tile_k, tile_v, width):
 
 
 @njit
+def dots(tile, width, keys, panels, panel, depth, scale, s, column, pitch):
+    """Writes scale times the dot products of the rows of a tile, which are width apart, and of a panel: s[key pitch + column]."""
+    lanes = BYTES // s.itemsize
+    for j in range(0, keys, BLOCK):
+        for i in range(0, depth, CHUNK):
+            sums = product(tile, j * width + i, width, 1, panels, (panel * depth + i) * lanes, lanes, min(CHUNK, depth - i))
+            for r in range(BLOCK):
+                at = (j + r) * pitch + column
+                x = sums[r] * fill(sums[r], scale)
+                store(s, at, x if i == 0 else load(s, at) + x)
+
+
+@njit
 def logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s):
     """Writes the logits of a panel: s (key, lane)."""
     lanes = BYTES // s.itemsize
-    for j in range(0, keys, BLOCK):
-        for i in range(0, head_dim, CHUNK):
-            depth = min(CHUNK, head_dim - i)
-            sums = product(tile_k, j * head_dim + i, head_dim, 1, panel_q, (panel * head_dim + i) * lanes, depth)
-            for r in range(BLOCK):
-                x = sums[r] * fill(sums[r], scale)
-                store(s, (j + r) * lanes, x if i == 0 else load(s, (j + r) * lanes) + x)
+    dots(tile_k, head_dim, keys, panel_q, panel, head_dim, scale, s, 0, lanes)
     if cap != 0:
         for j in range(keys):
             x = load(s, j * lanes)
@@ -285,7 +304,7 @@ def gather(s, keys, tile_v, width, shrink, panel_o, panel):
     """Shrinks panel_o (panel, width, lane), and adds the values, weighted by s."""
     lanes = BYTES // s.itemsize
     for i in range(0, width, BLOCK):
-        sums = product(tile_v, i, 1, width, s, 0, keys)
+        sums = product(tile_v, i, 1, width, s, 0, lanes, keys)
         for r in range(BLOCK):
             at = (panel * width + i + r) * lanes
             store(panel_o, at, load(panel_o, at) * shrink + sums[r])
@@ -304,12 +323,12 @@ def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
         store(panel_o, at, load(panel_o, at) * shrink + total)
 
 
-def attend(q, k, v, begin, end, scale, cap, tile_kv, table, o, lse):
+def attend(q, k, v, begin, end, sinks, scale, cap, tile_kv, table, o, lse):
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
-    q (rows, head_dim), o (rows, head_dim_v) and lse (rows) are contiguous, in the format that is computed with; k (kv_len,
-    head_dim) and v (kv_len, head_dim_v) have contiguous rows. The logit is scale * q.k where cap is 0, else
-    cap * tanh(scale * q.k).
+    q (rows, head_dim), o (rows, head_dim_v), sinks (rows) and lse (rows) are contiguous, in the format that is computed with; k
+    (kv_len, head_dim) and v (kv_len, head_dim_v) have contiguous rows. The logit is scale * q.k where cap is 0, else
+    cap * tanh(scale * q.k). A sink of -inf is none.
     """
     rows, head_dim = q.shape
     kv_len, head_dim_v = v.shape
@@ -355,14 +374,159 @@ def attend(q, k, v, begin, end, scale, cap, tile_kv, table, o, lse):
                 gather(s, keys, tile_v, width, shrink, panel_o, panel)
 
     for row in range(rows):
-        total = row_sum[row]
-        lse[row] = -np.inf if total == 0 else row_max[row] + math.log(total)
+        total, largest, weight = row_sum[row], row_max[row], q.dtype.type(1)
+        if sinks[row] != -np.inf:  # the sums move to the larger of the two maxima
+            largest = max(row_max[row], sinks[row])
+            weight = q.dtype.type(0 if row_max[row] == -np.inf else math.exp(row_max[row] - largest))
+            total = total * weight + (1 if sinks[row] == largest else math.exp(sinks[row] - largest))
+        lse[row] = -np.inf if total == 0 else largest + math.log(total)
         for i in range(head_dim_v):
-            o[row, i] = 0 if total == 0 else panel_o[(row // lanes * width + i) * lanes + row % lanes] / total
+            x = panel_o[(row // lanes * width + i) * lanes + row % lanes]
+            o[row, i] = 0 if total == 0 or begin[row] >= end[row] else x * weight / total
 
 
-def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:
-    """``attend`` for k and v of the NumPy dtype ``storage``, computed in ``number``: some five seconds, or read from ``folder``.
+@njit
+def accumulate(a, first, row, column, b, start, step, depth, out, at, pitch, count):
+    """Adds the products of count rows of a to the vectors at out[at + r pitch]."""
+    for i in range(0, count, BLOCK):
+        sums = product(a, first + i * row, row, column, b, start, step, depth)
+        for r in range(BLOCK):
+            place = at + (i + r) * pitch
+            store(out, place, load(out, place) + sums[r])
+
+
+@njit
+def differentiate(s, ds, keys, column, pitch, lse, delta, panel, cap, masked, lo, hi):
+    """Turns dot products s to probabilities, and the gradients ds of these to those of the dot products, for one panel."""
+    lanes = BYTES // s.itemsize
+    row_lse, row_delta = load(lse, panel * lanes), load(delta, panel * lanes)
+    for j in range(keys):
+        at = j * pitch + column
+        x, slope = load(s, at), fill(row_lse, 1.0)
+        if cap != 0:
+            x = tanh(x)
+            slope = slope - x * x
+            x = fill(x, cap) * x
+        p = exp(x - row_lse)
+        dx = p * (load(ds, at) - row_delta) * slope
+        if masked:
+            zero, position = fill(x, 0.0), fill(x, j)
+            p = within(load(lo, 0), load(hi, 0), position, p, zero)
+            dx = within(load(lo, 0), load(hi, 0), position, dx, zero)
+        store(s, at, p)
+        store(ds, at, dx)
+
+
+@njit
+def pack(x, panels, width):
+    """The rows of x twice: as panels (panel, column, lane), and as rows of this width; zeros where x has none."""
+    lanes = BYTES // x.itemsize
+    across, along = np.zeros(panels * x.shape[1] * lanes, x.dtype), np.zeros(panels * lanes * width, x.dtype)
+    for row in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            across[(row // lanes * x.shape[1] + i) * lanes + row % lanes] = x[row, i]
+            along[row * width + i] = x[row, i]
+    return across, along
+
+
+@njit
+def copy_rows(x, first, keys, tile, width):
+    for j in range(keys):
+        for i in range(x.shape[1]):
+            tile[j * width + i] = x[first + j, i]
+
+
+@njit
+def find_bounds(begin, end, first, keys, panel, lo, hi):
+    """Writes which keys of a tile each row of a panel keeps, all for rows past the last; gives whether some row keeps any, and
+    whether every row keeps all."""
+    some, every = False, True
+    for lane in range(lo.size):
+        row = panel * lo.size + lane
+        lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < begin.size else (0, keys)
+        some |= row < begin.size and lo[lane] < min(hi[lane], keys) and hi[lane] > 0
+        every &= lo[lane] <= 0 and hi[lane] >= keys
+    return some, every
+
+
+@njit
+def clear(x):
+    for i in range(x.size):
+        x[i] = 0
+
+
+@njit
+def write_scaled(tile, width, scale, x, first, rows):
+    for j in range(rows):
+        for i in range(x.shape[1]):
+            x[first + j, i] = tile[j * width + i] * scale
+
+
+def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv):
+    """Gradients of the rows of q and the keys of k, where a row keeps the keys begin[row] to end[row]: writes dq, dk and dv.
+
+    All arrays are contiguous, in one format: do (rows, head_dim_v), q and dq (rows, head_dim), k and dk (kv_len, head_dim), v and
+    dv (kv_len, head_dim_v), lse and delta (rows). lse is inf where a row's probabilities are 0. Where cap is 0, the logit is
+    scale * q.k, and factor is scale; else it is cap * tanh(factor * q.k), and factor is scale / cap.
+
+    For a tile of keys and some panels of rows, S and its gradient dS are (key, row). The products S = K Q^T, dP = V dO^T and
+    dQ = K^T dS have rows in lanes, as in ``attend``; dV = P dO and dK = dS Q have columns.
+    """
+    (rows, head_dim), (kv_len, head_dim_v) = q.shape, v.shape
+    lanes = BYTES // q.itemsize
+    panels = (rows + lanes - 1) // lanes
+    pitch = GROUP * lanes
+    width, width_v = (head_dim + lanes - 1) // lanes * lanes, (head_dim_v + lanes - 1) // lanes * lanes
+    block = (head_dim + BLOCK - 1) // BLOCK * BLOCK
+    panel_q, row_q = pack(q, panels, width)
+    panel_do, row_do = pack(do, panels, width_v)
+    panel_dq = np.zeros(panels * block * lanes, q.dtype)
+    row_lse, row_delta = np.full(panels * lanes, np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
+    for row in range(rows):
+        row_lse[row], row_delta[row] = lse[row], delta[row]
+    tile_k, tile_v = np.zeros((TILE_KV + BLOCK) * block, q.dtype), np.zeros((TILE_KV + BLOCK) * head_dim_v, q.dtype)
+    tile_dk, tile_dv = np.zeros((TILE_KV + BLOCK) * width, q.dtype), np.zeros((TILE_KV + BLOCK) * width_v, q.dtype)
+    s, ds = np.zeros((TILE_KV + BLOCK) * pitch, q.dtype), np.zeros((TILE_KV + BLOCK) * pitch, q.dtype)
+    lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
+
+    for first in range(0, kv_len, TILE_KV):
+        keys = min(TILE_KV, kv_len - first)
+        copy_rows(k, first, keys, tile_k, block)
+        copy_rows(v, first, keys, tile_v, head_dim_v)
+        clear(tile_dk)
+        clear(tile_dv)
+        for group in range(0, panels, GROUP):
+            active = 0  # panels from the group's first on that s and ds are made of
+            for panel in range(group, min(group + GROUP, panels)):
+                some, every = find_bounds(begin, end, first, keys, panel, lo, hi)
+                column = (panel - group) * lanes
+                if not some:
+                    for j in range(keys):
+                        store(s, j * pitch + column, fill(load(s, 0), 0.0))
+                        store(ds, j * pitch + column, fill(load(s, 0), 0.0))
+                    continue
+                active = panel - group + 1
+                dots(tile_k, block, keys, panel_q, panel, head_dim, factor, s, column, pitch)
+                dots(tile_v, head_dim_v, keys, panel_do, panel, head_dim_v, 1.0, ds, column, pitch)
+                differentiate(s, ds, keys, column, pitch, row_lse, row_delta, panel, cap, not every, lo, hi)
+                accumulate(tile_k, 0, 1, block, ds, column, pitch, keys, panel_dq, panel * block * lanes, lanes, block)
+            for i in range(0, width_v * (active > 0), lanes):
+                at = group * lanes * width_v + i
+                accumulate(s, 0, pitch, 1, row_do, at, width_v, active * lanes, tile_dv, i, width_v, keys)
+            for i in range(0, width * (active > 0), lanes):
+                at = group * lanes * width + i
+                accumulate(ds, 0, pitch, 1, row_q, at, width, active * lanes, tile_dk, i, width, keys)
+        write_scaled(tile_dk, width, scale, dk, first, keys)
+        write_scaled(tile_dv, width_v, 1.0, dv, first, keys)
+
+    for row in range(rows):
+        for i in range(head_dim):
+            dq[row, i] = panel_dq[(row // lanes * block + i) * lanes + row % lanes] * scale
+
+
+def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -> Any:
+    """``attend`` for k and v of the NumPy dtype ``storage``, computed in ``number``, or ``backward`` in ``number``: some five
+    seconds, or read from ``folder``.
 
     The folder must be for nothing else: Numba's entries have one index, which processes that compile different things overwrite
     for each other.
@@ -370,12 +534,15 @@ def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:
     saved = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = "" if folder is None else str(folder)
     try:
-        loops = njit(nogil=True, cache=folder is not None)(attend)
+        loops = njit(nogil=True, cache=folder is not None)({"attend": attend, "backward": backward}[name])
     finally:
         numba.config.CACHE_DIR = saved
     x = getattr(types, number)
     row, rows, bounds = types.Array(x, 1, "C"), types.Array(x, 2, "C"), types.Array(types.int64, 1, "C")
-    kv = types.Array(getattr(types, storage), 2, "A", readonly=True, aligned=False)  # what any array may be passed as
-    loops.compile((rows, kv, kv, bounds, bounds, x, x, types.intp, row, rows, row))
+    if name == "attend":
+        kv = types.Array(getattr(types, storage), 2, "A", readonly=True, aligned=False)  # what any array may be passed as
+        loops.compile((rows, kv, kv, bounds, bounds, row, x, x, types.intp, row, rows, row))
+    else:
+        loops.compile((*[rows] * 4, row, row, bounds, bounds, x, x, x, *[rows] * 3))
     loops.disable_compile()
     return loops

@@ -1,10 +1,15 @@
-"""The specification: what attention is, in float64 and plain array operations, on NumPy, CuPy or torch.
+"""The specification: what attention and its gradients are, in float64 and plain array operations, on NumPy, CuPy or torch.
 
-    o[i] = sum_j p[i, j] v[j],   p[i, j] = exp(s[i, j] - lse[i]),   lse[i] = log sum_j exp(s[i, j])
+    o[i] = sum_j p[i, j] v[j],   p[i, j] = exp(s[i, j] - lse[i]),   lse[i] = log(sum_j exp(s[i, j]) + exp(sink))
 
 over the keys j that the mask keeps for the query i, where the logit s[i, j] is scale * q[i].k[j], or what the score makes of it
-(Vaswani et al., arXiv 1706.03762, equation 1). Kernels compute the same sums in blocks, with a running maximum (Milakov and
-Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135).
+(Vaswani et al., arXiv 1706.03762, equation 1), and the sink of the query's head, if it has one, is a logit without a value
+(Xiao et al., arXiv 2309.17453; gpt-oss, arXiv 2508.10925). Kernels compute the same sums in blocks, with a running maximum
+(Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135).
+
+The gradients of a loss, from do and dlse, those of o and lse: dp[i, j] = do[i].v[j] is the gradient of p[i, j], and with
+delta[i] = do[i].o[i] - dlse[i] that of the logit is p[i, j] (dp[i, j] - delta[i]); times the score's slope and scale it is that
+of q[i].k[j]. The sink's is -sum_i exp(sink - lse[i]) delta[i]: it is a key of probability exp(sink - lse[i]) with dp = 0.
 """
 
 from __future__ import annotations
@@ -12,23 +17,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from .errors import UnsupportedError
-from .problem import make_mask, make_scale, make_score
+from .errors import ProblemError, UnsupportedError
+from .spec import make_mask, make_scale, make_score
 from .variant.mask import Mask
-from .variant.score import Scale, Score, Softcap
+from .variant.score import Score
 
 LOGITS = 1 << 22  # that are held at once
+INF = float("inf")
 
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, return_lse: bool = False, rows: Sequence[int] | None = None,
+    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, return_lse: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """Attention in float64, slow and exact, to compare with.
 
@@ -37,7 +44,8 @@ def attention(
     Args:
         q: (batch, q_len, heads, head_dim), of any float dtype and strides: a NumPy or CuPy array or a torch tensor.
         k, v: (batch, kv_len, kv_heads, head_dim) and (batch, kv_len, kv_heads, head_dim_v), in q's library.
-        causal, window, softcap, scale, mask, score: as in ``rawattn.attention``.
+        causal, window, softcap, scale, mask, score: as in ``rawattn.attention``. The score needs ``logit`` alone.
+        sinks: (heads,) floats in any library, a logit of each query head that joins the sum and lse and has no value.
         cu_seqlens_q, cu_seqlens_kv: (batch + 1,) integers; then q, k, v are (total, heads, head_dim), sequences end to end.
         return_lse: give (o, lse).
         rows: compute these queries only, numbered in each sequence, or in all of q where sequences are end to end.
@@ -46,49 +54,106 @@ def attention(
         o (batch, q_len, heads, head_dim_v) or (total_q, heads, head_dim_v), and with ``return_lse`` lse (batch, heads, q_len) or
         (heads, total_q), natural logarithms; float64, in q's library and on its device. ``rows`` gives len(rows) for q_len.
 
-    A query that keeps no key, or whose kept logits are all -inf, has o = 0 and lse = -inf. A masked key or value takes no part,
-    whatever it holds; NaN in q or in a kept key makes the row NaN.
+    A query that keeps no key, or whose kept logits are all -inf, has o = 0 and lse = the sink, or -inf without one. A sink of
+    -inf is none; one of inf leaves o = 0 and lse = inf. A masked key or value takes no part, whatever it holds; NaN in q or in a
+    kept key makes the row NaN.
     """
-    formula = _formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score)
-    return formula.all(q, k, v, cu_seqlens_q, cu_seqlens_kv, return_lse, rows)
+    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score)
+    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
+    return (o, lse) if return_lse else o
 
 
 def rounded(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, return_lse: bool = False, rows: Sequence[int] | None = None,
+    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, return_lse: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """The plain formula in float32, its logits and probabilities rounded to q's dtype: the yardstick for a kernel's error.
 
     Takes what ``attention`` takes, and gives the same results as float32.
     """
-    formula = _formula(q, "float32", lambda x: _cast(_cast(x, q.dtype), x.dtype), causal, window, softcap, scale, mask, score)
-    return formula.all(q, k, v, cu_seqlens_q, cu_seqlens_kv, return_lse, rows)
+    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score)
+    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
+    return (o, lse) if return_lse else o
+
+
+def attention_backward(
+    do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The gradients of a loss by q, k, v and the sinks in float64, slow and exact, to compare with.
+
+    >>> dq, dk, dv = rawattn.reference.attention_backward(do, q, k, v, causal=True)
+
+    Args:
+        do: the loss's gradient by o, in the shape of o.
+        dlse: its gradient by lse, (batch, heads, q_len) or (heads, total_q), where the loss depends on lse.
+        The rest as in ``attention``. A score needs ``slope`` too.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v, and with ``sinks`` dsinks (heads,); float64, in q's library and on its device. Keys
+        and values that query heads share get the sum of the gradients.
+
+    A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. NaN or inf in a query reaches
+    dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
+    """
+    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score)
+    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
+
+
+def rounded_backward(
+    do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The plain formula in float32, its logits, probabilities, o and gradients of logits rounded to q's dtype: the yardstick for
+    a kernel's error.
+
+    Takes what ``attention_backward`` takes, and gives the same results as float32.
+    """
+    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score)
+    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
 
 def _cast(x: Any, dtype: Any) -> Any:
     return x.detach().to(dtype) if hasattr(x, "detach") else x.astype(dtype)
 
 
-def _formula(
+def _rounding(q: Any) -> Callable[[Any], Any]:
+    return lambda x: _cast(_cast(x, q.dtype), x.dtype)
+
+
+def make_formula(
     q: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any, score: Any
-) -> _Formula:
+) -> Formula:
+    """The formula for q's library and device and these options, in the dtype of that name."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     place = {"device": q.device} if xp.__name__ == "torch" else {}
-    return _Formula(
-        xp,
-        place,
-        getattr(xp, number),
-        rounding,
-        make_mask(causal, window, mask),
-        make_score(softcap, score),
-        make_scale(scale, q.shape[-1]),
-    )
+    mask, score, given = make_mask(causal, window, mask), make_score(softcap, score), make_scale(scale)
+    return Formula(
+        xp, place, getattr(xp, number), rounding, mask, score, q.shape[-1] ** -0.5 if given is None else given
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class _Formula:
-    """The formula for one library, device and precision; ``rounding`` is applied to logits and to probabilities."""
+class Tile:
+    """Some queries of a sequence, a run of keys that holds all that they keep, and which pairs they keep.
+
+    ``q`` and ``kv`` are the positions in the sequence as a column and a row; ``rows`` says which of the wanted queries these are.
+    """
+
+    rows: slice
+    keys: slice
+    q: Any
+    kv: Any
+    kept: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """The formula for one library, device and precision; ``rounding`` is applied to what kernels hold in the inputs' format."""
 
     xp: Any
     place: dict[str, Any]
@@ -98,58 +163,168 @@ class _Formula:
     score: Score
     scale: float
 
-    def all(self, q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any, return_lse: bool, rows: Sequence[int] | None) -> Any:
-        xp, wanted = self.xp, np.arange(q.shape[-3]) if rows is None else np.asarray(rows, np.int64)
-        batch = q.shape[:-3]
-        with q.device if xp.__name__ == "cupy" else contextlib.nullcontext(), np.errstate(all="ignore"):
-            o = xp.zeros((*batch, len(wanted), q.shape[-2], v.shape[-1]), dtype=self.dtype, **self.place)
-            lse = xp.full((*batch, q.shape[-2], len(wanted)), -float("inf"), dtype=self.dtype, **self.place)
-            if batch:
-                for i in range(len(q)):
-                    self.sequence(q[i], k[i], v[i], o[i], lse[i], wanted, np.arange(len(wanted)))
-            else:
-                starts_q, starts_kv = (list(map(int, cu)) for cu in (cu_q, cu_kv))
-                for first, last, k_first, k_last in zip(starts_q, starts_q[1:], starts_kv, starts_kv[1:], strict=False):
-                    at = np.nonzero((wanted >= first) & (wanted < last))[0]
-                    keys = slice(k_first, k_last)
-                    self.sequence(q[first:last], k[keys], v[keys], o, lse, wanted[at] - first, at)
-        return (o, lse) if return_lse else o
+    def forward(
+        self, q: Any, k: Any, v: Any, sinks: Any, cu_q: Any, cu_kv: Any, wanted: Sequence[int] | None = None
+    ) -> tuple[Any, Any]:
+        """o and lse of all sequences, or of the wanted queries."""
+        queries = np.arange(q.shape[-3]) if wanted is None else np.asarray(wanted, np.int64)
+        with self._settings(q):
+            shape = (*q.shape[:-3], len(queries), q.shape[-2])
+            o = self.xp.zeros((*shape, v.shape[-1]), dtype=self.dtype, **self.place)
+            lse = self.xp.zeros((*shape[:-2], shape[-1], shape[-2]), dtype=self.dtype, **self.place)
+            sinks = self._numbers(sinks, q.shape[-2])
+            for head, sink in enumerate(sinks):
+                lse[..., head, :] = sink
+            for batch, rows, keys in self._sequences(q, cu_q, cu_kv):
+                if isinstance(rows, int):
+                    at, to = np.arange(len(queries)), (o[rows], lse[rows])
+                    chosen = queries
+                else:
+                    at, to = np.nonzero((queries >= rows.start) & (queries < rows.stop))[0], (o, lse)
+                    chosen = queries[at] - rows.start
+                self.forward_sequence((batch, 0), q[rows], k[keys], v[keys], sinks, chosen, at, *to)
+        return o, lse
 
-    def sequence(self, q: Any, k: Any, v: Any, o: Any, lse: Any, queries: Any, at: Any) -> None:
-        """Writes the queries of one sequence to the rows ``at`` of o and lse."""
-        block = max(1, LOGITS // max(1, len(k)))
-        for i in range(0, len(queries), block):
-            chosen, to = queries[i : i + block], self.xp.asarray(at[i : i + block], **self.place)
-            begin, end = self.mask.interval(chosen, len(q), len(k))
+    def backward(self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: Any, cu_q: Any, cu_kv: Any) -> tuple[Any, ...]:
+        """dq, dk, dv of all sequences, and dsinks where there are sinks."""
+        with self._settings(q):
+            found = [self.xp.zeros(x.shape, dtype=self.dtype, **self.place) for x in (q, k, v)]
+            dsinks = self.xp.zeros(q.shape[-2], dtype=self.dtype, **self.place)
+            dq, dk, dv = found
+            if dlse is None:
+                dlse = self.xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=self.dtype, **self.place)
+            numbers = self._numbers(sinks, q.shape[-2])
+            for batch, rows, keys in self._sequences(q, cu_q, cu_kv):
+                dlse_i = _cast(dlse[rows] if isinstance(rows, int) else dlse[:, rows], self.dtype)
+                given = (do[rows], q[rows], k[keys], v[keys], dlse_i, numbers)
+                self.backward_sequence((batch, 0), *given, dq[rows], dk[keys], dv[keys], dsinks)
+        return (*found, dsinks) if sinks is not None else tuple(found)
+
+    def _settings(self, q: Any) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(np.errstate(all="ignore"))
+        if self.xp.__name__ == "cupy":
+            stack.enter_context(q.device)
+        return stack
+
+    @staticmethod
+    def _numbers(sinks: Any, heads: int) -> list[float]:
+        """The sink of each head; -inf where there is none."""
+        if sinks is None:
+            return [-INF] * heads
+        if tuple(sinks.shape) != (heads,):
+            raise ProblemError(f"sinks has shape {tuple(sinks.shape)}; it must be ({heads},), a number for each head of q.")
+        return list(map(float, sinks.tolist()))
+
+    @staticmethod
+    def _sequences(q: Any, cu_q: Any, cu_kv: Any) -> Iterator[tuple[int, Any, Any]]:
+        """The number of each sequence, and where its rows of q and of k are."""
+        if q.ndim == 4:
+            yield from ((i, i, i) for i in range(len(q)))
+        else:
+            q_ends, kv_ends = (list(map(int, cu)) for cu in (cu_q, cu_kv))
+            for i in range(len(q_ends) - 1):
+                yield i, slice(*q_ends[i : i + 2]), slice(*kv_ends[i : i + 2])
+
+    def tiles(self, queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
+        """The queries in tiles whose logits fit in memory, but for tiles that keep no key."""
+        step = max(1, LOGITS // max(1, kv_len))
+        for first in range(0, len(queries), step):
+            chosen = queries[first : first + step]
+            begin, end = self.mask.interval(chosen, q_len, kv_len)
             low, high = int(begin.min()), int(end.max())
-            if low >= high:
-                continue
-            j = np.arange(low, high)
-            kept = self.xp.asarray((j >= begin[:, None]) & (j < end[:, None]), **self.place)
-            chosen = self.xp.asarray(chosen, **self.place)
+            if low < high:
+                j = np.arange(low, high)
+                kept = (j >= begin[:, None]) & (j < end[:, None])
+                arrays = (self.xp.asarray(x, **self.place) for x in (chosen[:, None], j[None], kept))
+                yield Tile(slice(first, first + len(chosen)), slice(low, high), *arrays)
+
+    def forward_sequence(
+        self, origin: tuple[int, int], q: Any, k: Any, v: Any, sinks: list[float], queries: Any, at: Any, o: Any, lse: Any
+    ) -> None:
+        """Writes the queries of one sequence to the rows ``at`` of o and lse; its number and that of the first head are
+        ``origin``."""
+        for tile in self.tiles(queries, len(q), len(k)):
+            to = self.xp.asarray(at[tile.rows], **self.place)
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // k.shape[1])
-                rows, keys, values = q[:, head][chosen], k[low:high, kv_head], v[low:high, kv_head]
-                o[to, head], lse[head, to] = self.block(
-                    _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype), kept
-                )
+                rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
+                inputs = _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype)
+                o[to, head], lse[head, to] = self.attend(*inputs, sinks[head], (origin[0], origin[1] + head), tile)
 
-    def block(self, q: Any, k: Any, v: Any, kept: Any) -> Any:
-        """o and lse of some queries of one head."""
+    def backward_sequence(
+        self, origin: tuple[int, int], do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: list[float], dq: Any, dk: Any, dv: Any,
+        dsinks: Any,
+    ) -> None:  # fmt: skip
+        """Adds the gradients of one sequence to dq, dk, dv and dsinks; its number and that of the first head are ``origin``."""
+        for head, sink in enumerate(sinks):
+            kv_head = head // (q.shape[1] // k.shape[1])
+            lse, delta = self.xp.full_like(dlse[head], sink), -dlse[head]
+            for tile in self.tiles(np.arange(len(q)), len(q), len(k)):
+                rows, keys = tile.rows, tile.keys
+                inputs = do[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head]
+                x = [_cast(x, self.dtype) for x in inputs]
+                place = origin[0], origin[1] + head
+                found = self.gradients(x[0], x[1], x[2], x[3], dlse[head, rows, None], sink, place, tile)
+                dq[rows, head] += found[0]
+                dk[keys, kv_head] += found[1]
+                dv[keys, kv_head] += found[2]
+                lse[rows], delta[rows] = found[3:]
+            if sink != -INF:
+                p = self.xp.where(lse == sink, 1.0, self.xp.exp(sink - lse))  # 1 where both are inf
+                dsinks[head] += self.sink_gradient(p, delta)
+
+    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
+        """o and lse of the queries of one head."""
+        p, lse, _, _ = self.weights(q, k, sink, place, tile)
+        return self.total(p, v, tile.kept), lse
+
+    def weights(self, q: Any, k: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any, Any, Any]:
+        """The probabilities, lse, the scaled dot products, and the logits."""
         xp = self.xp
-        s = self.scale * (q @ k.T)
-        if isinstance(self.score, Softcap):
-            s = self.score.cap * xp.tanh(s / self.score.cap)
-        elif not isinstance(self.score, Scale):
-            raise UnsupportedError(f"the reference has no formula for the score {self.score!r}.")
-        s = xp.where(kept, self.rounding(s), -float("inf"))
+        if not hasattr(self.score, "logit"):
+            raise UnsupportedError(f"the reference has no formula for the score {self.score!r}: it has no logit(...).")
+        dot = self.scale * (q @ k.T)
+        s = _cast(self.score.logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
+        s = xp.where(tile.kept, self.rounding(s), -INF)
         m = xp.amax(s, axis=-1, keepdims=True)
-        p = xp.exp(s - xp.where(m == -float("inf"), 0.0, m))
-        total = xp.sum(p, axis=-1, keepdims=True)
-        empty = total == 0
-        p = self.rounding(p / xp.where(empty, 1.0, total))
-        infinite = ~xp.all(xp.isfinite(v), axis=1)
-        o = p @ xp.where(infinite[:, None], 0.0, v)
-        for j in (j for j, found in enumerate(infinite.tolist()) if found):  # 0 times a masked inf or NaN would be NaN
-            o += xp.where(kept[:, j, None], p[:, j, None] * v[j], 0.0)
-        return xp.where(empty, 0.0, o), (m + xp.log(total))[:, 0]
+        m = xp.where(m < sink, sink, m)
+        base = xp.where(m == -INF, 0.0, m)
+        p = xp.exp(s - base)
+        sink_exp = 0.0 if sink == -INF else xp.where(m == sink, 1.0, xp.exp(sink - base))
+        total = xp.sum(p, axis=-1, keepdims=True) + sink_exp
+        p = xp.where(tile.kept, p / xp.where(total == 0, 1.0, total), 0.0)
+        return self.rounding(p), (m + xp.log(total))[:, 0], dot, s
+
+    def gradients(
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile
+    ) -> tuple[Any, ...]:
+        """dq, dk, dv, lse and delta of the queries of one head."""
+        xp = self.xp
+        p, lse, dot, _ = self.weights(q, k, sink, place, tile)
+        o = self.rounding(self.total(p, v, tile.kept))
+        delta = xp.sum(do * o, axis=-1, keepdims=True) - dlse
+        ds = p * (do @ v.T - delta)
+        slope = self.slope(dot, place, tile)
+        ds = self.rounding(xp.where(tile.kept, ds if slope is None else ds * slope, 0.0))
+        dq = self.scale * self.total(ds, k, tile.kept)
+        return dq, self.scale * self.total(ds.T, q, tile.kept.T), self.total(p.T, do, tile.kept.T), lse, delta[:, 0]
+
+    def slope(self, dot: Any, place: tuple[int, int], tile: Tile) -> Any:
+        """The score's derivative; None where it is 1."""
+        if not hasattr(self.score, "slope"):
+            raise UnsupportedError(f"the score {self.score!r} has no slope(...), its derivative by s, which gradients need.")
+        return self.score.slope(self.xp, dot, *place, tile.q, tile.kv)
+
+    def sink_gradient(self, p: Any, delta: Any) -> Any:
+        """The gradient of a head's sink."""
+        return -self.xp.sum(p * delta)
+
+    def total(self, weights: Any, x: Any, kept: Any) -> Any:
+        """weights @ x, to which a pair that is not kept adds nothing, not even 0 times inf or NaN."""
+        xp = self.xp
+        infinite = ~xp.all(xp.isfinite(x), axis=1)
+        found = weights @ xp.where(infinite[:, None], 0.0, x)
+        for j in (j for j, is_infinite in enumerate(infinite.tolist()) if is_infinite):
+            found += xp.where(kept[:, j, None], weights[:, j, None] * x[j], 0.0)
+        return found

@@ -1,7 +1,7 @@
 """Everything NVRTC is given: a ``.cu`` of ``cuda_src/``, the headers it reaches, and ``config.cuh``, which is written here.
 
 ``config.cuh`` holds, in this order, the constants (``namespace cfg``), ``struct Args``, the matrix products in use, and for each
-axis of variation the include of its choice and a ``using`` line.
+axis of variation the include of its option and a ``using`` line.
 """
 
 from __future__ import annotations
@@ -9,38 +9,41 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
+import struct
 from collections.abc import Mapping, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from .compiler import Source
-from .variant import Fields, Option
+from .program import Fields
+from .variant import Option
 from .variant.element import Element
 
 _PACKAGE = pathlib.Path(__file__).parent
 FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") if f.is_dir())  # in a wheel; in a checkout
 
-# C++ type -> (bytes, alignment, NumPy format). Args is laid out as the compiler lays it out; Facts.args_bytes must agree.
+# C++ type -> (bytes, alignment, format of the struct module). Args is laid out as the compiler does it; Facts.args_bytes agrees.
 CTYPES = {
-    "TmaTensor": (192, 64, "V192"),
-    "StridedTensor": (32, 8, "V32"),
-    "StridedOutput": (32, 8, "V32"),
-    "Element*": (8, 8, "u8"),
-    "Number*": (8, 8, "u8"),
-    "float*": (8, 8, "u8"),
-    "const float*": (8, 8, "u8"),
-    "const Number*": (8, 8, "u8"),
-    "i32*": (8, 8, "u8"),
-    "const i32*": (8, 8, "u8"),
-    "i64": (8, 8, "i8"),
-    "i32": (4, 4, "i4"),
+    "TmaTensor": (192, 64, "192s"),
+    "StridedTensor": (32, 8, "32s"),
+    "StridedOutput": (32, 8, "32s"),
+    "PartList": (1024, 8, "1024s"),
+    "Element*": (8, 8, "Q"),
+    "Number*": (8, 8, "Q"),
+    "const Number*": (8, 8, "Q"),
+    "float*": (8, 8, "Q"),
+    "const float*": (8, 8, "Q"),
+    "i32*": (8, 8, "Q"),
+    "const i32*": (8, 8, "Q"),
+    "i64": (8, 8, "q"),
+    "i32": (4, 4, "i"),
 }
-TENSORS = {
+_NUMBERS = {"fp32": (4, 4, "f"), "fp64": (8, 8, "d")}  # what "Number" is
+TENSORS = {  # C++ type -> its file
     "TmaTensor": "tile/tma_tensor.cuh",
     "StridedTensor": "tile/strided_tensor.cuh",
     "StridedOutput": "tile/strided_tensor.cuh",
-}  # C++ type -> its file
+    "PartList": "tile/part_list.cuh",
+}
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -72,34 +75,42 @@ struct {name} {{
 """
 
 
-def layout(fields: Fields, number: npt.DTypeLike = np.float32) -> tuple[dict[str, tuple[int, str]], int]:
-    """Offset and NumPy format of each field of ``struct Args``, and its size in bytes; ``number`` is what is computed in."""
-    size = np.dtype(number).itemsize
-    ctypes = CTYPES | {"Number": (size, size, f"f{size}")}
-    places: dict[str, tuple[int, str]] = {}
-    end, widest = 0, 1
-    for name, ctype in fields:
-        size, align, form = ctypes[ctype]
+class ArgsLayout(NamedTuple):
+    """How ``struct Args`` lies in memory. ``pack`` takes a value for each field, in order."""
+
+    pack: struct.Struct
+    offsets: dict[str, int]
+    formats: dict[str, str]
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(fields: Fields, number: str = "fp32") -> ArgsLayout:
+    """The layout of ``struct Args``; ``number`` is what is computed in, "fp32" or "fp64"."""
+    ctypes = CTYPES | {"Number": _NUMBERS[number]}
+    text, offsets, formats, end, widest = "<", {}, {}, 0, 1
+    for field in fields:
+        size, align, form = ctypes[field.ctype]
         begin = -(-end // align) * align
-        places[name] = (begin, form)
+        text += f"{begin - end}x{form}"
+        offsets[field.name], formats[field.name] = begin, f"<{form}"
         end, widest = begin + size, max(widest, align)
-    return places, -(-end // widest) * widest
+    return ArgsLayout(struct.Struct(f"{text}{-end % widest}x"), offsets, formats)
 
 
-def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], choices: Mapping[str, Option]) -> str:
-    """``config.cuh``. ``choices``: axis (the C++ name) -> choice, in the order of inclusion; the first is the element."""
+def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], options: Mapping[str, Option]) -> str:
+    """``config.cuh``. ``options``: axis (the C++ name) -> option, in the order of inclusion; the first is the element."""
     constants = dict(constants)
-    for choice in choices.values():
-        constants.update(choice.constants)
-    element, *rest = choices.items()
+    for option in options.values():
+        constants.update(option.constants)
+    element, *rest = options.items()
     values = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     lines = ["#pragma once", "namespace cfg {", *values, "}", ""]
-    includes = [*dict.fromkeys(TENSORS[ctype] for _, ctype in fields if ctype in TENSORS), *element[1].sources]
+    includes = [*dict.fromkeys(TENSORS[field.ctype] for field in fields if field.ctype in TENSORS), *element[1].sources]
     lines += [f'#include "{source}"' for source in includes]
     lines += ["using Number = Element::Number;", ""]
-    lines += ["struct Args {", *(f"    {ctype} {name};" for name, ctype in fields), "};", "", *products]
-    for axis, choice in rest:
-        lines += [*(f'#include "{source}"' for source in choice.sources), f"using {axis} = {choice.cuda_type};"]
+    lines += ["struct Args {", *(f"    {field.ctype} {field.name};" for field in fields), "};", "", *products]
+    for axis, option in rest:
+        lines += [*(f'#include "{source}"' for source in option.sources), f"using {axis} = {option.cuda_type};"]
     return "\n".join(lines) + "\n"
 
 

@@ -1,123 +1,167 @@
-"""Which kernel and which configuration serve a problem on a device."""
+"""Which kernel and which configuration serve an operation on a device."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from types import ModuleType
+import sys
+import warnings
 from typing import Any, NamedTuple
 
-from . import cpu, records
+from . import records
+from .cpu import CPU
 from .device import Device
-from .errors import ProblemError, UnsupportedError
-from .kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
-from .problem import Problem
+from .errors import ProblemError, SlowKernelWarning, UnsupportedError
+from .kernel.attn_fwd import ATTN_FWD
+from .kernel.attn_fwd_mma import ATTN_FWD_MMA
+from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from .operand import PLAIN
+from .operation import Forward
 
-KERNELS: tuple[ModuleType, ...] = (attn_fwd, attn_fwd_mma, attn_fwd_simt, cpu)  # best first
+KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """A kernel and its configuration, why, and why the others were passed over. ``slow`` says so where one that is made for the
-    device was among these. ``compiled_with``: the configurations that other problems of this kind may get."""
+class Selection(NamedTuple):
+    """A kernel and its configuration, why, and why the others were passed over.
+
+    ``slow`` says so where a kernel that is made for the device was among these. ``compiled_with`` are the configurations that
+    other operations of this kind may get.
+    """
 
     kernel: Any
     config: Any
     why: str
-    refusals: tuple[tuple[str, str], ...]
+    refusals: tuple[tuple[str, str], ...] = ()
     slow: str | None = None
     compiled_with: tuple[Any, ...] = ()
 
 
-def select(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
-    """The first kernel that supports the problem, in the configuration that serves the most similar of this kind's typical
-    problems best: by the device's record where that is of these sources, else by the cost model. ``kernel`` and ``config``
+def select(op: Forward, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
+    """The first kernel that supports the operation, in the configuration that serves the most similar of this kind's tuning
+    shapes best: by the device's record where that is of these sources, else by the cost model. ``kernel`` and ``config``
     override.
 
-    Raises UnsupportedError with every kernel's reason, or where a better kernel would compute the problem but for the strides of
-    the arrays; ProblemError for an override that does not fit.
+    Raises UnsupportedError with every kernel's reasons, or where a better kernel would compute the operation but for the strides
+    of the arrays; ProblemError for an override that does not fit.
     """
     names = [k.name for k in KERNELS]
     if kernel is not None and kernel not in names:
         raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
-    if config is not None and not isinstance(config, tuple(k.Config for k in KERNELS)):
-        raise ProblemError(f"config is {config!r}; it must be None or {' or '.join(f'{k.__name__}.Config' for k in KERNELS)}.")
-    return _select(problem, device, kernel, config)
+    if config is not None and not isinstance(config, tuple(k.config_type for k in KERNELS)):
+        classes = " or ".join(f"{type(k).__module__}.Config" for k in KERNELS)
+        raise ProblemError(f"config is {config!r}; it must be None or {classes}.")
+    sizes = op.batch, op.q_len, op.kv_len, op.total_q, op.total_kv
+    if op.total_q * op.heads < FEW_ROWS:
+        sizes = tuple(map(three_bits, sizes))  # type: ignore[assignment]
+    key = (op.kind, op.spec, op.layout, op.heads, op.kv_heads, sizes, device, kernel, config)
+    found = _selections.get(key)
+    if found is None:
+        batch, q_len, kv_len, total_q, total_kv = sizes
+        rounded = dataclasses.replace(op, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
+        try:
+            found = _select(rounded, device, kernel, config)
+        except UnsupportedError:
+            return _select(op, device, kernel, config)  # its message has the sizes that were given
+        if len(_selections) >= KEPT_SELECTIONS:
+            _selections.clear()
+        _selections[key] = found
+    return found
 
 
-@functools.lru_cache(maxsize=4096)
-def _select(problem: Problem, device: Device, kernel: str | None, config: Any) -> Selection:
+KEPT_SELECTIONS = 4096
+FEW_ROWS = 1 << 27  # of all heads: from here on, near the limits, every row counts
+_selections: dict[Any, Selection] = {}
+
+
+def forget() -> None:
+    """Empties what is kept of earlier selections, as after a change of records."""
+    _selections.clear()
+    config_set.cache_clear()
+
+
+def three_bits(n: int) -> int:
+    """The next number from ``n`` up that has three significant bits, so that lengths of nearly the same size, such as those of
+    the steps of a decode loop, share one selection. A number near the limit of a length stays."""
+    step = 1 << max(0, n.bit_length() - 3)
+    return n if n >= 1 << 29 else -(-n // step) * step
+
+
+def _select(op: Forward, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
-    for candidate in KERNELS:
-        if kernel not in (None, candidate.name):
-            continue
-        reason = candidate.supports(problem, device)
-        if reason is None:
-            best, why, others = _configure(candidate, problem, device, config)
+    places = {each: place + 1.5 * (not each.prefers(op)) for place, each in enumerate(KERNELS)}  # 1.5: behind the next one
+    ordered = sorted(KERNELS, key=places.__getitem__)
+    for candidate in (each for each in ordered if kernel in (None, each.name)):
+        reasons = candidate.supports(op, device)
+        if not reasons:
+            best, why, others = _configure(candidate, op, device, config)
             slow = slow and f"{candidate.name} computes this, slowly; {slow}"
             return Selection(candidate, best, why, tuple(refusals), slow, others)
+        reason = "; ".join(reasons)
         refusals.append((candidate.name, reason))
         if candidate.runs_on(device):
             slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
-            if kernel is None and _refuses_strides(candidate, problem, device):
-                slower = [repr(k.name) for k in KERNELS if k.supports(problem, device) is None]
+            if kernel is None and not candidate.supports(dataclasses.replace(op, layout=PLAIN), device):
+                slower = [repr(k.name) for k in KERNELS if not k.supports(op, device)]
                 raise UnsupportedError(f"{candidate.name}: {reason}; or ask for a slower kernel: kernel={' or '.join(slower)}.")
-    reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
-    raise UnsupportedError(f"no kernel computes {problem} on {device.name}:{reasons}")
+    lines = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
+    raise UnsupportedError(f"no kernel computes {op} on {device.name}:{lines}")
 
 
-def _refuses_strides(kernel: ModuleType, problem: Problem, device: Device) -> bool:
-    """Whether the kernel would compute the problem if the arrays lay otherwise: what the caller can mend, and should know."""
-    reason: str | None = kernel.supports(dataclasses.replace(problem, tma_unsupported_reason=None, unaligned_reason=None), device)
-    return reason is None
-
-
-def _configure(kernel: Any, problem: Problem, device: Device, config: Any) -> tuple[Any, str, tuple[Any, ...]]:
+def _configure(kernel: Any, op: Forward, device: Device, config: Any) -> tuple[Any, str, tuple[Any, ...]]:
     if config is not None:
-        if not isinstance(config, kernel.Config):
-            raise ProblemError(f"config is {config!r}; kernel {kernel.name} takes a {kernel.__name__}.Config.")
-        reason = kernel.legal(config, problem, device)
+        if not isinstance(config, kernel.config_type):
+            raise ProblemError(f"config is {config!r}; kernel {kernel.name} takes a {type(kernel).__module__}.Config.")
+        reason = kernel.legal(config, op, device)
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
         return config, "given by the caller", ()
-    members = config_set(kernel, kernel.tuning_shapes(problem), device)
+    members = config_set(kernel, kernel.tuning_shapes(op), device)
     if not members:
-        raise UnsupportedError(f"{kernel.name} has no configuration that fits {problem} on {device.name}.")
-    best, seconds = nearest(kernel, members, problem, device)
+        raise UnsupportedError(f"{kernel.name} has no configuration that fits {op} on {device.name}.")
+    best, seconds = nearest(kernel, members, op, device)
     why = f"cheapest of {len(members)} by the cost model, which expects {seconds * 1e6:,.0f} us"
     if best.date:
-        why = f"record of {best.date} for problems like {records.Kind.of(kernel, best.like).size}"
+        why = f"record of {best.date} for operations like {records.Kind.of(kernel, best.like).size}"
     others = dict.fromkeys(member.config for member in members if member.config != best.config)
     return best.config, why, tuple(others)
 
 
-class Member(NamedTuple):
-    """What the problems of a kind run in that are most like one of its typical problems."""
+class Tuned(NamedTuple):
+    """What the operations of a kind run in that are most like one of its tuning shapes."""
 
-    like: Problem
+    like: Forward
     modelled: Any  # the cheapest configuration by the cost model
     config: Any  # the recorded one where there is one, else the modelled
     date: str  # of the record; empty for none
 
 
 @functools.lru_cache(maxsize=256)
-def config_set(kernel: Any, typical: tuple[Problem, ...], device: Device) -> tuple[Member, ...]:
-    """All that problems of a kind may run in: a member for each of the kind's typical problems, but for those that the cost model
-    tells not apart."""
-    found: dict[Any, Member] = {}
-    for problem in typical:
-        costs = {config: kernel.cost(config, problem, device) for config in kernel.candidates(problem, device)}
+def config_set(kernel: Any, shapes: tuple[Forward, ...], device: Device) -> tuple[Tuned, ...]:
+    """All that operations of a kind may run in: one for each of the kind's tuning shapes, but for those that the cost model tells
+    not apart."""
+    found: dict[Any, Tuned] = {}
+    for op in shapes:
+        costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
         modelled = min(costs, key=costs.__getitem__, default=None)
         if modelled is not None and modelled not in found:
-            record = records.find(kernel, problem, device)
-            found[modelled] = Member(problem, modelled, *((record.config, record.date) if record else (modelled, "")))
+            record = records.find(kernel, op, device)
+            found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
     return tuple(found.values())
 
 
-def nearest(kernel: Any, members: tuple[Member, ...], problem: Problem, device: Device) -> tuple[Member, float]:
-    """The member that serves a problem, and the seconds that the cost model expects of its own choice for it. By that choice it
-    is found, so that a record changes what a kind of problem runs in, not which problems are of that kind."""
-    costs = [kernel.cost(member.modelled, problem, device) for member in members]
+def nearest(kernel: Any, members: tuple[Tuned, ...], op: Forward, device: Device) -> tuple[Tuned, float]:
+    """The member that serves an operation, and the seconds that the cost model expects of its own choice for it. It is found by
+    that choice, so that a record changes what a kind runs in, not which operations are of that kind."""
+    costs = [kernel.cost(member.modelled, op, device) for member in members]
     best = min(range(len(members)), key=costs.__getitem__)
     return members[best], costs[best]
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warns of a slow kernel, once for each message, at the line that called rawattn."""
+    frame, level = sys._getframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    warnings.warn(message, SlowKernelWarning, stacklevel=level)

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from . import reference
-from .problem import Problem, make_mask, make_scale, make_score
+from .operation import Forward
+from .spec import Spec
 from .variant import mask as masks
 from .variant.element import ELEMENTS
 
@@ -46,6 +47,8 @@ class Case:
     - padded: the first elements of rows that are 8 longer
     - expanded: all heads of k and v are one, repeated with a stride of 0
     - reversed: the rows backwards, with a negative stride; NumPy and CuPy only
+
+    ``sinks`` says whether each query head has one.
     """
 
     dtype: str = "bf16"
@@ -61,6 +64,7 @@ class Case:
     mask: masks.Mask | None = None
     softcap: float | None = None
     scale: float | None = None
+    sinks: bool = False
     lengths: tuple[tuple[int, int], ...] | None = None
     layout: str = "contiguous"
     seed: int = 0
@@ -73,22 +77,25 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of ``rawattn.attention``, ``attention_varlen`` and the reference; those that are not defaults."""
+        """Keyword arguments of ``rawattn.attention``, ``attention_varlen`` and the reference; those that are not defaults. Sinks
+        are a NumPy array."""
         options = {name: getattr(self, name) for name in ("causal", "window", "mask", "softcap", "scale")}
+        options["sinks"] = self.sink_logits() if self.sinks else None
         return {name: value for name, value in options.items() if value is not None and value is not False}
 
     @property
-    def problem(self) -> Problem:
-        """The problem that ``rawattn.attention`` or ``attention_varlen`` poses with these arrays and options, and lse."""
+    def op(self) -> Forward:
+        """The operation that ``rawattn.attention`` or ``attention_varlen`` makes of these arrays and options, with lse."""
         pairs = [(self.q_len, self.kv_len)] * self.batch if self.lengths is None else self.lengths
         q_lens, kv_lens = [q for q, _ in pairs], [kv for _, kv in pairs]
         packed = self.lengths is not None
-        return Problem(
+        options = {name: value for name, value in self.options.items() if name != "sinks"}
+        spec = Spec.of(**options, return_lse=True)
+        return Forward(
             element=ELEMENTS[self.dtype], batch=len(pairs),
             q_len=max(q_lens, default=0) if packed else self.q_len, kv_len=max(kv_lens, default=0) if packed else self.kv_len,
-            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v,
-            scale=make_scale(self.scale, self.head_dim), mask=make_mask(self.causal, self.window, self.mask),
-            score=make_score(self.softcap, None), varlen=packed, total_q=sum(q_lens), total_kv=sum(kv_lens), return_lse=True,
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v, spec=spec,
+            varlen=packed, total_q=sum(q_lens), total_kv=sum(kv_lens), sinks=self.sinks,
         )  # fmt: skip
 
     def inputs(self, library: str = "numpy", device: Any = None) -> tuple[Any, ...]:
@@ -110,6 +117,18 @@ class Case:
             for lengths in zip(*self.lengths, strict=True) if self.lengths else ((), ()):
                 found.append(_moved(np.cumsum([0, *lengths], dtype=np.int32), library, device))
         return tuple(found)
+
+    def sink_logits(self, library: str = "numpy", device: Any = None) -> Any:
+        """N(0, 1) for each head of q, (heads,), in the dtype of lse."""
+        numbers = np.random.default_rng((self.seed, 1)).standard_normal(self.heads, np.float32)
+        return _moved(numbers.astype(ELEMENTS[self.dtype].lse_dtype), library, device)
+
+    def output_gradients(self, library: str = "numpy", device: Any = None) -> tuple[Any, Any]:
+        """do in the layout of q, and dlse (batch, heads, q_len) or (heads, total_q) in the dtype of lse, both of N(0, 1)."""
+        rng, element, rows = np.random.default_rng((self.seed, 2)), ELEMENTS[self.dtype], self._rows("q")
+        do = rng.standard_normal((*rows, self.heads, self.head_dim_v)).astype(element.dtype)
+        dlse = rng.standard_normal((*rows[:-1], self.heads, rows[-1])).astype(element.lse_dtype)
+        return place(do, self._layout("q"), library, device), _moved(dlse, library, device)
 
     def out(self, library: str = "numpy", device: Any = None) -> Any:
         """Memory for o, all NaN, in the layout of q."""
@@ -168,27 +187,47 @@ def _moved(x: Array, library: str, device: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What attention must give: o and lse of the reference, and the largest error allowed in each, anywhere."""
+    """What attention must give: o and lse of the reference, and the largest error allowed in each: o_error (..., 1) in each row,
+    lse_error in each number."""
 
     o: Array
     lse: Array
-    o_error: float
-    lse_error: float
+    o_error: Array
+    lse_error: Array
 
     def check(self, o: Any, lse: Any = None) -> None:
         """Raises AssertionError where a result has NaN or inf in other places than the reference, or errs by more."""
-        for name, found, wanted, allowed in (("o", o, self.o, self.o_error), ("lse", lse, self.lse, self.lse_error)):
-            if found is None:
-                continue
-            found = _float64(found)
-            assert found.shape == wanted.shape, f"{name} has shape {found.shape}; it must have {wanted.shape}"
-            same = (found == wanted) | (np.isnan(found) & np.isnan(wanted)) | (np.isfinite(found) & np.isfinite(wanted))
-            assert same.all(), _at(name, found, wanted, ~same)
-            with np.errstate(invalid="ignore"):
-                error = np.nan_to_num(np.abs(found - wanted))
-            assert (error <= allowed).all(), (
-                f"{_at(name, found, wanted, error > allowed)}: off by {error.max():.3g}, allowed {allowed:.3g}"
-            )
+        _check("o", o, self.o, self.o_error)
+        if lse is not None:
+            _check("lse", lse, self.lse, self.lse_error)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedBackward:
+    """What a backward must give: the gradients of the reference by name, and the largest error allowed in each row of dq, dk and
+    dv, (..., 1), and in each number of dsinks."""
+
+    gradients: dict[str, Array]
+    errors: dict[str, Array]
+
+    def check(self, dq: Any, dk: Any, dv: Any, dsinks: Any = None) -> None:
+        """Raises AssertionError where a gradient has NaN or inf in other places than the reference, or errs by more."""
+        given = {"dq": dq, "dk": dk, "dv": dv} | ({} if dsinks is None else {"dsinks": dsinks})
+        for name, found in given.items():
+            _check(name, found, self.gradients[name], self.errors[name])
+
+
+def _check(name: str, found: Any, wanted: Array, allowed: Array) -> None:
+    found = _float64(found)
+    assert found.shape == wanted.shape, f"{name} has shape {found.shape}; it must have {wanted.shape}"
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted)) | (np.isfinite(found) & np.isfinite(wanted))
+    assert same.all(), _at(name, found, wanted, ~same)
+    with np.errstate(invalid="ignore"):
+        error = np.nan_to_num(np.abs(found - wanted))
+    wrong = ~(error <= allowed)
+    if wrong.any():
+        worst = error[wrong].max(), np.broadcast_to(allowed, error.shape)[wrong][error[wrong].argmax()]
+        raise AssertionError(f"{_at(name, found, wanted, wrong)}: off by {worst[0]:.3g}, allowed {worst[1]:.3g}")
 
 
 def _at(name: str, found: Array, wanted: Array, wrong: Array) -> str:
@@ -196,32 +235,145 @@ def _at(name: str, found: Array, wanted: Array, wrong: Array) -> str:
     return f"{name}{list(first)} is {found[first]}, not {wanted[first]} ({wrong.sum()} of {wrong.size} are wrong)"
 
 
-def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, **options: Any) -> Expected:
-    """The reference for these arrays, and the error that is allowed, in the maximum norm.
+@dataclasses.dataclass(frozen=True)
+class _Sizes(reference.Formula):
+    """The formula on the sizes of its terms: each sum is the n-th root of the sum of its terms' n-th powers, in float64.
 
-    o may err twice as much as the plain formula with logits and probabilities rounded to q's dtype, and by 2 eps of that dtype
-    times its largest element (in float32 and float64 times the largest sum of p |v|, for the rounding of the sums themselves);
-    lse twice as much as the plain formula in float32, and by sqrt(head_dim) eps times its largest element, softcap, or 1. For
-    float64 the plain formula is computed in float32 and its error scaled, and counts twice, as the reference errs like it.
-    ``options`` are those of ``rawattn.attention``.
+    A sum of terms that are each rounded errs in proportion to this with n = 2, since roundings are as often up as down, and one
+    whose partial sums are rounded, with n = 1. ``gradients`` and ``sink_gradient`` give the n-th powers, as these are what adds
+    up.
     """
-    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "return_lse": True}
+
+    power: int = 2
+
+    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
+        """The size of o, and for lse the mean size of the logits, that of the sink with them."""
+        p, lse, _, s = self.weights(q, k, sink, place, tile)
+        s = self.xp.where(self.xp.isfinite(s), abs(s), 0.0)
+        s_size = self.xp.sum(p * s, axis=-1) + (self.xp.exp(sink - lse) * abs(sink) if math.isfinite(sink) else 0.0)
+        return self._root(self.total(p**self.power, abs(v) ** self.power, tile.kept)), s_size
+
+    def gradients(
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile
+    ) -> tuple[Any, ...]:
+        n, kept = self.power, tile.kept
+        p, lse, dot, s = self.weights(q, k, sink, place, tile)
+        if n == 1:  # the exponent s - lse is rounded, and lse was when it was stored
+            finite = kept & self.xp.isfinite(lse[:, None])
+            p = self.xp.where(finite, p * (1 + (abs(s) + abs(lse[:, None])) / 4), 0.0)
+        q_n, k_n, v_n, do_n, o_n = (abs(x) ** n for x in (q, k, v, do, self.total(p, v, kept)))
+        delta = self._root(self.xp.sum(do_n * o_n, axis=-1, keepdims=True)) + abs(dlse)
+        slope = self.slope(dot, place, tile)
+        ds = self.scale * p * (self._root(do_n @ v_n.T) + delta)
+        ds_n = self.xp.where(kept, abs(ds if slope is None else ds * slope) ** n, 0.0)
+        return self.total(ds_n, k_n, kept), self.total(ds_n.T, q_n, kept.T), self.total((p**n).T, do_n, kept.T), lse, delta[:, 0]
+
+    def sink_gradient(self, p: Any, delta: Any) -> Any:
+        return self.xp.sum(abs(p * delta) ** self.power)
+
+    def _root(self, x: Any) -> Any:
+        return x ** (1 / self.power)
+
+
+def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, **options: Any) -> Expected:
+    """The reference for these arrays, and the error that is allowed, in the maximum norm of each row.
+
+    The yardstick is the plain formula with logits and probabilities rounded to q's dtype. The largest ratio of its error in a row
+    to the row's size, the root of the sum of its squared terms p |v|, is the same for all rows but for chance: o may err by twice
+    this ratio times the row's size, and by 2 eps of the dtype times the row's largest element (in float32 and float64 the size is
+    the sum of p |v|, for the rounding of the sums themselves, and it may err by 2 eps times this).
+
+    lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
+    itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
+    16-bit formats have logits to 2^-18 of themselves, a hundredth of what rounding them takes. For float64 the plain formula is
+    computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are those of
+    ``rawattn.attention``.
+    """
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    tolerance = _Tolerance(q)
+    o, lse = map(_float64, reference.attention(q, k, v, **options, return_lse=True))
+    plain_o = _float64(reference.rounded(q, k, v, **options))
     single = [x.float() if hasattr(x, "float") else x.astype("float32") for x in (q, k, v)]
-    o, lse = map(_float64, reference.attention(q, k, v, **options))
-    plain_o = _float64(reference.rounded(q, k, v, **options)[0])
-    size, plain_lse = map(_float64, reference.rounded(single[0], single[1], abs(single[2]), **options))
-    dtype = str(q.dtype).rpartition(".")[2]
-    ratio = 2 * 2.0**-29 if dtype == "float64" else 1.0
-    with np.errstate(invalid="ignore"):
-        o_error = 2 * ratio * _norm(plain_o - o) + 2 * float(ml_dtypes.finfo(dtype).eps) * _norm(o if "16" in dtype else size)
-        lse_error = 2 * ratio * _norm(plain_lse - lse) + q.shape[-1] ** 0.5 * 2.0**-23 * ratio * max(
-            1.0, _norm(lse), options.get("softcap") or 0.0
-        )
-    return Expected(o, lse, o_error, lse_error)
+    plain_lse = _float64(reference.rounded(*single, **options, return_lse=True)[1])
+    o_size, s_size = map(_float64, _sizes(q, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
+    lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
+    lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
+    lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * _dot_size(q, k, options))
+    if tolerance.is_16_bit and (options.get("softcap") is not None or options.get("score") is not None):
+        lse_error += 2.0**-18 * np.abs(_finite(s_size))
+    return Expected(o, lse, tolerance.rows(plain_o, o, o_size), lse_error)
 
 
-def _norm(x: Array) -> float:
-    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+def expect_backward(
+    do: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *, dlse: Any = None, **options: Any
+) -> ExpectedBackward:
+    """The reference's gradients for these arrays, and the error that is allowed, in the maximum norm of each row.
+
+    As for o in ``expect``: twice the largest ratio of the plain rounded formula's error to a row's size, times the row's size,
+    and 2 eps times its largest element. A global norm would assert nothing for most rows: under a causal mask the first rows of
+    dk and dv are many times the last. The terms of dq and dk, whose sizes count, are p (|do.v| + |delta|), where |do.v| stands
+    for the size of that sum; the difference cancels in them, but its error does not, so the ratio counts as half an eps at least.
+    dsinks has no rows: each may err twice as much as in the plain formula and by eps times its size.
+    """
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "dlse": dlse}
+    tolerance = _Tolerance(q)
+    exact = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options)]
+    plain = [_float64(x) for x in reference.rounded_backward(do, q, k, v, **options)]
+    formula, names = _sizes(q, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
+    sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(do, q, k, v, dlse, *_given(options))]
+    errors = {name: tolerance.rows(plain[i], exact[i], sizes[i], least=0.5) for i, name in enumerate(names[:3])}
+    if len(exact) > 3:
+        errors["dsinks"] = (2 * tolerance.ratio(plain[3], exact[3], sizes[3]) + tolerance.eps) * sizes[3]
+    return ExpectedBackward(dict(zip(names, exact, strict=False)), errors)
+
+
+def _given(options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    return options.get("sinks"), options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
+
+
+def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
+    """The root of the sum of the squared terms of scale q.k, in the mean over the keys; in the shape of lse."""
+    scale = options.get("scale")
+    rows = slice(None) if options.get("rows") is None else options["rows"]
+    squares = _float64(q)[..., rows, :, :] ** 2, (_float64(k) ** 2).mean(-3, keepdims=True)
+    with np.errstate(all="ignore"):
+        keys = np.nan_to_num(np.repeat(squares[1], q.shape[-2] // k.shape[-2], axis=-2))
+        size = np.sqrt((np.nan_to_num(squares[0]) * keys).sum(-1))
+    return abs(q.shape[-1] ** -0.5 if scale is None else scale) * np.swapaxes(size, -1, -2)
+
+
+def _sizes(q: Any, options: dict[str, Any], power: int) -> _Sizes:
+    asked = {name: options.get(name) for name in ("window", "softcap", "scale", "mask", "score")}
+    formula = reference.make_formula(q, "float64", lambda x: x, causal=options.get("causal", False), **asked)
+    return _Sizes(**{field.name: getattr(formula, field.name) for field in dataclasses.fields(formula)}, power=power)
+
+
+class _Tolerance:
+    """What the dtype of q says of errors."""
+
+    def __init__(self, q: Any) -> None:
+        dtype = str(q.dtype).rpartition(".")[2]
+        self.eps = float(ml_dtypes.finfo(dtype).eps)
+        self.is_16_bit = "16" in dtype
+        self.power = 2 if self.is_16_bit else 1
+        self.scaled = 2 * 2.0**-29 if dtype == "float64" else 1.0  # what the plain formula's error, in float32, counts
+
+    def ratio(self, plain: Array, exact: Array, size: Array) -> float:
+        """The largest error of the plain formula, in units of the size."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = self.scaled * np.abs(plain - exact) / size
+        return float(ratio[np.isfinite(ratio)].max(initial=0.0))
+
+    def rows(self, plain: Array, exact: Array, size: Array, least: float = 0.0) -> Array:
+        """What each row of o or of a gradient may err; ``least`` is what the ratio counts at least, in eps."""
+        size = _finite(size).max(-1, keepdims=True, initial=0.0)
+        ratio = max(self.ratio(plain, exact, size), least * self.eps)
+        largest = _finite(np.abs(exact)).max(-1, keepdims=True, initial=0.0) if self.is_16_bit else size
+        return 2 * ratio * size + 2 * self.eps * largest
+
+
+def _finite(x: Array) -> Array:
+    return np.where(np.isfinite(x), x, 0.0)
 
 
 def _float64(x: Any) -> Array:
@@ -233,9 +385,11 @@ def _float64(x: Any) -> Array:
 def cases(
     dtypes: Sequence[str] = tuple(ELEMENTS), longest: int = 300, layouts: Sequence[str] = LAYOUTS,
     head_dims: Sequence[int] = (1, 8, 17, 33, 64, 72, 80, 96, 112, 128, 192, 256), packed: bool | None = None,
+    sinks: bool | None = False,
 ) -> SearchStrategy[Case]:  # fmt: skip
     """A Hypothesis strategy for cases over everything that attention takes: lengths from 0 to ``longest``, equal or not, grouped
-    heads, all masks, softcap, scales of either sign. ``packed`` says whether sequences are packed, None for both."""
+    heads, all masks, softcap, scales of either sign. ``packed`` says whether sequences are packed and ``sinks`` whether heads
+    have sinks, None for both."""
     from hypothesis import strategies as st
 
     length = st.sampled_from(
@@ -261,7 +415,8 @@ def cases(
             heads=kv_heads * draw(st.sampled_from((1, 1, 2, 3, 4))), kv_heads=kv_heads, head_dim=head_dim,
             head_dim_v=draw(st.sampled_from(head_dims)), softcap=draw(st.none() | st.floats(0.5, 50.0)),
             scale=draw(st.none() | st.sampled_from((-1.0, -0.5, 0.0, 0.5)).map(lambda x: x / head_dim**0.5)),
-            lengths=lengths, layout=draw(st.sampled_from(layouts)), seed=draw(st.integers(0, 2**32 - 1)), **draw(mask),
+            lengths=lengths, layout=draw(st.sampled_from(layouts)), sinks=draw(st.booleans()) if sinks is None else sinks,
+            seed=draw(st.integers(0, 2**32 - 1)), **draw(mask),
         )  # fmt: skip
 
     return case()

@@ -51,6 +51,16 @@ def tma_unsupported_reason(
     return None
 
 
+def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int) -> bool:
+    """Whether it is plain at a glance that TMA and threads can read an array: the common case of the two reasons below."""
+    if pointer % ALIGNMENT:
+        return False
+    for size, stride in zip(shape[:-1], strides, strict=False):
+        if size > 1 and (stride * itemsize % ALIGNMENT or not 0 < stride * itemsize < ROW_LIMIT):
+            return False
+    return True
+
+
 def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
     """Why threads cannot read the rows of an array 16 bytes at a time, as ``tma_unsupported_reason`` does for TMA."""
     if 0 in shape:

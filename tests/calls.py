@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import rawattn
+from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, expect
-
-KERNEL: str | None = None  # the kernel that is tested; None where the library chooses
 
 
 @contextlib.contextmanager
@@ -24,19 +23,22 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def attend(case: Case, *inputs: Any, **options: Any) -> Any:
-    """What ``rawattn.attention`` or ``attention_varlen`` gives for these inputs: (o, lse) unless the options say otherwise."""
-    options = {**case.options, "return_lse": True, "kernel": KERNEL, **options}
+def attend(case: Case, *inputs: Any, kernel: Kernel | None = None, **options: Any) -> Any:
+    """What ``rawattn.attention`` or ``attention_varlen`` gives for these inputs: (o, lse) unless the options say otherwise.
+    ``kernel`` computes it; None leaves the choice to the library."""
+    options = {**case.options, "return_lse": True, "kernel": kernel and kernel.name, **options}
+    if case.sinks:
+        options["sinks"] = case.sink_logits("torch", inputs[0].device)
     with poisoned_memory():
         if case.lengths is None:
             return rawattn.attention(*inputs, **options)
-        return rawattn.attention_varlen(*inputs, case.problem.q_len, case.problem.kv_len, **options)
+        return rawattn.attention_varlen(*inputs, case.op.q_len, case.op.kv_len, **options)
 
 
-def check(case: Case, *inputs: Any, **options: Any) -> None:
-    """Compares with the reference. ``inputs`` are the case's own on a GPU, as torch tensors, unless given."""
+def check(case: Case, *inputs: Any, kernel: Kernel | None = None, **options: Any) -> None:
+    """Compares what ``attend`` gives with the reference. ``inputs`` are the case's own, torch tensors on a GPU, unless given."""
     inputs = inputs or case.inputs("torch", "cuda")
-    o, lse = attend(case, *inputs, **options)
+    o, lse = attend(case, *inputs, kernel=kernel, **options)
     expect(*inputs, **case.options).check(o, lse)
     without_key = lse == -float("inf")
     assert not o.swapaxes(-2, -3)[without_key].any(), "a row without a key is not 0"

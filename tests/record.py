@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if not config.getoption("record"):
         return
-    from perf import machine
+    from perf.lib import machine
     from rawattn import device, driver
 
     stats = terminalreporter.stats

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from rawattn import compiler, driver, render, tma
-from rawattn.plan import _function
+from rawattn.program import Field, Fields
 from rawattn.variant import Option
 from rawattn.variant.element import BF16
 
@@ -23,22 +23,23 @@ extern "C" __global__ __launch_bounds__(cfg::threads) void snippet(const __grid_
 
 
 def source(
-    text: str,
-    args: Mapping[str, tuple[str, Any]],
-    constants: Mapping[str, int],
-    products: Sequence[str],
-    choices: Mapping[str, Option],
+    text: str, fields: Fields, constants: Mapping[str, int], products: Sequence[str], options: Mapping[str, Option]
 ) -> compiler.Source:
     """What is compiled: ``text`` behind a configuration like a kernel's."""
-    fields = tuple((name, ctype) for name, (ctype, _) in args.items())
-    config = render.config_header(constants, fields, products, {"Element": BF16, **choices})
+    config = render.config_header(constants, fields, products, {"Element": BF16, **options})
     headers = tuple({**HEADERS, "config.cuh": config}.items())
     return compiler.Source("snippet.cu", f'#include "config.cuh"\n#include "tile/facts.cuh"\n{text}{ENTRY}', headers, "sm_90a")
 
 
+@functools.cache
+def function(source: compiler.Source) -> driver.Function:
+    """The compiled snippet, loaded once."""
+    return driver.Function(compiler.compile(source).cubin, "snippet", 0)
+
+
 def run(
     text: str, args: Mapping[str, tuple[str, Any]], *, threads: int = 32, smem_bytes: int = 0,
-    products: Sequence[str] = (), choices: Mapping[str, Option] | None = None, **constants: int,
+    products: Sequence[str] = (), options: Mapping[str, Option] | None = None, **constants: int,
 ) -> None:  # fmt: skip
     """Runs ``__device__ void run(const Args& args, unsigned char* smem)`` of the text in each thread.
 
@@ -47,19 +48,17 @@ def run(
     import cupy
 
     constants = {"m_tiles_per_warp": 1, **constants, "threads": threads, "smem_bytes": smem_bytes}
-    binary = compiler.compile(source(text, args, constants, products, choices or {}))
-    places, size = render.layout(tuple((name, ctype) for name, (ctype, _) in args.items()))
-    offsets, formats = zip(*places.values(), strict=True)
-    record = np.zeros((), np.dtype({"names": list(places), "offsets": offsets, "formats": formats, "itemsize": size}))
-    for name, (_, value) in args.items():
-        record[name] = value.data.ptr if isinstance(value, cupy.ndarray) else value
+    fields = tuple(Field(name, ctype) for name, (ctype, _) in args.items())
+    loaded = function(source(text, fields, constants, products, options or {}))
+    values = (value.data.ptr if isinstance(value, cupy.ndarray) else value for _, value in args.values())
     stream = cupy.cuda.get_current_stream()
-    driver.Launch(_function(binary, "snippet", 0), 1, record.tobytes(), stream.ptr)()
+    driver.Launch(loaded, 1, render.layout(fields).pack.pack(*values), stream.ptr)()
     stream.synchronize()
 
 
-def tensor(x: Any, box_rows: int) -> np.void:
-    """The Tensor of a CuPy array of 16-bit numbers, (batch, rows, heads, columns) or (rows, heads, columns)."""
+def tensor(x: Any, box_rows: int) -> bytes:
+    """The TmaTensor of a CuPy array of 16-bit numbers, (batch, rows, heads, columns) or (rows, heads, columns)."""
     shape = tma.geometry(x.shape, tuple(s // 2 for s in x.strides), 2, box_rows)
-    steps = np.array([shape.head_step, shape.batch_step], np.int32).tobytes()
-    return np.void(driver.tensor_map(x.data.ptr, "fp16", shape.sizes, shape.strides, shape.box) + steps + bytes(56))
+    with driver.current(0):
+        encoded = driver.tensor_map(x.data.ptr, "fp16", shape.sizes, shape.strides, shape.box)
+    return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)

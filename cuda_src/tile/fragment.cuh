@@ -10,12 +10,15 @@ __device__ constexpr int fragment_row(int i) { return i / 4 % cfg::m_tiles_per_w
 __device__ constexpr int fragment_column(int i) { return i / (4 * cfg::m_tiles_per_warp) * 8 + i % 2; }  // from the thread's first column
 __device__ constexpr int fragment_index(int block, int row) { return (block * cfg::m_tiles_per_warp + row / 2) * 4 + row % 2 * 2; }
 
-// From dot products to logits; the thread's first element is that of query `row` and key `first`.
-template <class Score, int n>
-__device__ void score_fragment(const Score& score, float (&s)[n], i32 row, i32 first) {
-    if constexpr (requires { score.apply(s); }) return score.apply(s);
+// Replaces each element by f(element, row, key); the thread's first element is that of row `row` and key `first`.
+template <class F, int n>
+__device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
+    if constexpr (requires { f.apply(s); }) {
+        f.apply(s);
+    } else {
 #pragma unroll
-    for (int i = 0; i < n; ++i) s[i] = score(s[i], row + 8 * fragment_row(i), first + fragment_column(i));
+        for (int i = 0; i < n; ++i) s[i] = f(s[i], row + 8 * fragment_row(i), first + fragment_column(i));
+    }
 }
 
 __device__ inline float quad_max(float x) {

@@ -11,8 +11,8 @@ struct KeptKeys {
     __device__ bool keep(i32 offset) const { return offset >= before && offset < end; }
 };
 
-// The key tiles that a query tile visits, or the query tiles that visit a key tile: [begin, end), of which [full_begin, full_end)
-// need no mask.
+// The key tiles that some queries visit, or the query tiles that some keys do: [begin, end), of which [full_begin, full_end) need no
+// mask.
 struct TileRange {
     i32 begin, full_begin, full_end, end;
 
@@ -23,14 +23,20 @@ struct TileRange {
         const i32 full_begin = min(ceil_div(full_key_begin, cfg::tile_kv), end);
         return {begin, full_begin, max(full_begin, full_key_end / cfg::tile_kv), end};
     }
-    // The tiles of queries [q_begin, q_end) of a sequence of q_len, full where every key is kept by queries [full_begin, full_end).
-    // The bounds may lie before or past the sequence.
+    // The tiles of queries [q_begin, q_end), full where every query is one of [full_begin, full_end), of q_len in all. Queries past
+    // the last one do not count.
     __device__ static TileRange of_queries(i32 q_begin, i32 full_begin, i32 full_end, i32 q_end, i32 q_len) {
-        q_begin = max(0, q_begin), q_end = min(q_end, q_len);
+        q_begin = max(q_begin, 0), q_end = min(q_end, q_len);
         if (q_begin >= q_end) return {0, 0, 0, 0};
         const i32 begin = q_begin / cfg::tile_q, end = ceil_div(q_end, cfg::tile_q);
-        const i32 first = min(ceil_div(max(0, min(full_begin, q_len)), cfg::tile_q), end);
-        return {begin, first, max(first, full_end >= q_len ? end : max(0, full_end) / cfg::tile_q), end};
+        const i32 from = min(ceil_div(max(full_begin, 0), cfg::tile_q), end);
+        return {begin, from, max(from, full_end >= q_len ? end : max(full_end, 0) / cfg::tile_q), end};
+    }
+    // What one or the other visits; full is what both have full.
+    __device__ TileRange either(TileRange y) const {
+        if (begin >= end) return {y.begin, y.end, y.end, y.end};
+        if (y.begin >= y.end) return {begin, end, end, end};
+        return {min(begin, y.begin), max(full_begin, y.full_begin), min(full_end, y.full_end), max(end, y.end)};
     }
     __device__ bool is_full(i32 tile) const { return tile >= full_begin && tile < full_end; }
 };

@@ -4,3 +4,4 @@
 
 struct BatchEntry { i32 index; };       // in (batch, rows, heads, columns)
 struct RowSpan { i32 first, length; };  // in (rows, heads, columns)
+struct Strides { i64 batch, row, head; };  // of a tensor like q or o, in elements; its last dimension is contiguous

@@ -1,6 +1,7 @@
 #pragma once
 // Online softmax (arXiv 1805.02867) over the rows that a thread shares with its quad.
 #include "tile/fragment.cuh"
+#include "tile/log_sum.cuh"
 
 // The reference `max` may lag behind the true maximum by 2^8: exp2 then grows to 256 at most, and the final division makes the
 // result exact. One vote of the warp replaces the quad's exchange and the rescaling on most tiles.
@@ -12,14 +13,14 @@ struct OnlineSoftmax {
     float top[rows_each];                  // maximum of this thread's part of the step
     float shrink[rows_each];               // what o must be multiplied by when the reference moved
 
-    // Finite, so that a row without a key needs no special case, and far above -FLT_MAX when scaled.
+    // Finite, so that a row without a key needs no special case, and above -FLT_MAX when scaled.
     __device__ explicit OnlineSoftmax(float scale_log2)
         : scale_log2(scale_log2), lag(lag_log2 * ptx::reciprocal(scale_log2)) {
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) max[r] = lowest(), sum[r] = 0.f;
     }
 
-    __device__ float lowest() const { return -1e37f * ptx::reciprocal(fmaxf(1.f, scale_log2)); }
+    __device__ float lowest() const { return -Limits<float>::largest * ptx::reciprocal(fmaxf(1.f, scale_log2)); }
 
     // Weighs s, by a reference near enough. True, in the whole warp, when the reference moved.
     template <int n>
@@ -76,8 +77,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < n; ++i) o[i] *= shrink[fragment_row(i)];
     }
-    // The whole row's sum; for every lane of the quad.
-    __device__ float total(int r) const { return quad_sum(sum[r]); }
-    // Natural logarithm of the sum of exp(logit); -inf for a row without a key.
-    __device__ float lse(int r, float total) const { return (max[r] * scale_log2 + __log2f(total)) * 0.693147181f; }
+    // The whole row; for every lane of the quad.
+    __device__ LogSum<float> row_sum(int r) const { return {max[r] * (scale_log2 * float(ln_2)), quad_sum(sum[r])}; }
+    // What else is in the sum of a row joins here.
+    __device__ void finish(i32, LogSum<float>&) const {}
 };

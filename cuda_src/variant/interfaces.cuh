@@ -1,74 +1,139 @@
 #pragma once
-// What a kernel may ask of the choice on each axis: the whole contract. A kernel checks its choices here, so that a wrong one
-// fails with one line.
+// What a kernel may ask of the choice on each axis: the whole contract. A kernel instantiates these for its choices, so that a wrong
+// one fails with one line that names the axis and the member. The options of a work are made from (args, rows, work): where it lies,
+// and its batch, head, q_begin and split.
+//
+// A query has a number, q, in its sequence, and a key has, kv. Where heads share a tile (variant/rows/pack_gqa.cuh), rows are not
+// queries: q_of(row) and head_of(head, row) tell them apart, and masks and scores are wrapped, so that each of them sees one head.
 #include "ptx/mbarrier.cuh"
-#include "tile/range.cuh"
+#include "tile/log_sum.cuh"
 #include "variant/work_tile.cuh"
 
+struct TileRange;  // tile/range.cuh, for kernels with tiles
+template <class A, class B> constexpr bool is_same = false;
+template <class A> constexpr bool is_same<A, A> = true;
+
+struct Given {  // what the contracts call members with
+    static const Args& args;
+    static const Rows& rows;
+    static const WorkTile& work;
+    static const i32 i;
+    static const Number x;
+};
 // rows: where sequence `batch` lies.
-template <class R> concept RowsOption = requires(const R r, const Args& args, i32 i) {
-    R(args, i);
-    r.q_len; r.kv_len;                          // i32
-    r.q; r.kv;                                  // BatchEntry or RowSpan, in q and in k and v
-    static_cast<i64>(r.o_offset(args, i, i));   // of row, head: elements from args.o
-    static_cast<i64>(r.lse_offset(args, i, i)); // of row, head: elements from args.lse
+template <class R> struct RowsOption : Given {
+    static const R r;
+    static_assert(requires { R(args, i); }, "Rows(args, batch)");
+    static_assert(requires { i32(r.q_len), i32(r.kv_len); }, "Rows: q_len, kv_len");
+    static_assert(requires { r.q, r.kv; }, "Rows: q, kv (BatchEntry or RowSpan, in q and in k and v)");
+    static_assert(requires { i32(r.q_offset), i32(r.kv_offset); }, "Rows: q_offset, kv_offset (positions of the first rows)");
+    static_assert(requires { i32(r.shift(i)); }, "Rows: shift(to_last): q + shift stands on the key of that number");
+    static_assert(requires { i32(r.q_of(i)), i32(r.head_of(i, i)); }, "Rows: q_of(row), head_of(work.head, row)");
+    static_assert(requires { i64(r.offset({i, i, i}, i, i)); }, "Rows: offset(strides, row, head) in a tensor like q or o");
+    static_assert(requires { i64(r.lse_offset(args, i, i)); }, "Rows: lse_offset(args, row, head) in args.lse");
 };
 // mask: which (query, key) pairs count.
-template <class M> concept MaskOption = requires(const M m, i32 i) {
-    static_cast<TileRange>(m.tiles(i, i));      // key tiles of query rows [begin, end)
-    static_cast<KeptKeys>(m.row(i, i));         // of a query, from a first key on
+template <class M> struct MaskOption : Given {
+    static const M m;
+    static_assert(requires { M(args, rows, work); }, "Mask(args, rows, work)");
+    static_assert(requires { requires is_same<decltype(m.kv_tiles(i, i)), TileRange>; }, "Mask: kv_tiles(q_begin, q_end): TileRange");
+    static_assert(requires { bool(m.row(i, i).keep(i)); }, "Mask: row(q, first).keep(offset): whether q keeps key first + offset");
 };
-// score: the logit of a dot product, in units of 1 / scale_log2; a non-decreasing function. It may have apply(s), which does a
-// warp's fragment of float at once, and exponent(s, less, within): scale_log2 * s(x) + less, straight from the dot product; where
-// it cannot tell, the highest bit of `within` is cleared.
-template <class S> concept ScoreOption = requires(const S s, const Args& args, Number x, i32 i) {
-    S(args);
-    s.scale_log2;                               // Number >= 0: logit in log2 units = scale_log2 * s(x, q, kv)
-    static_cast<Number>(s(x, i, i));
+// ... and what a kernel over keys asks: the inverse. Full is a tile whose every query keeps every key.
+template <class M> struct QTilesOption : Given {
+    static const M m;
+    static_assert(requires { requires is_same<decltype(m.q_tiles(i, i)), TileRange>; }, "Mask: q_tiles(kv_begin, kv_end): TileRange over cfg::tile_q queries");
 };
-// softmax: from dot products to weights, over the tiles of a row.
-template <class S, class Score> concept SoftmaxOption = requires(S softmax, const Score& score, float (&s)[8], float (&o)[8], void (*f)()) {
-    S(1.f);                                     // of scale_log2
-    static_cast<bool>(softmax.next(s, score, true, f, f));  // dot products to weights; true, in the whole warp, when o must be
-                                                // rescaled. Of a tile that the mask keeps whole or not; the functions make logits
-                                                // of s, and dot products once more
-    softmax.rescale(o);
-    static_cast<float>(softmax.total(0));       // of one of the thread's rows, at the end: the sum of the weights
-    static_cast<float>(softmax.lse(0, 1.f));    // of a row and its total
+// score: the logit of a dot product s, in units of 1 / scale_log2, which is the same for all heads; non-decreasing in s. One that
+// is a function of s alone may have apply(s), which does a warp's fragment of float at once, and exponent(s, less, within):
+// scale_log2 * score(s) + less, straight from the dot product; where it cannot tell, the highest bit of `within` is cleared.
+template <class S> struct ScoreOption : Given {
+    static const S s;
+    static_assert(requires { S(args, rows, work); }, "Score(args, rows, work)");
+    static_assert(requires { Number(s.scale_log2); }, "Score: scale_log2 > 0: the logit in log2 units = scale_log2 * score(s, q, kv)");
+    static_assert(requires { Number(s(x, i, i)); }, "Score: operator()(s, q, kv)");
+    static_assert(requires { Number(s.derivative(x, i, i)); }, "Score: derivative(s, q, kv): of the logit, by args.scale * s");
+};
+// softmax: what else is in the sum of a row ...
+template <class S> struct SumOption : Given {
+    static const S s;
+    static LogSum<Number>& sum;
+    static_assert(requires { S(args, rows, work, x); }, "Softmax(args, rows, work, scale_log2)");
+    static_assert(requires { s.finish(i, sum); }, "Softmax: finish(row, sum): adds what else is in a row's sum, at its end");
+};
+// ... and from dot products to weights, over the tiles of a row, for kernels whose warps have fragments.
+template <class S, class Score> struct SoftmaxOption : SumOption<S> {
+    static S s;
+    static const Score& score;
+    static float (&f)[8];
+    static void nothing();
+    // Of a tile that the mask keeps whole or not; the functions make logits of s, and dot products once more.
+    static_assert(requires { bool(s.next(f, score, true, nothing, nothing)); },
+                  "Softmax: next(s, score, full, logits, again): true, in the whole warp, when o must be rescaled");
+    static_assert(requires { s.rescale(f); }, "Softmax: rescale(o)");
+    static_assert(requires { LogSum<float>(s.row_sum(0)); }, "Softmax: row_sum(r): of one of the thread's rows, at the end");
+};
+// weight: what becomes of a weight between its sum and the product with V.
+template <class W> struct WeightOption : Given {
+    static const W w;
+    static_assert(requires { W(args, rows, work); }, "Weight(args, rows, work)");
+    static_assert(requires { Number(w(x, i, i)); }, "Weight: operator()(p, row, kv)");
 };
 // order: when a warpgroup may issue products, if others do too. Every consumer takes and passes as many turns.
-template <class O> concept OrderOption = requires(const O order, u32 index) {
-    O(index);                                   // of a warpgroup
-    order.take_turn();
-    order.pass_turn();
+template <class O> struct OrderOption : Given {
+    static const O o;
+    static_assert(requires { O(u32(i)); }, "Order(index) of a warpgroup");
+    static_assert(requires { o.take_turn(), o.pass_turn(); }, "Order: take_turn(), pass_turn()");
 };
-// kv: where key and value bytes come from.
-template <class K, class Rows, class KTile, class VTile> concept KvOption =
-    requires(const K kv, const Args& args, const Rows& rows, KTile& k, VTile& v, ptx::Mbarrier& full, i32 i) {
-    K(args, rows, i);                           // of a head of k and v
-    kv.load_k(k, full, i);                      // starts filling a tile; its bytes complete on the barrier
-    kv.load_v(v, full, i);
+// kv: where key and value bytes come from: load starts filling a tile, and its bytes complete on the barrier ...
+template <class K, class KTile, class VTile> struct KvOption : Given {
+    static const K kv;
+    static KTile& k;
+    static VTile& v;
+    static ptx::Mbarrier& full;
+    static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { kv.load_k(k, full, i), kv.load_v(v, full, i); }, "Kv: load_k, load_v(tile, full, index)");
 };
-// kv of a kernel whose threads load: a tile is there when the copies of every thread have finished.
-template <class K, class Rows, class KTile, class VTile> concept CpAsyncKvOption =
-    requires(const K kv, const Args& args, const Rows& rows, KTile& k, VTile& v, i32 i) {
-    K(args, rows, i);                           // of a head of k and v
-    kv.load_k(k, i);                            // starts this thread's copies of a tile
-    kv.load_v(v, i);
+// ... or, where all threads load, starts this thread's copies.
+template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
+    static const K kv;
+    static KTile& k;
+    static VTile& v;
+    static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { kv.load_k(k, i), kv.load_v(v, i); }, "Kv: load_k, load_v(tile, index)");
 };
 // scheduler: which work a block takes next. Called by a whole warp.
-template <class S> concept SchedulerOption = requires(S s, const Args& args) {
-    S(args);
-    static_cast<WorkTile>(s.next());
-    s.finish();                                 // after the last work
+template <class S> struct SchedulerOption : Given {
+    static S s;
+    static_assert(requires { S(args); }, "Scheduler(args)");
+    static_assert(requires { WorkTile(s.next()); }, "Scheduler: next(): WorkTile");
+    static_assert(requires { s.finish(); }, "Scheduler: finish(), after the last work");
 };
-// element: the number format of q, k, v, o, and Number, in which it is computed: for tensor cores ...
-template <class E> concept ElementOption = requires(float x) {
-    static_cast<u32>(E::pack(x, x));            // two, rounded to nearest even, the first one low
-    E::multiply(static_cast<float*>(nullptr), static_cast<u32*>(nullptr), static_cast<u32*>(nullptr));  // see ptx/mma.cuh
+// store: what leaves a block, row by row.
+template <class S> struct StoreOption : Given {
+    static const S s;
+    static_assert(requires { S(args, rows, work); }, "Store(args, rows, work)");
+    static_assert(requires { *s.o(i); }, "Store: o(row): where the row lies, of Element or of Number");
+    static_assert(requires { s.lse(i, x); }, "Store: lse(row, x): stores the natural logarithm of a row's sum, or does not");
+};
+// parts: results over different keys, which are folded (combine.cu).
+template <class P> struct PartsOption : Given {
+    static const P p;
+    static_assert(requires { P(args, rows, work); }, "Parts(args, rows, work)");
+    static_assert(requires { i32(p.count); }, "Parts: count");
+    static_assert(requires { *p.o(i, i), Number(p.lse(i, i)); }, "Parts: o(part, row), of Element or of Number; lse(part, row)");
+};
+// launch: whether a kernel may begin before the launch in front of it has ended.
+template <class L> struct LaunchOption {
+    static_assert(requires { bool(L::uses_pdl), L::wait(), L::launch_dependents(); }, "Launch: uses_pdl, wait(), launch_dependents()");
+};
+// element: the number format of q, k, v, o, and Number, in which it is computed: for tensor cores (ptx/mma.cuh) ...
+template <class E> struct ElementOption {
+    static_assert(requires(float x) { u32(E::pack(x, x)); }, "Element: pack(low, high), rounded to nearest even");
+    static_assert(requires(float* d, const u32* a) { E::multiply(d, a, a); }, "Element: multiply(d, a, b)");
 };
 // ... and for plain arithmetic.
-template <class E> concept NumberOption = requires(E x, Number y) {
-    static_cast<Number>(E::widen(x));
-    static_cast<E>(E::narrow(y));               // rounded to nearest even
+template <class E> struct NumberOption {
+    static_assert(requires(E x) { Number(E::widen(x)); }, "Element: widen(x)");
+    static_assert(requires(Number x) { E(E::narrow(x)); }, "Element: narrow(x), rounded to nearest even");
 };

@@ -44,14 +44,14 @@ struct KvProducer {
     // One lane: K and V, then for each step Q with lse and dO with delta.
     __device__ void load(const KvWorkTile& work) {
         const Rows rows(args, work.batch);
-        Walk at(args, rows, Mask(args, rows), work);
-        if (at.left == 0) return;
+        Walk at(args, rows, work);
+        if (!at.more()) return;
         smem.kv_empty.wait(kv.parity ^ 1);
         kv.advance();
         smem.kv_full.arrive_expect(sizeof(smem.k) + sizeof(smem.v));
         load_tile(args.k, smem.k, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, work.kv_head);
         load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, work.kv_head);
-        for (; at.left > 0; at.advance(), ++step.count) {
+        for (; at.more(); at.advance(), ++step.count) {
             const u32 s = step.stage(), parity = step.parity() ^ 1;
             const i64 first = i64(place_of(args, rows, at.head, at.tile)) * cfg::tile_q;
             smem.q_empty[s].wait(parity);
@@ -94,8 +94,8 @@ __device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& sc
             const float t = score(s[i + j], q, kv), exponent = __fmaf_rn(t, score.scale_log2, j % 2 ? -l.y : -l.x);
             const bool dropped = cut && !mask.row(q, key).keep(8 * fragment_row(j));
             const float e = ptx::exp2(dropped ? minus_inf : exponent);
-            w[j] = weight.apply(e, q, kv);
-            s[i + j] = e * score.derivative(s[i + j], t, q, kv);
+            w[j] = weight(e, q, kv);
+            s[i + j] = e * score.derivative(s[i + j], q, kv);
         }
         p[i / 2] = Element::pack(w[0], w[1]), p[i / 2 + 1] = Element::pack(w[2], w[3]);
     }

@@ -4,19 +4,30 @@
 
 // The steps of a work: the query tiles that keep keys of its tile, for one query head after the other.
 struct Walk {
+    const Args& args;
+    const Rows& rows;
+    const KvWorkTile& work;
+    i32 head, last;  // of the group
     TileRange tiles;
-    i32 ascends, tile, left, head;
+    i32 tile;
 
-    __device__ Walk(const Args& args, const Rows& rows, const Mask& mask, const KvWorkTile& work)
-        : tiles(mask.q_tiles(work.kv_tile * cfg::tile_kv, min((work.kv_tile + 1) * cfg::tile_kv, rows.kv_len))),
-          ascends(work.q_ascends), tile(first()), left((tiles.end - tiles.begin) * args.heads_per_kv), head(work.kv_head * args.heads_per_kv) {
-        if ((work.kv_tile + 1) * cfg::tile_kv > rows.kv_len) tiles.full_begin = tiles.full_end;  // keys past the end are masked, too
-    }
-    __device__ i32 first() const { return ascends ? tiles.begin : tiles.end - 1; }
+    __device__ Walk(const Args& args, const Rows& rows, const KvWorkTile& work)
+        : args(args), rows(rows), work(work), head(work.kv_head * args.heads_per_kv), last(head + args.heads_per_kv - 1) { enter(); }
+
+    __device__ bool more() const { return head <= last; }
     __device__ bool is_full() const { return tiles.is_full(tile); }
+    __device__ WorkTile work_tile() const { return {work.batch, head, tile * cfg::tile_q, 0}; }
     __device__ void advance() {
-        --left;
-        tile += ascends ? 1 : -1;
-        if (tile == tiles.end || tile < tiles.begin) tile = first(), ++head;
+        tile += work.q_ascends ? 1 : -1;
+        if (tile == tiles.end || tile < tiles.begin) ++head, enter();
+    }
+    // Goes to the first step of this head, or of the next one that has any.
+    __device__ void enter() {
+        for (; more(); ++head) {
+            const WorkTile of_head = {work.batch, head, 0, 0};
+            tiles = Mask(args, rows, of_head).q_tiles(work.kv_tile * cfg::tile_kv, (work.kv_tile + 1) * cfg::tile_kv);
+            tile = work.q_ascends ? tiles.begin : tiles.end - 1;
+            if (tiles.begin < tiles.end) return;
+        }
     }
 };

@@ -1,63 +1,125 @@
-"""What the Python faces of all kernels share, all that follows from the problem alone: its choices, the values that a launch
-fills in, its tiles, the keys that its mask keeps, and the problems that stand for its kind."""
+"""What the host sides of kernels share: what they refuse, their options and values, their tiles, and the operations that stand
+for a kind."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..device import Device
-from ..problem import Problem
-from ..variant import Fields, Option, constant_time, rows, scheduler
+from ..operation import Forward
+from ..program import Field, Fields
+from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
 from ..variant.mask import Causal, Full, Ints, Mask
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
+MOST_TILES = (1 << 31) - (1 << 16)  # a tile's number and the grid's size fit an int32 together
 
 
-def tuning_shapes(problem: Problem) -> tuple[Problem, ...]:
-    """The problems by which configurations are compared: one that fills a GPU many times over, one that fills it about twice, and
-    one that does not. They have nothing that is a run-time value in the kernel: all that a kind of problem may ever run in is
-    compiled together, and a new length, batch, window or number of heads compiles nothing."""
-    mask = problem.mask if isinstance(problem.mask, Full) else Causal()
+SPLIT_KEYS, MOST_SPLITS = 256, 32  # fewest keys of a split, most splits of a row
+
+
+def is_few(op: Forward) -> bool:
+    """Whether the queries of all heads that share a key head fit one tile of 64 rows, as in decoding."""
+    return not op.varlen and 0 < op.q_len * op.heads_per_kv <= 64
+
+
+def splits(op: Forward, device: Device) -> tuple[int, int]:
+    """The splits of a sequence's keys, and the keys of each: as many as give each multiprocessor a tile of one sequence. They
+    follow the sequence's own lengths, the heads and the device, never the batch, so that a row has the same bits in any batch."""
+    if not is_few(op) or op.kv_len < 2 * SPLIT_KEYS:
+        return 1, max(1, op.kv_len)
+    wanted = min(MOST_SPLITS, max(1, device.sm_count // op.kv_heads))
+    keys = -(-op.kv_len // (wanted * SPLIT_KEYS)) * SPLIT_KEYS
+    return -(-op.kv_len // keys), keys
+
+
+def tensor_core_reasons(op: Forward) -> list[str]:
+    """The reasons why tensor cores do not compute the operation."""
+    found = []
+    if op.element not in (element.BF16, element.FP16):
+        found.append(f"it takes bf16 and fp16, not {op.element.name}")
+    for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
+        if size % 8 or not 8 <= size <= 256:
+            found.append(f"{which} is {size}; it takes multiples of 8 from 8 to 256")
+    return found
+
+
+def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
+    """The reason why the tiles of an operation cannot be counted, where the smallest have ``tile_q`` rows."""
+    count = most_tiles(op, tile_q)
+    return [f"it counts up to {MOST_TILES} tiles of {tile_q} rows, and here are {count}"] if count > MOST_TILES else []
+
+
+def reasons(*each: str | None) -> list[str]:
+    """Those that are given."""
+    return [reason for reason in each if reason is not None]
+
+
+def too_much_smem(block: int, ctas_per_sm: int, device: Device) -> str | None:
+    """The reason why so many blocks of ``block`` bytes of shared memory do not fit a multiprocessor."""
+    needed = (block + RESERVED_SMEM) * ctas_per_sm
+    if needed <= device.smem_bytes + RESERVED_SMEM:
+        return None
+    return f"{ctas_per_sm} blocks need {needed} bytes of shared memory; there are {device.smem_bytes + RESERVED_SMEM}"
+
+
+def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
+    """The operations by which configurations are compared: one that fills a GPU many times over, one that fills it about twice,
+    and one that does not. They have nothing that is a run-time value in the kernel: all that an operation of this kind may ever
+    run in is compiled together, and a new length, batch, window or number of heads compiles nothing."""
+    mask = op.mask if isinstance(op.mask, Full) else Causal()
     sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
+    plain = with_mask(op, mask)
     return tuple(
-        dataclasses.replace(problem, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, mask=mask, total_q=b * n, total_kv=b * n)
+        dataclasses.replace(plain, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, total_q=b * n, total_kv=b * n)
         for b, n, h in sizes
     )
 
 
-def choices(problem: Problem, **own: Option) -> dict[str, Option]:
-    """The choice on each axis, by the name that a kernel has for it; ``own`` are those that are for one kernel."""
+def with_mask(op: Forward, mask: Mask) -> Forward:
+    """The operation with another mask."""
+    return dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=mask))
+
+
+def options(op: Forward, **own: Option) -> dict[str, Option]:
+    """The option on each axis, by the name that a kernel has for it; ``own`` are those that are for one kernel."""
     found: dict[str, Option] = {
-        "Element": problem.element,
-        "Rows": rows.Varlen() if problem.varlen else rows.Dense(),
-        "Mask": problem.mask,  # type: ignore[dict-item]  # a Mask is a Option with an interval
-        "Score": problem.score,  # type: ignore[dict-item]  # likewise
+        "Element": op.element,
+        "Rows": rows.Varlen() if op.varlen else rows.Dense(),
+        "Mask": op.mask,  # type: ignore[dict-item]  # a Mask is an Option with an interval
+        "Score": op.score,  # type: ignore[dict-item]  # likewise
+        "Weight": weight.Identity(),
         **own,
     }
-    return constant_time(found) if problem.constant_time else found
+    if op.sinks:
+        found["Softmax"] = softmax.WithSink(found["Softmax"])
+    return constant_time(found) if op.constant_time else found
 
 
-def lpt_scheduler(problem: Problem, persistent: bool) -> Option:
-    """The schedule of a problem's sequences."""
-    return scheduler.LptVarlenScheduler(persistent) if problem.varlen else scheduler.LptScheduler(persistent)
+def lpt_scheduler(op: Forward, persistent: bool) -> Option:
+    """The scheduler of an operation's sequences."""
+    return scheduler.LptVarlenScheduler(persistent) if op.varlen else scheduler.LptScheduler(persistent)
 
 
-def fields(choices: dict[str, Option], tensor: str) -> Fields:
-    """The fields of struct Args, in order; ``tensor`` is the C++ type of q, k and v."""
-    common = (*((name, tensor) for name in "qkv"), ("scale", "Number"), ("heads", "i32"), ("heads_per_kv", "i32"))
-    return (*common, *(field for choice in choices.values() for field in choice.fields))
+def fields(tensors: Sequence[Field], options: dict[str, Option]) -> Fields:
+    """The fields of struct Args, in order."""
+    common = (Field("scale", "Number"), Field("heads", "i32"), Field("heads_per_kv", "i32"))
+    return (*tensors, *common, *(field for option in options.values() for field in option.fields))
 
 
-def tiles(problem: Problem, tile_q: int) -> int:
-    """Query tiles of all heads; for packed sequences a bound on them."""
-    found = -(-problem.q_len // tile_q) * problem.batch
-    if problem.varlen:
-        found = min(found, problem.total_q // tile_q + problem.batch)
-    return found * problem.heads
+def tiles(op: Forward, tile_q: int) -> int:
+    """The query tiles of all heads; for packed sequences about as many."""
+    of_head = -(-op.q_len // tile_q) * op.batch
+    return (min(of_head, op.total_q // tile_q + op.batch) if op.varlen else of_head) * op.heads
+
+
+def most_tiles(op: Forward, tile_q: int) -> int:
+    """A bound on the query tiles of all heads that holds whatever max_seqlen says."""
+    return (op.total_q // tile_q + op.batch) * op.heads if op.varlen else tiles(op, tile_q)
 
 
 @functools.lru_cache(maxsize=256)
@@ -78,34 +140,34 @@ _GROUP_BYTES, _LAST_BYTES, _LONG_BYTES = 4 << 20, 40 << 20, 8 << 20
 _LAST_TILES = 4  # of a multiprocessor in the last group, where tiles are of different lengths
 
 
-def head_groups(problem: Problem, tile_q: int, device: Device) -> tuple[int, int]:
+def head_groups(op: Forward, tile_q: int, device: Device) -> tuple[int, int]:
     """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs them,
     and the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to even out."""
-    heads, q_tiles = problem.heads * problem.batch, max(1, -(-problem.q_len // tile_q))
-    kv_bytes = max(1, problem.kv_len * (problem.head_dim + problem.head_dim_v) * problem.element.itemsize)
+    heads, q_tiles = op.heads * op.batch, max(1, -(-op.q_len // tile_q))
+    kv_bytes = max(1, op.kv_len * (op.head_dim + op.head_dim_v) * op.element.itemsize)
     one_each = -(-device.sm_count // q_tiles)
-    group, last = max(1, _GROUP_BYTES // kv_bytes) * problem.heads_per_kv, one_each
-    if not isinstance(problem.mask, Full):
+    group, last = max(1, _GROUP_BYTES // kv_bytes) * op.heads_per_kv, one_each
+    if not isinstance(op.mask, Full):
         last = -(-_LAST_TILES * device.sm_count // q_tiles)
         if kv_bytes >= _LONG_BYTES:
             group = last
         else:
-            last = max(one_each, min(last, _LAST_BYTES // kv_bytes * problem.heads_per_kv))
+            last = max(one_each, min(last, _LAST_BYTES // kv_bytes * op.heads_per_kv))
     return min(group, heads), max(0, heads - last) // group
 
 
-def values(problem: Problem, config: Any, device: Device) -> dict[str, float]:
-    """The fields of Args that follow from the problem alone."""
+def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
+    """The run-time numbers of struct Args."""
     found: dict[str, float] = {
-        "scale": abs(problem.scale),
-        "heads": problem.heads,
-        "heads_per_kv": problem.heads_per_kv,
-        "batches": problem.batch,
-        **problem.mask.values,
-        **problem.score.values,
+        "scale": abs(op.scale),
+        "heads": op.heads,
+        "heads_per_kv": op.heads_per_kv,
+        "batches": op.batch,
+        **op.mask.values,
+        **op.score.values,
     }
-    if problem.varlen:
-        return found | {"total_q": problem.total_q}
-    found |= {"q_len": problem.q_len, "kv_len": problem.kv_len, "q_tiles": -(-problem.q_len // config.tile_q)}
-    found["l2_head_group"], found["last_group"] = head_groups(problem, config.tile_q, device)
+    if op.varlen:
+        return found | {"total_q": op.total_q}
+    found |= {"q_len": op.q_len, "kv_len": op.kv_len, "q_tiles": -(-op.q_len // tile_q)}
+    found["l2_head_group"], found["last_group"] = head_groups(op, tile_q, device)
     return found

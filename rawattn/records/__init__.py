@@ -1,11 +1,11 @@
-"""Which configuration was measured to be the fastest on a device, for each kind of problem. Written by perf/tune.py.
+"""Which configuration was measured to be the fastest on a device, for each kind of operation. Written by perf/tune.py.
 
 ``DEVICE.jsonl`` in this folder (``Device.slug`` of the device, such as ``h200``) has a JSON object a line:
 
     kernel       name of the kernel, such as "attn_fwd"
     kind         the fields of ``Kind``: what the problems have in common that the configuration serves
     config       the fields of the kernel's Config
-    source_hash  of what was measured: the kernel's whole source in this configuration
+    code_hash    of what was measured: ``Source.code_key`` of the kernel in this configuration, its first 16 digits
     ratio        time of the cost model's choice over this one's, geometric mean over ``cases``, and [low, high] as ``interval``
     worst        the least such ratio of a case
     us           microseconds, geometric mean over ``cases``
@@ -13,7 +13,7 @@
     clocks       sm_mhz, power_w, celsius meanwhile
     nvrtc, commit, date
 
-A record counts only where the kernel's source in that configuration is still what was measured.
+A record counts only where the kernel's code in that configuration is still what was measured; comments may differ.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import pathlib
 from typing import Any
 
 from ..device import Device
-from ..problem import Problem
+from ..operation import Forward
 
 FOLDER = pathlib.Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a kernel's typical problem stands for. Nothing in it comes from the lengths of a call but by way of the typical
-    problem that the call is like, so a new length needs no new configuration."""
+    """What a tuning shape of a kernel stands for. Nothing in it comes from the lengths of a call but by way of the tuning
+    shape that the call is like, so a new length needs no new configuration."""
 
     kernel: str
     element: str
@@ -41,12 +41,12 @@ class Kind:
     head_dim_v: int
     mask: str  # the C++ type
     score: str  # likewise
-    size: str  # of the typical problem, such as "8x2048 h16"
+    size: str  # of the tuning shape, such as "8x2048 h16"
 
     @classmethod
-    def of(cls, kernel: Any, typical: Problem) -> Kind:
-        size = f"{typical.batch}x{typical.q_len} h{typical.heads}"
-        kinds = typical.element.name, typical.head_dim, typical.head_dim_v, typical.mask.cuda_type, typical.score.cuda_type
+    def of(cls, kernel: Any, shape: Forward) -> Kind:
+        size = f"{shape.batch}x{shape.q_len} h{shape.heads}"
+        kinds = shape.element.name, shape.head_dim, shape.head_dim_v, shape.mask.cuda_type, shape.score.cuda_type
         return cls(kernel.name, *kinds, size)
 
     def __str__(self) -> str:
@@ -62,11 +62,12 @@ class Record:
     date: str
 
 
-def source_hash(kernel: Any, typical: Problem, config: Any, device: Device) -> str:
-    """Of all that NVRTC is given for a configuration; lse, the scale's sign, constant time and packed sequences make no
+def code_hash(kernel: Any, shape: Forward, config: Any, device: Device) -> str:
+    """Of the code that NVRTC is given for a configuration; lse, the scale's sign, constant time and packed sequences make no
     difference to a kind."""
-    plain = dataclasses.replace(typical, return_lse=False, scale=1.0, constant_time=False, varlen=False)
-    key: str = kernel.render(plain, config, device.arch).key
+    spec = dataclasses.replace(shape.spec, return_lse=False, scale=None, constant_time=False)
+    plain = dataclasses.replace(shape, spec=spec, varlen=False, sinks=False)
+    key: str = kernel.render(plain, config, device.arch).code_key
     return key[:16]
 
 
@@ -81,17 +82,17 @@ def _installed(slug: str) -> dict[Kind, dict[str, Any]]:
     return read(FOLDER / f"{slug}.jsonl")
 
 
-def find(kernel: Any, typical: Problem, device: Device) -> Record | None:
-    """What was measured for a kernel's typical problem on a device; None where nothing was, or where it counts no more."""
-    found = _installed(device.slug).get(Kind.of(kernel, typical)) if not device.is_cpu else None
-    return None if found is None else current(found, kernel, typical, device)
+def find(kernel: Any, shape: Forward, device: Device) -> Record | None:
+    """What was measured for a kernel's tuning shape on a device; None where nothing was, or where it counts no more."""
+    found = _installed(device.slug).get(Kind.of(kernel, shape)) if not device.is_cpu else None
+    return None if found is None else current(found, kernel, shape, device)
 
 
-def current(record: dict[str, Any], kernel: Any, typical: Problem, device: Device) -> Record | None:
+def current(record: dict[str, Any], kernel: Any, shape: Forward, device: Device) -> Record | None:
     """A line of a file, if its configuration still is what was measured."""
-    if {field.name for field in dataclasses.fields(kernel.Config)} != set(record["config"]):
+    if {field.name for field in dataclasses.fields(kernel.config_type)} != set(record["config"]):
         return None
-    config = kernel.Config(**record["config"])
-    if kernel.legal(config, typical, device) is not None or record["source_hash"] != source_hash(kernel, typical, config, device):
+    config = kernel.config_type(**record["config"])
+    if kernel.legal(config, shape, device) is not None or record.get("code_hash") != code_hash(kernel, shape, config, device):
         return None
     return Record(config, record["date"][:10])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-Fields = tuple[tuple[str, str], ...]  # (name, C++ type) of run-time arguments
+from ..program import Fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Option:
     @property
     def kind(self) -> tuple[object, ...]:
         """What a compiled kernel depends on: everything but the run-time values."""
-        return (self.cuda_type, tuple(self.constants.items()))
+        return (self.cuda_type, self.sources, tuple(self.constants.items()))
 
 
 def constant_time(choices: dict[str, Option]) -> dict[str, Option]:

@@ -35,6 +35,16 @@ class Element(Option):
         return (self.name,)
 
     @property
+    def lse_name(self) -> str:
+        """The name of the format of lse."""
+        return "fp64" if self.name == "fp64" else "fp32"
+
+    @property
+    def lse_bytes(self) -> int:
+        """The bytes of a number of lse."""
+        return 8 if self.name == "fp64" else 4
+
+    @property
     def lse_dtype(self) -> npt.DTypeLike:
         """The dtype of lse, and of what is computed: float64 for float64 inputs, else float32."""
         return np.float64 if self.name == "fp64" else np.float32

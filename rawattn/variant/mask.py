@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProblemError
-from . import Fields, Option
+from ..program import Field, Fields
+from . import Option
 
 Ints = npt.NDArray[np.int64]
 UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fits an int32
@@ -113,6 +114,7 @@ class Window(Option):
                 raise ProblemError(f"window {name} is {side!r}; it must be an int >= 0, or None for unbounded.")
             if side < 0:
                 raise ProblemError(f"window {name} is {side}; it must be >= 0, or None for unbounded.")
+            object.__setattr__(self, name, int(side))
 
     @property
     def constants(self) -> dict[str, int]:
@@ -120,7 +122,7 @@ class Window(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("window_left", "i32"), ("window_right", "i32"))
+        return (Field("window_left", "i32"), Field("window_right", "i32"))
 
     @property
     def values(self) -> dict[str, float]:
@@ -152,7 +154,7 @@ class Both(Option):
         for name, part in (("a", self.a), ("b", self.b)):
             if not hasattr(part, "interval"):
                 raise ProblemError(f"{name} of Both is {part!r}; it must be a mask, such as rawattn.mask.Causal().")
-        shared = set(self.a.constants) & set(self.b.constants) | {n for n, _ in self.a.fields} & {n for n, _ in self.b.fields}
+        shared = set(self.a.constants) & set(self.b.constants) | {f.name for f in self.a.fields} & {f.name for f in self.b.fields}
         if shared:
             raise ProblemError(f"Both({self.a}, {self.b}) has one kind of mask twice; write their intersection as one mask.")
 
@@ -179,6 +181,31 @@ class Both(Option):
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         (a_begin, a_end), (b_begin, b_end) = self.a.interval(q, q_len, kv_len), self.b.interval(q, q_len, kv_len)
         return np.maximum(a_begin, b_begin), np.minimum(a_end, b_end)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitMask(Option):
+    """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of tile_kv. It wraps what
+    the kernel has for a mask, and ``StorePartial`` and a split scheduler go with it."""
+
+    base: Option
+    source: ClassVar[str] = "variant/mask/split.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"SplitMask<{self.base.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return self.base.constants
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("split_keys", "i32"))
 
 
 def kept_pairs(mask: Mask, q_len: int, kv_len: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Fields, Option
-from .mask import Mask
+from ..program import Field, Fields, Pointer
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Dense(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("q_len", "i32"), ("kv_len", "i32"))
+        return (Field("q_len", "i32"), Field("kv_len", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,31 +30,50 @@ class PackGqa(Dense):
 
     @property
     def fields(self) -> Fields:
-        return (*super().fields, ("pack_gqa_heads", "i32"))
+        return (*super().fields, Field("pack_gqa_heads", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)
-class PackGqaMask(Option):
-    """The mask that such rows need: each has the mask of its query."""
+class _OfPackGqa(Option):
+    """An option that knows queries and one head, as such rows need it: each row has that of its own."""
 
-    mask: Mask
-    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
+    base: Option
 
     @property
     def cuda_type(self) -> str:
-        return f"PackGqaMask<{self.mask.cuda_type}>"
+        return f"{self.type}<{self.base.cuda_type}, Rows>"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (*self.mask.sources, self.source)
+        return (*self.base.sources, self.source)
 
     @property
     def constants(self) -> dict[str, int]:
-        return self.mask.constants
+        return self.base.constants
 
     @property
     def fields(self) -> Fields:
-        return self.mask.fields
+        return self.base.fields
+
+    @property
+    def constant_time(self) -> Option:
+        return dataclasses.replace(self, base=getattr(self.base, "constant_time", self.base))
+
+
+@dataclasses.dataclass(frozen=True)
+class PackGqaMask(_OfPackGqa):
+    """The mask that such rows need."""
+
+    type: ClassVar[str] = "PackGqaMask"
+    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class PackGqaScore(_OfPackGqa):
+    """The score that such rows need."""
+
+    type: ClassVar[str] = "PackGqaScore"
+    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,4 +85,25 @@ class Varlen(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("cu_seqlens_q", "const i32*"), ("cu_seqlens_kv", "const i32*"), ("total_q", "i32"))
+        starts = [Field(name, "const i32*", Pointer(name)) for name in ("cu_seqlens_q", "cu_seqlens_kv")]
+        return (*starts, Field("total_q", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class WithOffset(Option):
+    """Rows whose tensors are a part of longer sequences: ``q_offset`` and ``kv_offset`` are the positions of their first rows."""
+
+    base: Option
+    source: ClassVar[str] = "variant/rows/offset.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"WithOffset<{self.base.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, self.source)
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("q_offset", "i32"), Field("kv_offset", "i32"))

@@ -5,30 +5,39 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Fields, Option
+from ..program import Counter, Field, Fields
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
 class LptScheduler(Option):
     """Heads grouped to share L2, the longest tiles of a group first. Persistent blocks draw tiles from a counter; others compute
-    one tile each."""
+    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys."""
 
     persistent: bool = True
+    split: bool = False
     type: ClassVar[str] = "LptScheduler"
     source: ClassVar[str] = "variant/scheduler/lpt.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{'DynamicPersistent' if self.persistent else 'SingleTile'}>"
+        numbers = "DynamicPersistent" if self.persistent else "SingleTile"
+        return f"{self.type}<{f'Split<{numbers}>' if self.split else numbers}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (f"variant/scheduler/{'dynamic_persistent' if self.persistent else 'single_tile'}.cuh", self.source)
+        numbers = f"variant/scheduler/{'dynamic_persistent' if self.persistent else 'single_tile'}.cuh"
+        return (numbers, *(("variant/scheduler/split.cuh",) if self.split else ()), self.source)
 
     @property
     def fields(self) -> Fields:
-        counter = (("counter", "i32*"),) if self.persistent else ()
-        return (*counter, ("batches", "i32"), ("q_tiles", "i32"), ("l2_head_group", "i32"), ("last_group", "i32"))
+        return (*self.numbers, *(Field(name, "i32") for name in ("batches", "q_tiles", "l2_head_group", "last_group")))
+
+    @property
+    def numbers(self) -> Fields:
+        """The fields from which the numbers of the works are drawn."""
+        counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
+        return (*counter, Field("splits", "i32")) if self.split else counter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,5 +49,4 @@ class LptVarlenScheduler(LptScheduler):
 
     @property
     def fields(self) -> Fields:
-        counter = (("counter", "i32*"),) if self.persistent else ()
-        return (*counter, ("batches", "i32"))
+        return (*self.numbers, Field("batches", "i32"))

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from ..errors import ProblemError
-from . import Fields, Option
+from ..program import Field, Fields
+from . import Option
+
+FLOAT32_MIN, FLOAT32_MAX = 1.18e-38, 3.4e38  # normal numbers of float32, in which kernels hold scale and softcap
+
+
+def number(name: str, value: Any, need: str) -> float:
+    """``value`` as a float. Raises ProblemError for what is no plain number, or none that float32 holds. An array or a tensor
+    would be read once, and a plan that is kept would go on with the old value; it would lose its gradient, too."""
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        found = value if isinstance(value, int) else float(value)  # an int may be too large for a float
+        if abs(found) <= FLOAT32_MAX:
+            return float(found)
+    elif hasattr(value, "item"):
+        way = f"float({name}), or multiply q by it" if name == "scale" else f"float({name})"
+        raise ProblemError(
+            f"{name} is a {type(value).__name__}; it must be {need}. Its value is not followed, and gets no gradient: give {way}."
+        )
+    raise ProblemError(f"{name} is {value!r}; it must be {need}.")
 
 
 class Score(Protocol):
     """A choice that is also a function of the scaled dot product.
 
     The kernel computes exp2(factor * f(s)) of the raw dot product s, where ``f`` is the C++ type's operator.
+
+    ``logit`` is the definition in Python, and ``slope`` is its derivative, which only gradients need. The reference, the CPU path
+    and the tests read them. Both get the array library ``xp``, the scaled dot products ``s`` (queries, keys), the numbers of the
+    batch (of the sequence, where sequences are packed) and of the query head, and the positions in the sequence: ``q`` a column
+    and ``kv`` a row of integers in xp's arrays. Arrays that the score needs besides are its own fields.
     """
 
     @property
@@ -29,6 +53,12 @@ class Score(Protocol):
     @property
     def values(self) -> dict[str, float]: ...
 
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """The logits, in the shape of s."""
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """The derivative of each logit by its s, in the shape of s; None where it is 1 everywhere."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Option):
@@ -36,6 +66,12 @@ class Scale(Option):
 
     type: ClassVar[str] = "Scale"
     source: ClassVar[str] = "variant/score/scale.cuh"
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +83,20 @@ class Softcap(Option):
     source: ClassVar[str] = "variant/score/softcap.cuh"
 
     def __post_init__(self) -> None:
-        try:
-            good = math.isfinite(self.cap) and self.cap > 0
-        except TypeError:
-            good = False
-        if not good:
-            raise ProblemError(f"softcap is {self.cap!r}; it must be a finite number > 0, or None for no cap.")
+        need = f"a finite number > 0, from {FLOAT32_MIN} to {FLOAT32_MAX}, or None for no cap"
+        if number("softcap", self.cap, need) < FLOAT32_MIN:
+            raise ProblemError(f"softcap is {self.cap!r}; it must be {need}.")
+        object.__setattr__(self, "cap", float(self.cap))
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return self.cap * xp.tanh(s / self.cap)
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return 1 - xp.tanh(s / self.cap) ** 2
 
     @property
     def fields(self) -> Fields:
-        return (("softcap", "Number"),)
+        return (Field("softcap", "Number"),)
 
     @property
     def values(self) -> dict[str, float]:

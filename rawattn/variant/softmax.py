@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from ..program import Field, Fields, Pointer
 from . import Option
 
 
@@ -32,3 +33,35 @@ class LazyRescale(Option):
     type: ClassVar[str] = "LazyRescale"
     source: ClassVar[str] = "variant/softmax/lazy_rescale.cuh"
     constant_time: ClassVar[Option] = ConstantTime()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(Option):
+    """Adds nothing to a row's sum, in a kernel that finds maxima and sums by itself (attn_fwd_simt, combine)."""
+
+    type: ClassVar[str] = "Plain"
+    source: ClassVar[str] = "variant/softmax/plain.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class WithSink(Option):
+    """Adds a logit without a value to each row's sum, one for each query head."""
+
+    base: Option
+    source: ClassVar[str] = "variant/softmax/sink.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"WithSink<{self.base.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, self.source)
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("sinks", "const Number*", Pointer("sinks")))
+
+    @property
+    def constant_time(self) -> Option:
+        return WithSink(getattr(self.base, "constant_time", self.base))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from . import Fields, Option
+from ..program import Field, Fields, Pointer, Scratch, Stride
+from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,8 @@ class StoreO(Option):
 
     @property
     def fields(self) -> Fields:
-        return (("o", "Element*"), ("o_stride_batch", "i64"), ("o_stride_row", "i64"), ("o_stride_head", "i64"))
+        strides = [Field(f"o_stride_{axis}", "i64", Stride("o", axis)) for axis in ("batch", "row", "head")]
+        return (Field("o", "Element*", Pointer("o")), *strides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +31,18 @@ class StoreOLse(StoreO):
 
     @property
     def fields(self) -> Fields:
-        return (*super().fields, ("lse", "Number*"))
+        return (*super().fields, Field("lse", "Number*", Pointer("lse")))
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreOScalar(StoreO):
-    """The output, number by number: it need not be aligned."""
+class StorePartial(Option):
+    """The result over one split of the keys, in scratch: ``o_partial`` (splits, rows, head_dim_v) and ``lse_partial``
+    (splits, rows), float32 or, of fp64, float64. ``partial_rows`` are the rows of all heads and batches, in the order of lse."""
 
-    type: ClassVar[str] = "StoreOScalar"
-    source: ClassVar[str] = "variant/store/o_scalar.cuh"
+    type: ClassVar[str] = "StorePartial"
+    source: ClassVar[str] = "variant/store/partial.cuh"
 
-
-@dataclasses.dataclass(frozen=True)
-class StoreOLseScalar(StoreOLse):
-    """The same, and the logarithm of each row's sum of exponentials."""
-
-    type: ClassVar[str] = "StoreOLseScalar"
-    source: ClassVar[str] = "variant/store/o_lse_scalar.cuh"
+    @property
+    def fields(self) -> Fields:
+        parts = [Field(name, "Number*", Scratch(name)) for name in ("o_partial", "lse_partial")]
+        return (*parts, Field("partial_rows", "i64"))

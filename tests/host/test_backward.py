@@ -1,4 +1,4 @@
-"""The kernels of the backward, run thread by thread on the host (tests/emulator.py), against autograd of the formula in float64.
+"""The kernels of the backward, run thread by thread on the host (tests/host_threads.py), against autograd of the formula in float64.
 Outputs and scratch hold NaN before; turns hold anything."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn.problem import Problem
+from rawattn.operation import Forward
 from rawattn.variant.element import BF16, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
-from tests import backward, emulator
+from tests import backward, host_threads
 
 torch = pytest.importorskip("torch")
 Array = npt.NDArray[Any]
@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem, and what is launched for it: ``grid`` blocks of a persistent kernel run together."""
+    """An operation, and what is launched for it: ``grid`` blocks of a persistent kernel run together."""
 
     size: tuple[int, int]
     kinds: dict[str, Any]
@@ -70,15 +70,15 @@ HOPPER = {
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 
 
-def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, problem: Problem) -> tuple[Array, ...]:
+def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, op: Forward) -> tuple[Array, ...]:
     """o, lse, dq, dk, dv of one batch in float64, by torch."""
     q, k, v, do, dlse = (torch.tensor(x.astype(np.float64)) for x in (q, k, v, do, dlse))
     q, k, v = (x.transpose(-2, -3).requires_grad_() for x in (q, k, v))
     group = q.shape[0] // k.shape[0]
-    s = q @ k.repeat_interleave(group, 0).transpose(-1, -2) * problem.scale
-    if isinstance(problem.score, Softcap):
-        s = torch.tanh(s / problem.score.cap) * problem.score.cap
-    begin, end = problem.mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
+    s = q @ k.repeat_interleave(group, 0).transpose(-1, -2) * op.scale
+    if isinstance(op.score, Softcap):
+        s = torch.tanh(s / op.score.cap) * op.score.cap
+    begin, end = op.mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
     keys = np.arange(k.shape[1])
     keep = torch.from_numpy((keys >= begin[:, None]) & (keys < end[:, None]))
     e = torch.where(keep, s, -torch.inf).exp()  # logits are small
@@ -117,13 +117,13 @@ class Call:
         self.q_lens, self.kv_lens = zip(*case.lengths, strict=True)
         kinds = {"mask": Full(), "score": Scale(), "scale": 0.3, "element": BF16, **case.kinds}
         shape = {"batch": len(case.lengths), "q_len": max(self.q_lens), "kv_len": max(self.kv_lens)}
-        problem = backward.problem(case.size, heads=heads, kv_heads=kv_heads, varlen=case.varlen, **shape, **kinds)
+        op = backward.operation(case.size, heads=heads, kv_heads=kv_heads, varlen=case.varlen, **shape, **kinds)
         if case.varlen:
-            problem = dataclasses.replace(problem, total_q=sum(self.q_lens), total_kv=sum(self.kv_lens))
-        self.problem, self.number = problem, problem.element.lse_dtype
-        random, dtype = np.random.default_rng(0), problem.element.dtype
-        q_rows = (sum(self.q_lens),) if case.varlen else (problem.batch, problem.q_len)
-        kv_rows = (sum(self.kv_lens),) if case.varlen else (problem.batch, problem.kv_len)
+            op = dataclasses.replace(op, total_q=sum(self.q_lens), total_kv=sum(self.kv_lens))
+        self.op, self.number = op, op.element.lse_dtype
+        random, dtype = np.random.default_rng(0), op.element.dtype
+        q_rows = (sum(self.q_lens),) if case.varlen else (op.batch, op.q_len)
+        kv_rows = (sum(self.kv_lens),) if case.varlen else (op.batch, op.kv_len)
         shapes = {
             "q": (*q_rows, heads, d),
             "k": (*kv_rows, kv_heads, d),
@@ -132,7 +132,7 @@ class Call:
         }
         self.arrays: dict[str, Array] = {name: random.standard_normal(s).astype(dtype) for name, s in shapes.items()}
         self.arrays |= {name: np.full(shapes[name[1]], np.nan, dtype) for name in ("dq", "dk", "dv")}
-        lse = (heads, *q_rows) if case.varlen else (problem.batch, heads, problem.q_len)
+        lse = (heads, *q_rows) if case.varlen else (op.batch, heads, op.q_len)
         self.arrays |= {"o": np.zeros(shapes["d_o"], dtype), "lse": np.zeros(lse, self.number)}
         self.arrays["dlse"] = random.standard_normal(lse).astype(self.number) * self.number(case.dlse)
 
@@ -145,57 +145,57 @@ class Call:
             x = self.arrays[name]
             parts.append([y.swapaxes(0, 1) for y in split(x.swapaxes(0, 1), self.q_lens, True)] if case.varlen else list(x))
         for q, k, v, do, o, lse, dlse in zip(*parts, strict=True):
-            o[...], lse[...], *grads = formula(q, k, v, do, dlse, self.problem)
+            o[...], lse[...], *grads = formula(q, k, v, do, dlse, self.op)
             found.append(tuple(grads))
         return found
 
     def values(self, tile_q: int, tile_kv: int, sums: int) -> dict[str, Any]:
         """The fields of Args; ``tile_q``: of a block of rows in scratch."""
-        problem, heads = self.problem, self.problem.heads
-        blocks = problem.total_q // tile_q + problem.batch if problem.varlen else problem.batch * -(-problem.q_len // tile_q)
+        op, heads = self.op, self.op.heads
+        blocks = op.total_q // tile_q + op.batch if op.varlen else op.batch * -(-op.q_len // tile_q)
         starts = [np.cumsum([0, *lengths], dtype=np.int32) for lengths in (self.q_lens, self.kv_lens)]
         rows = heads * blocks * tile_q
         return {
             **self.arrays, "lse_log2": scratch(rows, self.number, np.nan), "delta": scratch(rows, self.number, np.nan),
             "dq_sum": scratch(heads * blocks * sums, np.float32, np.nan), "turns": scratch(heads * blocks * 2, np.int32, 77),
-            "counter": scratch(2, np.int32, 0), "scale": abs(problem.scale), "heads": heads, "heads_per_kv": problem.heads_per_kv,
-            "q_blocks": blocks, "batches": problem.batch, "q_len": problem.q_len, "kv_len": problem.kv_len,
-            "total_q": problem.total_q,
-            "cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1], "q_tiles": -(-problem.q_len // tile_q),
-            "kv_tiles": -(-problem.kv_len // tile_kv), "l2_head_group": 1, **problem.mask.values, **problem.score.values,
+            "counter": scratch(2, np.int32, 0), "scale": abs(op.scale), "heads": heads, "heads_per_kv": op.heads_per_kv,
+            "q_blocks": blocks, "batches": op.batch, "q_len": op.q_len, "kv_len": op.kv_len,
+            "total_q": op.total_q,
+            "cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1], "q_tiles": -(-op.q_len // tile_q),
+            "kv_tiles": -(-op.kv_len // tile_kv), "l2_head_group": 1, **op.mask.values, **op.score.values,
         }  # fmt: skip
 
     def run(self, folder: pathlib.Path) -> dict[str, Any]:
-        case, problem = self.case, self.problem
+        case, op = self.case, self.op
         if case.simt:
-            config: Any = backward.simt_config(problem)
-            kv_source, *q_sources = backward.simt(problem, config)
+            config: Any = backward.simt_config(op)
+            kv_source, *q_sources = backward.simt(op, config)
             shape, clear, sums = config, "pair", 1
         elif max(case.size) > 128:
             config, clear, sums = backward.PairConfig(), "pair", 1
             shape = backward.Config(tile_q=config.q_block)
-            kv_source, *q_sources = backward.pair(problem, config, case.direction)
+            kv_source, *q_sources = backward.pair(op, config, case.direction)
         else:
-            config = shape = dataclasses.replace(backward.config_of(problem, case.store), dq_chains=case.chains)
+            config = shape = dataclasses.replace(backward.config_of(op, case.store), dq_chains=case.chains)
             clear, sums = case.store, config.tile_q * config.dq_columns * config.dq_parts
-            kv_source = backward.attn_bwd(problem, config, case.store, case.direction)
-            q_sources = [] if case.store == "final" else [backward.attn_bwd_convert(problem, config)]
+            kv_source = backward.attn_bwd(op, config, case.store, case.direction)
+            q_sources = [] if case.store == "final" else [backward.attn_bwd_convert(op, config)]
         tile_kv = config.tile_kv if not hasattr(config, "q_block") else 64
         values = self.values(shape.tile_q, tile_kv, sums)
         aligned, arch = (False, "sm_75") if case.simt else (True, "sm_90a")
-        delta = backward.attn_bwd_delta(problem, shape, clear, dlse=case.dlse, aligned=aligned, arch=arch)
-        all_heads, all_kv = problem.heads * problem.batch, problem.heads // problem.heads_per_kv * problem.batch
-        q_works = sum(-(-n // shape.tile_q) for n in self.q_lens) * problem.heads
-        kv_works = sum(-(-n // tile_kv) for n in self.kv_lens) * problem.heads // problem.heads_per_kv
+        delta = backward.attn_bwd_delta(op, shape, clear, dlse=case.dlse, aligned=aligned, arch=arch)
+        all_heads, all_kv = op.heads * op.batch, op.heads // op.heads_per_kv * op.batch
+        q_works = sum(-(-n // shape.tile_q) for n in self.q_lens) * op.heads
+        kv_works = sum(-(-n // tile_kv) for n in self.kv_lens) * op.heads // op.heads_per_kv
         boxes = {"q": config.tile_q, "d_o": config.tile_q, "k": tile_kv, "v": tile_kv}
         q_values, kv_values = values | {"last_group": all_heads - 1}, values | {"last_group": all_kv - 1}
-        emulator.run(delta, folder, q_values, q_works, number=self.number)
+        host_threads.run(delta, folder, q_values, q_works, number=self.number)
         grid = kv_works if case.simt else min(case.grid, kv_works)
-        emulator.run(kv_source, folder, kv_values, grid, number=self.number, together=case.grid, boxes=boxes)
+        host_threads.run(kv_source, folder, kv_values, grid, number=self.number, together=case.grid, boxes=boxes)
         for source in q_sources:
             grid = min(case.grid, q_works) if source.name == "attn_bwd_dq.cu" else q_works
             boxes = {"q": shape.tile_q, "d_o": shape.tile_q, "k": config.tile_kv, "v": config.tile_kv}
-            emulator.run(source, folder, q_values, grid, number=self.number, together=case.grid, boxes=boxes)
+            host_threads.run(source, folder, q_values, grid, number=self.number, together=case.grid, boxes=boxes)
         return values
 
 
@@ -206,7 +206,7 @@ def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     values = call.run(tmp_path)
     assert not values["counter"].any(), "the counter is not ready for the next launch"
     # bf16: p and ds are rounded before the products, as the results are. fp64: sums of some hundred terms.
-    bound = {"bf16": 1.2e-2, "fp32": 2e-6, "fp64": 1e-11}[call.problem.element.name]
+    bound = {"bf16": 1.2e-2, "fp32": 2e-6, "fp64": 1e-11}[call.op.element.name]
     for index, (which, lengths) in enumerate((("dq", call.q_lens), ("dk", call.kv_lens), ("dv", call.kv_lens))):
         for sequence, part in enumerate(split(call.arrays[which], lengths, call.case.varlen)):
             truth = wanted[sequence][index]

@@ -55,16 +55,16 @@ def sources(row: dict[str, Any]) -> Iterator[compiler.Source]:
     """The kernels that make the gradients of a combination, but for delta."""
     kinds = dict(row)
     size, store, direction = kinds.pop("size"), kinds.pop("store"), kinds.pop("direction")
-    problem = backward.problem(size, **kinds)
+    op = backward.operation(size, **kinds)
     if max(size) > 128:
-        made = backward.pair(problem, backward.PairConfig(), direction)
+        made = backward.pair(op, backward.PairConfig(), direction)
     else:
-        config = backward.config_of(problem, store)
-        made = (backward.attn_bwd(problem, config, store, direction),)
+        config = backward.config_of(op, store)
+        made = (backward.attn_bwd(op, config, store, direction),)
     for source in made:
         yield dataclasses.replace(source, text=source.text + SMEM)
     if max(size) <= 128:
-        yield backward.attn_bwd_convert(problem, config)
+        yield backward.attn_bwd_convert(op, config)
 
 
 def faults(row: dict[str, Any]) -> str:
@@ -115,8 +115,8 @@ def listing(source: compiler.Source) -> list[str]:
 @pytest.mark.parametrize("store, instruction", [("ordered", "UBLKRED"), ("unordered", "UBLKRED")])
 def test_machine_code(store: str, instruction: str) -> None:
     """Products of the configured shapes, loads and adds by the copy engine, transposed stores of dS."""
-    problem = backward.problem((128, 128), element=BF16, mask=Causal())
-    found = listing(backward.attn_bwd(problem, backward.config_of(problem), store))
+    op = backward.operation((128, 128), element=BF16, mask=Causal())
+    found = listing(backward.attn_bwd(op, backward.config_of(op), store))
     for name in ("UTMALDG", "UBLKCP", instruction, "STSM.16.MT88.4", "HGMMA.64x64x16", "HGMMA.64x128x16"):
         assert any(each.startswith(name) for each in found), f"no {name}"
     assert sum(each.startswith("HGMMA") for each in found) == 8 + 8 + 4 + 4 + 8, "not one copy of a step"
@@ -128,8 +128,8 @@ def test_machine_code(store: str, instruction: str) -> None:
 def test_delta(arch: str, element: Any, head_dim_v: int) -> None:
     """For every number format, head size and GPU."""
     for varlen, dlse in ((False, True), (True, False)):
-        problem = backward.problem((8, head_dim_v), element=element, mask=Causal(), varlen=varlen)
+        op = backward.operation((8, head_dim_v), element=element, mask=Causal(), varlen=varlen)
         aligned = head_dim_v * element.itemsize % 16 == 0
-        source = backward.attn_bwd_delta(problem, backward.Config(), dlse=dlse, aligned=aligned, arch=arch)
+        source = backward.attn_bwd_delta(op, backward.Config(), dlse=dlse, aligned=aligned, arch=arch)
         binary = compiler.compile(source)
         assert binary.spill_bytes == 0

@@ -9,7 +9,6 @@ import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,11 +17,14 @@ from perf import sass
 from rawattn import compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
-from rawattn.problem import Problem
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.base import Kernel
+from rawattn.operation import Forward
 from rawattn.select import config_set, select
-from rawattn.variant.element import BF16, FP16
+from rawattn.variant.element import BF16, FP16, Element
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
+from tests.operations import forward
 
 DEVICE = TYPICAL["sm_90a"]
 FACTORS: dict[str, list[Any]] = {
@@ -36,7 +38,7 @@ FACTORS: dict[str, list[Any]] = {
     "element": [BF16, FP16],
     "grid": [(8, 2048, 16), (1, 4096, 8), (1, 512, 8)],  # batch, length, heads: what of a kind's configurations it gets
 }
-Combination = tuple[Problem, attn_fwd.Config]
+Combination = tuple[Forward, attn_fwd.Config]
 
 
 def pairwise(factors: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
@@ -59,16 +61,15 @@ def pairwise(factors: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
         yield {name: factors[name][level] for name, level in row.items()}
 
 
-def problem(size: tuple[int, int], grid: tuple[int, int, int], **kinds: Any) -> Problem:
+def operation(size: tuple[int, int], grid: tuple[int, int, int], element: Element, **kinds: Any) -> Forward:
     batch, length, heads = grid
-    shape = {"batch": batch, "heads": heads, "kv_heads": heads, "head_dim": size[0], "head_dim_v": size[1]}
-    lengths = {"q_len": length, "kv_len": length, "total_q": batch * length, "total_kv": batch * length}
-    return Problem(**shape, **lengths, **kinds)
+    rows = {"total_q": batch * length, "total_kv": batch * length}
+    return forward(element, batch, length, length, heads, heads, *size, **rows, **kinds)
 
 
 def covering() -> Iterator[Combination]:
     """Each head size, each two kinds, and each head size with each kind, in the configurations that are chosen for them."""
-    for asked in (problem(**row) for row in pairwise(FACTORS)):
+    for asked in (operation(**row) for row in pairwise(FACTORS)):
         yield asked, select(asked, DEVICE).config
 
 
@@ -76,7 +77,7 @@ def faults(combination: Combination) -> str:
     """What the compiler's log has against a kernel; empty if nothing."""
     asked, config = combination
     try:
-        binary = compiler.compile(attn_fwd.render(asked, config))
+        binary = compiler.compile(ATTN_FWD.render(asked, config, DEVICE.arch))
     except compiler.CompileError as error:
         return str(error)
     stack_bytes = sum(map(int, re.findall(r"(\d+) bytes stack frame", binary.log)))
@@ -97,7 +98,7 @@ def test_nothing_spills_and_nothing_waits() -> None:
     check(combinations, 2)
 
 
-def listing(asked: Problem, config: Any, kernel: ModuleType = attn_fwd, arch: str = attn_fwd.arch) -> str:
+def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = DEVICE.arch) -> str:
     """A kernel's machine code in words."""
     try:
         return sass.disassemble(compiler.compile(kernel.render(asked, config, arch)).cubin)
@@ -117,8 +118,8 @@ def test_machine_code() -> None:
 def test_descriptors_stay_in_uniform_registers(head_dim: int) -> None:
     """Where the compiler cannot see that a ring's stage is the same in the whole warp, it moves each descriptor by R2UR: some
     three for each product of a step. Whether it sees that depends on its version, so this counts what came out."""
-    asked = problem((head_dim, head_dim), FACTORS["grid"][0], element=BF16, scale=0.1, mask=Causal())
-    for config in {member.config for member in config_set(attn_fwd, attn_fwd.tuning_shapes(asked), DEVICE)}:
+    asked = operation((head_dim, head_dim), FACTORS["grid"][0], element=BF16, scale=0.1, mask=Causal())
+    for config in {member.config for member in config_set(ATTN_FWD, ATTN_FWD.tuning_shapes(asked), DEVICE)}:
         counts = collections.Counter(map(sass.family, sass.main_loop(listing(asked, config))))
         assert counts["HGMMA"] == config.tile_kv // 16 + -(-head_dim // 16), f"{config}: not one step over a key tile"
         assert counts["R2UR"] <= counts["HGMMA"] // 4, f"{config}: {counts['R2UR']} R2UR a step"
@@ -130,9 +131,9 @@ def test_constant_time_has_no_votes(kernel: str, arch: str, constant_time: bool)
     """Warps vote on values where time may depend on them, and only there."""
     for score in (Scale(), Softcap(30.0)):
         kinds = {"mask": Causal(), "score": score, "scale": 0.1, "return_lse": True, "element": BF16}
-        asked = problem((64, 64), (8, 2048, 16), constant_time=constant_time, **kinds)
-        choice = select(asked, TYPICAL[arch], kernel)
-        found = sass.parse(listing(asked, choice.config, choice.kernel, arch))[0]
+        asked = operation((64, 64), (8, 2048, 16), constant_time=constant_time, **kinds)
+        selection = select(asked, TYPICAL[arch], kernel)
+        found = sass.parse(listing(asked, selection.config, selection.kernel, arch))[0]
         votes = {name for name in found if name.startswith(("VOTE.ANY", "VOTE.ALL"))}
         assert bool(votes) is not constant_time, f"{asked}: {votes}"
 
@@ -150,4 +151,6 @@ def test_full_product(size: tuple[int, int], pytestconfig: pytest.Config) -> Non
     if "matrix" not in pytestconfig.option.markexpr:
         pytest.skip("takes hours; run it by pytest -m matrix")
     kinds = [dict(zip(FACTORS, levels, strict=True)) for levels in itertools.product([size], *[*FACTORS.values()][1:])]
-    check([(asked, config) for row in kinds for asked in [problem(**row)] for config in attn_fwd.candidates(asked, DEVICE)], None)
+    check(
+        [(asked, config) for row in kinds for asked in [operation(**row)] for config in ATTN_FWD.candidates(asked, DEVICE)], None
+    )

@@ -15,40 +15,42 @@ import pytest
 from rawattn import compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma, attn_fwd_simt
-from rawattn.problem import Problem
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.operation import Forward
 from rawattn.select import select
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
 from tests.host import test_compile_matrix as matrix
+from tests.operations import forward, replace
 
 PLAIN: dict[str, Any] = {}
 EVERYTHING = {
     "mask": Both(Causal(), Window(100)), "score": Softcap(30.0), "scale": -0.1, "return_lse": True, "varlen": True,
     "total_q": 4096, "total_kv": 4096,
 }  # fmt: skip
-Asked = tuple[str, str, Problem]  # kernel, arch, problem
+Asked = tuple[str, str, Forward]  # kernel, arch, operation
 
 
-def problem(element: Any, size: int, size_v: int, **kinds: Any) -> Problem:
-    return Problem(**{**dict(zip(("element", "batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim", "head_dim_v", "scale"),
-                                 (element, 2, 4096, 4096, 16, 16, size, size_v, 0.1), strict=True)), **kinds})  # fmt: skip
+def operation(element: Any, size: int, size_v: int, **changes: Any) -> Forward:
+    return replace(forward(element, 2, 4096, 4096, 16, 16, size, size_v, scale=0.1), **changes)
 
 
-ARCHS = [arch for arch, device in TYPICAL.items() if attn_fwd_mma.runs_on(device)]
+ARCHS = [arch for arch, device in TYPICAL.items() if ATTN_FWD_MMA.runs_on(device)]
 SIZES = [(64, 64), (128, 128), (256, 256), (80, 80), (72, 192), (192, 128), (8, 256), (256, 8), (248, 248), (120, 120)]
 
 
 def asked() -> list[Asked]:
     """For attn_fwd_mma each two of sizes, architectures, masks and other kinds together; for attn_fwd_simt each format, with the
     plain mask or everything at once."""
-    found = [("attn_fwd_mma", row.pop("arch"), matrix.problem(**row)) for row in matrix.pairwise(FACTORS)]
+    found = [("attn_fwd_mma", row.pop("arch"), matrix.operation(**row)) for row in matrix.pairwise(FACTORS)]
     formats = [*((e, 64) for e in ELEMENTS.values()), (ELEMENTS["fp32"], 128), (ELEMENTS["fp32"], 512), (ELEMENTS["fp64"], 300)]
     for i, (element, size) in enumerate(formats):
-        given = problem(element, size, size, **(EVERYTHING if i % 2 else PLAIN))
+        given = operation(element, size, size, **(EVERYTHING if i % 2 else PLAIN))
         found.append(("attn_fwd_simt", ("sm_75", "sm_90a", "sm_89")[i % 3], given))
     return found + [
-        ("attn_fwd_mma", arch, problem(element, size, size, **kinds)) for arch, element, size, kinds in TIGHT + SHARED
+        ("attn_fwd_mma", arch, operation(element, size, size, **kinds)) for arch, element, size, kinds in TIGHT + SHARED
     ]
 
 
@@ -81,15 +83,15 @@ def instructions(cubin: bytes) -> set[str] | None:
 
 def faults(each: Asked) -> list[str]:
     kernel, arch, given = each
-    choice = select(given, TYPICAL[arch], kernel)
-    binary = compiler.compile(choice.kernel.render(given, choice.config, arch))
+    selection = select(given, TYPICAL[arch], kernel)
+    binary = compiler.compile(selection.kernel.render(given, selection.config, arch))
     wrong = [f"{binary.spill_bytes} spill bytes"] if binary.spill_bytes else []
     multiply = "HMMA" if kernel == "attn_fwd_mma" else "DFMA" if given.element.name == "fp64" else "FFMA"
     wanted = {multiply, *(("LDSM", "LDGSTS") if kernel == "attn_fwd_mma" else ("LDS",))}
     found = instructions(binary.cubin)
     if found is not None:
         wrong += [f"no {name}" for name in sorted(wanted - {each.split(".")[0] for each in found})]
-    return [f"{kernel} for {arch}: {given}; {choice.config}: {', '.join(wrong)}"] if wrong else []
+    return [f"{kernel} for {arch}: {given}; {selection.config}: {', '.join(wrong)}"] if wrong else []
 
 
 def test_nothing_spills_and_the_instructions_are_there() -> None:
@@ -101,27 +103,29 @@ def test_nothing_spills_and_the_instructions_are_there() -> None:
 
 
 def test_heads_share_tiles_where_queries_are_few() -> None:
-    device, config = TYPICAL["sm_89"], attn_fwd_mma.Config(64)
+    device = TYPICAL["sm_89"]
     for q_len, kv_heads, varlen, shares in (
         (1, 4, {}, True), (40, 1, {}, True), (64, 4, {}, False), (4000, 4, {}, False), (1, 16, {}, False), (0, 4, {}, False),
         (1, 4, {"varlen": True, "total_q": 2, "total_kv": 8192}, False),
     ):  # fmt: skip
-        given = problem(BF16, 64, 64, q_len=q_len, kv_heads=kv_heads, **varlen)
+        given = operation(BF16, 64, 64, q_len=q_len, kv_heads=kv_heads, **varlen)
         assert attn_fwd_mma.packs(given) == shares
-        assert attn_fwd_mma.choices(given)["Rows"].cuda_type == ("Packed" if shares else "Varlen" if varlen else "Dense")
+        assert select(given, device).config.pack_gqa == shares
+        config = attn_fwd_mma.Config(64, pack_gqa=shares)
+        assert ATTN_FWD_MMA.options(given, config)["Rows"].cuda_type == ("PackGqa" if shares else "Varlen" if varlen else "Dense")
         tiles = -(-q_len * 16 // kv_heads // 64) * kv_heads if shares else -(-q_len // 64) * 16
-        assert attn_fwd_mma.grid(given, config, device) == 2 * tiles
-        counted = {name for name, ctype in attn_fwd_mma.fields(given) if ctype in ("i32", "Number")}
-        assert counted <= set(attn_fwd_mma.values(given, config, device))
+        assert ATTN_FWD_MMA.grid(given, config, device) == 2 * tiles
+        counted = {field.name for field in ATTN_FWD_MMA.fields(given, config) if field.ctype in ("i32", "Number")}
+        assert counted == set(ATTN_FWD_MMA.values(given, config, device))
 
 
-def test_a_problem_from_another_process_is_the_same() -> None:
+def test_an_operation_from_another_process_is_the_same() -> None:
     """Its number format is equal, not identical, to the one that the kernel knows."""
     device, config = TYPICAL["sm_89"], attn_fwd_simt.Config()
     for element in ELEMENTS.values():
-        given = problem(element, 120, 120, constant_time=True)
+        given = operation(element, 120, 120, constant_time=True)
         other = pickle.loads(pickle.dumps(given))
-        assert attn_fwd_simt.supports(other, device) == attn_fwd_simt.supports(given, device)
+        assert ATTN_FWD_SIMT.supports(other, device) == ATTN_FWD_SIMT.supports(given, device)
         assert attn_fwd_simt.smem_bytes(config, other) == attn_fwd_simt.smem_bytes(config, given)
         assert attn_fwd_simt.registers(config, other) == attn_fwd_simt.registers(config, given)
 
@@ -131,12 +135,13 @@ def test_smem_is_what_the_kernel_says(name: str) -> None:
     from tests.host.test_render import words
 
     for size, size_v in ((64, 64), (24, 40), (72, 256)):
-        given = problem(BF16, size, size_v)
-        choice = select(given, TYPICAL["sm_89"], name)
-        facts = words(compiler.compile(choice.kernel.render(given, choice.config, "sm_89")).cubin, "facts")
+        given = operation(BF16, size, size_v)
+        selection = select(given, TYPICAL["sm_89"], name)
+        facts = words(compiler.compile(selection.kernel.render(given, selection.config, "sm_89")).cubin, "facts")
         smem_bytes, _, threads, uses_pdl = facts
         assert not uses_pdl, "it would have to wait for the launch before it"
-        assert choice.config.threads == threads and choice.kernel.smem_bytes(choice.config, given) == smem_bytes
+        module = {"attn_fwd_mma": attn_fwd_mma, "attn_fwd_simt": attn_fwd_simt}[name]
+        assert selection.config.threads == threads and module.smem_bytes(selection.config, given) == smem_bytes
 
 
 @pytest.mark.matrix
@@ -146,7 +151,7 @@ def test_full_product(arch: str, pytestconfig: pytest.Config) -> None:
     if "matrix" not in pytestconfig.option.markexpr:
         pytest.skip("takes hours; run it by pytest -m matrix")
     kinds = [dict(zip(matrix.FACTORS, levels, strict=True)) for levels in itertools.product(*matrix.FACTORS.values())]
-    everything = [("attn_fwd_mma", arch, matrix.problem(**row)) for row in kinds]
+    everything = [("attn_fwd_mma", arch, matrix.operation(**row)) for row in kinds]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         bad = [line for lines in pool.map(faults, everything, chunksize=8) for line in lines]
     assert not bad, "\n".join([f"{len(bad)} of {len(everything)}", *bad])

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import linecache
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import filelock
 import pytest
 
-from rawattn import compiler
+from rawattn import cache, compiler
 from rawattn.errors import CompileError, RawattnError, UnsupportedError
+from rawattn.tokens import code
 
 TEXT = """\
 #include "config.cuh"
@@ -72,7 +77,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 def forget() -> None:
     compiler._memory.clear()
-    compiler._warned.clear()
+    cache.warned.clear()
 
 
 def entries(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -142,6 +147,110 @@ def test_options_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_order_of_headers_is_not_in_the_key() -> None:
     assert dataclasses.replace(SOURCE, headers=HEADERS[::-1]).key == SOURCE.key
+
+
+SAME_CODE = {
+    "comment": TEXT.replace("{ x[", "{ /* twice */ x[") + "// the end",
+    "blank lines": TEXT.replace("\n", "\n\n"),
+    "wrapped": TEXT.replace("(float* x)", "(\n    float* x\n)").replace(" + ", "\n+ "),
+    "tighter": TEXT.replace(" = ", "=").replace("{ ", "{"),
+    "comment in a directive": TEXT.replace('"config.cuh"', '"config.cuh"  // constants'),
+    "comment that goes on": TEXT + "// a comment \\\n__device__ int x;",
+}
+OTHER_CODE = {
+    "token": TEXT.replace("+", "-"),
+    "string": TEXT.replace("twice(x", 'twice("// x"[0], x'),
+    "in a string": TEXT.replace("twice(x", 'twice("//  x"[0], x'),
+    "words": TEXT.replace("float*", "flo at*"),
+    "operator": TEXT.replace(") + ", ") + + "),
+    "joined operator": TEXT.replace(") + ", ") ++ "),
+    "directive": TEXT.replace('"config.cuh"\n', '"config.cuh" '),
+    "comment that is code": TEXT.replace("+ cfg", "/ * + * / cfg"),
+}
+
+
+@pytest.mark.parametrize("name", [*SAME_CODE, *OTHER_CODE])
+def test_code_key_of_a_text(name: str) -> None:
+    text = {**SAME_CODE, **OTHER_CODE}[name]
+    changed = dataclasses.replace(SOURCE, text=text)
+    assert changed.key != SOURCE.key
+    assert (changed.code_key == SOURCE.code_key) is (name in SAME_CODE)
+    before, after = (dataclasses.replace(SOURCE, headers=(("a.cuh", each), *HEADERS)) for each in (TEXT, text))
+    assert (after.code_key == before.code_key) is (name in SAME_CODE)
+    assert after.code_key != SOURCE.code_key
+
+
+def test_code_keys_of_other_code_differ() -> None:
+    assert len({dataclasses.replace(SOURCE, text=text).code_key for text in OTHER_CODE.values()}) == len(OTHER_CODE)
+
+
+def test_what_is_in_the_code_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target and options, but neither the file's name nor whether line numbers are wanted."""
+    assert dataclasses.replace(SOURCE, name="other.cu").code_key == SOURCE.code_key
+    assert dataclasses.replace(SOURCE, arch="sm_80").code_key != SOURCE.code_key
+    options = compiler.OPTIONS
+    monkeypatch.setattr(compiler, "OPTIONS", tuple(each for each in options if each != compiler.LINE_INFO))
+    assert dataclasses.replace(SOURCE).code_key == SOURCE.code_key and dataclasses.replace(SOURCE).key != SOURCE.key
+    monkeypatch.setattr(compiler, "OPTIONS", (*options, "--use_fast_math"))
+    assert dataclasses.replace(SOURCE).code_key != SOURCE.code_key
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("a+++b // c", ["a", "++", "+", "b"]),
+        ('s = "a\\" // b" /* c */;', ["s", "=", '"a\\" // b"', ";"]),
+        ("c = '\"'; // d", ["c", "=", "'\"'", ";"]),
+        ("0x1p-3 1e+5f 1'000'000 .5 1-2", ["0x1p-3", "1e+5f", "1'000'000", ".5", "1", "-", "2"]),
+        ('R"x(// )" a)x" // b', ['R"x(// )" a)x"']),
+        ("#pragma unroll // n\nfor", ["#", "pragma", "unroll", "", "for"]),
+        ("a # b\nc", ["a", "#", "b", "c"]),
+        ("x /* a\nb */ # y\nz", ["x", "#", "y", "z"]),
+        ("a /= b / *c", ["a", "/=", "b", "/", "*", "c"]),
+        ("#error don't\nx'", ["#", "error", "don", "'", "t", "", "x", "'"]),
+    ],
+)
+def test_tokens(text: str, tokens: list[str]) -> None:
+    assert code(text).split("\n") == tokens
+
+
+def test_equal_code_is_equal_machine_code() -> None:
+    """Line numbers aside, of which a disassembly without them knows nothing."""
+    disassembled = set()
+    for text in (TEXT, *SAME_CODE.values()):
+        binary = compiler.compile(dataclasses.replace(SOURCE, text=text))
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary.cubin)
+            file.flush()
+            listing = instructions(pathlib.Path(file.name))
+        disassembled.add("\n".join(line for line in listing.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)))
+    assert len(disassembled) == 1 and "TID.X" in disassembled.pop()
+
+
+def test_key_knows_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Neither the folder that the sources are read from nor the current one is in a key: names are relative to cuda_src."""
+    from rawattn import render
+    from rawattn.device import TYPICAL
+    from rawattn.kernel.attn_fwd import ATTN_FWD
+    from rawattn.operation import Forward
+    from rawattn.variant.element import BF16
+
+    def source() -> compiler.Source:
+        op = Forward(BF16, 1, 512, 512, 8, 8, 64, 64)
+        return ATTN_FWD.render(op, ATTN_FWD.candidates(op, TYPICAL["sm_90a"])[0], "sm_90a")
+
+    here = source()
+    shutil.copytree(render.FOLDER, tmp_path / "elsewhere")
+    monkeypatch.setattr(render, "FOLDER", tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    render._text.cache_clear()
+    try:
+        there = source()
+    finally:
+        render._text.cache_clear()
+    assert (there.key, there.code_key) == (here.key, here.code_key)
+    texts = [there.name, there.text, *there.options, *(part for header in there.headers for part in header)]
+    assert not [text for text in texts if str(tmp_path) in text or str(render.FOLDER) in text]
 
 
 def test_header_change_compiles_anew(folder: pathlib.Path) -> None:
@@ -289,22 +398,256 @@ def test_a_hit_writes_nothing(folder: pathlib.Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in [folder, *folder.iterdir()]} == before
 
 
-def expect_memory_only() -> None:
-    """Compiling works, with one warning for two kernels, and each then comes from memory."""
-    other = dataclasses.replace(SOURCE, arch="sm_80")
-    with pytest.warns(compiler.CacheWarning, match="RAWATTN_CACHE") as caught:
-        assert [compiler.compile(source).origin for source in (SOURCE, other)] == ["compiled"] * 2
-    assert len(caught) == 1
-    assert pathlib.Path(caught[0].filename).name == pathlib.Path(__file__).name
+def expect_memory_only(reason: str = "") -> None:
+    """Compiling works, with one warning for three kernels, and each then comes from memory."""
+    sources = [SOURCE, *(dataclasses.replace(SOURCE, arch=arch) for arch in ("sm_80", "sm_89"))]
+    with pytest.warns(cache.CacheWarning, match="RAWATTN_CACHE") as caught:
+        assert [compiler.compile(source).origin for source in sources[:2]] == ["compiled"] * 2
+        assert compiler.compile_together(sources[2], []).origin == "compiled"
+    assert len(caught) == 1 and reason in str(caught[0].message)
+    assert caught[0].filename == __file__ and "compiler.compile(" in linecache.getline(__file__, caught[0].lineno)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [compiler.compile(source).origin for source in (SOURCE, other)] == ["memory"] * 2
+        assert [compiler.compile_together(source, []).origin for source in sources] == ["memory"] * 3
+        assert compiler.recompile(SOURCE).origin == "compiled"
+        with pytest.raises(CompileError, match="missing"):
+            compiler.compile(BROKEN)
 
 
 def test_folder_that_is_a_file(folder: pathlib.Path) -> None:
     folder.write_text("not a folder")
-    expect_memory_only()
+    expect_memory_only("Not a directory" if folder.is_dir() else "no folder")
     assert folder.read_text() == "not a folder"
+
+
+def test_parent_that_is_a_file(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write_text("not a folder")
+    monkeypatch.setenv("RAWATTN_CACHE", str(folder / "in" / "it"))
+    expect_memory_only("Not a directory")
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "/".join(["x" * 200] * 30)], ids=["name", "path"])
+def test_path_that_is_too_long(path: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAWATTN_CACHE", str(folder / path))
+    expect_memory_only("File name too long")
+
+
+def test_links_that_lead_nowhere(folder: pathlib.Path) -> None:
+    folder.symlink_to(folder.with_name("nothing"))
+    expect_memory_only("No such file")
+    folder.unlink()
+    folder.symlink_to(folder)
+    forget()
+    expect_memory_only("symbolic links")
+
+
+def test_null_byte(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment can hold none, but whoever sets the variable in Python is told by another message than this one."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAWATTN_CACHE": f"{folder}\0"})
+    expect_memory_only("null byte")
+
+
+@pytest.mark.parametrize("given", ["~/kernels", "~nobody-of-this-name/kernels", ""], ids=["home", "other home", "default"])
+def test_unknown_home(given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    import pwd
+
+    def unknown(_: object) -> None:
+        raise KeyError("no such user")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("getpwuid", "getpwnam"):
+        monkeypatch.setattr(pwd, name, unknown)
+    monkeypatch.setenv("RAWATTN_CACHE", given)
+    monkeypatch.chdir(tmp_path)
+    expect_memory_only("home folder is unknown")
+    assert not list(tmp_path.iterdir()), "no folder by the name of ~"
+
+
+def test_home_that_platformdirs_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    import platformdirs
+
+    monkeypatch.delenv("RAWATTN_CACHE")
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: f"~/.cache/{name}")  # as versions before 4.4 answer
+    with pytest.raises(FileNotFoundError, match="home folder is unknown"):
+        cache.cache_folder()
+
+
+def test_current_folder_that_was_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("RAWATTN_CACHE", "relative")
+    expect_memory_only("No such file")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_disk_that_cannot_be_written(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root sees it, whom no mode stops."""
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", read_only)
+    expect_memory_only("Read-only file system")
+
+
+def test_one_warning_for_many_threads(folder: pathlib.Path) -> None:
+    folder.write_text("not a folder")
+    barrier = threading.Barrier(8)
+
+    def work() -> None:
+        barrier.wait()
+        cache.warn_uncached(OSError("no"))
+
+    with pytest.warns(cache.CacheWarning) as caught:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(caught) == 1
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_folders_are_for_their_owner_alone(folder: pathlib.Path, umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those above the cache folder, where they are missing, under a umask that forbids nothing."""
+    monkeypatch.setenv("RAWATTN_CACHE", str(folder / "a" / "b"))
+    compiler.compile(SOURCE)
+    with pytest.raises(CompileError):
+        compiler.compile(BROKEN)
+    assert cache.private_folder("numba", "x") == folder / "a" / "b" / "numba" / "x"
+    made = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    assert len(made) == 8 and {path.stat().st_mode & 0o7777 for path in made} == {0o700}
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o702, 0o1777])
+def test_folder_that_others_may_write(folder: pathlib.Path, mode: int) -> None:
+    """Nothing is read from it, and nothing is written."""
+    compiler.compile(SOURCE)
+    (entry,) = entries(folder)
+    before = entry.read_bytes(), {path.name for path in folder.iterdir()}
+    folder.chmod(mode)
+    forget()
+    expect_memory_only(f"other users may write into {folder}")
+    assert f"chmod go-w {folder}" in refusal()
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        compiler.clear()
+    assert (entry.read_bytes(), {path.name for path in folder.iterdir()}) == before
+    folder.chmod(0o755)
+    forget()
+    assert compiler.compile(SOURCE).origin == "disk"
+
+
+def refusal(*names: str) -> str:
+    with pytest.raises(PermissionError) as caught:
+        cache.private_folder(*names)
+    return str(caught.value)
+
+
+def test_folder_in_the_cache_that_others_may_write(folder: pathlib.Path) -> None:
+    cache.private_folder("numba", "x")
+    (folder / "numba").chmod(0o777)
+    assert f"chmod go-w {folder / 'numba'}" in refusal("numba") and refusal("numba") == refusal("numba", "x")
+    (folder / "numba").chmod(0o700)
+    (folder / "numba" / "x").chmod(0o777)
+    assert str(folder / "numba" / "x") in refusal("numba", "x")
+    assert cache.private_folder("numba").is_dir()
+
+
+def owned(monkeypatch: pytest.MonkeyPatch, path: pathlib.Path, of_link: int, of_folder: int, me: int = 1000) -> None:
+    """As if these users owned the path, and ``me`` ran this."""
+
+    def owner(call: Any, uid: int) -> Any:
+        def found(self: pathlib.Path, **options: Any) -> Any:
+            facts = call(self, **options)
+            return os.stat_result([*facts[:4], uid if self == path else me, *facts[5:10]])
+
+        return found
+
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    monkeypatch.setattr(pathlib.Path, "lstat", owner(pathlib.Path.lstat, of_link))
+    monkeypatch.setattr(pathlib.Path, "stat", owner(pathlib.Path.stat, of_folder))
+
+
+@pytest.mark.parametrize(
+    ("of_link", "of_folder", "me", "trusted"),
+    [
+        (1000, 1000, 1000, True),
+        (0, 0, 1000, True),  # what root wants to run here, it can
+        (1000, 0, 1000, True),
+        (1001, 1001, 1000, False),
+        (1001, 1000, 1000, False),  # who owns the link can turn it to any folder
+        (1000, 1001, 1000, False),
+        (1000, 1000, 0, False),  # root, in the folder of a user
+    ],
+)
+def test_owners(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, of_link: int, of_folder: int, me: int, trusted: bool
+) -> None:
+    folder.mkdir(0o700)
+    owned(monkeypatch, folder, of_link, of_folder, me)
+    if trusted:
+        assert cache.private_folder() == folder
+    else:
+        assert f"{folder} belongs to the user with number 100" in refusal()
+        expect_memory_only("would run as code of user")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_folder_of_another_user(folder: pathlib.Path) -> None:
+    compiler.compile(SOURCE)
+    os.chown(folder, 65534, 65534)
+    forget()
+    expect_memory_only("belongs to the user with number 65534")
+    os.chown(folder, 0, 0)
+    folder.rename(elsewhere := folder.with_name("elsewhere"))
+    folder.symlink_to(elsewhere)
+    forget()
+    assert compiler.compile(SOURCE).origin == "disk", "a link of our own"
+    os.chown(folder, 65534, 65534, follow_symlinks=False)
+    assert "belongs to the user with number 65534" in refusal()
+
+
+def test_folder_above_may_be_anybodys(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setenv("RAWATTN_CACHE", str(folder / "mine"))
+    assert [compiler.compile(SOURCE).origin, *(forget() or compiler.compile(SOURCE).origin for _ in "1")] == ["compiled", "disk"]
+
+
+def test_recompile(folder: pathlib.Path) -> None:
+    """What the driver refused is in neither cache afterwards."""
+    whole = compiler.compile(SOURCE)
+    bad = dataclasses.replace(whole, cubin=bytes(len(whole.cubin)))
+    compiler._store(folder, SOURCE, bad)
+    forget()
+    assert compiler.compile(SOURCE).cubin == bad.cubin and compiler.compile(SOURCE).origin == "memory"
+    again = compiler.recompile(SOURCE)
+    assert (again.origin, again.cubin) == ("compiled", whole.cubin)
+    assert compiler.compile(SOURCE) == dataclasses.replace(again, origin="memory")
+    forget()
+    assert compiler.compile(SOURCE) == dataclasses.replace(again, origin="disk")
+
+
+def test_recompile_where_there_is_no_nvrtc(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.compile(SOURCE)
+    monkeypatch.setattr(compiler, "_nvrtc", missing)
+    with pytest.raises(UnsupportedError):
+        compiler.recompile(SOURCE)
+    assert not entries(folder) and SOURCE.key not in compiler._memory, "nobody is given it again"
+    with pytest.raises(UnsupportedError):
+        compiler.compile(SOURCE)
+
+
+def missing() -> None:
+    raise UnsupportedError("no NVRTC")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes where it is forbidden")
@@ -390,7 +733,7 @@ def test_compile_error_shows_what_nvrtc_saw(folder: pathlib.Path) -> None:
 
 def test_compile_error_where_nothing_can_be_kept(folder: pathlib.Path) -> None:
     folder.write_text("not a folder")
-    with pytest.raises(CompileError, match="missing") as caught:
+    with pytest.warns(cache.CacheWarning), pytest.raises(CompileError, match="missing") as caught:
         compiler.compile(BROKEN)
     assert caught.value.source is None and "1 error detected" in caught.value.log
 
@@ -444,8 +787,8 @@ extern "C" __global__ __launch_bounds__(1024, 2) void kernel(float* x) {
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("RAWATTN_CACHE", "~/kernels")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compiler.cache_folder() == tmp_path / "kernels"
+    assert cache.cache_folder() == tmp_path / "kernels"
     monkeypatch.setenv("RAWATTN_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert compiler.cache_folder() == tmp_path / "xdg" / "rawattn"
+    assert cache.cache_folder() == tmp_path / "xdg" / "rawattn"
     assert not (tmp_path / "xdg").exists()

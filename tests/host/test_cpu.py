@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import threading
@@ -22,13 +23,15 @@ from hypothesis import given, settings
 from numba import njit
 
 import rawattn
-from rawattn import ProblemError, cpu, lanes
+from rawattn import ProblemError, cache, cpu, lanes
 from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
 from rawattn.testing import Case, cases, expect
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
+from tests.operations import replace
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -46,6 +49,7 @@ LISTED = [
     Case(q_len=64, kv_len=64, head_dim=1, head_dim_v=1024),
     Case(q_len=1, kv_len=3000, heads=32, kv_heads=2, causal=True, layout="expanded"),
     Case(q_len=3, kv_len=2, heads=600, kv_heads=1, head_dim=8, head_dim_v=8),  # more heads to a key than rows to a unit
+    Case(q_len=100, kv_len=70, heads=6, kv_heads=2, causal=True, sinks=True),
     Case(lengths=((5, 300), (0, 40), (200, 0), (129, 129), (0, 0), (300, 7)), heads=2, kv_heads=1, causal=True),
     Case(batch=0), Case(q_len=0), Case(kv_len=0), Case(lengths=()), Case(lengths=((0, 0),)),
 ]  # fmt: skip
@@ -53,15 +57,15 @@ LISTED = [
 
 def run(case: Case, inputs: tuple[Any, ...] | None = None, config: cpu.Config | None = None) -> Arrays:
     """o, in the layout of q, and lse; both NaN before."""
-    problem, device = case.problem, this_cpu()
-    assert cpu.supports(problem, device) is None
+    op, device = case.op, this_cpu()
+    assert cpu.supports(op, device) is None
     if config is None:
         config = best(case, device.sm_count)
-    assert cpu.legal(config, problem, device) is None
+    assert cpu.legal(config, op, device) is None
     q, k, v, *cu_seqlens = inputs or case.inputs()
     o = case.out()
-    lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, problem.element.lse_dtype)
-    cpu.run(problem, config, q, k, v, o, lse, *cu_seqlens)
+    lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, op.element.lse_dtype)
+    cpu.run(op, config, q, k, v, o, lse, *cu_seqlens, sinks=case.sink_logits() if case.sinks else None)
     return o, lse
 
 
@@ -80,7 +84,7 @@ def bits(arrays: Arrays) -> list[bytes]:
 
 
 @settings(max_examples=150)
-@given(cases())
+@given(cases(sinks=None))
 def test_reference(case: Case) -> None:
     check(case)
 
@@ -96,7 +100,7 @@ def test_listed(case: Case, dtype: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", ["k", "v"])
-@pytest.mark.parametrize("case", [c for c in LISTED if c.problem.q_len > 1 and c.problem.kv_len > 1], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in LISTED if c.op.q_len > 1 and c.op.kv_len > 1], ids=lambda case: case.name)
 def test_masked_numbers_take_no_part(case: Case, which: str, bad: float) -> None:
     """Some keys, or some elements of v, are not finite: all rows that the mask keeps them from are as the reference says."""
     case = dataclasses.replace(case, dtype="fp32")
@@ -175,6 +179,53 @@ def test_functions(name: str, ulps: float, dtype: str) -> None:
     assert (np.isnan(x) == np.isnan(y)).all()
     assert np.nanmax(np.abs(y - exact) / np.spacing(np.maximum(np.abs(exact), np.finfo(dtype).tiny).astype(dtype))) <= ulps
     assert (y[x == 0] == numpy(0.0)).all() and (y[x == -math.inf] == numpy(-math.inf)).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("sink", [-math.inf, math.inf, math.nan, 3e38, -100.0])
+def test_extreme_sinks(sink: float, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(dtype, 1, 100, 70, 2, 1, causal=True, sinks=True)
+    monkeypatch.setattr(Case, "sink_logits", lambda self: np.array([0.5, sink], np.float32))
+    expect(*case.inputs(), **case.options).check(*run(case))
+    if sink == -math.inf:
+        with_sinks, without = run(case), run(dataclasses.replace(case, sinks=False))
+        np.testing.assert_array_equal(with_sinks[0][:, :, 1], without[0][:, :, 1])
+        np.testing.assert_array_equal(with_sinks[1][:, 1], without[1][:, 1])
+
+
+# ---- scores of one's own -------------------------------------------------------------------------------------------------
+
+
+class Alibi(Scale):
+    """s + slopes[head] (kv - q), and what a batch adds: a function that the loops do not know, though its base is one of them."""
+
+    def __init__(self, slopes: Any) -> None:
+        object.__setattr__(self, "slopes", slopes)
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s + self.slopes[head] * (kv - q) + 0.125 * batch * (q > kv)
+
+
+@settings(max_examples=60)
+@given(cases(longest=100, head_dims=(1, 8, 17, 64), sinks=None))
+def test_scores_of_ones_own(case: Case) -> None:
+    score = Alibi(2.0 ** -np.arange(1, case.heads + 1))
+    case = dataclasses.replace(case, softcap=None)
+    q, k, v, *cu = case.inputs()
+    o, op, options = case.out(), replace(case.op, score=score), {**case.options, "score": score}
+    assert cpu.supports(op, this_cpu()) is None
+    lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, op.element.lse_dtype)
+    cpu.run(op, cpu.Config(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
+    expect(q, k, v, *cu, **options).check(o, lse)
+
+
+def test_loops_are_for_the_functions_that_they_know() -> None:
+    class Twice(Softcap):
+        def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+            return 2 * super().logit(xp, s, batch, head, q, kv)
+
+    assert [cpu._cap(x) for x in (Scale(), Softcap(7.0), Softcap(7.0).constant_time)] == [0.0, 7.0, 7.0]
+    assert cpu._cap(Twice(7.0)) is None and cpu._cap(Alibi([1.0])) is None
 
 
 # ---- the same bits -------------------------------------------------------------------------------------------------------
@@ -275,25 +326,25 @@ def test_wrong_cu_seqlens(ends: list[int], which: int) -> None:
 
 
 def test_supports() -> None:
-    problem, device = Case("fp32").problem, this_cpu()
-    assert cpu.supports(problem, device) is None
-    assert "on H200" in str(cpu.supports(problem, TYPICAL["sm_90a"]))
-    assert "head_dim_v is 1025" in str(cpu.supports(Case("fp32", head_dim_v=1025).problem, device))
+    op, device = Case("fp32").op, this_cpu()
+    assert cpu.supports(op, device) is None
+    assert "on H200" in str(cpu.supports(op, TYPICAL["sm_90a"]))
+    assert "head_dim_v is 1025" in str(cpu.supports(Case("fp32", head_dim_v=1025).op, device))
     strange: Any = object()
-    assert "not object" in str(cpu.supports(dataclasses.replace(problem, score=strange), device))
+    assert "object has none" in str(cpu.supports(replace(op, score=strange), device))
 
 
 def test_legal() -> None:
-    problem, device = Case("fp32").problem, this_cpu()
-    assert all(cpu.legal(c, problem, device) is None for c in cpu.candidates(problem, device))
+    op, device = Case("fp32").op, this_cpu()
+    assert all(cpu.legal(c, op, device) is None for c in cpu.candidates(op, device))
     for name in ("tile_q", "tile_kv", "threads"):
         for value in (0, -1, 5000, 1.5):
-            assert f"{name} is {value}" in str(cpu.legal(cpu.Config(**{name: value}), problem, device))
+            assert f"{name} is {value}" in str(cpu.legal(cpu.Config(**{name: value}), op, device))
 
 
 def best(case: Case, cores: int) -> cpu.Config:
     device = Device("CPU", "cpu", cores, 0, 0)
-    return min(cpu.candidates(case.problem, device), key=lambda c: cpu.cost(c, case.problem, device))
+    return min(cpu.candidates(case.op, device), key=lambda c: cpu.cost(c, case.op, device))
 
 
 def test_choice() -> None:
@@ -302,7 +353,7 @@ def test_choice() -> None:
     assert best(Case("fp32", 1, 2048, 2048, 8, 8), 2) == cpu.Config(512, 96, 2)
     many = best(Case("fp32", 1, 4096, 4096), 32)
     assert many.threads > 8 and many.tile_q < 256
-    nothing, device = Case(lengths=()).problem, this_cpu()
+    nothing, device = Case(lengths=()).op, this_cpu()
     assert all(cpu.cost(config, nothing, device) >= 0 for config in cpu.candidates(nothing, device))
 
 
@@ -362,18 +413,52 @@ def test_first_and_later_compilations(tmp_path: pathlib.Path) -> None:
     assert process(LOAD, tmp_path)[0] and other.exists()
 
 
-def test_cache_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    cached, _, warned = process(LOAD, file / "folder")
-    assert not cached and len(warned) == 1 and f"{file / 'folder' / 'numba'} cannot be written" in warned[0]
+def test_cache_folder_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
+    """One warning, however many kernels are compiled."""
+    (tmp_path / "file").touch()
+    load = LOAD.replace("import FP32", "import FP32, FP64").replace("    print", "    cpu.load(FP64)\n    print")
+    cached, _, warned = process(load, tmp_path / "file" / "folder")
+    assert not cached and len(warned) == 1 and "Not a directory" in warned[0] and "RAWATTN_CACHE" in warned[0]
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: pathlib.Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return pathlib.Path.touch, (self.file,)
+
+
+def test_planted_index_is_not_read(tmp_path: pathlib.Path) -> None:
+    """Numba's index is a pickle: in a folder that others may write it would run their code, as it does in one that is ours."""
+    kept, marker = tmp_path / "cache", tmp_path / "marker"
+    process(LOAD, kept)
+    (index,) = kept.glob("numba/**/*.nbi")
+    with open(index, "rb") as file:
+        version = pickle.load(file)
+    index.write_bytes(pickle.dumps(version) + pickle.dumps(Planted(marker)))
+    for folder in (kept, kept / "numba", index.parents[1]):
+        folder.chmod(0o777)
+        _, _, warned = process(LOAD, kept)
+        folder.chmod(0o700)
+        assert not marker.exists() and len(warned) == 1 and f"chmod go-w {folder}" in warned[0]
+    process(LOAD, kept)
+    assert marker.exists(), "the plant does what it is for"
+
+
+def test_numba_folders_are_for_their_owner_alone(tmp_path: pathlib.Path) -> None:
+    process(f"import os; os.umask(0)\n{LOAD}", tmp_path / "cache")
+    (index,) = tmp_path.glob("cache/numba/**/*.nbi")
+    assert {folder.stat().st_mode & 0o777 for folder in list(index.parents)[1:4]} == {0o700}
 
 
 def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Numba raises when it cannot save; the kernel is compiled all the same."""
     given: list[object] = []
 
-    def compile(number: str, storage: str, folder: pathlib.Path | None) -> Any:
+    def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -> Any:
         given.append(folder)
         if folder is not None:
             raise OSError(28, "No space left on device")
@@ -381,8 +466,10 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> N
 
     monkeypatch.setattr(lanes, "compile", compile)
     monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path))
-    assert not cpu._load.__wrapped__("float32", "float32").cached
-    assert given == [tmp_path / "numba" / f"float32-{lanes.MACHINE}", None]
+    cache.warned.clear()
+    with pytest.warns(cache.CacheWarning, match="No space left on device"):
+        assert not cpu._load.__wrapped__("backward", "float32", "float32").cached
+    assert given == [tmp_path / "numba" / f"backward-float32-{lanes.MACHINE}", None]
 
 
 TORCH = """\

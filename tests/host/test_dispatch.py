@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import warnings
 from typing import Any
 
 import pytest
 
-from rawattn import api, select
+from rawattn import select
 from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, SlowKernelWarning, UnsupportedError
-from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
-from rawattn.problem import Problem
+from rawattn.kernel import attn_fwd
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.kernel.tiling import MOST_TILES
+from rawattn.operand import PLAIN, Layout
+from rawattn.operation import Forward
 from rawattn.variant.element import BF16, ELEMENTS, FP32
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Softcap
+from tests.operations import forward, replace
 
-PROBLEM = Problem(BF16, 2, 512, 512, 8, 8, 64, 64, 0.125)
-ARRAYS: dict[str, dict[str, Any]] = {
-    "any": {},
-    "expanded rows": {"tma_unsupported_reason": "k has a row stride of 0"},
-    "unaligned_reason": {"tma_unsupported_reason": "k is unaligned_reason", "unaligned_reason": "k is unaligned_reason"},
+OP = forward(BF16, 2, 512, 512, 8, 8, 64, 64)
+ARRAYS: dict[str, Layout] = {
+    "any": PLAIN,
+    "expanded rows": Layout("k has a row stride of 0"),
+    "unaligned": Layout("k is unaligned", "k is unaligned"),
 }
 AMPERE_ON = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_120")
 # (arch, element, head_dim, arrays) -> the kernel's name; None where it is left to the caller to copy or to ask for a kernel.
 TABLE = {
     **{("sm_90a", name, 64, "any"): "attn_fwd" for name in ("bf16", "fp16")},
-    **{("sm_90a", "bf16", 64, arrays): None for arrays in ("expanded rows", "unaligned_reason")},
+    **{("sm_90a", "bf16", 64, arrays): None for arrays in ("expanded rows", "unaligned")},
     **{(arch, name, 64, arrays): "attn_fwd_mma"
        for arch in AMPERE_ON for name in ("bf16", "fp16") for arrays in ("any", "expanded rows")},
-    **{(arch, "bf16", 64, "unaligned_reason"): None for arch in AMPERE_ON},
+    **{(arch, "bf16", 64, "unaligned"): None for arch in AMPERE_ON},
     **{("sm_75", name, 64, arrays): "attn_fwd_simt" for name in ELEMENTS for arrays in ARRAYS},
     **{(arch, name, 64, arrays): "attn_fwd_simt" for arch in TYPICAL for name in ("fp32", "fp64") for arrays in ARRAYS},
     **{(arch, name, size, arrays): "attn_fwd_simt"
@@ -39,8 +45,8 @@ TABLE = {
 }  # fmt: skip
 
 
-def chosen(problem: Problem, device: Device, kernel: str | None = None) -> select.Option:
-    return select.select(problem, device, kernel)
+def chosen(op: Forward, device: Device, kernel: str | None = None) -> select.Selection:
+    return select.select(op, device, kernel)
 
 
 @pytest.mark.parametrize("arch", TYPICAL)
@@ -48,36 +54,36 @@ def test_table(arch: str) -> None:
     rows = {key: name for key, name in TABLE.items() if key[0] == arch}
     assert len(rows) >= 30
     for (_, element, size, arrays), name in rows.items():
-        problem = dataclasses.replace(PROBLEM, element=ELEMENTS[element], head_dim=size, head_dim_v=size, **ARRAYS[arrays])
+        op = replace(OP, element=ELEMENTS[element], head_dim=size, head_dim_v=size, layout=ARRAYS[arrays])
         if name is not None:
-            assert chosen(problem, TYPICAL[arch]).kernel.name == name, (element, size, arrays)
+            assert chosen(op, TYPICAL[arch]).kernel.name == name, (element, size, arrays)
             continue
-        with pytest.raises(UnsupportedError, match=f"attn_fwd.*: {problem.tma_unsupported_reason}.*'attn_fwd_simt'"):
-            chosen(problem, TYPICAL[arch])
-        assert chosen(problem, TYPICAL[arch], "attn_fwd_simt").slow is None
+        with pytest.raises(UnsupportedError, match=f"attn_fwd.*: {op.layout.tma_unsupported}.*'attn_fwd_simt'"):
+            chosen(op, TYPICAL[arch])
+        assert chosen(op, TYPICAL[arch], "attn_fwd_simt").slow is None
 
 
 def test_a_fall_that_costs_speed_is_said() -> None:
     for arch, changes in (("sm_90a", {"element": FP32}), ("sm_89", {"head_dim": 300}), ("sm_80", {"head_dim_v": 20})):
-        slow = chosen(dataclasses.replace(PROBLEM, **changes), TYPICAL[arch]).slow
+        slow = chosen(replace(OP, **changes), TYPICAL[arch]).slow
         assert slow is not None and "attn_fwd_simt computes this, slowly" in slow and TYPICAL[arch].name in slow
-    assert "it takes bf16 and fp16, not fp32" in str(chosen(dataclasses.replace(PROBLEM, element=FP32), TYPICAL["sm_90a"]).slow)
-    assert chosen(dataclasses.replace(PROBLEM, element=FP32), TYPICAL["sm_75"]).slow is None, "there is no better one"
+    assert "it takes bf16 and fp16, not fp32" in str(chosen(replace(OP, element=FP32), TYPICAL["sm_90a"]).slow)
+    assert chosen(replace(OP, element=FP32), TYPICAL["sm_75"]).slow is None, "there is no better one"
     for arch in TYPICAL:
-        assert chosen(PROBLEM, TYPICAL[arch]).slow is None
+        assert chosen(OP, TYPICAL[arch]).slow is None
 
 
 def test_it_is_said_once() -> None:
     with pytest.warns(SlowKernelWarning, match="slowly"):
-        api._warn_once("a test computes this, slowly")
+        select.warn_once("a test computes this, slowly")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        api._warn_once("a test computes this, slowly")
+        select.warn_once("a test computes this, slowly")
 
 
 def test_gpu_that_is_too_old() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        chosen(PROBLEM, Device("GTX 1080", "sm_61", 20, 49_152, 2 << 20))
+        chosen(OP, Device("GTX 1080", "sm_61", 20, 49_152, 2 << 20))
     for part in ("GTX 1080", "attn_fwd: it needs a Hopper GPU", "8.0 or newer", "7.5 or newer", "cpu: it runs on the CPU"):
         assert part in str(caught.value)
 
@@ -85,17 +91,17 @@ def test_gpu_that_is_too_old() -> None:
 @pytest.mark.parametrize("which", ["head_dim", "head_dim_v"])
 def test_sizes_that_no_kernel_takes(which: str) -> None:
     with pytest.raises(UnsupportedError, match=f"attn_fwd_simt: {which} is 513; it takes up to 512"):
-        chosen(dataclasses.replace(PROBLEM, **{which: 513}), TYPICAL["sm_90a"])
+        chosen(replace(OP, **{which: 513}), TYPICAL["sm_90a"])
 
 
 def test_a_kernel_that_is_asked_for() -> None:
-    for module in (attn_fwd, attn_fwd_mma, attn_fwd_simt):
-        found = chosen(PROBLEM, TYPICAL["sm_90a"], module.name)
-        assert found.kernel is module and found.slow is None
+    for kernel in (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT):
+        found = chosen(OP, TYPICAL["sm_90a"], kernel.name)
+        assert found.kernel is kernel and found.slow is None
     with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16 and fp16, not fp32"):
-        chosen(dataclasses.replace(PROBLEM, element=FP32), TYPICAL["sm_90a"], "attn_fwd_mma")
+        chosen(replace(OP, element=FP32), TYPICAL["sm_90a"], "attn_fwd_mma")
     with pytest.raises(ProblemError, match=r"takes a rawattn\.kernel\.attn_fwd_mma\.Config"):
-        select.select(PROBLEM, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.Config())
+        select.select(OP, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.Config())
 
 
 SIZES = (1, 8, 16, 20, 64, 72, 80, 128, 192, 256, 300, 512)
@@ -106,9 +112,9 @@ def test_every_size_has_a_configuration(arch: str) -> None:
     for element in ELEMENTS.values():
         for size in SIZES:
             for size_v in {size, 8, 64, max(SIZES)}:
-                problem = dataclasses.replace(PROBLEM, element=element, head_dim=size, head_dim_v=size_v)
-                found = chosen(problem, TYPICAL[arch])
-                assert found.kernel.legal(found.config, problem, TYPICAL[arch]) is None
+                op = replace(OP, element=element, head_dim=size, head_dim_v=size_v)
+                found = chosen(op, TYPICAL[arch])
+                assert found.kernel.legal(found.config, op, TYPICAL[arch]) is None
 
 
 @pytest.mark.parametrize("arch", [*AMPERE_ON, "sm_90a"])
@@ -117,18 +123,147 @@ def test_all_that_a_kind_is_compiled_with_is_legal(arch: str) -> None:
     for size in range(8, 257, 8):
         for size_v in {8, size, 256}:
             for kinds in ({}, {"mask": Both(Causal(), Window(9)), "score": Softcap(3.0)}):
-                problem = dataclasses.replace(PROBLEM, head_dim=size, head_dim_v=size_v, **kinds)
-                choice = chosen(problem, TYPICAL[arch], "attn_fwd_mma")
-                for config in (choice.config, *choice.compiled_with):
-                    assert attn_fwd_mma.legal(config, problem, TYPICAL[arch]) is None
+                op = replace(OP, head_dim=size, head_dim_v=size_v, **kinds)
+                selection = chosen(op, TYPICAL[arch], "attn_fwd_mma")
+                for config in (selection.config, *selection.compiled_with):
+                    assert ATTN_FWD_MMA.legal(config, op, TYPICAL[arch]) is None
 
 
 def test_constant_time() -> None:
     """No branch on a value: another softmax and another cap; no kernel whose arithmetic takes its time by the numbers."""
-    problem = dataclasses.replace(PROBLEM, score=Softcap(30.0), constant_time=True)
-    for kernel in (attn_fwd, attn_fwd_mma):
-        found, plain = kernel.choices(problem), kernel.choices(dataclasses.replace(problem, constant_time=False))
+    op = replace(OP, score=Softcap(30.0), constant_time=True)
+    for kernel in (ATTN_FWD, ATTN_FWD_MMA):
+        config = kernel.config_type()
+        found, plain = kernel.options(op, config), kernel.options(replace(op, constant_time=False), config)
         assert (found["Softmax"].type, found["Score"].type) == ("ConstantTime", "ConstantTimeSoftcap")
         assert (plain["Softmax"].type, plain["Score"].type) == ("SpeculativeMax", "Softcap")
     with pytest.raises(UnsupportedError, match="constant_time is for GPUs"):
-        select.select(problem, this_cpu())
+        select.select(op, this_cpu())
+
+
+# ---- what is kept of a selection -----------------------------------------------------------------------------------------
+
+
+def testthree_bits() -> None:
+    assert [select.three_bits(n) for n in (0, 1, 7, 8, 9, 10, 11, 15, 16, 17, 20, 21, 100, 1000)] == [
+        0, 1, 7, 8, 10, 10, 12, 16, 16, 20, 20, 24, 112, 1024
+    ]  # fmt: skip
+    for n in (1 << 29, (1 << 29) + 1, (1 << 30) - 1):
+        assert select.three_bits(n) == n
+    assert select.three_bits((1 << 29) - 1) == 1 << 29
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_89", "sm_75"])
+def test_lengths_of_nearly_the_same_size_share_a_selection(arch: str) -> None:
+    select.forget()
+    first = chosen(replace(OP, q_len=1, kv_len=1025), TYPICAL[arch])
+    for kv_len in range(1025, 1281):
+        assert chosen(replace(OP, q_len=1, kv_len=kv_len), TYPICAL[arch]) is first
+    assert len(select._selections) == 1
+    packed = replace(OP, varlen=True, batch=9, q_len=500, total_q=1100, total_kv=1100)
+    shared = chosen(packed, TYPICAL[arch])
+    assert chosen(replace(packed, batch=10, q_len=450, total_q=1280, total_kv=1025), TYPICAL[arch]) is shared is not first
+    others: list[dict[str, Any]] = [
+        {"heads": 16},
+        {"kv_heads": 4},
+        {"mask": Causal()},
+        {"kv_len": 1281},
+        {"q_len": 2},
+        {"batch": 3},
+    ]
+    for changes in others:
+        assert chosen(replace(OP, **{"q_len": 1, "kv_len": 1025} | changes), TYPICAL[arch]) is not first
+    windows = [chosen(replace(OP, mask=Window(size)), TYPICAL[arch]) for size in (1, 1000)]
+    assert windows[0] is not windows[1], "the cost depends on it"
+    select.forget()
+    assert not select._selections
+
+
+def test_few_selections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "KEPT_SELECTIONS", 3)
+    select.forget()
+    for heads in range(1, 9):
+        chosen(replace(OP, heads=heads, kv_heads=1), TYPICAL["sm_75"])
+        assert 1 <= len(select._selections) <= 3
+    select.forget()
+
+
+def test_near_the_limits_every_row_counts() -> None:
+    """A rounded size would be refused here, or another's refusal be told."""
+    device = TYPICAL["sm_90a"]
+    fits = forward(BF16, MOST_TILES // 16, 65, 1, 8, 8, 64, 64)
+    assert chosen(fits, device).kernel is ATTN_FWD
+    with pytest.raises(UnsupportedError, match=f"here are {16 * (MOST_TILES // 16 + 1)}"):
+        chosen(replace(fits, batch=MOST_TILES // 16 + 1), device)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_89", "sm_75", "cpu"])
+def test_a_shared_selection_serves_each(arch: str) -> None:
+    device = this_cpu() if arch == "cpu" else TYPICAL[arch]
+    for q_len, kv_len, heads, head_dim in itertools.product((0, 1, 57, 63, 65, 900), (0, 33, 1111), (8, 16), (64, 72, 256)):
+        op = replace(OP, q_len=q_len, kv_len=kv_len, heads=heads, head_dim=head_dim)
+        found = chosen(op, device)
+        assert found.kernel.supports(op, device) == [] and found.kernel.legal(found.config, op, device) is None
+
+
+def test_overrides_are_selections_of_their_own() -> None:
+    device = TYPICAL["sm_90a"]
+    config = attn_fwd.Config(64, 64)
+    given = select.select(OP, device, "attn_fwd", config)
+    assert (given.config, given.why, given.compiled_with) == (config, "given by the caller", ())
+    assert chosen(OP, device).config != config and chosen(OP, device, "attn_fwd").config == chosen(OP, device).config
+    with pytest.raises(ProblemError, match="which attn_fwd cannot run here: tile_kv is 24"):
+        select.select(OP, device, config=attn_fwd.Config(64, 24))
+    with pytest.raises(ProblemError, match=r"config is 5; it must be None or rawattn\.kernel\.attn_fwd\.Config or "):
+        select.select(OP, device, config=5)
+    with pytest.raises(ProblemError, match="kernel is 'mine'; it must be None or one of 'attn_fwd', 'attn_fwd_mma'"):
+        select.select(OP, device, "mine")
+
+
+def test_a_device_without_room() -> None:
+    tiny = Device("tiny", "sm_90a", 132, 1024, 1 << 20)
+    with pytest.raises(UnsupportedError, match="attn_fwd has no configuration that fits Forward bf16"):
+        chosen(OP, tiny)
+
+
+def test_all_of_a_kind_are_compiled_with_each_other() -> None:
+    """Whatever length asks first, the same configurations are compiled; few queries are a kind of their own."""
+    shapes = {
+        "few": ((1, 1, 100), (1, 1, 9000), (16, 4, 4096)),
+        "many": ((1, 100, 9), (1, 512, 512), (1, 4096, 4096), (16, 4096, 1)),
+    }
+    for arch, mask, each in itertools.product(("sm_90a", "sm_89"), (Full(), Causal()), shapes.values()):
+        sets = set()
+        for batch, q_len, kv_len in each:
+            found = chosen(replace(OP, batch=batch, q_len=q_len, kv_len=kv_len, mask=mask), TYPICAL[arch])
+            assert found.config not in found.compiled_with
+            sets.add((found.kernel, frozenset((found.config, *found.compiled_with))))
+        assert len(sets) == 1
+
+
+def test_few_queries_go_to_the_kernel_that_splits() -> None:
+    device = TYPICAL["sm_90a"]
+    for q_len, kv_heads, kernel in ((64, 8, "attn_fwd_mma"), (65, 8, "attn_fwd"), (32, 4, "attn_fwd_mma"), (33, 4, "attn_fwd")):
+        assert chosen(replace(OP, q_len=q_len, kv_heads=kv_heads), device).kernel.name == kernel
+    assert chosen(replace(OP, q_len=1, varlen=True), device).kernel.name == "attn_fwd"
+    assert chosen(replace(OP, q_len=1), device, "attn_fwd").kernel.name == "attn_fwd"
+    refusals = chosen(replace(OP, q_len=1, element=FP32), device).refusals
+    assert [name for name, _ in refusals] == ["attn_fwd_mma", "attn_fwd"], "one behind the other, and before the slow one"
+
+
+def test_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = TYPICAL["sm_90a"]
+    monkeypatch.setattr(select.records, "find", lambda *_: None)
+    select.forget()
+    found = chosen(OP, device)
+    microseconds = ATTN_FWD.cost(found.config, OP, device) * 1e6
+    assert found.why.endswith(f"by the cost model, which expects {microseconds:,.0f} us") and found.refusals == ()
+    members = select.config_set(ATTN_FWD, ATTN_FWD.tuning_shapes(OP), device)
+    assert found.why.startswith(f"cheapest of {len(members)} ")
+    assert min(members, key=lambda member: ATTN_FWD.cost(member.modelled, OP, device)).config == found.config
+    recorded = attn_fwd.Config(64, 96)
+    monkeypatch.setattr(select.records, "find", lambda *_: select.records.Record(recorded, "2026-01-02"))
+    select.forget()
+    found = chosen(OP, device)
+    assert found.config == recorded and found.why.startswith("record of 2026-01-02 for operations like ")
+    select.forget()

@@ -17,6 +17,7 @@ import pytest
 
 from rawattn import __main__ as command_line
 from rawattn import api, compiler, demo, doctor, driver, errors
+from rawattn import cache as cache_module
 from rawattn.device import TYPICAL, Device
 
 main = command_line.main
@@ -84,7 +85,7 @@ def test_arguments_that_cannot_be_read(arguments: list[str], reason: str, capsys
     "arguments, reason",
     [
         (["--softcap", "-1"], "softcap is -1.0; it must be a finite number > 0"),
-        (["--window=-1,0"], "window left is -1; it must be >= 0"),
+        (["--window=-2,0"], "window left is -2; it must be >= 0"),
         (["--heads", "3", "--kv-heads", "2"], "q has 3 heads but k has 2"),
         (["--head-dim", "600"], "attn_fwd: head_dim is 600; it takes multiples of 8 from 8 to 256"),
         (["--head-dim-v", "600", "--dtype", "fp32"], "attn_fwd_simt: head_dim_v is 600; it takes up to 512"),
@@ -101,10 +102,10 @@ def test_options_describe_a_problem() -> None:
         "choose --dtype fp16 --batch 3 --length 10 --kv-length 20 --heads 8 --kv-heads 2 --head-dim 64 --head-dim-v 32 --causal "
         "--window none,5 --softcap 30 --varlen --lse"
     )
-    problem = command_line._problem(command_line._parser().parse_args(text.split()))
-    assert str(problem) == (
-        "fp16 batch 3, length 10x20, varlen, 30 and 60 rows, heads 8/2, head_dim 64/32, Both(a=Causal(align='bottom_right'), "
-        "b=Window(left=None, right=5, align='bottom_right')), Softcap(cap=30.0), scale 0.125, lse"
+    op = command_line._operation(command_line._parser().parse_args(text.split()))
+    assert str(op) == (
+        "Forward fp16 batch 3, length 10x20, varlen, 30 and 60 rows, heads 8/2, head_dim 64/32, "
+        "Both(a=Causal(align='bottom_right'), b=Window(left=None, right=5, align='bottom_right')), Softcap(cap=30.0), return_lse"
     )
 
 
@@ -127,7 +128,7 @@ def test_choose(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["choose", "--arch", "sm_90a", "--causal"]) == 0
     out = capsys.readouterr().out
     for line in (
-        "problem  bf16 batch 2, length 4096, heads 16, head_dim 128, Causal",
+        "op       Forward bf16 batch 2, length 4096, heads 16, head_dim 128, Causal",
         "kernel   attn_fwd",
         "config   Config(tile_q=",
     ):
@@ -244,9 +245,9 @@ def test_compile_with_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path / "file" / "cache"))
-    compiler._warned.clear()
+    cache_module.warned.clear()
     assert main(["compile", "--arch", "sm_90a", *SMALL]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert "the cache folder cannot be used" in capsys.readouterr().err
 
 
 def test_compile_without_nvrtc(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,9 +299,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_without_a_gpu(no_gpu: None, cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = examine(capsys)
     assert status == 0
-    assert list(found) == ["Python", "NumPy", "Numba", "CuPy", "NVRTC", "GPU", "Cache"]
+    assert list(found) == ["Python", "NumPy", "Numba", "Bindings", "CuPy", "NVRTC", "GPU", "Cache"]
     assert {mark for mark, _ in found.values()} == {"ok"}
-    assert found["GPU"][1].startswith("none, attention() runs on the CPU (there is no NVIDIA driver")
+    assert found["GPU"][1].startswith("none in use, attention() runs on the CPU (there is no NVIDIA driver")
     assert found["Cache"][1] == f"{cache}, 0 GPU kernels, 0.0 MB"
 
 
@@ -316,6 +317,26 @@ def test_doctor_without_a_gpu_and_cupy(no_gpu: None, monkeypatch: pytest.MonkeyP
     assert status == 0, "the CPU path needs no CuPy"
     for subject in ("CuPy", "NVRTC"):
         assert found[subject][0] == "note" and found[subject][1].endswith(f": to compile for a GPU, {compiler.PIP_LINE}")
+
+
+def test_doctor_without_bindings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def version(name: str) -> str:
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    driver.library.cache_clear()
+    without(monkeypatch, "cuda.bindings.driver")
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    status, found = examine(capsys)
+    assert status == 0, "the CPU path needs none"
+    assert found["Bindings"] == ("note", f"cuda-bindings is not installed: to use a GPU, {compiler.PIP_LINE}")
+    assert "a GPU needs the package cuda-bindings" in found["GPU"][1]
+
+
+def test_doctor_with_old_bindings(gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu((12, 8), TYPICAL["sm_90a"])
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "12.8.0")
+    status, found = examine(capsys)
+    assert (status, found["Bindings"]) == (1, ("fix", "12.8.0, but 12.9 is needed: pip install 'rawattn[cuda12]'"))
 
 
 @pytest.mark.parametrize("cuda, extra", [((13, 0), "cuda13"), ((12, 8), "cuda12"), ((12, 2), "cuda12")])
@@ -402,7 +423,7 @@ def test_doctor_with_a_cache_that_cannot_be_written(
     monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path / "file" / "cache"))
     status, found = examine(capsys)
     assert status == 0 and found["Cache"][0] == "note"
-    assert "cannot be written (Not a directory): let RAWATTN_CACHE name a folder" in found["Cache"][1]
+    assert re.search(r"cannot be used \(.*Not a directory.*\): let RAWATTN_CACHE name a folder", found["Cache"][1])
 
 
 # ---- demo ----------------------------------------------------------------------------------------------------------------
@@ -498,4 +519,4 @@ def test_demo_with_a_gpu(libraries: list[str], right: bool, small: None, gpu: An
 
 def test_module_runs(tmp_path: pathlib.Path) -> None:
     ran = subprocess.run([sys.executable, "-m", "rawattn", "doctor"], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.stdout.startswith("ok   Python  3.") and ran.returncode in (0, 1)
+    assert ran.stdout.startswith("ok   Python   3.") and ran.returncode in (0, 1)

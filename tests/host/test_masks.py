@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 
 import hypothesis
@@ -18,7 +19,10 @@ TYPES = ["Full", "Causal", "Window", "Both<Causal, Window>", "Both<Window, Causa
 TEXT = """\
 namespace cfg { extern "C" { i32 tile_q, tile_kv, causal_to_last, window_to_last; } }
 struct Args { i32 window_left, window_right; };
-struct Rows { i32 q_len, kv_len; };
+struct Rows {
+    i32 q_len, kv_len, has_offset, offset;
+    i32 shift(i32 to_last) const { return has_offset ? offset : to_last * (kv_len - q_len); }
+};
 #include "variant/mask/both.cuh"
 #include "variant/mask/causal.cuh"
 #include "variant/mask/full.cuh"
@@ -26,11 +30,14 @@ struct Rows { i32 q_len, kv_len; };
 """
 # What a kernel asks a mask, of type number {index}.
 QUESTIONS = """\
-extern "C" void tiles_{index}(const Args* args, const Rows* rows, i32 q_begin, i32 q_end, TileRange* found) {{
-    *found = {type}(*args, *rows).tiles(q_begin, q_end);
+extern "C" void kv_tiles_{index}(const Args* args, const Rows* rows, i32 q_begin, i32 q_end, TileRange* found) {{
+    *found = {type}(*args, *rows, WorkTile()).kv_tiles(q_begin, q_end);
+}}
+extern "C" void q_tiles_{index}(const Args* args, const Rows* rows, i32 kv_begin, i32 kv_end, TileRange* found) {{
+    *found = {type}(*args, *rows, WorkTile()).q_tiles(kv_begin, kv_end);
 }}
 extern "C" void keep_{index}(const Args* args, const Rows* rows, i32 keys, bool* kept) {{
-    const {type} mask(*args, *rows);
+    const {type} mask(*args, *rows, WorkTile());
     for (i32 q = 0; q < rows->q_len; ++q)
         for (i32 first = 0; first < keys; first += cfg::tile_kv)
             for (i32 offset = 0; offset < cfg::tile_kv; ++offset) *kept++ = mask.row(q, first).keep(offset);
@@ -45,55 +52,81 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class Asked:
-    """A mask of the CUDA files, for one sequence."""
+    """A mask of the CUDA files, for one sequence; ``offset``: of the position of its first query from that of its first key."""
 
-    def __init__(self, cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_kv: int) -> None:
-        for name, value in {"tile_kv": tile_kv, **mask.constants}.items():
+    def __init__(
+        self, cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_kv: int, tile_q: int = 64, offset: int | None = None
+    ) -> None:
+        for name, value in {"tile_q": tile_q, "tile_kv": tile_kv, **mask.constants}.items():
             ctypes.c_int.in_dll(cuda, name).value = value
         index, values = TYPES.index(mask.cuda_type), {"window_left": 0, "window_right": 0, **mask.values}
-        self._tiles, self._keep = getattr(cuda, f"tiles_{index}"), getattr(cuda, f"keep_{index}")
-        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 2)(q_len, kv_len)
+        self._ask = {name: getattr(cuda, f"{name}_{index}") for name in ("kv_tiles", "q_tiles", "keep")}
+        rows = (q_len, kv_len, offset is not None, offset or 0)
+        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 4)(*rows)
 
-    def tiles(self, q_begin: int, q_end: int) -> list[int]:
+    def tiles(self, which: str, begin: int, end: int) -> list[int]:
         found = (ctypes.c_int * 4)()
-        self._tiles(*self._given, q_begin, q_end, found)
+        self._ask[which](*self._given, begin, end, found)
         return list(found)
 
     def keep(self, rows: int, keys: int) -> npt.NDArray[np.bool_]:
         kept = np.zeros((rows, keys), bool)
-        self._keep(*self._given, keys, kept.ctypes.data_as(ctypes.c_void_p))
+        self._ask["keep"](*self._given, keys, kept.ctypes.data_as(ctypes.c_void_p))
         return kept
 
 
-def check(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, strip: int, tile_kv: int) -> None:
+def visited(found: list[int], needed: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_], exact: bool) -> tuple[int, int]:
+    """The tiles that ``found`` visits, after it is compared with what it must be."""
+    begin, full_begin, full_end, end = found
+    tile = np.arange(len(needed))
+    is_visited, is_full = (tile >= begin) & (tile < end), (tile >= full_begin) & (tile < full_end)
+    assert is_visited[needed].all(), "a kept pair lies in a tile that is not visited"
+    assert begin >= end or (begin >= 0 and end <= len(tile)), "a tile that does not exist is visited"
+    assert ((is_full & is_visited) == full).all(), "a tile is taken for full that is not, or the reverse"
+    assert not exact or (is_visited == needed).all(), "a tile is visited in vain"
+    return begin, end
+
+
+def check(
+    cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, strip: int, tile_kv: int, offset: int | None = None
+) -> None:
     """Everything that a kernel relies on, for blocks of ``tile_q`` queries of which a warpgroup has ``strip``."""
-    asked = Asked(cuda, mask, q_len, kv_len, tile_kv)
-    begin, end = mask.interval(np.arange(q_len), q_len, kv_len)
-    tiles = -(-kv_len // tile_kv)
+    asked = Asked(cuda, mask, q_len, kv_len, tile_kv, tile_q, offset)
+    aligned = offset is None
+    begin, end = (mask if aligned else top_left(mask)).interval(np.arange(q_len) + (offset or 0), q_len, kv_len)
+    tiles, q_tiles = -(-kv_len // tile_kv), -(-q_len // tile_q)
     keys = np.arange(tiles * tile_kv)
     kept = (keys >= begin[:, None]) & (keys < end[:, None])
     assert (asked.keep(q_len, len(keys)) == kept).all()
+    exact = not aligned or len(set(mask.constants.values())) < 2  # with two alignments a block's hull may be wider
 
-    def visited(first: int, count: int) -> tuple[int, int]:
-        rows = slice(first, min(first + count, q_len))
-        begin, full_begin, full_end, end = asked.tiles(rows.start, rows.stop)
-        by_tile, tile = kept[rows].reshape(rows.stop - rows.start, tiles, tile_kv), np.arange(tiles)
-        is_visited, is_full = (tile >= begin) & (tile < end), (tile >= full_begin) & (tile < full_end)
-        needed = by_tile.any((0, 2))
-        assert is_visited[needed].all(), "a kept pair lies in a tile that is not visited"
-        assert begin >= end or (begin >= 0 and end <= tiles), "a tile that does not exist is visited"
-        assert ((is_full & is_visited) == by_tile.all((0, 2))).all(), "a tile is taken for full that is not, or the reverse"
-        if len(set(mask.constants.values())) < 2:  # with two alignments a block's hull may be wider
-            assert (is_visited == needed).all(), "a tile is visited in vain"
-        return begin, end
+    def of_rows(first: int, count: int) -> tuple[int, int]:
+        last = min(first + count, q_len)
+        by_tile = kept[first:last].reshape(last - first, tiles, tile_kv)
+        return visited(asked.tiles("kv_tiles", first, last), by_tile.any((0, 2)), by_tile.all((0, 2)), exact)
 
     for first in range(0, q_len, tile_q):
-        block = visited(first, tile_q)
+        block = of_rows(first, tile_q)
         for part in range(first, min(first + tile_q, q_len), strip):
-            own = visited(part, strip)
+            own = of_rows(part, strip)
             assert own[0] >= own[1] or (block[0] <= own[0] and own[1] <= block[1]), (
                 "a warpgroup needs a tile that its block does not load"
             )
+    starts = np.arange(q_tiles) * tile_q
+    for first in range(0, kv_len, tile_kv):
+        for last in {first + tile_kv, min(first + tile_kv, kv_len)}:  # past the last key, which no query keeps, and not
+            part = np.zeros((q_len, last - first), bool)
+            part[:, : kv_len - first] = kept[:, first : min(last, kv_len)]
+            needed = np.logical_or.reduceat(part.any(1), starts) if q_tiles else np.zeros(0, bool)
+            full = np.logical_and.reduceat(part.all(1), starts) if q_tiles else needed
+            visited(asked.tiles("q_tiles", first, last), needed, full, exact)
+
+
+def top_left(mask: Mask) -> Mask:
+    """The mask that compares the numbers of queries and keys as they are."""
+    if isinstance(mask, Both):
+        return Both(top_left(mask.a), top_left(mask.b))
+    return mask if isinstance(mask, Full) else dataclasses.replace(mask, align="top_left")  # type: ignore[type-var]
 
 
 def masks(sides: list[int | None]) -> list[Mask]:
@@ -114,15 +147,56 @@ def test_every_small_case(cuda: ctypes.CDLL) -> None:
 
 
 LENGTHS = st.integers(0, 600) | st.sampled_from([63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257])
+SIDES = st.none() | st.integers(0, 700) | st.sampled_from([0, 1, 2, 31, 37, 61, 63, 64, 65, 97, 127, 128, 131, 251, 257])
+ALIGN = st.sampled_from(ALIGNMENTS)
+WINDOW, CAUSAL = st.builds(Window, SIDES, SIDES, ALIGN), st.builds(Causal, ALIGN)
+SAME = ALIGN.flatmap(lambda align: st.builds(Both, st.builds(Window, SIDES, SIDES, st.just(align)), st.just(Causal(align))))
+KINDS = {
+    "full": st.just(Full()),
+    "causal": CAUSAL,
+    "window": WINDOW,
+    "both": SAME,
+    "both, two alignments": st.builds(Both, CAUSAL, WINDOW),
+}
 
 
-@hypothesis.settings(max_examples=500, derandomize=True)
-@hypothesis.given(
-    st.sampled_from(masks([None, 0, 1, 63, 64, 100, 1000])), LENGTHS, LENGTHS, st.sampled_from([64, 128, 192]),
-    st.integers(2, 16).map(lambda n: 16 * n),
-)  # fmt: skip
-def test_real_sizes(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
-    check(cuda, mask, q_len, kv_len, tile_q, 64, tile_kv)
+SMALL = st.integers(0, 60)
+SMALL_WINDOW = st.builds(Window, st.none() | SMALL, st.none() | SMALL, ALIGN)
+SMALL_KINDS = KINDS | {
+    "window": SMALL_WINDOW,
+    "both": st.builds(lambda window: Both(Causal(window.align), window), SMALL_WINDOW),
+    "both, two alignments": st.builds(Both, CAUSAL, SMALL_WINDOW),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_sizes(cuda: ctypes.CDLL, kind: str) -> None:
+    """Each kind of mask has examples of its own, with window sides that divide no tile."""
+
+    @hypothesis.settings(max_examples=150, derandomize=True, database=None, deadline=None)
+    @hypothesis.given(
+        KINDS[kind], LENGTHS, LENGTHS, st.sampled_from([64, 128, 192]), st.integers(2, 16).map(lambda n: 16 * n),
+        st.none() | st.integers(-700, 700),
+    )  # fmt: skip
+    def test(mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offset: int | None) -> None:
+        check(cuda, mask, q_len, kv_len, tile_q, 64, tile_kv, offset)
+
+    test()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_tiles(cuda: ctypes.CDLL, kind: str) -> None:
+    """The same with tiles so small that every bound falls on their borders in some example."""
+
+    @hypothesis.settings(max_examples=300, derandomize=True, database=None, deadline=None)
+    @hypothesis.given(
+        SMALL_KINDS[kind], SMALL, SMALL, st.sampled_from([(2, 1), (4, 2), (6, 3), (14, 7)]), st.sampled_from([1, 2, 3, 5, 7, 11]),
+        st.none() | st.integers(-60, 60),
+    )  # fmt: skip
+    def test(mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], tile_kv: int, offset: int | None) -> None:
+        check(cuda, mask, q_len, kv_len, *tile, tile_kv, offset)
+
+    test()
 
 
 def test_longest_sequences(cuda: ctypes.CDLL) -> None:
@@ -132,8 +206,14 @@ def test_longest_sequences(cuda: ctypes.CDLL) -> None:
         asked = Asked(cuda, mask, q_len, kv_len, 128)
         for q in (0, q_len - 7, q_len - 1):
             begin, end = (int(bound[0]) for bound in mask.interval(np.array([q]), q_len, kv_len))
-            first, _, _, last = asked.tiles(q, q + 1)
+            first, _, _, last = asked.tiles("kv_tiles", q, q + 1)
             if begin < end:
                 assert (first, last) == (begin // 128, -(-end // 128)), (mask, q_len, kv_len, q)
             else:
                 assert first >= last or len(set(mask.constants.values())) == 2, (mask, q_len, kv_len, q)
+        for key in (0, kv_len - 7, kv_len - 1):
+            q = np.unique(np.clip(key + np.array([-q_len, -kv_len, 0, q_len - kv_len]), 0, q_len - 1))
+            begin, end = mask.interval(q, q_len, kv_len)
+            first, _, _, last = asked.tiles("q_tiles", key, key + 1)
+            tile = q[(begin <= key) & (key < end)] // 64
+            assert ((first <= tile) & (tile < last)).all(), (mask, q_len, kv_len, key)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib
 import itertools
+import json
+import pathlib
 import types
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,16 +18,17 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import api, arrays, compiler, driver
+from rawattn import api, arrays, compiler, driver, plans, select
 from rawattn.device import TYPICAL
-from rawattn.errors import ProblemError
+from rawattn.errors import ProblemError, SlowKernelWarning
+from rawattn.operation import Forward
 
 torch = pytest.importorskip("torch")
-plans = importlib.import_module("rawattn.plan")  # rawattn.plan is the function
 
 GPU = dataclasses.replace(TYPICAL["sm_90a"], index=-1)  # of torch's tensors on the CPU
 LAUNCHED: list[tuple[bytes, int]] = []  # arguments and stream
 STATE = {"stream": 0, "capturing": False}
+LOAD = plans._load
 
 
 class Launch:
@@ -46,9 +49,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (driver, "current", lambda index: contextlib.nullcontext()),
         (driver, "device", lambda index: GPU),
         (driver, "Launch", Launch),
-        (driver, "stream_state", lambda stream: (stream, STATE["capturing"])),
+        (driver, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
         (driver, "tensor_map", lambda *args: repr(args).encode().ljust(128)[-128:]),
-        (plans, "_function", lambda *_: None),
+        (plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, None, launch, op)),
     ):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STATE["stream"], raising=False)
@@ -60,18 +63,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cache in (api._plans, api._bounds):
+    for cache in (api._plans, api._calls, api._families):
         cache.clear()
 
 
-def tensors(length: int = 40, heads: int = 4) -> dict[str, Any]:
+def tensors(length: int = 80, heads: int = 4) -> dict[str, Any]:
     return {name: torch.randn(2, length, heads, 64).bfloat16() for name in "qkv"}
 
 
 def variations() -> dict[str, dict[str, Any]]:
     """Calls that differ in one thing each, of shapes that a plan takes."""
     good = tensors()
-    other, padded = tensors(), torch.randn(2, 40, 4, 72).bfloat16()[..., :64]
+    other, padded = tensors(), torch.randn(2, 80, 4, 72).bfloat16()[..., :64]
     found = {
         "good": good,
         "out": good | {"out": torch.empty_like(good["q"])},
@@ -79,12 +82,12 @@ def variations() -> dict[str, dict[str, Any]]:
     }
     found |= {name: good | {name: other[name]} for name in "qkv"}
     found |= {f"padded {name}": good | {name: padded} for name in "qkv"}
-    return found | {"heads first": good | {"q": torch.randn(2, 4, 40, 64).bfloat16().transpose(1, 2)}}
+    return found | {"heads first": good | {"q": torch.randn(2, 4, 80, 64).bfloat16().transpose(1, 2)}}
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_warm_call_launches_what_a_cold_one_does(return_lse: bool) -> None:
-    given = [{**call, "out": call.get("out", torch.empty(2, 40, 4, 64).bfloat16())} for call in variations().values()]
+    given = [{**call, "out": call.get("out", torch.empty(2, 80, 4, 64).bfloat16())} for call in variations().values()]
     calls = [(call, stream) for call in given for stream in (0, 7)]
     plan, cold, warm = rawattn.plan(**tensors(), return_lse=return_lse), [], []
 
@@ -92,7 +95,7 @@ def test_a_warm_call_launches_what_a_cold_one_does(return_lse: bool) -> None:
         """Without the address of lse, which is new at every call."""
         args, stream = bytearray(said[0]), said[1]
         if return_lse:
-            at = plan.layout.fields["lse"][1]
+            at = plan._loaded[0].layout.offsets["lse"]
             args[at : at + 8] = bytes(8)
         return bytes(args), stream
 
@@ -112,23 +115,23 @@ def test_a_warm_call_launches_what_a_cold_one_does(return_lse: bool) -> None:
 def test_a_launch_is_kept_for_each_output_and_stream() -> None:
     call = variations()["out"]
     rawattn.attention(**call)
-    (bound,) = api._bounds.values()
+    (call_kept,) = api._calls.values()
     for _ in range(3):
         rawattn.attention(**call)
     STATE["stream"] = 7
     rawattn.attention(**call)
-    assert len(bound._launches) == 2 and len(LAUNCHED) == 5
+    assert len(call_kept._launches) == 2 and len(LAUNCHED) == 5
     for _ in range(3 * plans.KEPT_LAUNCHES):
         rawattn.attention(**call | {"out": torch.empty_like(call["q"])})
-        assert len(bound._launches) <= plans.KEPT_LAUNCHES
+        assert len(call_kept._launches) <= plans.KEPT_LAUNCHES
 
 
 def test_a_captured_launch_is_not_kept() -> None:
     call = variations()["out"]
     STATE.update(stream=7, capturing=True)
     rawattn.attention(**call)
-    (bound,) = api._bounds.values()
-    assert not bound._launches
+    (call_kept,) = api._calls.values()
+    assert not call_kept._launches
     STATE["capturing"] = False
     rawattn.attention(**call)
     STATE["capturing"] = True
@@ -152,13 +155,13 @@ WRONG: dict[str, Any] = {
     "k of another dtype": lambda x: {"k": x["k"].half()},
     "k of another length": lambda x: {"k": torch.cat([x["k"]] * 2, 1)},
     "v of another batch": lambda x: {"v": x["v"][:1]},
-    "strided columns": lambda x: {"q": torch.randn(2, 40, 4, 128).bfloat16()[..., ::2]},
+    "strided columns": lambda x: {"q": torch.randn(2, 80, 4, 128).bfloat16()[..., ::2]},
     "q requires grad": lambda x: {"q": x["q"].detach().requires_grad_()},
     "out requires grad": lambda x: {"out": torch.empty_like(x["q"]).requires_grad_()},
     "out is q": lambda x: {"out": x["q"]},
     "out of another shape": lambda x: {"out": torch.empty_like(x["q"][:1])},
     "out of another dtype": lambda x: {"out": torch.empty_like(x["q"], dtype=torch.float16)},
-    "a row stride that is no multiple of 16 bytes": lambda x: {"k": torch.randn(2, 40, 4, 65).bfloat16()[..., :64]},
+    "a row stride that is no multiple of 16 bytes": lambda x: {"k": torch.randn(2, 80, 4, 65).bfloat16()[..., :64]},
     "sparse": lambda x: {"v": x["v"].to_sparse()},
     "meta": lambda x: {"v": x["v"].to("meta")},
 }
@@ -208,8 +211,8 @@ def test_what_equals_a_right_option_may_be_wrong(good: dict[str, Any], wrong: di
 
 
 def test_lengths_of_another_type() -> None:
-    q = torch.randn(40, 4, 64).bfloat16()
-    starts = torch.tensor([0, 40], dtype=torch.int32)
+    q = torch.randn(80, 4, 64).bfloat16()
+    starts = torch.tensor([0, 80], dtype=torch.int32)
     rawattn.attention_varlen(q, q, q, starts, starts, 1, 1)
     with pytest.raises(ProblemError, match="max_seqlen_q is True"):
         rawattn.attention_varlen(q, q, q, starts, starts, True, 1)
@@ -225,5 +228,154 @@ def test_a_window_may_be_a_list() -> None:
 def test_constant_time_is_a_plan_of_its_own() -> None:
     call = tensors()
     steady, plain = rawattn.plan(**call, constant_time=True), rawattn.plan(**call)
-    assert steady is not plain and (steady.problem.constant_time, plain.problem.constant_time) == (True, False)
-    assert "constant time" in repr(steady) and "constant time" not in repr(plain)
+    assert steady is not plain and (steady.op.constant_time, plain.op.constant_time) == (True, False)
+    assert "constant_time" in repr(steady) and "constant_time" not in repr(plain)
+
+
+# ---- what is compiled, and when ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of what is compiled, in order; but for NVRTC and the driver, kernels are loaded as they are."""
+    keys: list[str] = []
+
+    def compile_together(source: Any, others: Any, on_compile: Any = None) -> Any:
+        if source.key not in keys:
+            keys.extend(dict.fromkeys(each.key for each in (source, *others) if each.key not in keys))
+        return types.SimpleNamespace(cubin=b"")
+
+    monkeypatch.setattr(plans, "_load", LOAD)
+    monkeypatch.setattr(plans, "_kernels", {})
+    monkeypatch.setattr(compiler, "compile_together", compile_together)
+    monkeypatch.setattr(driver, "Function", lambda *_: None)
+    return keys
+
+
+def test_a_new_length_compiles_nothing(compiled: list[str]) -> None:
+    """And loads nothing where it is nearly the same."""
+    call, kernels = tensors(), plans._kernels
+    rawattn.attention(**call)
+    first = [*compiled]
+    assert first and len(kernels) == 1
+    for length in range(81, 97):
+        rawattn.attention(call["q"], *[torch.randn(2, length, 4, 64).bfloat16()] * 2)
+    assert len(kernels) == 1 and len(LAUNCHED) == 17
+    for batch, q_len, kv_len, heads in ((1, 65, 5000, 2), (3, 3000, 3000, 8), (1, 70, 9, 16)):
+        q, k = torch.randn(batch, q_len, heads, 64).bfloat16(), torch.randn(batch, kv_len, 2, 64).bfloat16()
+        rawattn.attention(q, k, k)
+    assert compiled == first and {key for key, _ in kernels} <= set(first)
+
+
+def test_a_decode_loop_compiles_once(compiled: list[str]) -> None:
+    """Few queries are a kind of their own, in which keys may be split; all it needs comes with the first step."""
+    first: list[str] = []
+    for kv_len in (1, 100, 511, 512, 3000, 100_000):
+        q, k = torch.zeros(1, 1, 4, 64).bfloat16(), torch.zeros(1, 1, 1, 64).bfloat16().expand(1, kv_len, 2, 64)
+        rawattn.attention(q, k.contiguous(), k.contiguous())
+        first = first or [*compiled]
+    assert compiled == first and {key for key, _ in plans._kernels} <= set(first) and len(LAUNCHED) > 6
+
+
+def test_another_kind_compiles(compiled: list[str]) -> None:
+    rawattn.attention(**tensors())
+    for options in ({"causal": True}, {"softcap": 3.0}, {"return_lse": True}, {"scale": -1.0}, {"constant_time": True}):
+        count = len(compiled)
+        rawattn.attention(**tensors(), **options)
+        assert len(compiled) > count, options
+
+
+def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new operation is written once, and a process that has read them compiles nothing."""
+    log = tmp_path / "operations.jsonl"
+    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setenv("RAWATTN_LOG", str(log))
+    packed, starts = torch.randn(80, 4, 64).bfloat16(), torch.tensor([0, 30, 80], dtype=torch.int32)
+
+    def calls() -> None:
+        for _ in range(2):
+            rawattn.attention(**tensors())
+            rawattn.attention(**tensors(), window=(3, 0), causal=True)
+            rawattn.attention_varlen(packed, packed, packed, starts, starts, softcap=2.0)
+            rawattn.plan(**tensors(), return_lse=True)
+
+    calls()
+    lines = log.read_text().splitlines()
+    assert len(lines) == 4 == len(set(lines))
+    operations = [Forward.from_json(json.loads(line)) for line in lines]
+    assert operations == [plan.op for plan in api._plans.values()]
+    forget()
+    calls()
+    assert log.read_text().splitlines() == lines
+    monkeypatch.delenv("RAWATTN_LOG")
+
+    for given in (log, str(log), operations, iter(operations)):
+        forget()
+        compiled.clear(), plans._kernels.clear()
+        assert rawattn.warm_up(given) == 4
+        warm, loaded = [*compiled], {*plans._kernels}
+        calls()
+        for length in (65, 3000):
+            rawattn.attention(**tensors(length))
+        other = torch.zeros(1, 512, 8, 64, dtype=torch.bfloat16)  # which gets another configuration
+        rawattn.attention(other, other, other)
+        assert len({plan.config for plan in api._plans.values() if plan.op.kind == operations[0].kind}) > 1
+        assert compiled == warm and {*plans._kernels} == loaded, "all that a kind may get is loaded"
+
+    elsewhere = tmp_path / "elsewhere.jsonl"
+    monkeypatch.setenv("RAWATTN_LOG", str(elsewhere))
+    forget()
+    rawattn.attention(**tensors())
+    assert elsewhere.read_text().splitlines() == lines[:1]
+    assert log.read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "{", "[]", "{}", '{"element": "bf17"}', '{"element": "bf16", "spec": {"mask": {"class": "os:system"}}, "layout": []}'],
+)
+def test_a_line_that_is_no_operation(line: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "log").write_text(f"{line}\n")
+    with pytest.raises(ProblemError, match="operations has the line"):
+        rawattn.warm_up(tmp_path / "log")
+
+
+def test_calls_of_other_libraries_are_kept_by_address() -> None:
+    """CuPy's arrays have no signature, and a call makes three tensor maps."""
+    plan = rawattn.plan(**tensors())
+    plan.library = "cupy"
+    given = {name: arrays.read(x, name)._replace(library="cupy") for name, x in tensors().items()}
+    bound = plan.bind(given)
+    assert plan.bind({name: array._replace(object=None) for name, array in given.items()}) is bound
+    assert plan.bind(given | {"q": given["q"]._replace(pointer=given["q"].pointer + 16)}) is not bound
+
+
+# ---- outputs -------------------------------------------------------------------------------------------------------------
+
+
+def test_out_on_cu_seqlens() -> None:
+    memory, size = torch.zeros(80 * 4 * 64 * 2 + 12, dtype=torch.uint8), 80 * 4 * 64 * 2
+    q, out = torch.randn(80, 4, 64).bfloat16(), memory[:size].view(torch.bfloat16).view(80, 4, 64)
+    apart, on = torch.tensor([0, 20, 80], dtype=torch.int32), memory[size - 8 : size + 4].view(torch.int32)
+    rawattn.attention_varlen(q, q, q, apart, apart, out=out)
+    for name, starts in (("cu_seqlens_q", (on, apart)), ("cu_seqlens_kv", (apart, on))):
+        with pytest.raises(ProblemError, match=f"out overlaps {name}"):
+            rawattn.attention_varlen(q, q, q, *starts, out=out)
+
+
+@pytest.mark.parametrize("offset, fits", [(8, True), (16, True), (4, False), (1, False)])
+def test_misaligned_out(offset: int, fits: bool) -> None:
+    out = torch.empty(2 * 80 * 4 * 64 + 16).bfloat16()[offset:][: 2 * 80 * 4 * 64].view(2, 80, 4, 64)
+    with contextlib.nullcontext() if fits else pytest.raises(ProblemError, match="no multiple of 16 bytes"):
+        rawattn.attention(**tensors(), out=out)
+
+
+def test_a_slow_kernel_is_told_of_where_it_is_called() -> None:
+    select.warn_once.cache_clear()
+    for run in (rawattn.attention, rawattn.plan):
+        select.warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            forget()
+            run(**{name: x.float() for name, x in tensors().items()})
+        assert [(each.category, each.filename) for each in caught] == [(SlowKernelWarning, __file__)]

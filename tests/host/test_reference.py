@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rawattn import UnsupportedError, reference
+from rawattn import ProblemError, UnsupportedError, reference
 from rawattn.testing import LAYOUTS, MARGIN, Case, Expected, cases, expect
 from rawattn.variant.mask import Both, Causal, Full, Mask, Window
 
@@ -168,8 +168,80 @@ class Strange:
 
 def test_unknown_score() -> None:
     score: Any = Strange()
-    with pytest.raises(UnsupportedError, match="Strange"):
+    with pytest.raises(UnsupportedError, match=r"Strange.* has no logit\(...\)"):
         reference.attention(*Case("fp32").inputs(), score=score)
+
+
+# ---- sinks and scores of one's own ---------------------------------------------------------------------------------------
+
+
+class Alibi(Strange):
+    """s + slopes[head] (kv - q): Press et al., arXiv 2108.12409; and what all else that a score is given adds."""
+
+    def __init__(self, slopes: Any, batch: float = 0.0) -> None:
+        self.slopes, self.batch = slopes, batch
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s + self.slopes[head] * (kv - q) + self.batch * batch * q
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return None
+
+
+def by_all_pairs(case: Case, logit: Callable[..., float]) -> tuple[Any, Any]:
+    """o and lse of a case from the definition, where logit(s, batch, head, q, kv) is the score; packed sequences as they lie."""
+    q, k, v, *cu = case.inputs()
+    sinks = case.sink_logits() if case.sinks else [-INF] * case.heads
+    o, lse = np.zeros((*q.shape[:-1], v.shape[-1])), np.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]))
+    parts: list[tuple[Any, Any]] = [(b, b) for b in range(case.batch)]
+    if cu:
+        ends = zip(itertools.pairwise(cu[0]), itertools.pairwise(cu[1]), strict=True)
+        parts = [(slice(*rows), slice(*keys)) for rows, keys in ends]
+    for (b, (rows, keys)), h in itertools.product(enumerate(parts), range(case.heads)):
+        kv_head = h // (case.heads // case.kv_heads)
+        lse_at = lse[rows] if isinstance(rows, int) else lse[:, rows]
+        for i in range(len(q[rows])):
+            begin, end = (x.item() for x in case.op.mask.interval(np.array([i]), len(q[rows]), len(k[keys])))
+            dots = [case.op.scale * math.fsum(q[rows][i, h] * k[keys][j, kv_head]) for j in range(begin, end)]
+            s = [logit(x, b, h, i, j) for j, x in enumerate(dots, begin)]
+            total = math.fsum(map(math.exp, s)) + math.exp(sinks[h])
+            lse_at[h, i] = math.log(total) if total else -INF
+            for j, x in enumerate(s, begin):
+                o[rows][i, h] += math.exp(x) / total * v[keys][j, kv_head]
+    return o, lse
+
+
+@settings(max_examples=40)
+@given(cases(("fp64",), longest=8, layouts=("contiguous",), head_dims=(1, 3), sinks=None))
+def test_definition_with_sinks_and_a_score(case: Case) -> None:
+    case, slopes = dataclasses.replace(case, softcap=None), 2.0 ** -np.arange(1, case.heads + 1)
+    wanted = by_all_pairs(case, lambda s, b, h, i, j: s + slopes[h] * (j - i) + 0.125 * b * i)
+    for library in ("numpy", "torch"):
+        q, k, v = case.inputs(library)[:3]
+        score: Any = Alibi(slopes if library == "numpy" else torch.from_numpy(slopes), 0.125)
+        found = reference.attention(q, k, v, **cu(case, library), return_lse=True, score=score, **case.options)
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
+
+
+def test_extreme_sinks() -> None:
+    case = Case("fp32", 1, 5, 3, 4, 1, causal=True)
+    q, k, v = case.inputs()
+    sinks = np.array([-INF, INF, math.nan, 1.5])
+    plain, plain_lse = reference.attention(q, k, v, causal=True, return_lse=True)
+    o, lse = reference.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    np.testing.assert_array_equal(o[:, :, 0], plain[:, :, 0])
+    np.testing.assert_array_equal(lse[:, 0], plain_lse[:, 0])
+    assert (o[:, :, 1] == 0).all() and (lse[:, 1] == INF).all()
+    assert np.isnan(o[:, 2:, 2]).all() and np.isnan(lse[:, 2]).all()
+    assert (o[:, :2, 3] == 0).all() and (lse[:, 3, :2] == 1.5).all() and (lse[:, 3, 2:] > 1.5).all()
+    no_keys = reference.attention(q, k[:, :0], v[:, :0], sinks=sinks, return_lse=True)
+    assert (no_keys[0] == 0).all() and (no_keys[1][0, :, 0][[0, 1, 3]] == sinks[[0, 1, 3]]).all()
+
+
+def test_sinks_of_another_length() -> None:
+    with pytest.raises(ProblemError, match=r"sinks has shape \(3,\); it must be \(1,\)"):
+        reference.attention(*Case("fp32").inputs(), sinks=np.zeros(3))
 
 
 # ---- the plain formula and the tolerance ---------------------------------------------------------------------------------
@@ -182,8 +254,26 @@ def test_plain_formula_errs_like_its_format(dtype: str, library: str) -> None:
     inputs = case.inputs(library)
     o, plain = reference.attention(*inputs, **case.options), reference.rounded(*inputs, **case.options)
     error = float(abs(plain - o).max() / abs(o).max())
-    eps = float(ml_dtypes.finfo(case.problem.element.dtype).eps)
+    eps = float(ml_dtypes.finfo(case.op.element.dtype).eps)
     assert 0.02 * eps < error < (8 if dtype == "fp32" else 2) * eps
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("left_out", [None, "s", "p"])
+def test_plain_formula_rounds(dtype: str, left_out: str | None) -> None:
+    """It is the formula with logits and probabilities rounded, and not the one that leaves out either."""
+    case = Case(dtype, q_len=60, kv_len=90)
+    o, lse = reference.rounded(*case.inputs(), return_lse=True)
+    q, k, v = (x[0, :, 0].astype(np.float32) for x in case.inputs())
+
+    def rounding(name: str, x: Any) -> Any:
+        return x if name == left_out else x.astype(case.op.element.dtype).astype(np.float32)
+
+    s = rounding("s", np.float32(case.op.scale) * (q @ k.T))
+    total = np.exp(s).sum(1, keepdims=True)
+    close = [np.allclose(o[0, :, 0], rounding("p", np.exp(s) / total) @ v, rtol=1e-4, atol=1e-5)]
+    close.append(np.allclose(lse[0, 0], np.log(total)[:, 0], rtol=1e-6))
+    assert close == [left_out is None, left_out != "s"]
 
 
 CAUSAL = {dtype: Case(dtype, 1, 32, 64, 2, 1, causal=True, seed=3) for dtype in ("bf16", "fp32", "fp64")}
@@ -197,13 +287,13 @@ def expected(request: pytest.FixtureRequest) -> Expected:
 def test_tolerance_takes_the_reference_and_no_more(expected: Expected) -> None:
     o, lse = expected.o.copy(), expected.lse.copy()
     expected.check(o, lse)
-    o[0, 3, 1, 5] += 0.9 * expected.o_error
-    lse[0, 1, 4] -= 0.9 * expected.lse_error
+    o[0, 3, 1, 5] += 0.9 * expected.o_error[0, 3, 1, 0]
+    lse[0, 1, 4] -= 0.9 * expected.lse_error[0, 1, 4]
     expected.check(o, lse)
-    o[0, 3, 1, 5] += 0.3 * expected.o_error
+    o[0, 3, 1, 5] += 0.3 * expected.o_error[0, 3, 1, 0]
     with pytest.raises(AssertionError, match=r"o\[0, 3, 1, 5\] is .* \(1 of 4096 are wrong\)"):
         expected.check(o)
-    lse[0, 1, 4] -= 0.3 * expected.lse_error
+    lse[0, 1, 4] -= 0.3 * expected.lse_error[0, 1, 4]
     with pytest.raises(AssertionError, match=r"lse\[0, 1, 4\]"):
         expected.check(expected.o, lse)
 
@@ -238,6 +328,52 @@ def test_tolerance_is_tight(case: Case, wrong: dict[str, Any]) -> None:
         expected.check(found)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_o_tolerance_would_not_bear_a_factor_of_4(dtype: str, causal: bool) -> None:
+    """Logits and probabilities with two bits less than the format are found, and would not be with four times the tolerance."""
+    case = Case(dtype, 1, 200, 200, 2, 2, causal=causal, seed=1)
+    expected, eps = expect(*case.inputs(), **case.options), {"bf16": 2.0**-7, "fp16": 2.0**-10}[dtype]
+
+    def coarse(x: Any) -> Any:
+        mantissa, exponent = np.frexp(x)
+        return np.ldexp(np.round(mantissa / (4 * eps)) * (4 * eps), exponent)
+
+    formula = reference.Formula(np, {}, np.float64, coarse, case.op.mask, case.op.score, case.op.scale)
+    o, _ = formula.forward(*case.inputs(), None, None, None)
+    with pytest.raises(AssertionError, match="allowed"):
+        expected.check(o)
+    dataclasses.replace(expected, o_error=4 * expected.o_error).check(o)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("softcap", [None, 1000.0])
+def test_lse_tolerance_would_not_bear_a_factor_of_10(dtype: str, softcap: float | None) -> None:
+    """A scale that is off by 2^-17, or 2^-45 in float64, is found, and would not be with ten times the tolerance."""
+    case = Case(dtype, 1, 200, 200, 2, 2, causal=True, softcap=softcap, seed=1)
+    expected = expect(*case.inputs(), **case.options)
+    wrong = case.op.scale * (1 + (2.0**-45 if dtype == "fp64" else 2.0**-17))
+    _, lse = reference.attention(*case.inputs(), **case.options, scale=wrong, return_lse=True)
+    with pytest.raises(AssertionError, match=r"lse.*allowed"):
+        expected.check(expected.o, lse)
+    dataclasses.replace(expected, lse_error=10 * expected.lse_error).check(expected.o, lse)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_lse_tolerance_does_not_grow_with_the_cap(dtype: str) -> None:
+    case = Case(dtype, 1, 100, 200, seed=1)
+    errors = [expect(*case.inputs(), softcap=cap).lse_error.max() for cap in (None, 100.0, 1e6)]
+    assert errors[2] < 1.1 * errors[1] < 3 * errors[0]
+
+
+def test_o_tolerance_is_of_the_row() -> None:
+    """Under a causal mask the first rows of o are the largest; what they may err is a tenth of what the last rows hold."""
+    case = Case("bf16", 1, 1024, 1024, causal=True)
+    expected = expect(*case.inputs(), causal=True)
+    assert expected.o_error[0, 0].item() > 5 * expected.o_error[0, -1].item()
+    assert (expected.o_error < 0.08 * np.abs(expected.o).max(-1, keepdims=True)).all()
+
+
 # ---- cases ---------------------------------------------------------------------------------------------------------------
 
 
@@ -251,9 +387,9 @@ def test_inputs_are_what_the_case_says(case: Case) -> None:
             np.testing.assert_array_equal(x, y)
         assert not np.isnan(x.astype(np.float64)).any()
     q, k, v = case.inputs()[:3]
-    assert case.problem.element.dtype == q.dtype and q.shape[-2:] == (case.heads, case.head_dim)
+    assert case.op.element.dtype == q.dtype and q.shape[-2:] == (case.heads, case.head_dim)
     assert k.shape[-2:] == (case.kv_heads, case.head_dim) and v.shape[-2:] == (case.kv_heads, case.head_dim_v)
-    assert (case.problem.total_q, case.problem.total_kv) == (math.prod(q.shape[:-2]), math.prod(k.shape[:-2]))
+    assert (case.op.total_q, case.op.total_kv) == (math.prod(q.shape[:-2]), math.prod(k.shape[:-2]))
     assert all(x.strides[-1] == x.itemsize for x in (q, k, v))
 
 

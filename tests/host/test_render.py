@@ -11,29 +11,33 @@ import pytest
 from rawattn import compiler, render
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
-from rawattn.problem import Problem
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.operation import Forward
+from rawattn.program import Value
 from rawattn.variant.element import BF16, FP16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
+from tests.operations import forward, replace
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 DEVICE = TYPICAL["sm_90a"]
-PLAIN = Problem(BF16, 2, 300, 300, 4, 4, 16, 16, 0.25)
-MANY = Problem(
-    FP16, 2, 300, 400, 4, 2, 24, 16, -0.2, Both(Causal("top_left"), Window(64, 0)), Softcap(30.0), varlen=True, total_q=500,
-    total_kv=600, return_lse=True,
+ARCH = DEVICE.arch
+PLAIN = forward(BF16, 2, 300, 300, 4, 4, 16, 16, scale=0.25)
+MANY = forward(
+    FP16, 2, 300, 400, 4, 2, 24, 16, scale=-0.2, mask=Both(Causal("top_left"), Window(64, 0)), score=Softcap(30.0), varlen=True,
+    total_q=500, total_kv=600, return_lse=True,
 )  # fmt: skip
-PROBLEMS = {"plain": (PLAIN, attn_fwd.Config(128, 32, 2, 1)), "many": (MANY, attn_fwd.Config(192, 48, 3, 2))}
+OPERATIONS = {"plain": (PLAIN, attn_fwd.Config(128, 32, 2, 1)), "many": (MANY, attn_fwd.Config(192, 48, 3, 2))}
 
 
-def header(problem: Problem, config: attn_fwd.Config) -> str:
-    return dict(attn_fwd.render(problem, config).headers)["config.cuh"]
+def header(op: Forward, config: attn_fwd.Config) -> str:
+    return dict(ATTN_FWD.render(op, config, ARCH).headers)["config.cuh"]
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_golden(name: str) -> None:
     """After a change that is meant: python -m tests.host.test_render."""
-    assert header(*PROBLEMS[name]) == (GOLDEN / f"{name}.cuh").read_text()
+    assert header(*OPERATIONS[name]) == (GOLDEN / f"{name}.cuh").read_text()
 
 
 def words(cubin: bytes, symbol: str) -> tuple[int, ...]:
@@ -50,36 +54,36 @@ def words(cubin: bytes, symbol: str) -> tuple[int, ...]:
     raise KeyError(symbol)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_args_are_laid_out_as_the_compiler_does(name: str) -> None:
-    problem, config = PROBLEMS[name]
-    places, size = render.layout(attn_fwd.fields(problem))
-    offsets = ", ".join(f"__builtin_offsetof(Args, {field})" for field in places)
+    op, config = OPERATIONS[name]
+    layout = render.layout(ATTN_FWD.fields(op, config))
+    offsets = ", ".join(f"__builtin_offsetof(Args, {field})" for field in layout.offsets)
     text = f'#include "config.cuh"\nextern "C" __device__ u32 layout[] = {{{offsets}, sizeof(Args)}};\n'
-    source = dataclasses.replace(attn_fwd.render(problem, config), name="layout.cu", text=text)
-    wanted = {**{field: offset for field, (offset, _) in places.items()}, "size": size}
+    source = dataclasses.replace(ATTN_FWD.render(op, config, ARCH), name="layout.cu", text=text)
+    wanted = {**layout.offsets, "size": layout.pack.size}
     if tuple(map(int, compiler.nvrtc_version().split("."))) < (13, 1):
         pytest.skip(f"NVRTC {compiler.nvrtc_version()} has no __builtin_offsetof")
     assert dict(zip(wanted, words(compiler.compile(source).cubin, "layout"), strict=True)) == wanted
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_facts(name: str) -> None:
-    problem, config = PROBLEMS[name]
-    smem_bytes, args_bytes, threads, uses_pdl = words(compiler.compile(attn_fwd.render(problem, config)).cubin, "facts")
-    assert args_bytes == render.layout(attn_fwd.fields(problem))[1]
+    op, config = OPERATIONS[name]
+    smem_bytes, args_bytes, threads, uses_pdl = words(compiler.compile(ATTN_FWD.render(op, config, ARCH)).cubin, "facts")
+    assert args_bytes == render.layout(ATTN_FWD.fields(op, config)).pack.size
     assert threads == 128 * (1 + config.consumers) and uses_pdl
-    assert smem_bytes == attn_fwd.smem_bytes(config, problem), "legal() takes a block for larger or smaller than it is"
+    assert smem_bytes == attn_fwd.smem_bytes(config, op), "legal() takes a block for larger or smaller than it is"
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_every_argument_is_filled(name: str) -> None:
-    """By values(), which knows the problem, or by the plan, which knows the arrays."""
-    problem, config = PROBLEMS[name]
-    of_arrays = {"q", "k", "v", "o", "o_stride_batch", "o_stride_row", "o_stride_head", "lse"}
-    of_arrays |= {"counter", "cu_seqlens_q", "cu_seqlens_kv"}
-    fields = {field for field, _ in attn_fwd.fields(problem)}
-    assert fields - of_arrays == set(attn_fwd.values(problem, config, DEVICE))
+    """By values(), which knows the operation, or by the plan, which knows the arrays and reads where the field says it from."""
+    op, config = OPERATIONS[name]
+    fields = ATTN_FWD.fields(op, config)
+    assert {field.name for field in fields if type(field.fill) is Value} == set(ATTN_FWD.values(op, config, DEVICE))
+    operands = {operand.name for operand in (*op.inputs, *op.outputs)}
+    assert {getattr(field.fill, "operand", "q") for field in fields} == operands
 
 
 SAME_KERNEL = [
@@ -114,31 +118,31 @@ def changed(change: object) -> str:
     return str(change) if isinstance(change, dict) else "many" if change is MANY else "plain"
 
 
-@pytest.mark.parametrize(("problem", "change"), SAME_KERNEL, ids=changed)
-def test_run_time_values_compile_nothing(problem: Problem, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(("op", "change"), SAME_KERNEL, ids=changed)
+def test_run_time_values_compile_nothing(op: Forward, change: dict[str, object]) -> None:
     config = attn_fwd.Config()
-    assert attn_fwd.render(dataclasses.replace(problem, **change), config).key == attn_fwd.render(problem, config).key
+    assert ATTN_FWD.render(replace(op, **change), config, ARCH).key == ATTN_FWD.render(op, config, ARCH).key
 
 
-@pytest.mark.parametrize(("problem", "change"), OTHER_KERNEL, ids=changed)
-def test_kinds_and_sizes_make_another_kernel(problem: Problem, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(("op", "change"), OTHER_KERNEL, ids=changed)
+def test_kinds_and_sizes_make_another_kernel(op: Forward, change: dict[str, object]) -> None:
     config = attn_fwd.Config()
-    assert attn_fwd.render(dataclasses.replace(problem, **change), config).key != attn_fwd.render(problem, config).key
+    assert ATTN_FWD.render(replace(op, **change), config, ARCH).key != ATTN_FWD.render(op, config, ARCH).key
 
 
 @pytest.mark.parametrize("change", [{"tile_q": 192}, {"tile_kv": 64}, {"stages": 3}, {"q_stages": 2}], ids=str)
 def test_every_setting_makes_another_kernel(change: dict[str, int]) -> None:
     config = attn_fwd.Config()
-    assert attn_fwd.render(PLAIN, dataclasses.replace(config, **change)).key != attn_fwd.render(PLAIN, config).key
+    assert ATTN_FWD.render(PLAIN, dataclasses.replace(config, **change), ARCH).key != ATTN_FWD.render(PLAIN, config, ARCH).key
 
 
 def test_only_headers_in_use_are_given() -> None:
-    """A change to another choice's file must not compile this kernel anew."""
-    given = {path for path, _ in attn_fwd.render(*PROBLEMS["plain"]).headers}
+    """A change to another option's file must not compile this kernel anew."""
+    given = {path for path, _ in ATTN_FWD.render(*OPERATIONS["plain"], ARCH).headers}
     assert {"ptx/tma.cuh", "variant/mask/full.cuh", "variant/rows/dense.cuh"} <= given
     assert not {"variant/mask/causal.cuh", "variant/rows/varlen.cuh", "variant/score/softcap.cuh"} & given
 
 
 if __name__ == "__main__":
-    for name in PROBLEMS:
-        (GOLDEN / f"{name}.cuh").write_text(header(*PROBLEMS[name]))
+    for name in OPERATIONS:
+        (GOLDEN / f"{name}.cuh").write_text(header(*OPERATIONS[name]))

@@ -12,14 +12,18 @@ import pytest
 from rawattn import render
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
-from rawattn.problem import Problem
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.operation import Forward
+from rawattn.program import Field, Pointer
 from rawattn.variant import scheduler
 from rawattn.variant.element import BF16
 from tests import native
+from tests.operations import forward
 
 DEVICE = TYPICAL["sm_90a"]
 TILE_Q = 128
-FIELDS = (("heads", "i32"), ("cu_seqlens_q", "const i32*"), *scheduler.LptScheduler().fields)
+STARTS = Field("cu_seqlens_q", "const i32*", Pointer("cu_seqlens_q"))
+FIELDS = (Field("heads", "i32"), STARTS, *scheduler.LptScheduler(split=True).fields)
 TEXT = """\
 #include <memory>
 #include <thread>
@@ -27,19 +31,20 @@ TEXT = """\
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
 struct Args { FIELDS };
 #include "variant/scheduler/dynamic_persistent.cuh"
+#include "variant/scheduler/split.cuh"
 #include "variant/scheduler/lpt.cuh"
 #include "variant/scheduler/lpt_varlen.cuh"
 
 // The works that the producer warps of all blocks find, taking turns in this order, each until it finds no more.
-template <class Schedule>
-i32 run(const Args& args, i32 blocks, const i32* order, i32 turns, Work* found, i32 most) {
+template <class Scheduler>
+i32 run(const Args& args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
     std::vector<std::thread> warp;
     i32 count = 0;  // lane 0 writes it
     for (i32 lane = 0; lane < 32; ++lane)
         warp.emplace_back([=, &args, &count] {
             threadIdx.x = lane, gridDim.x = blocks;
-            std::vector<std::unique_ptr<Schedule>> schedules;
-            for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) schedules.push_back(std::make_unique<Schedule>(args));
+            std::vector<std::unique_ptr<Scheduler>> schedules;
+            for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) schedules.push_back(std::make_unique<Scheduler>(args));
             i32 mine = 0;
             for (i32 turn = 0, active = blocks; active && mine < most; ++turn) {
                 auto& scheduler = schedules[order[turn % turns]];
@@ -52,14 +57,20 @@ i32 run(const Args& args, i32 blocks, const i32* order, i32 turns, Work* found, 
     for (auto& lane : warp) lane.join();
     return count;
 }
-extern "C" i32 dense(const Args* args, i32 blocks, const i32* order, i32 turns, Work* found, i32 most) {
+extern "C" i32 dense(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
     return run<LptScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
 }
-extern "C" i32 packed(const Args* args, i32 blocks, const i32* order, i32 turns, Work* found, i32 most) {
+extern "C" i32 dense_split(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
+    return run<LptScheduler<Split<DynamicPersistent>>>(*args, blocks, order, turns, found, most);
+}
+extern "C" i32 packed_split(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
+    return run<LptVarlenScheduler<Split<DynamicPersistent>>>(*args, blocks, order, turns, found, most);
+}
+extern "C" i32 packed(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
     return run<LptVarlenScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
 }
-""".replace("FIELDS", " ".join(f"{ctype} {name};" for name, ctype in FIELDS))
-Works = list[tuple[int, ...]]  # (batch, head, first query)
+""".replace("FIELDS", " ".join(f"{ctype} {name};" for name, ctype, _ in FIELDS))
+Works = list[tuple[int, ...]]  # (batch, head, first query, split)
 
 
 @pytest.fixture(scope="module")
@@ -67,32 +78,31 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return native.library(TEXT, tmp_path_factory.mktemp("schedule"))
 
 
-def drawn(cuda: ctypes.CDLL, problem: Problem, lengths: Sequence[int], blocks: int, most: int) -> Works:
+def drawn(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], blocks: int, most: int, splits: int) -> Works:
     """What the blocks draw, in order; they take random turns."""
     ctypes.c_int.in_dll(cuda, "tile_q").value = TILE_Q
     counter, starts = np.zeros(2, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
-    values = {**attn_fwd.values(problem, attn_fwd.Config(TILE_Q), DEVICE), "counter": counter.ctypes.data}
+    values = {**ATTN_FWD.values(op, attn_fwd.Config(TILE_Q), DEVICE), "counter": counter.ctypes.data, "splits": splits}
     values["cu_seqlens_q"] = starts.ctypes.data
-    places, size = render.layout(FIELDS)
-    offsets, formats = zip(*places.values(), strict=True)
-    args = np.zeros((), np.dtype({"names": list(places), "offsets": offsets, "formats": formats, "itemsize": size}))
-    for name in set(places) & set(values):
-        args[name] = values[name]
+    layout = render.layout(FIELDS)
+    args = np.frombuffer(layout.pack.pack(*(values.get(field.name, 0) for field in FIELDS)), np.uint8)
     order = np.random.default_rng(0).permuted(np.arange(8 * blocks, dtype=np.int32) % blocks)
-    found = np.zeros((most, 3), np.int32)
+    found = np.zeros((most, 4), np.int32)
     given, turns, to = (ctypes.c_void_p(x.ctypes.data) for x in (args, order, found))
-    count = (cuda.packed if problem.varlen else cuda.dense)(given, blocks, turns, len(order), to, most)
+    run = getattr(cuda, f"{'packed' if op.varlen else 'dense'}{'_split' if splits else ''}")
+    count = run(given, blocks, turns, len(order), to, most)
     assert not counter.any(), "the counter is not ready for the next launch"
     return [tuple(work) for work in found[:count].tolist()]
 
 
-def check(cuda: ctypes.CDLL, problem: Problem, lengths: Sequence[int]) -> None:
-    wanted = [(batch, head, q) for batch, n in enumerate(lengths) for head in range(problem.heads) for q in range(0, n, TILE_Q)]
-    for blocks in (1, 13):
-        works = drawn(cuda, problem, lengths, blocks, len(wanted) + 1)
+def check(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int]) -> None:
+    tiles = [(batch, head, q) for batch, n in enumerate(lengths) for head in range(op.heads) for q in range(0, n, TILE_Q)]
+    for blocks, splits in ((1, 0), (13, 0), (13, 3)):
+        wanted = [(*tile, split) for tile in tiles for split in range(max(1, splits))]
+        works = drawn(cuda, op, lengths, blocks, len(wanted) + 1, splits)
         assert sorted(works) == wanted
     last = {}
-    for batch, head, q in drawn(cuda, problem, lengths, 1, len(wanted) + 1):
+    for batch, head, q, _ in drawn(cuda, op, lengths, 1, len(tiles) + 1, 0):
         assert q < last.get((batch, head), 1 << 30), "a tile that sees fewer keys comes before one that sees more"
         last[batch, head] = q
 
@@ -101,7 +111,7 @@ def check(cuda: ctypes.CDLL, problem: Problem, lengths: Sequence[int]) -> None:
 @pytest.mark.parametrize("heads", [1, 3, 40])
 def test_equal_lengths(cuda: ctypes.CDLL, heads: int, kv_len: int) -> None:
     for batch, q_len in itertools.product((1, 7), (1, 128, 700)):
-        check(cuda, Problem(BF16, batch, q_len, kv_len, heads, 1, 128, 128, 0.1), [q_len] * batch)
+        check(cuda, forward(BF16, batch, q_len, kv_len, heads, 1, 128, 128), [q_len] * batch)
 
 
 LENGTHS = {
@@ -119,5 +129,5 @@ LENGTHS = {
 @pytest.mark.parametrize("heads", [1, 3])
 def test_packed_sequences(cuda: ctypes.CDLL, heads: int, lengths: tuple[int, ...]) -> None:
     longest, total = max(lengths, default=0), sum(lengths)
-    problem = Problem(BF16, len(lengths), longest, longest, heads, 1, 64, 64, 0.1, varlen=True, total_q=total, total_kv=total)
-    check(cuda, problem, lengths)
+    op = forward(BF16, len(lengths), longest, longest, heads, 1, 64, 64, varlen=True, total_q=total, total_kv=total)
+    check(cuda, op, lengths)

@@ -15,12 +15,12 @@ import pytest
 from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Lines of .py, .cu and .cuh; to raise one is a decision. rawattn was 3000 before the CPU path brought its own vector loops (640
-# lines with its threads), the command line (580) and the strategies (270); 4400 before the two kernels for every other GPU
-# brought their faces (320); 4800 before the chooser read records (120) and calls on a warm plan went past what they need not
-# read again (80); 5050 before heads shared tiles (60). perf was 2800 before it counted the occupancy of every architecture (160)
-# and named the source lines that warps stall at (90).
-BUDGET = {"rawattn": 5150, "perf": 3050, "cuda_src": 5000}
+BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
+    "rawattn": 8000,
+    "perf": 3700,
+    "cuda_src": 2900,
+    "tests": 12500,
+}
 FUNCTION_LINES = 60
 
 # Folder of cuda_src -> the folders that a file in it may include from; a .cu may include from all.
@@ -29,7 +29,7 @@ ARROWS = {"ptx": ["ptx"], "tile": ["ptx", "tile"], "variant": ["ptx", "tile", "v
 IMPORTERS = {
     r"(.*\.)?nvrtc": {"compiler.py"},
     r"cuda(\..*)?": {"driver.py"},
-    r"(torch|cupy)(\..*)?": {"arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py"},
+    r"(torch|cupy)(\..*)?": {"arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py", "torch_op.py"},
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))
@@ -44,10 +44,26 @@ def lines(path: pathlib.Path) -> int:
     return len(path.read_text().splitlines())
 
 
+def over_budget(folder: pathlib.Path, budget: int) -> str:
+    """What to say of a folder with more lines than its budget; empty for one within it."""
+    files = [path for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    sizes = sorted(((lines(path), path.relative_to(folder).as_posix()) for path in files), reverse=True)
+    total = sum(size for size, _ in sizes)
+    largest = ", ".join(f"{path} {size}" for size, path in sizes[:5])
+    return f"{folder.name} has {total} lines, its budget is {budget}; largest: {largest}" if total > budget else ""
+
+
 @pytest.mark.parametrize("folder", BUDGET)
 def test_size(folder: str) -> None:
-    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
-    assert sum(map(lines, files)) < BUDGET[folder], f"largest: {sorted(((lines(f), name(f)) for f in files), reverse=True)[:5]}"
+    assert not over_budget(ROOT / folder, BUDGET[folder])
+
+
+def test_size_that_is_over(tmp_path: pathlib.Path) -> None:
+    for path, count in {"a.py": 3, "below/b.cuh": 4, "c.md": 50}.items():
+        (tmp_path / "folder" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / path).write_text("x\n" * count)
+    assert over_budget(tmp_path / "folder", 7) == ""
+    assert over_budget(tmp_path / "folder", 6) == "folder has 7 lines, its budget is 6; largest: below/b.cuh 4, a.py 3"
 
 
 @pytest.mark.parametrize("path", CUDA, ids=name)
@@ -83,7 +99,7 @@ def test_imports(path: pathlib.Path) -> None:
     for imported in imports(path):
         for pattern, importers in IMPORTERS.items():
             assert path.name in importers or not re.fullmatch(pattern, imported), f"{imported} is for {sorted(importers)}"
-    assert path.name == "driver.py" or "libcuda" not in path.read_text()
+    assert path.name == "driver.py" or not re.search(r"libcuda|cuda\.bindings", path.read_text())
 
 
 def test_import_is_light() -> None:

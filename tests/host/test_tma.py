@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rawattn import tma
-from rawattn.tma import ALIGNMENT, RAGGED_STRIDE_LIMIT, STRIDE_LIMIT, Geometry, geometry, tma_unsupported_reason
+from rawattn.tma import ALIGNMENT, RAGGED_STRIDE_LIMIT, STRIDE_LIMIT, Geometry, geometry, tma_unsupported_reason, unaligned_reason
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WRAP = 1 << 64  # of the engine's addresses
@@ -52,6 +52,7 @@ def test_dense_map_reads_each_element_where_it_lies(name: str) -> None:
     assert tma_unsupported_reason("q", array.shape, strides, 2) is None
     found = geometry(array.shape, strides, 2, 64)
     check_limits(found)
+    assert found.box == (64, 64, 1, 1)
     for batch, row, head, column in itertools.product(*map(range, array.shape)):
         where = sum(at * stride for at, stride in zip((batch, row, head, column), array.strides, strict=True))
         assert address(found, column, row, head * found.head_step, batch * found.batch_step) == where
@@ -82,6 +83,7 @@ def test_ragged_map_reads_one_sequence(
     columns = 64
     found = geometry((max(2, first + length), heads, columns), (row_bytes // 2, head_bytes // 2, 1), 2, 128)
     check_limits(found)
+    assert found.box == (64, 128, 1, 1, 1)
     head = data.draw(st.integers(0, heads - 1))
 
     def read(row: int) -> int | None:
@@ -90,7 +92,7 @@ def test_ragged_map_reads_one_sequence(
     near_end = st.integers(length - 3, length - 1) | st.integers(0, max(0, length - 1))
     for row in data.draw(st.lists(near_end, max_size=5)):
         if 0 <= row < length:
-            assert read(row) == (first + row) * row_bytes + head * head_bytes * (heads > 1) + 16
+            assert read(row) == ((first + row) * row_bytes + head * head_bytes * (heads > 1) + 16) % WRAP
     for row in data.draw(st.lists(st.integers(length, length + 4096), min_size=1, max_size=5)):
         assert read(row) is None
 
@@ -106,7 +108,7 @@ def test_ragged_map_over_every_row_of_a_packed_array() -> None:
 
 
 def test_ragged_bound_is_the_kernels() -> None:
-    text = (ROOT / "cuda_src" / "tile" / "tensor.cuh").read_text()
+    text = (ROOT / "cuda_src" / "tile" / "tma_tensor.cuh").read_text()
     (shift,) = re.findall(r"bound = 1 << (\d+);", text)
     assert 1 << int(shift) == BOUND == geometry((4, 1, 64), (64, 64, 1), 2, 64).sizes[1]
     assert (BOUND * RAGGED_STRIDE_LIMIT) % WRAP == 0
@@ -150,3 +152,77 @@ def test_misfit_asks_of_a_packed_row_what_the_ragged_map_can_hold() -> None:
     widest = (RAGGED_STRIDE_LIMIT - 16) // 2
     assert tma_unsupported_reason("k", (32, 4, 64), (widest, 64, 1), 2) is None
     assert all(stride > 0 for stride in tma.geometry((32, 4, 64), (widest, 64, 1), 2, 64).strides)
+
+
+# ---- threads that read 16 bytes ------------------------------------------------------------------------------------------
+
+UNALIGNED = {
+    "pointer": (SHAPE, STRIDES, 8, "k has an address or a stride that is no multiple of 16 bytes", "k.clone()"),
+    "batch stride": (SHAPE, (8196, 256, 64, 1), 0, "no multiple of 16 bytes", "k.copy()"),
+    "row stride": (SHAPE, (8192, 260, 64, 1), 0, "no multiple of 16 bytes", "k.clone()"),
+    "head stride": ((32, 4, 64), (256, 60, 1), 0, "no multiple of 16 bytes", "k.clone()"),
+    "backwards": (SHAPE, (8192, -256, 64, 1), 0, "k has a row stride of -512 bytes; it must be from 0 to 2^32", "k.contiguous()"),
+    "too far": (SHAPE, (8192, 1 << 31, 64, 1), 0, f"k has a row stride of {1 << 32} bytes", "cupy.ascontiguousarray(k)"),
+}
+
+
+@pytest.mark.parametrize("shape, strides, pointer, found, need", UNALIGNED.values(), ids=UNALIGNED)
+def test_unaligned(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int, found: str, need: str) -> None:
+    reason = unaligned_reason("k", shape, strides, 2, pointer)
+    assert reason is not None and found in reason and need in reason
+
+
+@pytest.mark.parametrize(
+    "shape, strides, pointer",
+    [
+        (SHAPE, STRIDES, 4096),
+        (SHAPE, (8192, 0, 0, 1), ALIGNMENT),  # one row for all
+        (SHAPE, (-8192, 256, -64, 1), 0),
+        (SHAPE, (1 << 40, (1 << 31) - 8, 64, 1), 0),
+        ((1, 1, 1, 64), (3, 1 << 40, 7, 1), 0),
+        ((2, 0, 4, 64), (1, 1, 1, 1), 1),
+        ((32, 4, 64), (256, 64, 1), 0),
+        ((32, 4, 3), (256, 64, 5), 0),  # whose columns another check is for
+    ],
+)
+def test_aligned(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int) -> None:
+    assert unaligned_reason("k", shape, strides, 2, pointer) is None
+
+
+def test_strides_count_in_bytes() -> None:
+    assert (
+        unaligned_reason("k", SHAPE, (8192, 260, 64, 1), 4) is None is tma_unsupported_reason("k", SHAPE, (8192, 260, 64, 1), 4)
+    )
+    limit = STRIDE_LIMIT // 4
+    assert tma_unsupported_reason("k", SHAPE, (limit - 4, 256, 64, 1), 4) is None
+    assert "batch stride" in str(tma_unsupported_reason("k", SHAPE, (limit, 256, 64, 1), 4))
+    assert "head stride" in str(tma_unsupported_reason("k", (32, 4, 64), (256, limit, 1), 4))
+    assert tma_unsupported_reason("k", (32, 4, 64), (256, limit - 4, 1), 4) is None, "of heads the usual limit"
+
+
+@pytest.mark.parametrize("shape, strides, pointer, found, need", [*MISFITS.values(), *UNALIGNED.values()])
+def test_what_has_a_reason_is_not_readable(
+    shape: tuple[int, ...], strides: tuple[int, ...], pointer: int, found: str, need: str
+) -> None:
+    assert not tma.readable(shape, strides, 2, pointer)
+
+
+@given(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.sampled_from([8, 64])),
+    st.tuples(*[st.integers(-2, 4).map(lambda n: 8 * n) | st.sampled_from([4, 1 << 31, 1 << 38, 1 << 39])] * 3),
+    st.sampled_from([0, 2, 8, 16]),
+)
+def test_what_is_readable_has_no_reason(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int) -> None:
+    if tma.readable(shape, (*strides, 1), 2, pointer):
+        assert tma_unsupported_reason("k", shape, (*strides, 1), 2, pointer) is None
+        assert unaligned_reason("k", shape, (*strides, 1), 2, pointer) is None
+
+
+def test_plain_arrays_are_readable() -> None:
+    for shape, strides in (
+        (SHAPE, STRIDES),
+        ((1, 1, 1, 8), (3, 5, 7, 1)),
+        (SHAPE, (8192, (1 << 31) - 8, 64, 1)),
+        (SHAPE, (8, 8, 8, 1)),
+    ):
+        assert tma.readable(shape, strides, 2, 4096)

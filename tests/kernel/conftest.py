@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import multiprocessing
-from types import ModuleType
 
 import pytest
 
@@ -14,34 +13,30 @@ from rawattn import compiler, driver
 from rawattn.errors import RawattnError
 from rawattn.select import select
 from rawattn.testing import Case
-from tests import calls
 
 
 def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
     """By key, what tests with a parameter ``case``, and perhaps ``kernel``, ``config`` and ``constant_time``, will compile."""
-    found = {}
+    found: dict[str, compiler.Source] = {}
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         case = parameters.get("case")
         if isinstance(case, Case):
             with contextlib.suppress(RawattnError):  # the test will say so itself
                 device, kernel = driver.device(0), parameters.get("kernel")
-                problem = dataclasses.replace(case.problem, constant_time=parameters.get("constant_time", False))
-                choice = select(problem, device, kernel and kernel.name, parameters.get("config"))
-                source = choice.kernel.render(problem, choice.config, device.arch)
-                found[source.key] = source
+                spec = dataclasses.replace(case.op.spec, constant_time=parameters.get("constant_time", False))
+                op = dataclasses.replace(case.op, spec=spec)
+                selection = select(op, device, kernel and kernel.name, parameters.get("config"))
+                launches = selection.kernel.lower(op, selection.config, device).launches
+                found |= {launch.source.key: launch.source for launch in launches}
     return found
 
 
-@pytest.fixture(autouse=True)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType | None:
-    """The kernel that ``tests.calls`` asks for in this test, where a parameter says one. Skips where it cannot run."""
-    asked: ModuleType | None = getattr(request, "param", None)
-    if asked is not None:
-        if not asked.runs_on(driver.device(0)):
-            pytest.skip(f"{asked.name} does not run on {driver.device(0).arch}")
-        monkeypatch.setattr(calls, "KERNEL", asked.name)
-    return asked
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test whose parameter ``kernel`` does not run here."""
+    kernel = item.callspec.params.get("kernel") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+    if kernel is not None and driver.device_count() and not kernel.runs_on(driver.device(0)):
+        pytest.skip(f"{kernel.name} does not run on {driver.device(0).arch}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn.plan import KEPT_BOUNDS, KEPT_LAUNCHES
+from rawattn.plans import KEPT_CALLS, KEPT_LAUNCHES
 from rawattn.testing import Case, expect
 from tests.calls import attend
 
@@ -159,7 +159,7 @@ def test_plan_takes_other_inputs() -> None:
     inputs, out = CASE.inputs("torch", "cuda"), None
     plan = rawattn.plan(*inputs, **CASE.options)
     wanted = plan.run(*inputs)
-    many = [inputs[0].clone() for _ in range(KEPT_BOUNDS + 10)]
+    many = [inputs[0].clone() for _ in range(KEPT_CALLS + 10)]
     for q in many + many:
         out = torch.full_like(wanted, float("nan"))
         plan.run(q, *inputs[1:], out=out)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -16,7 +15,9 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd, attn_fwd_mma
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, cases, expect
 from rawattn.variant.mask import Both, Causal, Window
 from tests.calls import attend, check
@@ -53,11 +54,11 @@ PACKED: list[tuple[tuple[int, int], ...]] = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each test with each kernel; a test of configurations has its own list of both."""
     if "config" not in metafunc.fixturenames:
-        metafunc.parametrize("kernel", [attn_fwd, attn_fwd_mma], ids=lambda kernel: kernel.name, indirect=True)
+        metafunc.parametrize("kernel", [ATTN_FWD, ATTN_FWD_MMA], ids=label)
 
 
 def label(parameter: Any) -> str:
-    if isinstance(parameter, ModuleType):
+    if isinstance(parameter, Kernel):
         return parameter.name
     if not isinstance(parameter, Case):
         return str(parameter)
@@ -77,24 +78,24 @@ def sizes(head_dim: int, head_dim_v: int) -> Case:
 
 
 @listed([sizes(d, d) for d in HEAD_DIMS] + [sizes(d, 264 - d) for d in HEAD_DIMS] + [sizes(192, 128), sizes(128, 64)])
-def test_head_dims(case: Case) -> None:
-    check(case)
+def test_head_dims(case: Case, kernel: Kernel) -> None:
+    check(case, kernel=kernel)
 
 
 @listed(
     Case(dtype, 1, *lengths, 3, 1, head_dim, head_dim, **mask)
     for (dtype, head_dim), mask, lengths in itertools.product([("bf16", 64), ("fp16", 128)], MASKS, LENGTHS)
 )
-def test_masks_and_lengths(case: Case) -> None:
-    check(case)
+def test_masks_and_lengths(case: Case, kernel: Kernel) -> None:
+    check(case, kernel=kernel)
 
 
 @listed(
     Case("fp16", batch, 70, 300, heads, kv_heads, causal=True)
     for batch, heads, kv_heads in ((2, 4, 4), (2, 8, 2), (3, 6, 1), (1, 1, 1), (2, 40, 8), (0, 2, 2))
 )
-def test_batches_and_heads(case: Case) -> None:
-    check(case)
+def test_batches_and_heads(case: Case, kernel: Kernel) -> None:
+    check(case, kernel=kernel)
 
 
 @listed(
@@ -103,9 +104,9 @@ def test_batches_and_heads(case: Case) -> None:
         [1, 2, 17, 33], [(8, 2, "padded"), (6, 1, "heads_first"), (40, 8, "packed")], [MASKS[1], MASKS[7], {"softcap": 9.0}]
     )
 )
-def test_few_queries(case: Case) -> None:
+def test_few_queries(case: Case, kernel: Kernel) -> None:
     """Heads that share a key head may share tiles, too."""
-    check(case)
+    check(case, kernel=kernel)
 
 
 @listed(
@@ -119,8 +120,8 @@ def test_few_queries(case: Case) -> None:
         ],
     )
 )
-def test_scores(case: Case) -> None:
-    check(case)
+def test_scores(case: Case, kernel: Kernel) -> None:
+    check(case, kernel=kernel)
 
 
 @listed(
@@ -129,42 +130,42 @@ def test_scores(case: Case) -> None:
         [("bf16", 64), ("fp16", 40)], [*MASKS[:4], {"softcap": 9.0}], PACKED
     )
 )
-def test_packed_sequences(case: Case) -> None:
-    check(case)
+def test_packed_sequences(case: Case, kernel: Kernel) -> None:
+    check(case, kernel=kernel)
 
 
 @listed(Case(lengths=tuple((1 + n % 65, n) for n in range(280)), **mask) for mask in MASKS[:2])
-def test_every_length(case: Case) -> None:
-    check(case)
+def test_every_length(case: Case, kernel: Kernel) -> None:
+    check(case, kernel=kernel)
 
 
 @listed(
     Case("bf16", 2, 150, 200, 4, 2, head_dim, 64, causal=True, layout=layout, lengths=lengths)
     for layout, head_dim, lengths in itertools.product(LAYOUTS, [64, 72], [None, PACKED[3]])
 )
-def test_layouts(case: Case) -> None:
+def test_layouts(case: Case, kernel: Kernel) -> None:
     """The result goes to memory in the same layout, and nothing beside it is written."""
     inputs, out = case.inputs("torch", "cuda"), case.out("torch", "cuda")
-    o, lse = attend(case, *inputs, out=out)
+    o, lse = attend(case, *inputs, out=out, kernel=kernel)
     assert o is out
     expect(*inputs, **case.options).check(o, lse)
     assert int((~out._base.isnan()).sum()) == out.numel()
 
 
 @listed([Case("bf16", 3, 100, 90, 4, 2, causal=True)])
-def test_expanded_batch(case: Case) -> None:
+def test_expanded_batch(case: Case, kernel: Kernel) -> None:
     q, k, v = case.inputs("torch", "cuda")
-    check(case, q, k[:1].expand_as(k), v[:1].expand_as(v))
-    check(case, q[:1].expand_as(q), k, v)
+    check(case, q, k[:1].expand_as(k), v[:1].expand_as(v), kernel=kernel)
+    check(case, q[:1].expand_as(q), k, v, kernel=kernel)
 
 
 @listed([Case(batch=70_000, q_len=5, kv_len=9), Case(heads=70_000, kv_heads=35_000, q_len=5, kv_len=9, causal=True)])
-def test_many_heads(case: Case) -> None:
+def test_many_heads(case: Case, kernel: Kernel) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in (
         (case.batch, case.q_len, case.heads, 64), *[(case.batch, case.kv_len, case.kv_heads, 64)] * 2
     ))  # fmt: skip
-    o, lse = attend(case, q, k, v)
+    o, lse = attend(case, q, k, v, kernel=kernel)
     assert o.isfinite().all() and lse.isfinite().all()
     for at in (0, 2, 32_766, 34_999, 65_534, 65_535, 65_536, 69_998):
         if case.batch > 1:
@@ -187,7 +188,7 @@ APART = 1 << 30  # elements; twice that is more than 31 bits count
         Case("fp16", lengths=((2, 1), (1, 2))),
     ]
 )
-def test_more_than_32_bits_of_elements(case: Case) -> None:
+def test_more_than_32_bits_of_elements(case: Case, kernel: Kernel) -> None:
     """Batches, rows or heads, whichever there are three of, lie gigabytes apart."""
 
     def far(x: Any) -> Any:
@@ -198,7 +199,7 @@ def test_more_than_32_bits_of_elements(case: Case) -> None:
 
     q, k, v, *starts = case.inputs("torch", "cuda")
     q, k, v, out = map(far, (q, k, v, case.out("torch", "cuda")))
-    o, lse = attend(case, q, k, v, *starts, out=out)
+    o, lse = attend(case, q, k, v, *starts, out=out, kernel=kernel)
     expect(q, k, v, *starts, **case.options).check(o, lse)
 
 
@@ -210,24 +211,24 @@ CONFIGURED = [
 ]
 
 
-def configs(kernel: ModuleType, case: Case) -> list[Any]:
+def configs(kernel: Kernel, case: Case) -> list[Any]:
     """What the chooser compares, and some that it leaves out."""
     lone: list[Any] = [
-        kernel.Config(64, tile_kv, stages, last) for tile_kv in (32, 112, 256) for stages in (2, 5) for last in (1, 2)
+        kernel.config_type(64, tile_kv, stages, last) for tile_kv in (32, 112, 256) for stages in (2, 5) for last in (1, 2)
     ]
-    if kernel is attn_fwd_mma:
-        lone = [kernel.Config(32 * n, 16 * n, stages, 1 + n % 2, 1, 1) for n in (2, 3, 4, 8) for stages in (3, 5)]
-    return kernel.candidates(case.problem, DEVICE) + [c for c in lone if kernel.legal(c, case.problem, DEVICE) is None]
+    if kernel is ATTN_FWD_MMA:
+        lone = [kernel.config_type(32 * n, 16 * n, stages, 1 + n % 2, 1, 1) for n in (2, 3, 4, 8) for stages in (3, 5)]
+    return kernel.candidates(case.op, DEVICE) + [c for c in lone if kernel.legal(c, case.op, DEVICE) is None]
 
 
 CONFIGS = [
-    (kernel, case, config) for kernel in (attn_fwd, attn_fwd_mma) for case in CONFIGURED for config in configs(kernel, case)
+    (kernel, case, config) for kernel in (ATTN_FWD, ATTN_FWD_MMA) for case in CONFIGURED for config in configs(kernel, case)
 ]
 
 
-@pytest.mark.parametrize(("kernel", "case", "config"), CONFIGS, ids=label, indirect=["kernel"])
-def test_every_config(case: Case, config: Any) -> None:
-    check(case, config=config)
+@pytest.mark.parametrize(("kernel", "case", "config"), CONFIGS, ids=label)
+def test_every_config(case: Case, kernel: Kernel, config: Any) -> None:
+    check(case, config=config, kernel=kernel)
 
 
 KINDS = [
@@ -245,7 +246,7 @@ KINDS = [
 ]
 KERNELS = [
     (kernel, case, found[at])
-    for kernel, case in itertools.product([attn_fwd, attn_fwd_mma], KINDS)
+    for kernel, case in itertools.product([ATTN_FWD, ATTN_FWD_MMA], KINDS)
     for found in [configs(kernel, case)]
     for at in (len(found) // 3, len(found) * 2 // 3)
 ]
@@ -277,17 +278,17 @@ def varied(draw: Any, case: Case, longest: int = 400) -> Case:
     return dataclasses.replace(case, layout=layout, seed=seed, **changes)
 
 
-@pytest.mark.parametrize(("kernel", "case", "config"), KERNELS, ids=label, indirect=["kernel"])
+@pytest.mark.parametrize(("kernel", "case", "config"), KERNELS, ids=label)
 @hypothesis.settings(max_examples=30, derandomize=True)
 @hypothesis.given(data=st.data())
-def test_whatever_the_run_time_values(case: Case, config: Any, data: Any) -> None:
-    check(data.draw(varied(case)), config=config)
+def test_whatever_the_run_time_values(case: Case, kernel: Kernel, config: Any, data: Any) -> None:
+    check(data.draw(varied(case)), config=config, kernel=kernel)
 
 
 @hypothesis.settings(max_examples=25, derandomize=True)  # most compile a kernel
-@hypothesis.given(cases(dtypes=("bf16", "fp16"), layouts=LAYOUTS, head_dims=(8, 40, 64, 80, 128, 256)))
-def test_whatever_the_kinds(case: Case) -> None:
-    check(case)
+@hypothesis.given(case=cases(dtypes=("bf16", "fp16"), layouts=LAYOUTS, head_dims=(8, 40, 64, 80, 128, 256)))
+def test_whatever_the_kinds(case: Case, kernel: Kernel) -> None:
+    check(case, kernel=kernel)
 
 
 # Logits by key, which the kernel meets from the last to the first. Whole numbers up to 256 are exact in both formats, so that no
@@ -310,14 +311,14 @@ PROFILES: dict[str, Callable[[int], int]] = {
     Case(dtype, 1, 300, 1100, 2, 1, causal=causal, scale=0.125, softcap=softcap)
     for dtype, causal, softcap in [*itertools.product(["bf16", "fp16"], [False, True], [None]), ("bf16", False, 100.0)]
 )
-def test_logits_that_move_along_the_row(case: Case, profile: str) -> None:
+def test_logits_that_move_along_the_row(case: Case, kernel: Kernel, profile: str) -> None:
     """What a running maximum must follow, up and down, in some rows of a warp and not in others."""
     q, k, v = (x.cpu() for x in case.inputs("torch", "cuda"))
     factors = torch.tensor([8.0, 4.0, 0.0, -8.0, 2.0, 8.0, 0.0])  # of rows: seven, so that they fall otherwise in each warp
     q[:], k[:] = 0.0, 0.0
     q[..., 0] = factors[torch.arange(case.q_len) % 7, None]
     k[..., 0] = torch.tensor([[float(PROFILES[profile](j))] for j in range(case.kv_len)])
-    check(case, *(x.cuda() for x in (q, k, v)))
+    check(case, *(x.cuda() for x in (q, k, v)), kernel=kernel)
 
 
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
@@ -333,34 +334,34 @@ NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
         Case("fp16", lengths=((200, 200), (150, 300)), causal=True),
     ]
 )
-def test_non_finite_keys(case: Case, value: str, column: Any) -> None:
+def test_non_finite_keys(case: Case, kernel: Kernel, value: str, column: Any) -> None:
     """They reach the rows that keep them, as the reference says, and no others."""
     q, k, v, *starts = case.inputs("torch", "cuda")
     k[..., 170, :, column] = NON_FINITE[value]
-    check(case, q, k, v, *starts)
+    check(case, q, k, v, *starts, kernel=kernel)
 
 
 @pytest.mark.parametrize("value", NON_FINITE)
 @listed([Case("bf16", 1, 300, 300, 2, 1, causal=True), Case("fp16", heads=2, lengths=((200, 200), (150, 300)))])
-def test_non_finite_queries(case: Case, value: str) -> None:
+def test_non_finite_queries(case: Case, kernel: Kernel, value: str) -> None:
     q, k, v, *starts = case.inputs("torch", "cuda")
     q[..., 170, :, :] = NON_FINITE[value]
-    check(case, q, k, v, *starts)
+    check(case, q, k, v, *starts, kernel=kernel)
 
 
 @pytest.mark.parametrize("value", NON_FINITE)
 @listed([Case("bf16", 1, 1500, 1500, 2, 1, causal=True), Case("fp16", 1, 1500, 1500, 2, 1, window=(40, 20))])
-def test_non_finite_values(case: Case, value: str, kernel: ModuleType) -> None:
+def test_non_finite_values(case: Case, value: str, kernel: Kernel) -> None:
     """They reach the rows that keep them; of the others only rows that share a tile with a row that does, as is documented."""
     q, k, v = case.inputs("torch", "cuda")
     v[:, 700, :, 3] = NON_FINITE[value]
-    o, _ = attend(case, q, k, v)
+    o, _ = attend(case, q, k, v, kernel=kernel)
     others = [i for i in range(64) if i != 3]
     expect(q, k, v[..., others], **case.options).check(o[..., others])
-    mask, queries = case.problem.mask, np.arange(1500)
+    mask, queries = case.op.mask, np.arange(1500)
     begin, end = mask.interval(queries, 1500, 1500)
     kept = (begin <= 700) & (end > 700)
-    config = rawattn.explain(q, k, v, **case.options, return_lse=True, kernel=kernel.name).choice.config
+    config = rawattn.explain(q, k, v, **case.options, return_lse=True, kernel=kernel.name).selection.config
     near = np.abs(queries[:, None] - queries[kept]).min(1) <= config.tile_q + config.tile_kv
     exempt = torch.from_numpy(near & ~kept).to(o.device)
     assert 0 < int(exempt.sum()) < 1000
@@ -370,16 +371,16 @@ def test_non_finite_values(case: Case, value: str, kernel: ModuleType) -> None:
 
 
 @listed([Case("bf16", heads=4, kv_heads=2, causal=True, lengths=((100, 100), (130, 270), (65, 200), (300, 300)))])
-def test_sequences_do_not_meet(case: Case) -> None:
+def test_sequences_do_not_meet(case: Case, kernel: Kernel) -> None:
     """All of one sequence NaN: the others' results are the same bits."""
     q, k, v, *starts = case.inputs("torch", "cuda")
-    clean = attend(case, q, k, v, *starts)
+    clean = attend(case, q, k, v, *starts, kernel=kernel)
     for i in range(4):
         (q_begin, q_end), (k_begin, k_end) = (start[i : i + 2].tolist() for start in starts)
         dirty = [x.clone() for x in (q, k, v)]
         for x, begin, end in zip(dirty, (q_begin, k_begin, k_begin), (q_end, k_end, k_end), strict=True):
             x[begin:end] = float("nan")
-        o, lse = attend(case, *dirty, *starts)
+        o, lse = attend(case, *dirty, *starts, kernel=kernel)
         other = torch.ones(len(q), dtype=torch.bool, device="cuda")
         other[q_begin:q_end] = False
         assert torch.equal(o[other], clean[0][other]) and torch.equal(lse[:, other], clean[1][:, other])
@@ -387,23 +388,23 @@ def test_sequences_do_not_meet(case: Case) -> None:
 
 
 @listed([Case("bf16", heads=2, lengths=((100, 100), (70, 30)))])
-def test_rows_after_the_last_sequence(case: Case) -> None:
+def test_rows_after_the_last_sequence(case: Case, kernel: Kernel) -> None:
     """They belong to nobody: what they hold is not read, and o keeps what it has there."""
     q, k, v, *starts = case.inputs("torch", "cuda")
     longer = [torch.cat([x, torch.full_like(x[:50], float("nan"))]) for x in (q, k, v)]
     out = torch.full_like(longer[0], 7.0)
-    o, lse = attend(case, *longer, *starts, out=out)
+    o, lse = attend(case, *longer, *starts, out=out, kernel=kernel)
     expect(q, k, v, *starts, **case.options).check(o[:170], lse[:, :170])
     assert (o[170:] == 7.0).all()
 
 
 @listed([Case("fp16", 1, 200, 300, 2, 2), Case("bf16", heads=2, causal=True, lengths=((200, 300), (70, 30)))])
-def test_lse_changes_nothing(case: Case) -> None:
+def test_lse_changes_nothing(case: Case, kernel: Kernel) -> None:
     inputs = case.inputs("torch", "cuda")
-    assert torch.equal(attend(case, *inputs)[0], attend(case, *inputs, return_lse=False))
+    assert torch.equal(attend(case, *inputs, kernel=kernel)[0], attend(case, *inputs, return_lse=False, kernel=kernel))
 
 
-def test_reversed_rows_are_refused(kernel: ModuleType) -> None:
+def test_reversed_rows_are_refused(kernel: Kernel) -> None:
     pytest.importorskip("cupy")
     case = Case("fp16", layout="reversed")
     with pytest.raises(rawattn.RawattnError, match="row stride of -128 bytes"):

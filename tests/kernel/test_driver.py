@@ -1,17 +1,24 @@
-"""driver.py on a GPU: what launches count with, and what is said when the driver refuses."""
+"""driver.py on a GPU: what launches count with, what graphs keep and give back, and what is said when the driver refuses."""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import subprocess
+import sys
 import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import numpy as np
 import pytest
 
 import rawattn
-from rawattn import compiler, driver
-from rawattn.errors import DeviceError
-from rawattn.kernel import attn_fwd
+from rawattn import api, compiler, driver
+from rawattn.device import TYPICAL
+from rawattn.errors import BinaryError, DeviceError
+from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.select import select
 from rawattn.testing import Case
 
 torch = pytest.importorskip("torch")
@@ -20,59 +27,256 @@ pytestmark = pytest.mark.gpu
 CASE = Case("bf16", 2, 700, 700, 4, 4, causal=True)
 
 
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What ``work`` gives in a thread of its own, which has no context yet."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    assert found, "the thread raised"
+    return found[0]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what the driver does in a thread of its own."""
+    for _ in range(1000):
+        driver.drop()
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("10 seconds were not enough")
+
+
+@contextlib.contextmanager
+def capturing(graph: Any) -> Iterator[int]:
+    """The stream whose work the graph captures, in the mode that tolerates least."""
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        torch.zeros(1, device="cuda")  # a graph that has nothing to do may not exist
+        yield torch.cuda.current_stream().cuda_stream
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[driver.Counters]:
+    """The counters of device 0, eight for streams and eight for graphs, and plans that know no others."""
+    monkeypatch.setattr(driver, "COUNTERS", 8)
+    counters = driver.Counters(0)
+    monkeypatch.setattr(driver, "counters", lambda index: counters)
+    for cache in (api._plans, api._calls):
+        cache.clear()
+    yield counters
+    for cache in (api._plans, api._calls):
+        cache.clear()
+
+
+def memory_of(counters: driver.Counters) -> bytes:
+    memory = bytearray(8 * (1 + 2 * driver.COUNTERS))
+    torch.cuda.synchronize()
+    with driver.current(0):
+        driver.call("cuMemcpyDtoH", memory, counters._base, len(memory))
+    return bytes(memory)
+
+
+# ---- streams -------------------------------------------------------------------------------------------------------------
+
+
 def test_streams_are_told_apart() -> None:
     streams = [torch.cuda.Stream() for _ in range(4)]
     handles = [0, *(stream.cuda_stream for stream in streams)]
     states = [driver.stream_state(handle) for handle in handles]
     assert len({identity for identity, _ in states}) == 5
     assert not any(capturing for _, capturing in states)
-    in_thread = []
-    thread = threading.Thread(target=lambda: in_thread.extend(map(driver.stream_state, handles)))  # it has no context
-    thread.start()
-    thread.join()
-    assert in_thread == states
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        torch.zeros(1, device="cuda")
-        assert driver.stream_state(torch.cuda.current_stream().cuda_stream)[1]
+    assert in_thread(lambda: [driver.stream_state(handle) for handle in handles]) == states
+    with capturing(torch.cuda.CUDAGraph()) as stream:
+        assert driver.stream_state(stream) == (stream, True)
+
+
+def test_each_thread_has_a_stream_of_its_own() -> None:
+    """It has one handle for all, which means nothing where there is no context."""
+    here, there = driver.stream_state(2), in_thread(lambda: driver.stream_state(2))
+    assert here != there and (0, False) not in (here, there)
+
+
+# ---- counters ------------------------------------------------------------------------------------------------------------
 
 
 def test_counters() -> None:
-    counters = driver.Counters(0)
-    taken = [counters.take(identity, captured) for identity, captured in ((0, False), (7, False), (7, True), (7, True))]
-    assert len(set(taken)) == 4
-    assert [counters.take(identity, False) for identity in (7, 0)] == [taken[1], taken[0]]
+    counters, graph = driver.Counters(0), torch.cuda.CUDAGraph()
+    eager = [counters.take(identity, False) for identity in (0, 7)]
+    with capturing(graph) as stream:
+        captured = [counters.take(stream, True) for _ in range(2)]
+    assert len({*eager, *captured}) == 4
+    assert [counters.take(identity, False) for identity in (7, 0)] == [eager[1], eager[0]]
 
 
-def test_launches_leave_the_counters_zero() -> None:
+def test_launches_leave_the_counters_zero(few: driver.Counters) -> None:
     inputs = CASE.inputs("torch", "cuda")
     plan = rawattn.plan(*inputs, **CASE.options)
     for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             for _ in range(5):
                 plan.run(*inputs)
+    assert few._streams == 2 and not any(memory_of(few))
+
+
+def test_recapturing(few: driver.Counters) -> None:
+    """More often than there are counters: a graph that is gone gives its own back."""
+    inputs = CASE.inputs("torch", "cuda")
+    plan = rawattn.plan(*inputs, **CASE.options)
+    wanted, outs = plan.run(*inputs), [torch.empty_like(inputs[0]) for _ in range(3)]
+    for _ in range(20):
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
+            for out in outs:
+                plan.run(*inputs, out=out)
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, wanted) for out in outs)
+        del graph
+        until(lambda: len(few._returned) + len(few._clean) == few._launches)
+    assert few._launches == 8 and not any(memory_of(few))
+
+
+def test_a_graph_that_lives_keeps_its_counters(few: driver.Counters) -> None:
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with capturing(graph) as stream:
+            for _ in range(4):
+                few.take(stream, True)
+    with pytest.raises(DeviceError, match="all 8 schedule counters"), capturing(torch.cuda.CUDAGraph()) as stream:
+        few.take(stream, True)
+    del graph, graphs[0]
+    until(lambda: len(few._returned) == 4)
+    few.take(7, False)
+    assert len(few._clean) == 4, "cleaned outside of captures"
+
+
+def test_more_streams_than_counters(few: driver.Counters) -> None:
+    inputs, before = CASE.inputs("torch", "cuda"), driver._era
+    plan = rawattn.plan(*inputs, **CASE.options)
+    wanted, found = plan.run(*inputs), []
     torch.cuda.synchronize()
-    counters = driver.counters(0)
-    found = np.ones(2 * counters._used, np.int32)
-    driver.call(
-        "cuMemcpyDtoH_v2", ctypes.c_void_p(found.ctypes.data), ctypes.c_uint64(counters._base), ctypes.c_size_t(found.nbytes)
-    )
-    assert counters._used >= 2 and not found.any()
+    for _ in range(3):
+        for stream in [torch.cuda.Stream() for _ in range(10)]:
+            with torch.cuda.stream(stream):
+                found += [plan.run(*inputs) for _ in range(3)]
+    torch.cuda.synchronize()
+    assert driver._era > before and all(torch.equal(each, wanted) for each in found)
+    assert not any(memory_of(few))
 
 
-def test_arguments_of_another_size_are_refused() -> None:
-    problem = CASE.problem
-    binary = compiler.compile(attn_fwd.render(problem, attn_fwd.Config()))
-    function = driver.Function(binary.cubin, attn_fwd.name, 0)
-    with pytest.raises(DeviceError, match=f"{function.args_bytes} bytes of arguments; the host filled 8"):
+# ---- captures ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_keeps_things() -> None:
+    class Thing:
+        pass
+
+    graph, thing = torch.cuda.CUDAGraph(), Thing()
+    watched = weakref.ref(thing)
+    with capturing(graph) as stream:
+        driver.retain(stream, thing)
+    del thing
+    graph.replay()
+    torch.cuda.synchronize()
+    driver.drop()
+    assert watched() is not None
+    del graph
+    until(lambda: watched() is None)
+
+
+@pytest.fixture(scope="module")
+def cubin() -> bytes:
+    return compiler.compile(ATTN_FWD.render(CASE.op, Config(), "sm_90a")).cubin
+
+
+@pytest.mark.parametrize("where", ["in the thread that captures", "in another thread"])
+def test_loading_does_not_spoil_a_capture(where: str, cubin: bytes) -> None:
+    def load() -> int:
+        return driver.Function(cubin, ATTN_FWD.name, 0).facts.args_bytes + driver.Counters(0).take(7, False)
+
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    with capturing(graph):
+        assert load() if where == "in the thread that captures" else in_thread(load)
+        x += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [1] * 8
+
+
+def test_loading_does_not_spoil_the_capture_of_a_blocking_stream(cubin: bytes) -> None:
+    """While it is captured, nothing may touch the legacy stream."""
+    cupy = pytest.importorskip("cupy")
+    x = cupy.zeros(8)
+    with cupy.cuda.Stream() as stream:
+        x += 1
+        stream.synchronize()
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        driver.Function(cubin, ATTN_FWD.name, 0)
+        driver.Counters(0).take(*driver.stream_state(stream.ptr))
+        x += 1
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    assert x.tolist() == [2] * 8
+
+
+def test_a_first_call_may_be_captured() -> None:
+    case = Case("bf16", 1, 130, 130, 2, 2, 72, 40)
+    inputs, graph = case.inputs("torch", "cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with capturing(graph):
+        found = rawattn.attention(*inputs)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, rawattn.attention(*inputs))
+
+
+def test_a_process_may_end_with_a_graph() -> None:
+    """The driver tells that the graph is gone when Python is no more, or is just going."""
+    code = """
+import torch, rawattn
+q, k, v = torch.randn(3, 1, 256, 2, 64, device="cuda").bfloat16()
+p = rawattn.plan(q, k, v)
+p.run(q, k, v)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    o = p.run(q, k, v)
+graph.replay()
+"""
+    for _ in range(3):
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+
+
+# ---- what is refused, and tensor maps ------------------------------------------------------------------------------------
+
+
+def test_arguments_of_another_size_are_refused(cubin: bytes) -> None:
+    function = driver.Function(cubin, ATTN_FWD.name, 0)
+    with pytest.raises(DeviceError, match=f"{function.facts.args_bytes} bytes of arguments; the host filled 8"):
         driver.Launch(function, 1, bytes(8), 0)
 
 
 def test_errors_have_the_drivers_name() -> None:
-    with pytest.raises(DeviceError, match=r"cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught:
-        driver.call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1 << 50))
+    with pytest.raises(DeviceError, match=r"cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught:
+        driver.call("cuMemAlloc", 1 << 50)
     assert caught.value.code == 2
-    with pytest.raises(DeviceError, match="cuModuleLoadData failed: CUDA_ERROR_"):
-        driver.Function(b"no machine code", "attn_fwd", 0)
     with pytest.raises(DeviceError, match="cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE"):
         driver.tensor_map(0, "bf16", (64, 0, 1, 1), (128, 128, 128), (64, 128, 1, 1))
+
+
+def test_machine_code_that_cannot_be_loaded_is_told_apart(cubin: bytes) -> None:
+    selected = select(CASE.op, TYPICAL["sm_75"])
+    other = compiler.compile(selected.kernel.render(CASE.op, selected.config, "sm_75")).cubin
+    for binary, name in ((b"no machine code", ATTN_FWD.name), (other, selected.kernel.name), (cubin, "another")):
+        with pytest.raises(BinaryError, match="failed: CUDA_ERROR_"):
+            driver.Function(binary, name, 0)
+
+
+def test_a_tensor_map_does_not_depend_on_where_it_was_made() -> None:
+    """CUDA wants 64 bytes of alignment for it, and the bindings give it 16."""
+    encode = driver.tensor_map.__wrapped__
+    shape = (64, 700, 4, 2), (512, 128, 358400), (64, 128, 1, 1)
+    assert len({encode(1 << 20, "bf16", *shape) for _ in range(100)}) == 1

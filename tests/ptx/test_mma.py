@@ -38,5 +38,5 @@ def test_product(element: Element, transposed: bool) -> None:
     ab = cupy.asarray(np.stack([a, b.T if transposed else b]).astype(element.dtype).view(np.uint16))
     d = cupy.zeros((16, 16), "float32")
     args = {"ab": ("Element*", ab), "d": ("float*", d)}
-    snippet.run(TEXT, args, smem_bytes=1024, choices={"Element": element}, transposed=int(transposed))
+    snippet.run(TEXT, args, smem_bytes=1024, options={"Element": element}, transposed=int(transposed))
     np.testing.assert_array_equal(d.get(), a @ b.T)

@@ -44,7 +44,7 @@ def loaded(x: Any, starts: Any, batch: int, column: int, row: int, head: int) ->
         **{f"o_stride_{axis}": ("i64", 0) for axis in ("batch", "row", "head")},
     }  # fmt: skip
     rows = Dense() if starts is None else Varlen()
-    snippet.run(TEXT, args, threads=128, smem_bytes=ROWS * 128 + 16, choices={"Rows": rows}, rows=ROWS)
+    snippet.run(TEXT, args, threads=128, smem_bytes=ROWS * 128 + 16, options={"Rows": rows}, rows=ROWS)
     row_of, chunk = np.arange(ROWS)[:, None], np.arange(8)  # a chunk is 16 bytes; the swizzle stores it at chunk ^ row % 8
     return box.get().reshape(ROWS, 8, 8)[row_of, chunk ^ row_of % 8].reshape(ROWS, 64)
 

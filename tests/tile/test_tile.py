@@ -20,7 +20,7 @@ LOAD = """
 #include "tile/fragment.cuh"
 #include "tile/tile.cuh"
 template <class T>
-__device__ void load(T& tile, const Tensor& tensor, ptx::Mbarrier& full, i32 stage) {
+__device__ void load(T& tile, const TmaTensor& tensor, ptx::Mbarrier& full, i32 stage) {
     full.arrive_expect(T::bytes);
     for (int panel = 0; panel < T::panels; ++panel) ptx::tma_load(tile.data[panel], tensor.map, full, panel * 64, 0, 0, stage);
 }
@@ -41,8 +41,8 @@ __device__ void run(const Args& args, unsigned char* raw) {
     if (threadIdx.x == 0)
         for (i32 s = 0; s < 2; ++s) load(smem.a[s], args.a, smem.full, s), load(smem.b[s], args.b, smem.full, s);
     smem.full.wait(0);
-    const auto a = Operand<ATile>::of_columns(smem.a).rows_from(64).stage(1);
-    const auto b = Operand<BTile>::of_columns(smem.b).stage(1);
+    const auto a = SmemDescriptor<ATile>::of_columns(smem.a).rows_from(64).stage(1);
+    const auto b = SmemDescriptor<BTile>::of_columns(smem.b).stage(1);
     float d[Product::accumulators];
     ptx::wgmma_fence();
 #pragma unroll
@@ -66,7 +66,7 @@ __device__ void run(const Args& args, unsigned char* raw) {
     if (threadIdx.x == 0)
         for (i32 s = 0; s < 2; ++s) load(smem.b[s], args.b, smem.full, s);
     smem.full.wait(0);
-    const auto b = Operand<BTile>::of_rows(smem.b).stage(1);
+    const auto b = SmemDescriptor<BTile>::of_rows(smem.b).stage(1);
     float d[Product::accumulators];
     u32 a[cfg::depth / 4];
 #pragma unroll
@@ -110,7 +110,7 @@ def test_product_along_columns(element: Element, negate: bool, depth: int, n: in
         "d": ("float*", d),
     }
     sizes = {"threads": 128, "smem_bytes": 2 * 128 * -(-depth // 64) * (128 + n) + 1024, "depth": depth, "n": n}
-    snippet.run(COLUMNS, args, products=[product], choices={"Element": element}, **sizes)
+    snippet.run(COLUMNS, args, products=[product], options={"Element": element}, **sizes)
     np.testing.assert_array_equal(d.get(), (-1 if negate else 1) * a[1, 64:] @ b[1].T)
 
 
@@ -122,5 +122,5 @@ def test_product_along_rows(element: Element, depth: int, n: int) -> None:
     a_rows, b_stages = cupy.asarray(a), stages(b, element)
     args = {"a": ("float*", a_rows), "b": ("TmaTensor", snippet.tensor(b_stages, depth)), "d": ("float*", d)}
     sizes = {"threads": 128, "smem_bytes": 2 * 128 * -(-n // 64) * depth + 1024, "depth": depth, "n": n}
-    snippet.run(ROWS, args, products=[product], choices={"Element": element}, **sizes)
+    snippet.run(ROWS, args, products=[product], options={"Element": element}, **sizes)
     np.testing.assert_array_equal(d.get(), 1 + a @ b[1])

@@ -1,13 +1,14 @@
 #pragma once
 // K and V are plain strided tensors, which the copy engine reads: one box of a tensor map per panel of a tile.
 #include "tile/tma_tensor.cuh"
+#include "variant/work_tile.cuh"
 
 struct TmaKv {
     const Args& args;
     const Rows& rows;
     i32 head;
 
-    __device__ TmaKv(const Args& args, const Rows& rows, i32 head) : args(args), rows(rows), head(head) {}
+    __device__ TmaKv(const Args& args, const Rows& rows, const WorkTile& work) : args(args), rows(rows), head(work.head / args.heads_per_kv) {}
 
     template <class Tile>
     __device__ void load(Tile& tile, const TmaTensor& tensor, ptx::Mbarrier& full, i32 index) const {

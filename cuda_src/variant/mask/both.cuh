@@ -1,21 +1,22 @@
 #pragma once
 // A key counts when both masks keep it.
 #include "tile/range.cuh"
+#include "variant/work_tile.cuh"
 
 template <class A, class B>
 struct Both {
     A a;
     B b;
 
-    __device__ Both(const Args& args, const Rows& rows) : a(args, rows), b(args, rows) {}
+    __device__ Both(const Args& args, const Rows& rows, const WorkTile& work) : a(args, rows, work), b(args, rows, work) {}
 
-    __device__ TileRange tiles(i32 q_begin, i32 q_end) const {
-        return intersection(a.tiles(q_begin, q_end), b.tiles(q_begin, q_end));
+    __device__ TileRange kv_tiles(i32 q_begin, i32 q_end) const {
+        return both(a.kv_tiles(q_begin, q_end), b.kv_tiles(q_begin, q_end));
     }
     __device__ TileRange q_tiles(i32 kv_begin, i32 kv_end) const {
-        return intersection(a.q_tiles(kv_begin, kv_end), b.q_tiles(kv_begin, kv_end));
+        return both(a.q_tiles(kv_begin, kv_end), b.q_tiles(kv_begin, kv_end));
     }
-    __device__ static TileRange intersection(const TileRange& x, const TileRange& y) {
+    __device__ static TileRange both(TileRange x, TileRange y) {
         const i32 begin = max(x.begin, y.begin), end = min(x.end, y.end);
         if (begin >= end) return {0, 0, 0, 0};
         const i32 full_begin = min(max(x.full_begin, y.full_begin), end);

@@ -6,6 +6,7 @@
 #include "ptx/base.cuh"
 
 struct DynamicPersistent {
+    static constexpr i32 split = 0;
     i32 own = blockIdx.x;  // -1 once it is taken
 
     // args.counter: {drawn, finished}, both 0 between launches.

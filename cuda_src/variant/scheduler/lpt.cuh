@@ -12,11 +12,11 @@ struct LptScheduler {
 
     __device__ WorkTile next() {
         const i32 id = numbers.draw(args), all = args.heads * args.batches;
-        if (id >= all * args.q_tiles) return {-1, 0, 0};
+        if (id >= all * args.q_tiles) return {-1, 0, 0, 0};
         const i32 per_group = args.l2_head_group * args.q_tiles, group = min(id / per_group, args.last_group);
         const i32 first = group * args.l2_head_group, size = group == args.last_group ? all - first : args.l2_head_group;
         const i32 rest = id - group * per_group, head = first + rest % size;
-        return {head / args.heads, head % args.heads, (args.q_tiles - 1 - rest / size) * cfg::tile_q};
+        return {head / args.heads, head % args.heads, (args.q_tiles - 1 - rest / size) * cfg::tile_q, numbers.split};
     }
     __device__ void finish() const { Numbers::finish(args); }
 };

@@ -26,11 +26,11 @@ struct LptVarlenScheduler {
             const u32 past = __ballot_sync(0xffffffffu, end > tile);
             if (past) {
                 const i32 owner = __ffs(past) - 1, last = __shfl_sync(0xffffffffu, end, owner);
-                return {base + owner, id % args.heads, (last - 1 - tile) * cfg::tile_q};
+                return {base + owner, id % args.heads, (last - 1 - tile) * cfg::tile_q, numbers.split};
             }
             before = __shfl_sync(0xffffffffu, end, 31);
         }
-        return {-1, 0, 0};
+        return {-1, 0, 0, 0};
     }
     __device__ void finish() const { Numbers::finish(args); }
 };

@@ -3,6 +3,7 @@
 #include "ptx/base.cuh"
 
 struct SingleTile {
+    static constexpr i32 split = 0;
     __device__ static i32 draw(const Args&) { return blockIdx.x; }
     __device__ static void finish(const Args&) {}
 };

@@ -1,12 +1,14 @@
 #pragma once
 // logit = scale * s. args.scale is its magnitude; its sign is in the rendered product Q K^T.
+#include "tile/log_sum.cuh"
+#include "variant/work_tile.cuh"
 
 struct Scale {
     Number scale_log2;
 
     // Never 0: a masked score of -inf must stay -inf when scaled.
-    __device__ explicit Scale(const Args& args) : scale_log2(max(args.scale * Number(1.4426950408889634), Number(1.2e-38))) {}
+    __device__ Scale(const Args& args, const Rows&, const WorkTile&) : scale_log2(max(args.scale * Number(log2_e), Limits<Number>::least)) {}
 
     __device__ Number operator()(Number s, i32, i32) const { return s; }
-    __device__ Number derivative(Number, Number, i32, i32) const { return 1; }
+    __device__ static constexpr Number derivative(Number, i32, i32) { return 1; }
 };

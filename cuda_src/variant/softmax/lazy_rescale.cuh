@@ -1,9 +1,10 @@
 #pragma once
 // The reference follows the maximum, at a distance of 2^8 at most.
 #include "tile/softmax.cuh"
+#include "variant/work_tile.cuh"
 
 struct LazyRescale : OnlineSoftmax {
-    __device__ explicit LazyRescale(float scale_log2) : OnlineSoftmax(scale_log2) {}
+    __device__ LazyRescale(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 
     template <class S, int n, class Logits, class Again>
     __device__ bool next(float (&s)[n], const S&, bool, Logits logits, Again) {

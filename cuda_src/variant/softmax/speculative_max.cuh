@@ -8,12 +8,13 @@
 // 2^15 keeps a weight inside fp16. A row whose first tiles held no key has no reference yet; until all rows of the warp have one,
 // they are looked for.
 #include "tile/softmax.cuh"
+#include "variant/work_tile.cuh"
 
 struct SpeculativeMax : OnlineSoftmax {
     static constexpr float farthest = 32768.f;
     enum { looking, trusting, distrusting } state = looking;
 
-    __device__ explicit SpeculativeMax(float scale_log2) : OnlineSoftmax(scale_log2) {}
+    __device__ SpeculativeMax(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 
     template <class S, int n, class Logits, class Again>
     __device__ bool next(float (&s)[n], const S& score, bool full, Logits logits, Again again) {

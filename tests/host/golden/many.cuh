@@ -19,9 +19,9 @@ constexpr int window_to_last = 1;
 using Number = Element::Number;
 
 struct Args {
-    Tensor q;
-    Tensor k;
-    Tensor v;
+    TmaTensor q;
+    TmaTensor k;
+    TmaTensor v;
     Number scale;
     i32 heads;
     i32 heads_per_kv;
@@ -74,13 +74,15 @@ using Rows = Varlen;
 using Mask = Both<Causal, Window>;
 #include "variant/score/softcap.cuh"
 using Score = Softcap;
+#include "variant/weight/identity.cuh"
+using Weight = Identity;
 #include "variant/softmax/speculative_max.cuh"
 using Softmax = SpeculativeMax;
 #include "variant/kv/tma.cuh"
-using Kv = Strided;
+using Kv = TmaKv;
 #include "variant/scheduler/dynamic_persistent.cuh"
 #include "variant/scheduler/lpt_varlen.cuh"
-using Schedule = LptVarlenScheduler<DynamicPersistent>;
+using Scheduler = LptVarlenScheduler<DynamicPersistent>;
 #include "variant/store/o_lse.cuh"
 using Store = StoreOLse;
 #include "variant/order/unordered.cuh"

@@ -17,9 +17,9 @@ constexpr int head_dim_v = 16;
 using Number = Element::Number;
 
 struct Args {
-    Tensor q;
-    Tensor k;
-    Tensor v;
+    TmaTensor q;
+    TmaTensor k;
+    TmaTensor v;
     Number scale;
     i32 heads;
     i32 heads_per_kv;
@@ -68,13 +68,15 @@ using Rows = Dense;
 using Mask = Full;
 #include "variant/score/scale.cuh"
 using Score = Scale;
+#include "variant/weight/identity.cuh"
+using Weight = Identity;
 #include "variant/softmax/speculative_max.cuh"
 using Softmax = SpeculativeMax;
 #include "variant/kv/tma.cuh"
-using Kv = Strided;
+using Kv = TmaKv;
 #include "variant/scheduler/dynamic_persistent.cuh"
 #include "variant/scheduler/lpt.cuh"
-using Schedule = LptScheduler<DynamicPersistent>;
+using Scheduler = LptScheduler<DynamicPersistent>;
 #include "variant/store/o.cuh"
 using Store = StoreO;
 #include "variant/order/ping_pong.cuh"

@@ -1,0 +1,16 @@
+#pragma once
+// What variant/store/partial.cuh left of args.splits splits.
+#include "variant/work_tile.cuh"
+
+struct Scratch {
+    const Args& args;
+    const Rows& rows;
+    const i32 head, count;
+
+    __device__ Scratch(const Args& args, const Rows& rows, const WorkTile& work)
+        : args(args), rows(rows), head(work.head), count(args.splits) {}
+
+    __device__ i64 index(i32 part, i32 row) const { return part * args.partial_rows + rows.lse_offset(args, row, head); }
+    __device__ const Number* o(i32 part, i32 row) const { return args.o_partial + index(part, row) * cfg::head_dim_v; }
+    __device__ Number lse(i32 part, i32 row) const { return args.lse_partial[index(part, row)]; }
+};

@@ -1,0 +1,12 @@
+#pragma once
+// Rows whose tensors are a part of longer sequences (context parallelism, caches): args.q_offset and args.kv_offset are the
+// positions of their first rows there. Masks compare these positions, whatever their alignment.
+
+template <class R>
+struct WithOffset : R {
+    i32 q_offset, kv_offset;
+
+    __device__ WithOffset(const Args& args, i32 batch) : R(args, batch), q_offset(args.q_offset), kv_offset(args.kv_offset) {}
+
+    __device__ i32 shift(i32) const { return q_offset - kv_offset; }
+};

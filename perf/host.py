@@ -1,0 +1,170 @@
+"""Measures what a call costs the host, by what is new in it. Medians of single calls; the GPU's queue is never full.
+
+python -m perf.host                              on a GPU; writes host.json
+python -m perf.host --dry                        no GPU: the driver answers at once, so that only our own time is left
+python -m perf.host --dry --profile new_kv_len   which functions that time is spent in
+
+eager        the same tensors again, by ``rawattn.attention``
+plan         the same by ``Plan.run`` with ``out=``
+new_pointers tensors at addresses that were never met, of a known shape
+new_kv_len   a step of a decode loop: one query, and one key more than the call before; the kind is known
+two_launches the cost of a second launch: a program of two against one of one, where a kernel can split keys
+sdpa         torch's own call, as a measure for the machine
+
+Times hold for one host. ``over eager`` is for comparison between hosts.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import dataclasses
+import json
+import pstats
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import rawattn
+
+from .lib import command, machine, report, stand_in
+
+CALLS, PAUSE = 2000, 50  # calls of a row; after so many the GPU is waited for
+FIRST_KV_LEN = 1024
+STEP = 128  # elements between the addresses of new tensors
+PROFILED = 12  # functions
+Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
+
+
+class Skipped(Exception):
+    """The row cannot be measured here; the message says why."""
+
+
+class Host:
+    """The rows, on a GPU or on its stand-in."""
+
+    def __init__(self, calls: int, dry: bool) -> None:
+        import torch
+
+        self.torch, self.calls, self.dry = torch, calls, dry
+        self.device = "cpu" if dry else "cuda"
+        self.q, self.k, self.v = (self.tensor(1, 512, 8, 64) for _ in range(3))
+        self.token = self.tensor(1, 1, 32, 128)
+        self.cache = [self.tensor(1, FIRST_KV_LEN + calls + 1, 8, 128) for _ in range(2)]
+
+    def tensor(self, *shape: int) -> Any:
+        return self.torch.zeros(shape, dtype=self.torch.bfloat16, device=self.device)
+
+    def eager(self) -> Row:
+        call = lambda: rawattn.attention(self.q, self.k, self.v, causal=True)  # noqa: E731
+        return lambda i: call
+
+    def plan(self) -> Row:
+        plan, out = rawattn.plan(self.q, self.k, self.v, causal=True), self.torch.empty_like(self.q)
+        call = lambda: plan.run(self.q, self.k, self.v, out=out)  # noqa: E731
+        return lambda i: call
+
+    def new_pointers(self) -> Row:
+        size = self.q.numel()
+        memory = [self.tensor(size + (self.calls + 1) * STEP) for _ in range(3)]
+
+        def row(i: int) -> Callable[[], Any]:
+            q, k, v = (x[i * STEP : i * STEP + size].view(self.q.shape) for x in memory)
+            return lambda: rawattn.attention(q, k, v, causal=True)
+
+        return row
+
+    def new_kv_len(self) -> Row:
+        def row(i: int) -> Callable[[], Any]:
+            k, v = (x[:, : FIRST_KV_LEN + i] for x in self.cache)
+            return lambda: rawattn.attention(self.token, k, v, causal=True)
+
+        return row
+
+    def two_launches(self) -> Row:
+        """The i-th call splits the keys in two where i is odd."""
+        kernel, (k, v) = "attn_fwd_mma", (x[:, :FIRST_KV_LEN] for x in self.cache)
+        config = rawattn.explain(self.token, k, v, causal=True, kernel=kernel).selection.config
+        configs = [dataclasses.replace(config, split=split) for split in (False, True)]
+        calls = [lambda c=c: rawattn.attention(self.token, k, v, causal=True, kernel=kernel, config=c) for c in configs]
+        return lambda i: calls[i % 2]
+
+    def sdpa(self) -> Row:
+        if self.dry:
+            raise Skipped("it would be computed here")
+        attention = self.torch.nn.functional.scaled_dot_product_attention
+        q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
+        call = lambda: attention(q, k, v, is_causal=True)  # noqa: E731
+        return lambda i: call
+
+    def samples(self, row: Row, profile: cProfile.Profile | None = None) -> list[float]:
+        """Microseconds of each call; the first one, which compiles and loads, is not among them."""
+        found = []
+        for i in range(self.calls + 1):
+            call = row(i)
+            if i % PAUSE == 0 and not self.dry:
+                self.torch.cuda.synchronize()
+            if profile is not None and i > 0:
+                profile.enable()
+            begin = time.perf_counter_ns()
+            call()
+            found.append((time.perf_counter_ns() - begin) / 1e3)
+            if profile is not None:
+                profile.disable()
+        return found[1:]
+
+
+ROWS = ("eager", "plan", "new_pointers", "new_kv_len", "two_launches", "sdpa")
+
+
+def measure(host: Host) -> dict[str, dict[str, Any]]:
+    """Median, tenth and ninetieth percentile of each row in microseconds, or why it was skipped."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ROWS:
+        try:
+            samples = np.array(host.samples(getattr(host, name)()))
+        except Skipped as reason:
+            found[name] = {"skipped": str(reason)}
+            continue
+        if name == "two_launches":  # what the second costs: each pair's difference
+            samples = samples[1::2] - samples[: len(samples) // 2 * 2 : 2]
+        us, low, high = (round(float(x), 2) for x in np.percentile(samples, (50, 10, 90)))
+        found[name] = {"us": us, "p10": low, "p90": high}
+    return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The rows for people."""
+    eager, rows = found["eager"]["us"], [["call", "us", "p10", "p90", "over eager", "skipped"]]
+    for name, row in found.items():
+        times = [f"{row[key]:.1f}" if key in row else "-" for key in ("us", "p10", "p90")]
+        rows.append([name, *times, f"{row['us'] / eager:.2f}" if "us" in row else "-", row.get("skipped", "")])
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command.parser("host", __doc__, "perf/record/DEVICE, with --dry nowhere")
+    parser.add_argument("--calls", type=int, default=CALLS, help="of each row")
+    parser.add_argument("--dry", action="store_true", help="no GPU: a stand-in for the driver")
+    parser.add_argument("--profile", choices=ROWS, help="instead: the functions that a row spends its time in, by cProfile")
+    options = parser.parse_args(argv)
+    facts = machine.facts()  # before the driver is replaced
+    device = stand_in.install() if options.dry else machine.gpu("host")
+    host = Host(options.calls, options.dry)
+    if options.profile:
+        profile = cProfile.Profile()
+        host.samples(getattr(host, options.profile)(), profile)
+        pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(PROFILED)
+        return 0
+    found = measure(host)
+    if options.out or not options.dry:
+        text = json.dumps({"machine": facts, "dry": options.dry, "calls": options.calls, "rows": found}, indent=1)
+        report.write((options.out or machine.record(device)) / "host.json", text + "\n")
+    print(report.table(table(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

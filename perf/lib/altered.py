@@ -1,0 +1,46 @@
+"""Kernels that differ from the product's in one thing, as subclasses: for what takes techniques away, and for what measures
+inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from rawattn.compiler import Source
+from rawattn.kernel.attn_fwd import AttnFwd
+from rawattn.operation import Forward
+
+from .machine import ROOT
+
+PATCHES = ROOT / "perf" / "ablations"
+
+
+def patch(source: Source, text: str) -> Source:
+    """A source changed by a unified diff, whose line numbers count for nothing: what a hunk removes must be there once.
+
+    Raises ValueError where it is not, or where the diff is of a file that the source has not.
+    """
+    texts = {source.name: source.text, **dict(source.headers)}
+    for part in re.split(r"^--- a/cuda_src/", text, flags=re.MULTILINE)[1:]:
+        path, _, body = part.partition("\n")
+        for hunk in re.split(r"^@@.*\n", body, flags=re.MULTILINE)[1:]:
+            old, new = ("".join(line[1:] + "\n" for line in hunk.splitlines() if line[:1] in keep) for keep in (" -", " +"))
+            if (times := texts.get(path, "").count(old)) != 1:
+                raise ValueError(f"{path} has not once, but {times} times:\n{old}")
+            texts[path] = texts[path].replace(old, new)
+    headers = tuple((path, texts[path]) for path, _ in source.headers)
+    return dataclasses.replace(source, text=texts[source.name], headers=headers)
+
+
+class Patched(AttnFwd):
+    """attn_fwd from sources that patches in perf/ablations/ have changed."""
+
+    def __init__(self, *patches: str) -> None:
+        self.texts = [(PATCHES / f"{name}.patch").read_text(encoding="utf-8") for name in patches]
+
+    def render(self, op: Forward, config: Any, arch: str) -> Source:
+        source = super().render(op, config, arch)
+        for text in self.texts:
+            source = patch(source, text)
+        return source

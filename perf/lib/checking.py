@@ -1,0 +1,59 @@
+"""Whether what was timed was right: sampled rows of an output against the float64 reference, all of it against NaN."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+import rawattn.reference
+
+from .task import Task, Unserved
+from .timing import Call
+
+TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3, "fp32": 4e-6}  # of the relative error; peers stand at 2e-3, 3e-4 and 1e-6
+SAMPLED = 64  # rows that are compared with the reference, of the first and the last head of the first and the last batch
+
+
+class Check:
+    """The reference of a task's sampled rows, made once for all contenders."""
+
+    def __init__(self, task: Task, seed: int = 0) -> None:
+        case, count = task.case, task.q.shape[-3]
+        self.task = task
+        self.rows = np.unique(np.r_[0, count - 1, np.random.default_rng(seed).integers(count, size=SAMPLED)])
+        batches: list[Any] = [...] if task.packed else [slice(b, b + 1) for b in sorted({0, case.batch - 1})]
+        self.places = [(batch, head) for batch in batches for head in sorted({0, case.heads - 1})]
+        cu = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), (x.tolist() for x in task.packed[:2]), strict=bool(task.packed)))
+        self.expected = []
+        for batch, head in self.places:
+            kv = head // (case.heads // case.kv_heads)
+            q, k, v = task.q[batch][..., [head], :], task.k[batch][..., [kv], :], task.v[batch][..., [kv], :]
+            self.expected.append(rawattn.reference.attention(q, k, v, rows=self.rows.tolist(), **cu, **case.options))
+
+    def __call__(self, call: Call) -> float:
+        """The relative error of a call, whose output memory held NaN before: the allocator hands it the block just filled.
+
+        Raises ArithmeticError where the error is above the tolerance, or an element of the output is not finite.
+        """
+        with call.context():
+            poison = self.task.q.new_full(self.task.o_shape, math.nan)
+            del poison
+            error = self.error(call.view(call.run()))
+        if not error < TOLERANCE[self.task.case.dtype]:
+            raise ArithmeticError(f"relative error {error:.2g}")
+        return error
+
+    def error(self, output: Any) -> float:
+        """In the Euclidean norm; NaN where any element of the whole output is not finite."""
+        found = [output[batch][..., self.rows, head : head + 1, :].double() for batch, head in self.places]
+        square = sum(float(((a - b) ** 2).sum()) for a, b in zip(found, self.expected, strict=True))
+        size = sum(float((b**2).sum()) for b in self.expected)
+        return math.sqrt(square / size) if bool(output.isfinite().all()) else math.nan
+
+
+def failure(error: Exception) -> str:
+    """An exception in one short line, without the folder that a CompileError names: it is of one machine."""
+    text = str(error).strip().partition("\n")[0].partition(" (all that NVRTC was given")[0]
+    return text if isinstance(error, (Unserved, ArithmeticError)) else f"{type(error).__name__}: {text}"[:200]

@@ -1,0 +1,100 @@
+"""Our own contenders: their names, their options, what is compiled for them, and their calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import rawattn
+from rawattn import driver
+from rawattn.compiler import Source
+from rawattn.device import Device
+from rawattn.errors import RawattnError
+from rawattn.kernel.base import Kernel
+from rawattn.operation import Forward
+from rawattn.plans import Plan
+from rawattn.select import KERNELS, Selection, select
+from rawattn.testing import Case
+
+from .sets import operation
+from .task import Task
+from .timing import Call
+
+
+def short_names(config_type: Any) -> dict[str, str]:
+    """Fields of a configuration but for its tile: as many letters as tell them apart -> the name."""
+    names = [f.name for f in dataclasses.fields(config_type) if not f.name.startswith("tile_")]
+    return {
+        next(name[:n] for n in range(1, len(name) + 1) if sum(other.startswith(name[:n]) for other in names) == 1): name
+        for name in names
+    }
+
+
+def config_name(config: Any) -> str:
+    """A configuration in a few characters: the tile, then the other fields by their first letters, such as ``128x96s2q2``."""
+    rest = (f"{short}{int(getattr(config, name))}" for short, name in short_names(config).items())
+    return f"{config.tile_q}x{config.tile_kv}{''.join(rest)}"
+
+
+def parse_config(config_type: Any, text: str) -> Any:
+    """The configuration that ``config_name`` shortens to ``text``; fields left away keep their defaults."""
+    match, names = re.fullmatch(r"(\d+)x(\d+)((?:[a-z]+\d+)*)", text), short_names(config_type)
+    if match is None:
+        raise ValueError(f"{text!r} is no configuration; write one as 128x96s2q2")
+    rest = {names[letters]: int(number) for letters, number in re.findall(r"([a-z]+)(\d+)", match[3])}
+    return config_type(tile_q=int(match[1]), tile_kv=int(match[2]), **rest)
+
+
+def our_names(case: Case, configs: str, device: Device) -> list[str]:
+    """The names of our contenders in a case: the library's choice, then the configurations that were asked for, or all."""
+    op, names = operation(case), list(filter(None, configs.split(",")))
+    if configs == "all":
+        served = [kernel for kernel in KERNELS if not kernel.supports(op, device)]
+        names = [f"{kernel.name}/{config_name(config)}" for kernel in served for config in kernel.candidates(op, device)]
+    return ["ours", *(f"ours:{name}" for name in names)]
+
+
+def our_options(case: Case, name: str, kernel: str | None = None) -> dict[str, Any]:
+    """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``. Where the name
+    has no kernel, ``kernel`` says which is asked for; None leaves it to the library."""
+    own, _, config = name.removeprefix("ours").removeprefix(":").rpartition("/")
+    if not config:
+        return case.options | ({"kernel": kernel} if kernel else {})
+    served = next((k for k in KERNELS if k.name == (own or kernel)), KERNELS[0])
+    return case.options | {"kernel": served.name, "config": parse_config(served.config_type, config)}
+
+
+def sources(names: dict[Case, list[str]], device: Device, kernel: str | None = None) -> Iterator[Source]:
+    """What our contenders will run; a configuration that cannot run will say so when its turn comes."""
+    for case in names:
+        for options in (our_options(case, name, kernel) for name in names[case]):
+            with contextlib.suppress(RawattnError):
+                selection = select(operation(case), device, options.get("kernel"), options.get("config"))
+                yield from launched(selection.kernel, operation(case), selection.config, device)
+
+
+def launched(kernel: Any, op: Forward, config: Any, device: Device) -> list[Source]:
+    """The sources of a kernel's launches."""
+    return [launch.source for launch in kernel.lower(op, config, device).launches]
+
+
+def ours(task: Task, name: str, kernel: str | None = None) -> Call:
+    options, inputs = our_options(task.case, name, kernel), (task.q, task.k, task.v, *task.packed)
+    attention = rawattn.attention_varlen if task.packed else rawattn.attention
+    return Call(lambda: attention(*inputs, **options), detail=config_name(rawattn.plan(*inputs, **options).config))
+
+
+def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], Any]:
+    """``Plan.run`` with ``out=``: the least that a call of ours costs the host."""
+    inputs, out = (task.q, task.k, task.v, *task.packed[:2]), task.q.new_empty(task.o_shape)
+    plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name, kernel))
+    return lambda: plan.run(*inputs, out=out)
+
+
+def plan_of(task: Task, kernel: Kernel, config: Any, constant_time: bool = False) -> Plan:
+    """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
+    device = driver.device(task.q.get_device())
+    return Plan(operation(task.case, constant_time), device, Selection(kernel, config, ""), "torch")

@@ -1,0 +1,192 @@
+"""The peers: one small adapter for each library that computes the same.
+
+An adapter makes a ``Call`` of a ``Task`` and raises ``Unserved`` where the library cannot do the case. It may lay out its own
+copies of the inputs first: what is timed is the call alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.util
+import lzma
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from rawattn.testing import Case
+
+from .ours import ours
+from .task import Task, Unserved
+from .timing import Call
+
+MATH_BYTES = 8 << 30  # most that the plain formula may take for its logits
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def sdpa(backend: str, task: Task) -> Call:
+    """torch.nn.functional.scaled_dot_product_attention held to one backend."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if backend == "FLASH_ATTENTION" and task.packed:
+        return packed_flash(task)
+    task.refuse("lengths", "window", "softcap")
+    case, (q, k, v) = task.case, task.heads_first
+    if case.causal and case.q_len != case.kv_len:
+        raise Unserved("aligns causal to the first key")
+    if backend == "MATH" and 4 * case.batch * case.heads * case.q_len * case.kv_len > MATH_BYTES:
+        raise Unserved("its logits do not fit")
+    if backend in ("MATH", "EFFICIENT_ATTENTION"):
+        k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
+    more = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": k.shape[1] != q.shape[1]}
+    call = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, **more)
+    return Call(call, lambda o: o.transpose(1, 2), lambda: sdpa_kernel(getattr(SDPBackend, backend)))
+
+
+def packed_flash(task: Task) -> Call:
+    """torch's FlashAttention 2 on packed sequences, by the operator under torch.nn.attention.varlen."""
+    import torch
+
+    task.refuse("window", "softcap")
+    forward = torch.ops.aten._flash_attention_forward
+    inputs = (task.q, task.k, task.v, *task.packed, 0.0, task.case.causal, False)  # no dropout, no mask of it
+    return Call(lambda: forward(*inputs, scale=task.case.scale)[0])
+
+
+def flex(task: Task) -> Call:
+    """torch's FlexAttention, compiled."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    task.refuse("lengths", "window", "softcap")
+    case, shift, mask = task.case, task.case.kv_len - task.case.q_len, None
+    if case.causal:
+        mask = create_block_mask(
+            lambda b, h, i, j: j <= i + shift, None, None, case.q_len, case.kv_len, device=str(task.q.device)
+        )
+    more = {"block_mask": mask, "scale": case.scale, "enable_gqa": case.heads != case.kv_heads}
+    return Call(functools.partial(torch.compile(flex_attention), *task.heads_first, **more), lambda o: o.transpose(1, 2))
+
+
+def window_of(case: Case) -> tuple[int, int]:
+    """The window as flash-attn writes it: -1 for unbounded."""
+    left, right = case.window or (None, None)
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def load_fa3(file: str) -> None:
+    """Loads FlashAttention 3's torch operators from a library, ``.so`` or ``.so.xz``, after a libcudart.so.12 beside it."""
+    import torch
+
+    library = packed = pathlib.Path(file).resolve()
+    if packed.suffix == ".xz":
+        library = pathlib.Path(tempfile.gettempdir(), f"rawattn-{packed.stat().st_size}-{packed.stem}")
+        if not library.exists():
+            (partial := library.with_suffix(".part")).write_bytes(lzma.decompress(packed.read_bytes()))
+            partial.rename(library)
+    if (runtime := packed.with_name("libcudart.so.12")).exists():
+        ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(str(library))
+
+
+def fa3(task: Task) -> Call:
+    """FlashAttention 3 by its operator, as a library file brings it."""
+    import torch
+
+    task.refuse("softcap")
+    (left, right), more = window_of(task.case), dict(zip(PACKED, task.packed, strict=bool(task.packed)))
+    more |= {"window_size_left": left, "window_size_right": right} if task.case.window else {}
+    more |= {"softmax_scale": task.case.op.scale, "is_causal": task.case.causal, "num_splits": 1}
+    forward, q, k, v = torch.ops.flash_attn_3.fwd, task.q, task.k, task.v
+    return Call(lambda: forward(q, k, v, **more)[0])
+
+
+def flash(module: str, task: Task) -> Call:
+    """What the packages of FlashAttention 2, 3 and 4 have in common."""
+    task.refuse()
+    case, library = task.case, importlib.import_module(module)
+    more: dict[str, Any] = {"causal": case.causal, "softmax_scale": case.scale}
+    more |= dict(zip(PACKED, task.packed, strict=bool(task.packed)))
+    more |= {"window_size": case.window if "cute" in module else window_of(case)} if case.window else {}
+    more |= {"softcap": case.softcap} if case.softcap else {}
+    attention = library.flash_attn_varlen_func if task.packed else library.flash_attn_func
+    return Call(functools.partial(attention, task.q, task.k, task.v, **more), lambda o: o[0] if isinstance(o, tuple) else o)
+
+
+def flashinfer(task: Task) -> Call:
+    """FlashInfer's prefill over ragged sequences, planned outside the timing."""
+    import flashinfer
+    import torch
+
+    task.refuse()
+    case, (left, right) = task.case, window_of(task.case)
+    if case.window and not (case.causal and right <= 0):
+        raise Unserved("windows are causal only")
+    steps = ((case.batch, case.q_len), (case.batch, case.kv_len))
+    place = task.q.device
+    cu = task.packed[:2] or tuple(torch.arange(batch + 1, dtype=torch.int32, device=place) * length for batch, length in steps)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device=place), "NHD")
+    more = {"causal": case.causal, "sm_scale": case.scale, "window_left": left, "logits_soft_cap": case.softcap}
+    wrapper.plan(*cu, case.heads, case.kv_heads, case.head_dim, case.head_dim_v, q_data_type=task.q.dtype, **more)
+    inputs = [x.reshape(-1, *x.shape[-2:]) for x in (task.q, task.k, task.v)]
+    return Call(functools.partial(wrapper.run, *inputs), lambda o: o.view(task.o_shape))
+
+
+def xformers(task: Task) -> Call:
+    from xformers.ops import fmha
+
+    case = task.case
+    task.refuse("lengths", "window", "softcap")
+    if case.kv_heads != case.heads:
+        raise Unserved("no grouped heads in this adapter")
+    bias = fmha.attn_bias.LowerTriangularFromBottomRightMask() if case.causal else None
+    return Call(functools.partial(fmha.memory_efficient_attention, task.q, task.k, task.v, attn_bias=bias, scale=case.scale))
+
+
+def triton(task: Task) -> Call:
+    from .plain_triton import attention
+
+    task.refuse("lengths", "window", "softcap")
+    case = task.case
+    if case.head_dim != case.head_dim_v or case.head_dim & (case.head_dim - 1):
+        raise Unserved("head_dim is no power of two")
+    return Call(lambda: attention(task.q, task.k, task.v, case.causal, case.op.scale))
+
+
+Adapter = Callable[[Task], Call]
+PEERS: dict[str, tuple[str, Adapter]] = {  # name -> the module that brings it, adapter
+    "fa3": ("flash_attn_interface", functools.partial(flash, "flash_attn_interface")),  # or --fa3 FILE
+    "cudnn": ("torch", functools.partial(sdpa, "CUDNN_ATTENTION")),
+    "fa2": ("torch", functools.partial(sdpa, "FLASH_ATTENTION")),
+    "efficient": ("torch", functools.partial(sdpa, "EFFICIENT_ATTENTION")),
+    "math": ("torch", functools.partial(sdpa, "MATH")),
+    "flex": ("torch", flex),
+    "flash_attn": ("flash_attn_2_cuda", functools.partial(flash, "flash_attn")),
+    "fa4": ("flash_attn", functools.partial(flash, "flash_attn.cute")),
+    "flashinfer": ("flashinfer", flashinfer),
+    "xformers": ("xformers", xformers),
+    "triton": ("triton", triton),
+}
+
+
+def installed(fa3_file: str | None = None, names: str | None = None) -> dict[str, Adapter]:
+    """The peers that can be tried here, or those of comma-separated names; a library file goes before FlashAttention 3's package.
+
+    Raises SystemExit for a name that is not here.
+    """
+    found = {name: adapter for name, (module, adapter) in PEERS.items() if importlib.util.find_spec(module)}
+    if fa3_file:
+        load_fa3(fa3_file)
+        found["fa3"] = fa3
+    wanted = found if names is None else list(filter(None, names.split(",")))
+    if missing := set(wanted) - set(found):
+        raise SystemExit(f"no {', '.join(sorted(missing))} here; there are {', '.join(found)}, and fa3 with --fa3 FILE")
+    return {name: found[name] for name in wanted}
+
+
+def prepare(name: str, task: Task, peers: dict[str, Adapter], kernel: str | None = None) -> Call:
+    """A contender on a task; ``kernel`` is what ours asks for. Raises Unserved, or whatever the library raises."""
+    return ours(task, name, kernel) if name.startswith("ours") else peers[name](task)

@@ -1,0 +1,118 @@
+"""Named sets of cases, and what a timing says about a case: a short label, its operation and floating-point operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from rawattn.operation import Forward
+from rawattn.testing import Case
+from rawattn.variant.mask import kept_pairs
+
+MASKS = (False, True)  # causal
+
+
+def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
+    """A case with one length and one head_dim unless ``more`` says otherwise."""
+    fields = {"q_len": length, "kv_len": length, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "head_dim_v": head_dim}
+    return Case(batch=batch, causal=causal, **{**fields, **more})
+
+
+def packed(count: int, head_dim: int, tokens: int = 16384, seed: int = 0) -> Case:
+    """Causal attention of ``count`` sequences whose lengths are log-normal with sigma 1 and sum to ``tokens``."""
+    weights, heads = np.random.default_rng([seed, count]).lognormal(sigma=1.0, size=count), 2048 // head_dim
+    cuts = np.round(np.cumsum(weights) / weights.sum() * tokens).astype(int)
+    lengths = tuple((int(n), int(n)) for n in np.diff(cuts, prepend=0))
+    return dense(1, 0, heads, head_dim, True, lengths=lengths)
+
+
+def grid(*lengths: int) -> list[Case]:
+    """The grid of the FlashAttention papers: 16k tokens, hidden size 2048."""
+    return [dense(16384 // s, s, 2048 // d, d, causal) for d in (64, 128, 256) for s in lengths for causal in MASKS]
+
+
+SMALL = [dense(b, s, h, 64, causal) for b, s, h in ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16)) for causal in MASKS]
+HEAD_DIMS = ((80, 80), (96, 96), (112, 112), (192, 192), (192, 128))
+KINDS: tuple[dict[str, Any], ...] = ({}, {"dtype": "fp16"}, {"softcap": 30.0})
+SETS = {
+    "paper": grid(512, 1024, 2048, 4096, 8192, 16384),
+    "small": SMALL,
+    "seeds": [dense(16, 4096, 96, d, causal) for d in (128, 64) for causal in MASKS] + SMALL,
+    "heads": [dense(b, s, 16, d, c, head_dim_v=dv) for d, dv in HEAD_DIMS for b, s in ((4, 4096), (1, 16384)) for c in MASKS],
+    "varlen": [packed(count, head_dim) for head_dim in (128, 64) for count in (8, 16, 32, 64)],
+    "gqa": [  # and what else models use: windows
+        *(dense(4, 4096, 32, 128, causal, kv_heads=kv_heads) for kv_heads in (8, 1) for causal in MASKS),
+        dense(1, 16384, 16, 128, True, window=(1024, 0)),
+        dense(4, 4096, 32, 128, True, kv_heads=8, window=(1024, 0)),
+    ],
+    "kinds": [  # fp16 and softcap, beside the same without
+        dense(4, 4096, 2048 // d, d, causal, **more) for d in (64, 128, 256) for causal in MASKS for more in KINDS
+    ],
+    "fp32": [dense(2, 4096, 16, d, causal, dtype="fp32") for d in (64, 128) for causal in MASKS],
+    "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],
+    "gate": [*grid(1024, 4096), dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8), packed(16, 128)],
+}
+
+
+def load(names: str, file: str | None) -> list[Case]:
+    """The cases of comma-separated sets, and of a JSON file: a list of objects with the fields of ``rawattn.testing.Case``."""
+    cases = [case for name in filter(None, names.split(",")) for case in SETS[name]]
+    if file:
+        cases += [from_json(entry) for entry in json.loads(pathlib.Path(file).read_text())]
+    return cases
+
+
+def from_json(fields: dict[str, Any]) -> Case:
+    """A case from what ``to_json`` gave."""
+    tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    if "lengths" in tuples:
+        tuples["lengths"] = tuple(map(tuple, tuples["lengths"]))
+    return Case(**{**fields, **tuples})
+
+
+def to_json(case: Case) -> dict[str, Any]:
+    """The fields that are not the defaults, as JSON can hold them. Raises TypeError for a case with a mask object."""
+    if case.mask is not None:
+        raise TypeError(f"{case.mask} cannot be written; cases for timing say causal and window")
+    return {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if getattr(case, f.name) != f.default}
+
+
+def label(case: Case) -> str:
+    """A case in a few characters, such as ``16x1024 h16 d128 causal``."""
+    length = f"{case.q_len}" if case.q_len == case.kv_len else f"{case.q_len}:{case.kv_len}"
+    shape = f"{len(case.lengths)} seqs" if case.lengths is not None else f"{case.batch}x{length}"
+    count = f"h{case.heads}" if case.heads == case.kv_heads else f"h{case.heads}/{case.kv_heads}"
+    dim = f"d{case.head_dim}" if case.head_dim == case.head_dim_v else f"d{case.head_dim}/{case.head_dim_v}"
+    return " ".join(filter(None, [shape, count, dim, mask_label(case), "" if case.dtype == "bf16" else case.dtype]))
+
+
+def mask_label(case: Case) -> str:
+    parts = ["causal" if case.causal else "full" if case.window is None else ""]
+    parts += [f"window{','.join(map(str, case.window))}"] if case.window is not None else []
+    parts += [f"softcap{case.softcap:g}"] if case.softcap is not None else []
+    return "+".join(filter(None, parts))
+
+
+def flops(case: Case) -> int:
+    """Multiplications and additions of both products over the pairs that the mask keeps, counted for every sequence."""
+    lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
+    kept = {pair: kept_pairs(case.op.mask, *pair) for pair in set(lengths)}
+    return 2 * (case.head_dim + case.head_dim_v) * case.heads * sum(kept[pair] for pair in lengths)
+
+
+def operation(case: Case, constant_time: bool = False) -> Forward:
+    """The operation that a plain call of the case computes; ``Case.op`` is the one with lse."""
+    spec = dataclasses.replace(case.op.spec, return_lse=False, constant_time=constant_time)
+    return dataclasses.replace(case.op, spec=spec)
+
+
+def pick(text: str) -> Case:
+    """One case: ``paper/12`` of a set, or JSON such as ``{"q_len": 4096, "kv_len": 4096, "causal": true}``."""
+    if text.lstrip().startswith("{"):
+        return from_json(json.loads(text))
+    name, _, index = text.partition("/")
+    return SETS[name][int(index or 0)]

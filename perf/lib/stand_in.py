@@ -1,0 +1,72 @@
+"""A GPU that is not there: the driver, NVRTC and torch's CUDA answer at once, so that the host's part of a call can be timed and
+profiled anywhere. Nothing is computed. The types of cuda-bindings are the real ones, since making them is the host's work."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import types
+from typing import Any
+from unittest import mock
+
+import rawattn.arrays
+from rawattn import compiler, driver
+from rawattn.device import TYPICAL, Device
+
+DEVICE = TYPICAL["sm_90a"]
+
+
+def bindings() -> types.SimpleNamespace:
+    """``cuda.bindings.driver`` whose functions do nothing and succeed. It has those that a call asks for, and no others."""
+    real = importlib.import_module("cuda.bindings.driver")
+    answers: dict[str, tuple[Any, ...]] = {
+        "cuCtxGetCurrent": (real.CUcontext(1),),
+        "cuDevicePrimaryCtxRetain": (real.CUcontext(1),),
+        "cuDeviceGet": (0,),
+        "cuMemAlloc": (1 << 32,),
+        "cuStreamCreate": (real.CUstream(1),),
+        "cuTensorMapEncodeTiled": (real.CUtensorMap(),),
+        "cuThreadExchangeStreamCaptureMode": (0,),
+        "cuLaunchKernelEx": (),
+        "cuMemsetD8Async": (),
+        "cuStreamSynchronize": (),
+    }
+    found = types.SimpleNamespace(cuuint32_t=real.cuuint32_t, cuuint64_t=real.cuuint64_t)
+    vars(found).update({name: value for name, value in vars(real).items() if name.startswith("CU")})
+    for name, answer in answers.items():
+        setattr(found, name, lambda *_, result=(real.CUresult.CUDA_SUCCESS, *answer): result)
+    return found
+
+
+class Function:
+    """A kernel that takes arguments of any size."""
+
+    def __init__(self, cubin: bytes, name: str, index: int) -> None:
+        self.handle, self.index = driver.library().CUfunction(1), index
+        self.facts = driver.Facts(smem_bytes=1 << 17, args_bytes=mock.ANY, threads=384, uses_pdl=1)
+
+
+def install() -> Device:
+    """Puts the stand-ins in place, for the rest of the process, and gives the device. torch's CPU tensors count as the GPU's."""
+    import torch
+
+    library, number, make, blocks = bindings(), itertools.count(), rawattn.arrays.maker, dict[Any, Any]()
+
+    def compiled(*_: Any) -> compiler.Binary:
+        return compiler.Binary(b"", "", "", 0.0, "memory", str(next(number)))
+
+    def maker(like: rawattn.arrays.Array, shape: tuple[int, ...], dtype: str) -> Any:
+        """Gives the same memory again and again, as CUDA's caching allocator does when a result was dropped."""
+        new = make(like, shape, dtype)
+        if (shape, dtype) not in blocks:
+            blocks[shape, dtype] = new(torch.empty(1, dtype=torch.bfloat16).expand(like.shape))
+        block = blocks[shape, dtype]
+        return lambda beside: block.detach()
+
+    found: list[tuple[Any, str, Any]] = [(driver, "library", lambda: library), (driver, "device", lambda index: DEVICE)]
+    found += [(driver, "Function", Function), (compiler, "compile_together", compiled)]
+    found += [(rawattn.arrays, "stream_of", lambda library: lambda device: 0), (rawattn.arrays, "maker", maker)]
+    found += [(torch.Tensor, "get_device", lambda tensor: 0)]
+    for owner, name, value in found:
+        setattr(owner, name, value)
+    return DEVICE

@@ -1,0 +1,55 @@
+"""A case with its data on the GPU, as every contender is given it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from rawattn.testing import Case
+
+
+class Unserved(Exception):
+    """The peer does not compute this case; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A case with its inputs on the GPU, torch tensors of N(0, 1). ``packed`` are cu_seqlens and maximal lengths, of q and k."""
+
+    case: Case
+    q: Any
+    k: Any
+    v: Any
+    packed: tuple[Any, ...] = ()
+
+    @classmethod
+    def make(cls, case: Case, seed: int = 0, device: str = "cuda") -> Task:
+        import torch
+
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        random, dtype = torch.Generator(device).manual_seed(seed), dtypes[case.dtype]
+        rows: list[tuple[int, ...]] = [(case.batch, case.q_len), (case.batch, case.kv_len)]
+        packed: tuple[Any, ...] = ()
+        if case.lengths is not None:
+            lengths = [torch.tensor([0, *each], device=device) for each in zip(*case.lengths, strict=True)]
+            rows = [(int(each.sum()),) for each in lengths]
+            packed = (*(each.cumsum(0).int() for each in lengths), *(int(each.max()) for each in lengths))
+        sizes = (0, case.heads, case.head_dim), (1, case.kv_heads, case.head_dim), (1, case.kv_heads, case.head_dim_v)
+        q, k, v = (torch.randn(*rows[i], *rest, device=device, dtype=dtype, generator=random) for i, *rest in sizes)
+        return cls(case, q, k, v, packed)
+
+    @functools.cached_property
+    def heads_first(self) -> list[Any]:
+        """Copies of q, k, v as (batch, heads, length, dim), the layout of torch."""
+        return [x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v)]
+
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.case.head_dim_v)
+
+    def refuse(self, *names: str) -> None:
+        """Raises Unserved where the case has a mask object, or what is named: lengths (packed sequences), window, softcap."""
+        for name in ("mask", *names):
+            if getattr(self.case, name) is not None:
+                raise Unserved(f"no {name}")

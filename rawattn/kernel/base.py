@@ -1,0 +1,111 @@
+"""The contract of a kernel: what it can do, how it may be configured, and what it makes of an operation."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ..compiler import Source
+from ..device import Device
+from ..operand import Layout
+from ..operation import Forward
+from ..program import Fields, Launch, Program
+from ..variant import Option
+from . import tiling
+
+
+class Kernel(abc.ABC):
+    """One file of ``cuda_src/`` and all that the host knows about it. Nothing about a kernel is known elsewhere.
+
+    ``config_type`` is a frozen dataclass of compile-time choices. ``alignment`` is what outputs need, in bytes. Two kernels share
+    by the functions of ``tiling.py``, never by importing each other. An ablation is a subclass.
+    """
+
+    name: ClassVar[str]
+    file: ClassVar[str]
+    alignment: ClassVar[int] = 16
+    config_type: ClassVar[type[Any]]
+
+    @abc.abstractmethod
+    def runs_on(self, device: Device) -> bool:
+        """Whether the device has the instructions."""
+
+    @abc.abstractmethod
+    def supports(self, op: Forward, device: Device) -> list[str]:
+        """The reasons why this kernel does not compute the operation on the device; none where it does."""
+
+    def prefers(self, op: Forward) -> bool:
+        """Whether it is the first choice for an operation that it supports; another kernel goes before it where it is not."""
+        return True
+
+    @abc.abstractmethod
+    def layout_reason(self, layout: Layout) -> str | None:
+        """The reason why it cannot read arrays that lie so, which a copy would mend; None where it can."""
+
+    @abc.abstractmethod
+    def legal(self, config: Any, op: Forward, device: Device) -> str | None:
+        """The reason why the configuration cannot be compiled and run for the operation; None where it can."""
+
+    @abc.abstractmethod
+    def candidates(self, op: Forward, device: Device) -> list[Any]:
+        """The legal configurations worth comparing."""
+
+    @abc.abstractmethod
+    def cost(self, config: Any, op: Forward, device: Device) -> float:
+        """The estimated seconds of a configuration, to compare it with others."""
+
+    def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
+        """The operations of one kind by which configurations are compared."""
+        return tiling.tuning_shapes(op)
+
+    @abc.abstractmethod
+    def options(self, op: Forward, config: Any) -> dict[str, Option]:
+        """The option on each axis, by the name that the kernel has for it."""
+
+    @abc.abstractmethod
+    def fields(self, op: Forward, config: Any) -> Fields:
+        """The fields of struct Args, in order."""
+
+    @abc.abstractmethod
+    def render(self, op: Forward, config: Any, arch: str) -> Source:
+        """The source of one configuration; operations of one kind share it."""
+
+    @abc.abstractmethod
+    def values(self, op: Forward, config: Any, device: Device) -> dict[str, float]:
+        """The run-time numbers of struct Args."""
+
+    @abc.abstractmethod
+    def grid(self, op: Forward, config: Any, device: Device) -> int:
+        """The number of blocks."""
+
+    def lower(self, op: Forward, config: Any, device: Device) -> Program:
+        """The launches that compute the operation; none where no row is computed."""
+        if not op.total_q * op.heads * op.batch:
+            return Program(())
+        source, fields = self._rendered(op, config, device.arch)
+        values, grid = self.values(op, config, device), self.grid(op, config, device)
+        return Program((Launch(self.name, source, fields, values, grid),))
+
+    def programs(self, op: Forward, config: Any, device: Device) -> tuple[Program, ...]:
+        """The program, and others that operations of this kind may need in this configuration: they are compiled together, so
+        that a new length compiles nothing."""
+        return (self.lower(op, config, device),)
+
+    def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
+        """``render`` and ``fields``, made once for each kind."""
+        return self._kept((op.kind, config, arch), lambda: (self.render(op, config, arch), self.fields(op, config)))
+
+    def _kept(self, key: Any, make: Callable[[], tuple[Source, Fields]]) -> tuple[Source, Fields]:
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = make()
+        return found
+
+    @functools.cached_property
+    def _cache(self) -> dict[Any, tuple[Source, Fields]]:
+        return {}
+
+    def __repr__(self) -> str:
+        return self.name

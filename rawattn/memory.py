@@ -1,0 +1,53 @@
+"""Whether arrays share memory, as far as addresses tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import DTYPES, Array
+
+_WORK: Any = 1 << 20  # candidates that are tried, at most a fraction of a second; NumPy's type stubs know only -1 and 0
+
+
+class _Places:
+    """An array's layout alone: NumPy can compute with it, whatever device the addresses are of."""
+
+    def __init__(self, array: Array) -> None:
+        size = np.dtype(DTYPES[array.dtype]).itemsize
+        strides = tuple(s * size for s in array.strides)
+        self.__array_interface__ = {
+            "version": 3, "typestr": f"|V{size}", "shape": tuple(array.shape), "strides": strides, "data": (array.pointer, True)
+        }  # fmt: skip
+
+
+def _extent(array: Array) -> tuple[int, int]:
+    """Addresses from the first byte of an array's elements to behind the last."""
+    steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
+    size = DTYPES[array.dtype].itemsize
+    return array.pointer + size * sum(s for s in steps if s < 0), array.pointer + size * (1 + sum(s for s in steps if s > 0))
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b`` whether two elements of it do."""
+    if 0 in a.shape or 0 in b.shape:
+        return False
+    if a is b:
+        return _overlaps_itself(a)
+    (a_begin, a_end), (b_begin, b_end) = _extent(a), _extent(b)
+    if a_end <= b_begin or b_end <= a_begin:
+        return False
+    try:
+        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=_WORK))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _overlaps_itself(array: Array) -> bool:
+    reach = 0  # elements that the dimensions so far span, from the smallest stride up
+    for stride, size in sorted((abs(s), n) for n, s in zip(array.shape, array.strides, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

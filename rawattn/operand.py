@@ -1,0 +1,83 @@
+"""The array arguments of an operation: what each must be, and the only code that compares an array with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .arrays import CPU, Array
+from .errors import ProblemError
+from .memory import overlap
+from .tma import readable, tma_unsupported_reason, unaligned_reason
+from .variant.element import ELEMENTS
+
+
+class Layout(NamedTuple):
+    """What kernels may ask of how arrays lie in memory: why TMA cannot read them, and why threads cannot read them 16 bytes at a
+    time; None where they can."""
+
+    tma_unsupported: str | None = None
+    unaligned: str | None = None
+
+
+PLAIN = Layout()
+
+
+def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
+    """The facts of several arrays, each with its name: the first reason that one of them gives."""
+    tma = unaligned = None
+    for name, array in arrays:
+        size = ELEMENTS[array.dtype].itemsize
+        if readable(array.shape, array.strides, size, array.pointer):
+            continue
+        tma = tma or tma_unsupported_reason(name, array.shape, array.strides, size, array.pointer)
+        unaligned = unaligned or unaligned_reason(name, array.shape, array.strides, size, array.pointer)
+    return Layout(tma, unaligned) if tma or unaligned else PLAIN
+
+
+class Operand(NamedTuple):
+    """One array argument of an operation. ``element`` is a name such as "bf16" or "int32", ``role`` "in" or "out"."""
+
+    name: str
+    element: str
+    shape: tuple[int, ...]
+    role: str = "in"
+
+    def check(self, array: Array | None, library: str, device: int) -> None:
+        """Raises ProblemError where the array is not this operand, in this library and on this device."""
+        if array is None:
+            raise ProblemError(f"{self.name} is missing; this plan takes {describe(library, device, self.element, self.shape)}.")
+        if (array.library, array.device, array.dtype, tuple(array.shape)) != (library, device, self.element, self.shape):
+            found = describe(array.library, array.device, array.dtype, array.shape)
+            wanted = describe(library, device, self.element, self.shape)
+            raise ProblemError(f"{self.name} is {found}; it must be {wanted}.")
+        check_contiguous(self.name, array)
+
+
+def check_contiguous(name: str, array: Array) -> None:
+    """Raises ProblemError where the last dimension of an array is not contiguous."""
+    if array.shape and array.shape[-1] > 1 and array.strides[-1] != 1 and 0 not in array.shape:
+        raise ProblemError(f"{name} has a stride of {array.strides[-1]} in its last dimension; it must be 1 (contiguous).")
+
+
+def check_output(name: str, array: Array, alignment: int, inputs: Iterable[tuple[str, Array | None]]) -> None:
+    """Raises ProblemError where an output of the caller cannot be written: where its elements share memory with each other or
+    with an input, or lie at other places than multiples of ``alignment`` bytes."""
+    if 0 in array.shape:
+        return
+    check_contiguous(name, array)
+    if overlap(array, array):
+        raise ProblemError(f"several elements of {name} share one place in memory (an expanded array?); give a whole array.")
+    size = ELEMENTS[array.dtype].itemsize
+    steps = [s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
+    if any(place % alignment for place in (array.pointer, *steps)):
+        raise ProblemError(f"{name} has a pointer or stride that is no multiple of {alignment} bytes; give a whole array.")
+    for other, read in inputs:
+        if read is not None and overlap(array, read):
+            raise ProblemError(f"{name} overlaps {other} in memory; give an array of its own.")
+
+
+def describe(library: str, device: int, dtype: str, shape: tuple[int, ...]) -> str:
+    """An array in words."""
+    place = "the CPU" if device == CPU else f"GPU {device}"
+    return f"a {library} {dtype} array of shape {tuple(shape)} on {place}"

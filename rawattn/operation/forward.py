@@ -1,0 +1,306 @@
+"""Forward attention as a frozen, hashable value without pointers or devices, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any, ClassVar
+
+from ..arrays import DTYPES, Array
+from ..errors import ProblemError
+from ..operand import PLAIN, Layout, Operand, check_contiguous, layout_of
+from ..spec import Spec
+from ..variant import mask as masks
+from ..variant import score as scores
+from ..variant.element import ELEMENTS, Element
+
+LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """o = softmax(mask(score(scale q k^T))) v, for each batch and head.
+
+    Lengths are rows: of every sequence when dense, bounds on the longest one when ``varlen``. ``total_q`` and ``total_kv`` are
+    the rows of the whole tensors, batch * length when dense. ``sinks`` says whether there is an array of sinks. ``layout`` has
+    what kernels may ask of how q, k and v lie in memory.
+    """
+
+    element: Element
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    spec: Spec = dataclasses.field(default_factory=Spec)
+    varlen: bool = False
+    total_q: int = -1
+    total_kv: int = -1
+    sinks: bool = False
+    layout: Layout = PLAIN
+
+    names: ClassVar[tuple[str, ...]] = (
+        "q",
+        "k",
+        "v",
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+        "sinks",
+    )  # of all inputs, in the order in which they are given
+
+    def __post_init__(self) -> None:
+        if not self.varlen:
+            object.__setattr__(self, "total_q", self.batch * self.q_len)
+            object.__setattr__(self, "total_kv", self.batch * self.kv_len)
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) < 1:
+                raise ProblemError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        _check_heads(self.heads, self.kv_heads)
+        if self.batch < 0:
+            raise ProblemError(f"batch is {self.batch}; it must be at least 0.")
+        for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
+            if not 0 <= getattr(self, name) < LONGEST:
+                raise ProblemError(f"{name} is {getattr(self, name)}; it must be from 0 to {LONGEST - 1}.")
+
+    @classmethod
+    def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
+        """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
+        check_arrays(arrays, max_q_len, max_kv_len)
+        q, k, v = (arrays[name] for name in "qkv")
+        varlen = "cu_seqlens_q" in arrays
+        batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
+        if varlen:
+            batch = arrays["cu_seqlens_q"].shape[0] - 1
+            q_len, kv_len = _bound("max_seqlen_q", max_q_len, q.shape[0]), _bound("max_seqlen_kv", max_kv_len, k.shape[0])
+        return cls(
+            ELEMENTS[q.dtype], batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
+            k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
+        )  # fmt: skip
+
+    def resized(self, batch: int, q_len: int, kv_len: int) -> Forward:
+        """The operation with other lengths, which are not checked again; for dense sequences."""
+        found = object.__new__(Forward)
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
+        sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
+        found.__dict__.update(kept | sizes)
+        return found
+
+    @functools.cached_property
+    def packed(self) -> Forward:
+        """The operation as tiles see it whose rows are the queries of all heads that share a key head."""
+        found = object.__new__(Forward)
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
+        q_len = self.q_len * self.heads_per_kv
+        found.__dict__.update(kept | {"q_len": q_len, "total_q": self.batch * q_len, "heads": self.kv_heads})
+        return found
+
+    # ---- its arrays
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The arrays that it reads, in order."""
+        name, batch = self.element.name, () if self.varlen else (self.batch,)
+        q_rows, kv_rows = (self.total_q, self.total_kv) if self.varlen else (self.q_len, self.kv_len)
+        found = [
+            Operand("q", name, (*batch, q_rows, self.heads, self.head_dim)),
+            Operand("k", name, (*batch, kv_rows, self.kv_heads, self.head_dim)),
+            Operand("v", name, (*batch, kv_rows, self.kv_heads, self.head_dim_v)),
+        ]
+        if self.varlen:
+            found += [Operand(f"cu_seqlens_{side}", "int32", (self.batch + 1,)) for side in ("q", "kv")]
+        return (*found, *[Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks)
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Operand, ...]:
+        """The arrays that it writes, in order."""
+        batch, rows = ((), self.total_q) if self.varlen else ((self.batch,), self.q_len)
+        o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
+        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out")
+        return (o, lse) if self.spec.return_lse else (o,)
+
+    # ---- its options, as kernels read them
+
+    @property
+    def mask(self) -> masks.Mask:
+        return self.spec.mask
+
+    @property
+    def score(self) -> scores.Score:
+        return self.spec.score
+
+    @property
+    def return_lse(self) -> bool:
+        return self.spec.return_lse
+
+    @property
+    def constant_time(self) -> bool:
+        return self.spec.constant_time
+
+    @property
+    def scale(self) -> float:
+        """The factor on q.k."""
+        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one key and value head."""
+        return self.heads // self.kv_heads
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What compiled kernels depend on. Operations of one kind differ in lengths, numbers of sequences and heads, and in the
+        run-time values of their options."""
+        return (type(self), self.element.name, self.head_dim, self.head_dim_v, self.spec.kind, self.varlen, self.sinks)
+
+    # ---- its size
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs that the mask keeps, of one batch and head; for varlen as if every sequence had the mean lengths,
+        since the lengths themselves are on the device."""
+        q_len, kv_len = self.q_len, self.kv_len
+        if self.varlen and self.batch:
+            q_len, kv_len = round(self.total_q / self.batch), round(self.total_kv / self.batch)
+        return masks.kept_pairs(self.mask, q_len, kv_len)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products over the kept pairs."""
+        return 2 * (self.head_dim + self.head_dim_v) * self.batch * self.heads * self.pairs
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes that must cross device memory: each input read once, each output written once."""
+        return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
+
+    # ---- as text
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are not the defaults, as JSON can hold them."""
+        found: dict[str, Any] = {"operation": "Forward"}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("layout", "spec") and value != field.default:
+                found[field.name] = value.name if isinstance(value, Element) else value
+        return {**found, "spec": self.spec.to_json(), "layout": list(self.layout)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Forward:
+        """The inverse of ``to_json``."""
+        own = {name: value for name, value in fields.items() if name != "operation"}
+        own |= {
+            "element": ELEMENTS[fields["element"]],
+            "spec": Spec.from_json(fields["spec"]),
+            "layout": Layout(*fields["layout"]),
+        }
+        return cls(**own)
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        length = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}x{self.kv_len}"
+        packed = f" varlen, {self.total_q} and {self.total_kv} rows," if self.varlen else ""
+        return (
+            f"Forward {self.element.name} batch {self.batch}, length {length},{packed} heads {heads}, head_dim {dim}, {self.spec}"
+            f"{', sinks' if self.sinks else ''}"
+        )
+
+
+def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: Any = None) -> None:
+    """Raises ProblemError where these inputs, by name, contradict each other. It reads no memory, and compares lengths with each
+    other only, so that they may be symbolic."""
+    for name in "qkv":
+        if name not in arrays:
+            raise ProblemError(f"{name} is None; it must be an array.")
+    q, k, v = (arrays[name] for name in "qkv")
+    varlen = "cu_seqlens_q" in arrays or "cu_seqlens_kv" in arrays
+    if not varlen and (max_q_len is not None or max_kv_len is not None):
+        raise ProblemError("max_seqlen_q or max_seqlen_kv was given without cu_seqlens_q and cu_seqlens_kv.")
+    _check_qkv(q, k, v, 3 if varlen else 4)
+    if varlen:
+        _check_cu_seqlens(arrays)
+    if "sinks" in arrays:
+        _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    for name, count in (("heads", heads), ("kv_heads", kv_heads)):
+        if count < 1:
+            raise ProblemError(f"{name} is {count}; it must be at least 1.")
+    if heads % kv_heads:
+        raise ProblemError(f"q has {heads} heads but k has {kv_heads}; the heads of q must be a multiple of those of k and v.")
+
+
+def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
+    order = "(total, heads, head_dim)" if rank == 3 else "(batch, length, heads, head_dim)"
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if len(array.shape) != rank:
+            raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have {rank}, {order}.")
+        _check_like(name, array, q)
+        if array.dtype not in ELEMENTS:
+            raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
+        if array.dtype != q.dtype:
+            raise ProblemError(f"{name} has dtype {array.dtype} but q has {q.dtype}; they must be the same.")
+        check_contiguous(name, array)
+        if array.shape[-1] < 1:
+            raise ProblemError(f"{name} has head_dim 0, {tuple(array.shape)}; it must be at least 1.")
+    if k.shape[-1] != q.shape[-1]:
+        raise ProblemError(f"k has head_dim {k.shape[-1]} but q has {q.shape[-1]}; give k head_dim {q.shape[-1]}.")
+    if tuple(v.shape[:-1]) != tuple(k.shape[:-1]):
+        raise ProblemError(f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last dimension must be the same.")
+    if rank == 4 and k.shape[0] != q.shape[0]:
+        raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
+    _check_heads(q.shape[-2], k.shape[-2])
+
+
+def _check_like(name: str, array: Array, q: Array) -> None:
+    if array.library != q.library:
+        raise ProblemError(f"{name} is a {array.library} array but q a {q.library} one; give all arrays from one library.")
+    if array.device != q.device:
+        places = ["the CPU" if x.is_cpu else f"GPU {x.device}" for x in (array, q)]
+        raise ProblemError(f"{name} is on {places[0]} but q is on {places[1]}; put all arrays on one device.")
+
+
+def _check_sinks(sinks: Array, q: Array, element: str) -> None:
+    _check_like("sinks", sinks, q)
+    if sinks.dtype != element or tuple(sinks.shape) != (q.shape[-2],):
+        raise ProblemError(
+            f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}; it must be {element} of shape ({q.shape[-2]},), one for each "
+            "head of q."
+        )
+    check_contiguous("sinks", sinks)
+
+
+def _check_cu_seqlens(arrays: dict[str, Array]) -> None:
+    sizes = []
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        if name not in arrays:
+            raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
+        array = arrays[name]
+        _check_like(name, array, arrays["q"])
+        if array.dtype != "int32":
+            way = f"{name}.int() in torch, {name}.astype('int32') elsewhere" if "int64" in array.dtype else "an int32 array"
+            raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32: {way}.")
+        if len(array.shape) != 1 or array.shape[0] < 1:
+            raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must be (batch + 1,).")
+        check_contiguous(name, array)
+        sizes.append(array.shape[0] - 1)
+    if sizes[0] != sizes[1]:
+        raise ProblemError(f"cu_seqlens_q is for {sizes[0]} sequences but cu_seqlens_kv for {sizes[1]}; they must be as many.")
+
+
+def _bound(name: str, length: Any, rows: int) -> int:
+    """The bound on the longest sequence that is given, or all rows."""
+    if length is None:
+        return rows
+    try:
+        found = -1 if isinstance(length, bool) or getattr(length, "ndim", 0) != 0 else operator.index(length)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.")
+    return min(found, rows)

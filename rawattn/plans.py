@@ -1,0 +1,358 @@
+"""From an operation to something that runs: lower, compile, load, bind arrays, and issue the launches."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from . import arrays, compiler, driver, render, tma
+from .arrays import Array
+from .device import Device
+from .device import cpu as this_cpu
+from .errors import BinaryError, ProblemError
+from .operand import check_output, describe, layout_of
+from .operation import Forward
+from .program import Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
+from .select import Selection
+from .variant.element import ELEMENTS
+
+KEPT_CALLS = 512  # sets of arrays for which a plan is kept bound
+KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
+NO_GRAD = (
+    "an input requires grad, and there is no backward yet; call under torch.no_grad(), or detach the inputs yourself. "
+    "Nothing is detached silently."
+)
+_AXES = {"batch": -4, "row": -3, "head": -2}
+
+
+class Plan:
+    """An operation on a device, computed by one kernel in one configuration, compiled and loaded.
+
+    ``rawattn.plan`` makes it. ``run`` takes any arrays of the shapes, dtype, library and device that it was made for, whatever
+    their strides and pointers, from several threads at once.
+
+    Attributes: ``op``, ``device``, ``kernel`` (its name), ``config``, ``program`` (None on the CPU), ``binaries`` (what NVRTC
+    made of each launch).
+    """
+
+    def __init__(
+        self, op: Forward, device: Device, selection: Selection, library: str, on_compile: Callable[[], None] | None = None
+    ) -> None:
+        self.op, self.device, self.library, self.config = op, device, library, selection.config
+        self.kernel: str = selection.kernel.name
+        self.program: Program | None = None
+        self._kernel, self._selection = selection.kernel, selection
+        self._calls: dict[Any, GpuCall] = {}
+        self._loaded: list[_Loaded] = []
+        if not device.is_cpu:
+            self.program = selection.kernel.lower(op, selection.config, device)
+            self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
+
+    def resized(self, op: Forward) -> Plan:
+        """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
+        found, program = object.__new__(Plan), self._kernel.lower(op, self.config, self.device)
+        found.__dict__ |= self.__dict__ | {"op": op, "program": program, "_calls": {}}
+        found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
+        return found
+
+    @property
+    def binaries(self) -> tuple[compiler.Binary, ...]:
+        return tuple(loaded.binary for loaded in self._loaded)
+
+    def run(self, *given: Any, out: Any = None, **named: Any) -> Any:
+        """Computes the operation on these arrays: o, or (o, lse) where the plan was made with ``return_lse=True``.
+
+        Inputs come in the order of ``op.inputs``, or by name. ``out`` receives o if given. Raises ProblemError where an array is
+        not what the plan was made for.
+        """
+        if named:
+            given = self._in_order(given, named)
+        key = arrays.signatures(given)
+        call = self._calls.get(key)
+        if call is None:
+            found = self._read(given)
+            bound = self.bind(found)
+            if isinstance(bound, GpuCall) and None not in key:
+                cache_put(self._calls, key, bound, KEPT_CALLS)
+            return one_or_all(bound(given[0], out))
+        return one_or_all(call(given[0], out))
+
+    def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
+        """The plan on arrays that were checked, by name."""
+        if self.device.is_cpu:
+            return CpuCall(self, given)
+        if self.library == "torch":  # whose calls are kept by the tensors' signatures
+            return GpuCall(self, given)
+        key = tuple(array[:-1] for array in given.values())
+        call = self._calls.get(key)
+        if call is None:
+            call = GpuCall(self, given)
+            cache_put(self._calls, key, call, KEPT_CALLS)
+        return call
+
+    def _in_order(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        names = [operand.name for operand in self.op.inputs]
+        for name in named:
+            if name not in names[len(given) :]:
+                raise ProblemError(f"{name} was given; this plan takes {', '.join(names)}.")
+        return (*given, *(named.get(name) for name in names[len(given) :]))
+
+    def _read(self, given: tuple[Any, ...]) -> dict[str, Array]:
+        """The arrays by name. Raises ProblemError where one is not what the plan was made for."""
+        inputs = self.op.inputs
+        if len(given) > len(inputs):
+            extra = Forward.names[len(inputs)] if len(inputs) < len(Forward.names) else "one more array"
+            raise ProblemError(f"{extra} was given; this plan takes {', '.join(operand.name for operand in inputs)}.")
+        found = {}
+        place = arrays.CPU if self.device.is_cpu else self.device.index
+        for operand, x in zip(inputs, (*given, *[None] * (len(inputs) - len(given))), strict=True):
+            array = None if x is None else arrays.read(x, operand.name)
+            operand.check(array, self.library, place)
+            assert array is not None
+            found[operand.name] = array
+        if arrays.requires_grad(*given):
+            raise ProblemError(NO_GRAD)
+        if not self.device.is_cpu:
+            reason = self._kernel.layout_reason(layout_of((name, found[name]) for name in "qkv"))
+            if reason is not None:
+                raise ProblemError(f"{reason}.")
+        return found
+
+    def __repr__(self) -> str:
+        return f"Plan({self.op}; {self.kernel}, {self.config}, {self.device.name})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Plan holds kernels that are loaded in this process; copy or pickle its op, and plan again there.")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce__()
+
+
+def load_all(op: Forward, selection: Selection, device: Device) -> None:
+    """Compiles and loads all that operations of this kind may need."""
+    for config in (selection.config, *selection.compiled_with):
+        for program in selection.kernel.programs(op, config, device):
+            for launch in program.launches:
+                _load(launch, op, selection, device, None)
+
+
+class _Loaded(NamedTuple):
+    """A kernel on a device, how its arguments lie in memory, and which of them are open until a launch is issued."""
+
+    binary: compiler.Binary
+    function: driver.Function
+    layout: render.ArgsLayout
+    open: tuple[tuple[Field, str, int], ...]  # with format and offset
+
+    @classmethod
+    def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Forward) -> _Loaded:
+        layout, outputs = render.layout(launch.fields, op.element.lse_name), {operand.name for operand in op.outputs}
+        late = [f for f in launch.fields if isinstance(f.fill, (Counter, Scratch)) or getattr(f.fill, "operand", None) in outputs]
+        return cls(binary, function, layout, tuple((f, layout.formats[f.name], layout.offsets[f.name]) for f in late))
+
+
+_kernels: dict[tuple[str, int], _Loaded] = {}
+_loading = threading.Lock()
+
+
+def _load(launch: Launch, op: Forward, selection: Selection, device: Device, on_compile: Callable[[], None] | None) -> _Loaded:
+    """The kernel of a launch; plans that share it load it once."""
+    key = launch.source.key, device.index
+    found = _kernels.get(key)
+    if found is not None:
+        return found
+    kernel = selection.kernel
+    configs = (selection.config, *selection.compiled_with)
+    programs = (program for config in configs for program in kernel.programs(op, config, device))
+    others = {each.source.key: each.source for program in programs for each in program.launches}
+    binary = compiler.compile_together(launch.source, others.values(), on_compile)
+    with _loading:
+        if key not in _kernels:
+            try:
+                function = driver.Function(binary.cubin, launch.entry, device.index)
+            except BinaryError:  # an entry of the cache that this driver cannot load
+                binary = compiler.recompile(launch.source)
+                function = driver.Function(binary.cubin, launch.entry, device.index)
+            _kernels[key] = _Loaded.of(binary, function, launch, op)
+        return _kernels[key]
+
+
+class GpuCall:
+    """A plan on arrays of a GPU: all is known but where the results go, and the stream.
+
+    It may be kept, and called from several threads at once, for any arrays that lie as these did.
+    """
+
+    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
+        assert plan.program is not None
+        like = next(iter(given.values()))
+        self._given = {name: array.without_memory() for name, array in given.items()}
+        self._plan, self._device = plan, like.device
+        self._program: Program = plan.program
+        self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
+        self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
+        scratch = plan.program.scratch_bytes
+        self._new_scratch = arrays.maker(like, (scratch,), "uint8") if scratch else None
+        self._stream = arrays.stream_of(like.library)
+        self._is_torch = like.library == "torch"
+        with driver.current(self._device):  # which the driver wants for tensor maps
+            self._args = [
+                loaded.layout.pack.pack(*[self._filled(field, launch) for field in launch.fields])
+                for launch, loaded in zip(plan.program.launches, plan._loaded, strict=True)
+            ]
+
+    def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
+        """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library."""
+        first, *rest = self._makers
+        results = (first(like) if out is None else out, *(make(like) for make in rest))
+        stream = self._stream(self._device)
+        stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream, self._device)
+        places = [arrays.address(x) for x in results[1:]]
+        places.append(arrays.address(results[0]) if out is None else self._place(out))
+        scratch = None
+        if self._new_scratch is not None:
+            scratch = self._new_scratch(like)
+            places.append(arrays.address(scratch))
+        key = (stream_id, *places)
+        launches = self._launches.get(key)
+        if launches is None or capturing:
+            launches = self._prepare(results, out, scratch, stream, stream_id, capturing)
+            if None not in places and not capturing:
+                cache_put(self._launches, key, launches, KEPT_LAUNCHES)
+        for launch in launches:
+            launch()
+        if self._is_torch:
+            if out is not None:
+                arrays.written(out)
+            return results
+        return tuple(x if x is out else arrays.to_library(x, like) for x in results)
+
+    def _place(self, out: Any) -> Any:
+        """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
+        return arrays.signatures((out,))[0] if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
+
+    def _prepare(
+        self, results: Sequence[Any], out: Any, scratch: Any, stream: int, stream_id: int, capturing: bool
+    ) -> tuple[driver.Launch, ...]:
+        """The launches on a stream, with all that was open filled in."""
+        found = {operand.name: arrays.made(x, operand.shape) for operand, x in zip(self._plan.op.outputs, results, strict=True)}
+        if out is not None:
+            first = self._plan.op.outputs[0]
+            found[first.name] = arrays.read(out, "out")
+            check_out(found[first.name], out, self._given["q"], first.shape)
+            if self._program.launches:
+                check_output("out", found[first.name], self._plan._kernel.alignment, self._given.items())
+        if capturing and scratch is not None and not self._is_torch:
+            driver.retain(stream, scratch)
+        launches = []
+        for launch, loaded, args in zip(self._program.launches, self._plan._loaded, self._args, strict=True):
+            memory = bytearray(args)
+            for field, form, offset in loaded.open:
+                value = self._opened(field.fill, found, scratch, stream_id, capturing)
+                struct.pack_into(form, memory, offset, value)
+            launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
+        return tuple(launches)
+
+    def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
+        """What a field holds that depends on the outputs or on the stream."""
+        if isinstance(fill, Counter):
+            return driver.counters(self._device).take(stream_id, capturing)
+        if isinstance(fill, Scratch):
+            return arrays.address(scratch) + offsets(self._program.scratch)[0][fill.name]
+        return _of_array(fill, outputs[fill.operand])
+
+    def _filled(self, field: Field, launch: Launch) -> Any:
+        """What a field holds that follows from the operation and its inputs; a placeholder for one that is open."""
+        fill = field.fill
+        if type(fill) is Value:
+            return launch.values[field.name]
+        array = self._given.get(getattr(fill, "operand", ""))
+        if array is None:
+            return b"" if type(fill) is View else 0
+        return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
+
+    def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
+        if 0 in array.shape:  # it is never read, but a map must be of something
+            array = self._given["q"]
+        shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
+        encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
+        return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
+
+
+def _of_array(fill: Any, array: Array) -> int | bytes:
+    """The address, a stride, or both of an array; packed sequences have no batch stride."""
+    if isinstance(fill, Pointer):
+        return array.pointer
+    if isinstance(fill, Stride):
+        axis = _AXES[fill.axis]
+        return array.strides[axis] if -axis <= len(array.strides) else 0
+    size = ELEMENTS[array.dtype].itemsize
+    batch = array.strides[-4] if len(array.strides) == 4 else 0
+    return struct.pack("<4q", array.pointer, batch * size, array.strides[-3] * size, array.strides[-2] * size)
+
+
+class CpuCall:
+    """A plan on arrays in this machine's memory."""
+
+    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
+        like = next(iter(given.values()))
+        self._plan, self._given = plan, given
+        self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
+
+    def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
+        """Computes; as ``GpuCall``."""
+        op, first = self._plan.op, self._plan.op.outputs[0]
+        results = [make(like) for make in self._makers[1:]]
+        results.insert(0, self._makers[0](like) if out is None else out)
+        found = {operand.name: arrays.read(x, "out") for operand, x in zip(op.outputs, results, strict=True)}
+        if out is not None:
+            check_out(found[first.name], out, self._given["q"], first.shape)
+            check_output("out", found[first.name], op.element.itemsize, self._given.items())
+        views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *found.items())}
+        for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * op.varlen]:
+            _check_starts(name, views[name], tensor, len(views[tensor]))
+        self._plan._kernel.run(op, self._plan.config, **views)
+        if out is not None:
+            arrays.written(out)
+        return tuple(x if x is out else arrays.to_library(x, like) for x in results)
+
+
+def check_out(o: Array, out: Any, q: Array, shape: tuple[int, ...]) -> None:
+    """Raises ProblemError where ``out`` cannot receive the result."""
+    found, wanted = (o.library, o.device, o.dtype, tuple(o.shape)), (q.library, q.device, q.dtype, shape)
+    if found != wanted:
+        raise ProblemError(f"out is {describe(*found)}; it must be {describe(*wanted)}.")
+    if o.object is not out:
+        raise ProblemError(f"out is a {type(out).__name__}, which cannot be written in place; call without out.")
+    if isinstance(o.object, np.ndarray) and not o.object.flags.writeable:
+        raise ProblemError("out is read-only; give a writable array.")
+    if arrays.requires_grad(out):
+        raise ProblemError(NO_GRAD)
+
+
+def _check_starts(name: str, starts: Any, tensor: str, rows: int) -> None:
+    """Raises where ``starts`` are not the first rows of sequences; on a GPU that cannot be seen without waiting."""
+    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > rows:
+        found = np.array2string(starts, threshold=8)
+        raise ProblemError(f"{name} is {found}; it must begin with 0, never fall, and end with at most {rows}, {tensor}'s rows.")
+
+
+def one_or_all(results: tuple[Any, ...]) -> Any:
+    """The only result, or all of them."""
+    return results[0] if len(results) == 1 else results
+
+
+def cache_put(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    """Adds to a cache, which is emptied when it is full."""
+    if len(cache) >= limit:
+        cache.clear()
+    cache[key] = value
+
+
+def device_of(array: Array) -> Device:
+    """The device on which an array lies."""
+    return this_cpu() if array.is_cpu else driver.device(array.device)

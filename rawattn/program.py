@@ -1,0 +1,105 @@
+"""What a kernel makes of an operation: launches with their arguments, and the scratch memory between them. Plain values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .compiler import Source
+
+
+class Value(NamedTuple):
+    """A number that follows from the operation: ``Launch.values`` has it under the field's name."""
+
+
+class Pointer(NamedTuple):
+    """The address of an operand."""
+
+    operand: str
+
+
+class Stride(NamedTuple):
+    """A stride of an operand in elements: "batch", "row" or "head". Packed sequences have a batch stride of 0."""
+
+    operand: str
+    axis: str
+
+
+class View(NamedTuple):
+    """A StridedTensor of an operand: its address, and its strides in bytes."""
+
+    operand: str
+
+
+class TensorMap(NamedTuple):
+    """A TmaTensor of an operand, whose box has ``box_rows`` rows of 64 columns."""
+
+    operand: str
+    box_rows: int
+
+
+class Scratch(NamedTuple):
+    """The address of a part of the program's scratch memory."""
+
+    name: str
+
+
+class Counter(NamedTuple):
+    """The address of two zeros that launches which may run at once do not share, and that the kernel sets back to zero."""
+
+
+Fill = Value | Pointer | Stride | View | TensorMap | Scratch | Counter
+
+
+class Field(NamedTuple):
+    """One field of ``struct Args``: its name, its C++ type, and what the host writes there."""
+
+    name: str
+    ctype: str
+    fill: Fill = Value()
+
+
+Fields = tuple[Field, ...]
+
+
+class Launch(NamedTuple):
+    """One launch: the entry of a source, how many blocks, and what its arguments hold."""
+
+    entry: str
+    source: Source
+    fields: Fields
+    values: Mapping[str, float]
+    grid: int
+
+    def __str__(self) -> str:
+        return f"{self.entry}, {self.grid} blocks"
+
+
+class Buffer(NamedTuple):
+    """A part of the scratch memory."""
+
+    name: str
+    bytes: int
+
+
+class Program(NamedTuple):
+    """The launches of an operation, in order, and the scratch memory that they share."""
+
+    launches: tuple[Launch, ...]
+    scratch: tuple[Buffer, ...] = ()
+
+    @property
+    def scratch_bytes(self) -> int:
+        return offsets(self.scratch)[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def offsets(scratch: tuple[Buffer, ...], alignment: int = 256) -> tuple[dict[str, int], int]:
+    """Where each buffer begins in one allocation, and the bytes of all."""
+    found, end = {}, 0
+    for buffer in scratch:
+        found[buffer.name] = end
+        end += -(-buffer.bytes // alignment) * alignment
+    return found, end

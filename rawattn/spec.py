@@ -1,0 +1,148 @@
+"""Every option of attention, once, as a frozen value: what is computed, without arrays, lengths or devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+
+from .errors import ProblemError
+from .variant import Option
+from .variant import mask as masks
+from .variant import score as scores
+
+Window = tuple[int | None, int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The options of an attention call. ``scale`` None stands for 1 / sqrt(head_dim).
+
+    ``Spec.of`` takes the arguments of ``rawattn.attention`` and checks them.
+    """
+
+    mask: masks.Mask = dataclasses.field(default_factory=masks.Full)
+    score: scores.Score = dataclasses.field(default_factory=scores.Scale)
+    scale: float | None = None
+    return_lse: bool = False
+    constant_time: bool = False
+    deterministic: bool = True
+
+    @classmethod
+    def of(
+        cls, *, causal: Any = False, window: Any = None, softcap: Any = None, scale: Any = None, mask: Any = None,
+        score: Any = None, return_lse: Any = False, constant_time: Any = False, deterministic: Any = True,
+    ) -> Spec:  # fmt: skip
+        """The spec that the arguments of ``rawattn.attention`` mean. Raises ProblemError for a wrong one."""
+        flags = {"return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic}
+        return cls(
+            make_mask(causal, window, mask),
+            make_score(softcap, score),
+            make_scale(scale),
+            **{name: _flag(name, value) for name, value in flags.items()},
+        )
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What a compiled kernel depends on: all but the run-time values."""
+        negative = self.scale is not None and self.scale < 0
+        return (self.mask.kind, self.score.kind, negative, self.return_lse, self.constant_time)
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that are not the defaults, as JSON can hold them."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("mask", "score"):
+            if not isinstance(found[name], Option):
+                raise ProblemError(f"{name} is {found[name]!r}; it must be derived from rawattn.variant.Option to be JSON.")
+        return {
+            name: option_to_json(value) if isinstance(value, Option) else value
+            for name, value in found.items()
+            if value != getattr(_DEFAULT, name)
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Spec:
+        """The inverse of ``to_json``. A mask or score of your own must have been imported before."""
+        return cls.of(**{name: option_from_json(value) if isinstance(value, dict) else value for name, value in fields.items()})
+
+    def __str__(self) -> str:
+        words = [str(self.mask), str(self.score)]
+        words += [f"scale {self.scale:.6g}"] if self.scale is not None else []
+        words += [name for name in ("return_lse", "constant_time") if getattr(self, name)]
+        return ", ".join([*words, *["not deterministic"] * (not self.deterministic)])
+
+
+_DEFAULT = Spec()
+
+
+def option_to_json(option: Option) -> dict[str, Any]:
+    """The class of a mask or score and its fields."""
+    fields = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
+    values = {name: option_to_json(value) if isinstance(value, Option) else value for name, value in fields.items()}
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    return {"class": f"{type(option).__module__}:{type(option).__qualname__}", **values}
+
+
+def option_from_json(fields: dict[str, Any]) -> Any:
+    """The inverse of ``option_to_json``. It looks into modules that are imported already: a file makes nothing be imported."""
+    module, _, name = fields["class"].partition(":")
+    found = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, Option)):
+        raise ProblemError(f"class is {fields['class']!r}; it must be a mask or a score of a module that is imported.")
+    values = {
+        key: option_from_json(value) if isinstance(value, dict) else value for key, value in fields.items() if key != "class"
+    }
+    return found(**values)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ProblemError(f"{name} is {value!r}; it must be True or False.")
+    return bool(value)
+
+
+def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
+    """The mask that the shorthands ``causal`` and ``window`` mean, or ``mask`` itself."""
+    if mask is not None:
+        if (not isinstance(causal, (bool, np.bool_)) or causal) or window is not None:
+            raise ProblemError("mask was given beside causal or window; combine them as mask=rawattn.mask.Both(a, b).")
+        if not hasattr(mask, "interval") or isinstance(mask, type):
+            raise ProblemError(f"mask is {mask!r}; it must be a mask, such as rawattn.mask.Causal().")
+        return mask
+    causal = _flag("causal", causal)
+    if window is None:
+        return masks.Causal() if causal else masks.Full()
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ProblemError(f"window is {window!r}; it must be a pair (left, right) of ints >= 0, or None or -1 for unbounded.")
+    left, right = (None if _is_minus_one(side) else side for side in window)
+    if left is None and right is None:  # flash-attn's (-1, -1)
+        return masks.Causal() if causal else masks.Full()
+    band = masks.Window(left, right)
+    return masks.Both(masks.Causal(), band) if causal else band
+
+
+def _is_minus_one(side: Any) -> bool:
+    return isinstance(side, (int, np.integer)) and side == -1
+
+
+def make_score(softcap: Any, score: Any) -> scores.Score:
+    """The score that the shorthand ``softcap`` means, or ``score`` itself; a softcap of 0 is none, as in flash-attn."""
+    if softcap is not None:
+        softcap = scores.number("softcap", softcap, "a finite number > 0, or None or 0.0 for no cap")
+    if score is not None:
+        if softcap:
+            raise ProblemError("score was given beside softcap; give one of them.")
+        if not hasattr(score, "cuda_type") or isinstance(score, type) or hasattr(score, "interval"):
+            raise ProblemError(f"score is {score!r}; it must be a score, such as rawattn.score.Softcap(30.0).")
+        return score
+    return scores.Softcap(softcap) if softcap else scores.Scale()
+
+
+def make_scale(scale: Any) -> float | None:
+    """The factor on q.k; None for the default."""
+    if scale is None:
+        return None
+    return scores.number("scale", scale, f"a finite number up to {scores.FLOAT32_MAX}, or None for 1 / sqrt(head_dim)")

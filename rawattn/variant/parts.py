@@ -1,0 +1,36 @@
+"""Results over different keys, which ``combine.cu`` folds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ..program import Field, Fields
+from . import Option
+from .store import StorePartial
+
+MOST_ARRAYS = 16  # in a launch's arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch(Option):
+    """What ``StorePartial`` left of ``splits`` splits."""
+
+    type: ClassVar[str] = "Scratch"
+    source: ClassVar[str] = "variant/parts/scratch.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*StorePartial().fields, Field("splits", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays(Option):
+    """Up to 16 pairs of o and lse, each with strides of its own: ``parts`` holds them, ``part_count`` says how many."""
+
+    type: ClassVar[str] = "Arrays"
+    source: ClassVar[str] = "variant/parts/arrays.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("parts", "PartList"), Field("part_count", "i32"))

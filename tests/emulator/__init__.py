@@ -1,0 +1,120 @@
+"""Runs kernels of ``cuda_src/`` on the CPU, thread by thread: what they compute can be checked where there is no GPU.
+
+The kernel's own text is compiled for the host, but for ``ptx/`` and bf16, whose instructions are written here in C++. Threads of
+a block are coroutines that change at barriers, votes and exchanges. Copies and matrix products are done at once where they are
+issued: what is computed is what a GPU computes, up to rounding; races are not seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rawattn import render
+from rawattn.compiler import Source
+from rawattn.program import Fields
+
+HERE = pathlib.Path(__file__).parent
+PTX = ("barrier", "base", "cp_async", "ldmatrix", "mbarrier", "mma", "tma", "wgmma")
+PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
+
+
+def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
+    """A kernel as a shared library in ``folder``: ``run(args, blocks)``."""
+    files = {**dict(source.headers), source.name: source.text}
+    files["config.cuh"] = PRODUCT.sub(_product, files["config.cuh"])
+    if "tile/tile.cuh" in files:
+        files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64.*?\);', "d = u64(0x40000040) << 32 | low_word;", files["tile/tile.cuh"])
+    entry = ENTRY.replace("KERNEL", pathlib.PurePath(source.name).stem)
+    return compiled(f'#include "threads.hpp"\n#include "{source.name}"\n{entry}', files, folder)
+
+
+def compiled(text: str, files: dict[str, str], folder: pathlib.Path) -> ctypes.CDLL:
+    """``text``, which includes ``files`` of ``cuda_src/``, as a shared library. Skips where there is no C++ compiler."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        missing = pytest.fail if os.environ.get("CI") else pytest.skip
+        missing("needs a C++ compiler for the host: c++ or g++")
+    files |= {f"ptx/{name}.cuh": '#pragma once\n#include "threads.hpp"\n' for name in PTX} | {"host.cpp": text}
+    files |= {"threads.hpp": (HERE / "threads.hpp").read_text(), "variant/element/bf16.cuh": (HERE / "bf16.hpp").read_text()}
+    for path, content in files.items():
+        to = folder / path.replace("../", "up/")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(content.replace('"../', '"up/'))
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O1",
+        "-w",
+        "-fno-strict-aliasing",
+        "-shared",
+        "-fPIC",
+        "-I.",
+        "-o",
+        "host.so",
+        "host.cpp",
+    ]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[:4000]
+    return ctypes.CDLL(str(folder / "host.so"))
+
+
+ENTRY = """
+extern "C" int run(const Args* args, int blocks) {
+    return emulate(blocks, facts.threads, facts.smem_bytes, [=] { KERNEL(*args); });
+}
+extern "C" u32 args_bytes() { return sizeof(Args); }
+"""
+
+
+def _product(match: re.Match[str]) -> str:
+    head, _, sign, by_rows = match.groups()
+    return f"{head}wgmma(d, a, b, add, {sign}, {by_rows});\n    }}\n"
+
+
+class Kernel:
+    """A kernel on the CPU."""
+
+    def __init__(self, source: Source, fields: Fields, folder: pathlib.Path, number: str = "fp32") -> None:
+        self.fields, self.number = fields, number
+        self._library = library(source, folder)
+
+    def __call__(self, blocks: int, values: Mapping[str, Any]) -> None:
+        """Runs ``blocks`` blocks. A value is a number, the bytes of a struct, or an array, whose pointer is given."""
+        layout = render.layout(self.fields, self.number)
+        size = layout.pack.size
+        assert size == self._library.args_bytes()
+        memory = np.zeros(size + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        found = (values[field.name] for field in self.fields)
+        args = layout.pack.pack(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in found))
+        memory[start : start + size] = np.frombuffer(args, np.uint8)
+        given = ctypes.c_void_p(memory.ctypes.data + start)
+        assert self._library.run(given, blocks) == 0, "every thread waits"
+
+
+def strided(x: npt.NDArray[Any]) -> bytes:
+    """The StridedTensor of (batch, rows, heads, columns)."""
+    return np.array([x.ctypes.data, *x.strides[:3]], np.int64).tobytes()
+
+
+def tma(x: npt.NDArray[Any], box_rows: int) -> bytes:
+    """The TmaTensor of (batch, rows, heads, columns), with a map as ``threads.hpp`` reads it."""
+    batch, row, head, _ = x.strides
+    words = [x.ctypes.data, row, head, batch, x.shape[3], x.shape[1], box_rows, *[0] * 9]
+    return np.array(words, np.int64).tobytes() + np.array([1, 1], np.int32).tobytes() + bytes(56)
+
+
+def bf16(rng: np.random.Generator, *shape: int) -> npt.NDArray[Any]:
+    return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)

@@ -1,0 +1,282 @@
+#pragma once
+// A block's threads as coroutines, and the instructions of ptx/ on the CPU. Names are static: libraries of one process share others.
+#include <math.h>
+#include <string.h>
+#include <strings.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+constexpr float minus_inf = -__builtin_inff();
+#define __device__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __log2f log2f
+#define __fmaf_rn fmaf
+
+struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float max(float a, float b) { return fmaxf(a, b); }
+static float min(float a, float b) { return fminf(a, b); }
+static double max(double a, double b) { return fmax(a, b); }
+static double min(double a, double b) { return fmin(a, b); }
+static i32 max(i32 a, i32 b) { return a > b ? a : b; }
+static i32 min(i32 a, i32 b) { return a < b ? a : b; }
+static u32 min(u32 a, u32 b) { return a < b ? a : b; }
+static i64 min(i64 a, i64 b) { return a < b ? a : b; }
+static i32 __ffs(i32 x) { return ffs(x); }
+static u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
+static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
+
+// Threads.
+struct Index { i32 x; };
+static Index threadIdx, blockIdx, gridDim, blockDim;
+extern "C" { unsigned char raw[228 * 1024] __attribute__((aligned(1024))); }  // shared memory
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(256 << 10);
+    bool ended = false;
+};
+static std::vector<std::unique_ptr<Fiber>> fibers;
+static ucontext_t scheduler_context;
+static std::function<void()> body;
+static long progress, switches;
+
+static void yield() {
+    const i32 self = threadIdx.x;
+    swapcontext(&fibers[self]->context, &scheduler_context);
+    threadIdx.x = self;
+}
+static void start() {
+    body();
+    fibers[threadIdx.x]->ended = true, ++progress;
+    swapcontext(&fibers[threadIdx.x]->context, &scheduler_context);
+}
+
+struct Meeting {  // of a number of threads
+    i32 arrived = 0, generation = 0;
+
+    void arrive(i32 threads) {
+        ++progress;
+        if (++arrived == threads) arrived = 0, ++generation;
+    }
+    void wait(i32 threads) {
+        const i32 mine = generation;
+        arrive(threads);
+        while (generation == mine) yield();
+    }
+};
+static Meeting named[16], warps[32];
+static u64 words[32][32][8];  // of a warp's lanes
+
+// Gives every lane's n words to `read`, a function of all of them.
+template <class Read>
+auto exchange(const u64* mine, int n, Read read) {
+    const i32 warp = threadIdx.x / 32;
+    memcpy(words[warp][threadIdx.x % 32], mine, n * 8);
+    warps[warp].wait(32);
+    const auto found = read(words[warp]);
+    warps[warp].wait(32);
+    return found;
+}
+template <class T>
+T shuffle(T x, i32 from) {
+    u64 word = 0;
+    memcpy(&word, &x, sizeof x);
+    const u64 got = exchange(&word, 1, [=](auto& all) { return all[from][0]; });
+    memcpy(&x, &got, sizeof x);
+    return x;
+}
+template <class T> T __shfl_sync(u32, T x, i32 from) { return shuffle(x, from); }
+template <class T> T __shfl_xor_sync(u32, T x, i32 mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
+template <class T> T __shfl_up_sync(u32, T x, i32 by) { return shuffle(x, max(threadIdx.x % 32 - by, 0)); }
+static u32 __ballot_sync(u32, bool vote) {
+    const u64 word = vote;
+    return exchange(&word, 1, [](auto& all) {
+        u32 found = 0;
+        for (i32 lane = 0; lane < 32; ++lane) found |= u32(all[lane][0]) << lane;
+        return found;
+    });
+}
+static bool __any_sync(u32 all, bool vote) { return __ballot_sync(all, vote) != 0; }
+static bool __all_sync(u32 all, bool vote) { return __ballot_sync(all, vote) == ~0u; }
+static void __syncwarp() { __ballot_sync(~0u, true); }
+static void __syncthreads() { named[0].wait(blockDim.x); }
+static void __threadfence() {}
+static i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
+static u32 atomicInc(u32* at, u32 last) {
+    const u32 old = *at;
+    *at = old >= last ? 0 : old + 1;
+    return old;
+}
+
+// Runs the blocks one after the other; 1 where all threads wait and none comes on.
+static int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()> kernel) {
+    gridDim.x = blocks, blockDim.x = threads, body = kernel;
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+        memset(raw, 0xff, sizeof raw);  // NaN in every format
+        for (Meeting& each : named) each = {};
+        for (Meeting& each : warps) each = {};
+        fibers.clear();
+        for (i32 i = 0; i < threads; ++i) {
+            auto& fiber = *fibers.emplace_back(std::make_unique<Fiber>());
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+            fiber.context.uc_link = nullptr;
+            makecontext(&fiber.context, start, 0);
+        }
+        for (i32 left = threads; left > 0;) {
+            const long before = progress;
+            for (i32 i = 0; i < threads; ++i) {
+                if (fibers[i]->ended) continue;
+                threadIdx.x = i;
+                swapcontext(&scheduler_context, &fibers[i]->context);
+                left -= fibers[i]->ended;
+            }
+            if (progress == before && left > 0) return 1;
+        }
+    }
+    return 0;
+}
+
+// Instructions.
+struct alignas(64) TensorMap { i64 data, row_bytes, head_bytes, batch_bytes, columns, rows, box_rows, unused[9]; };
+
+static u16 half(const void* p) { return *static_cast<const u16*>(p); }
+static float wide(u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16); }
+
+namespace ptx {
+static u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - raw); }
+static u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+static float exp2(float x) {
+    const float y = ::exp2f(x);
+    return y < 1.1754944e-38f ? 0.f : y;
+}
+static float reciprocal(float x) { return 1 / x; }
+static double exp2(double x) { return ::exp2(x); }
+static double reciprocal(double x) { return 1 / x; }
+template <int count> void setmaxnreg_dec() {}
+template <int count> void setmaxnreg_inc() {}
+static void griddepcontrol_wait() {}
+static void launch_dependents() {}
+static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
+static void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }
+static void cp_async(u32 to, const void* from, u32 bytes = 16) {
+    memset(raw + to, 0, 16);
+    memcpy(raw + to, from, bytes);
+}
+static void cp_async_commit() {}
+template <int pending> void cp_async_wait() {}
+static void wgmma_fence() {}
+static void wgmma_commit() {}
+template <int pending> void wgmma_wait() {}
+
+struct Mbarrier {
+    u16 count, pending;
+    u32 phase;
+
+    void init(u32 arrivals) { count = pending = arrivals, phase = 0; }
+    void arrive() {
+        ++progress;
+        if (--pending == 0) pending = count, phase ^= 1;
+    }
+    void arrive_expect(u32) { arrive(); }  // the copies that follow are done before another thread runs
+    void wait(u32 parity) {
+        while (phase == parity) yield();
+    }
+};
+static void fence_mbarrier_init() {}
+
+// A box of 64 columns, swizzled; what lies outside is zero.
+static void tma_load(void* to, const TensorMap& map, Mbarrier&, i32 c0, i32 c1, i32 c2, i32 c3) {
+    for (i32 row = 0; row < map.box_rows; ++row)
+        for (i32 column = 0; column < 64; ++column) {
+            const bool inside = c1 + row >= 0 && c1 + row < map.rows && c0 + column < map.columns;
+            const char* from = reinterpret_cast<const char*>(map.data) + (c1 + row) * map.row_bytes + c2 * map.head_bytes + c3 * map.batch_bytes;
+            u32 at = smem_address(to) + row * 128 + column * 2;
+            at ^= (at >> 7 & 7) << 4;
+            const u16 x = inside ? half(from + (c0 + column) * 2) : 0;
+            memcpy(raw + at, &x, 2);
+        }
+}
+static void tma_load(void*, const TensorMap&, Mbarrier&, i32, i32, i32, i32, i32) { __builtin_trap(); }
+static void prefetch(const TensorMap&) {}
+
+template <bool transposed>
+void load_matrices(u32 (&d)[4], u32 address) {
+    const u64 word = address;
+    const u32 lane = threadIdx.x % 32;
+    exchange(&word, 1, [&](auto& all) {
+        for (u32 m = 0; m < 4; ++m) {
+            u16 x[2];
+            for (u32 i = 0; i < 2; ++i) {
+                const u32 row = transposed ? lane % 4 * 2 + i : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + i;
+                x[i] = half(raw + all[8 * m + row][0] + column * 2);
+            }
+            d[m] = x[0] | u32(x[1]) << 16;
+        }
+        return 0;
+    });
+}
+static void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
+static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
+
+static u16 half_of(u64 word, u32 i) { return u16(word >> 16 * i); }
+// A lane's a: see ptx/mma.cuh. a(row, k) is in lane row % 8 * 4 + k % 8 / 2, word row / 8 + k / 8 * 2.
+static float a_of(const u64 (*all)[8], u32 row, u32 k) { return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2)); }
+static void mma_bf16(float* d, const u32* a, const u32* b) {
+    const u64 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+    const u32 lane = threadIdx.x % 32;
+    exchange(mine, 6, [&](auto& all) {
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            for (u32 k = 0; k < 16; ++k) d[i] += a_of(all, row, k) * wide(half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2));
+        }
+        return 0;
+    });
+}
+static void mma_fp16(float*, const u32*, const u32*) { __builtin_trap(); }
+}  // namespace ptx
+
+// wgmma, 64 x n x 16, of a warp's sixteen rows by itself. b(k, column): contraction along the columns of a tile, or along its rows.
+static float b_of(u64 descriptor, u32 k, u32 column, bool by_rows) {
+    const u32 begin = u32(descriptor & 0x3fff) << 4, panel = u32(descriptor >> 16 & 0x3fff) << 4;
+    u32 at = begin + (by_rows ? column / 64 * panel + k * 128 + column % 64 * 2 : column * 128 + k * 2);
+    at ^= (at >> 7 & 7) << 4;
+    return wide(half(raw + at));
+}
+template <int n, class A>
+void wgmma(float (&d)[n], A a, u64 b, bool add, int sign, bool by_rows) {
+    const u32 lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+    u64 mine[4] = {};
+    if constexpr (std::is_pointer_v<A>) for (int i = 0; i < 4; ++i) mine[i] = a[i];
+    exchange(mine, 4, [&](auto& all) {
+        for (int i = 0; i < n; ++i) {
+            const u32 row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            float sum = 0;
+            for (u32 k = 0; k < 16; ++k) {
+                float x;
+                if constexpr (std::is_pointer_v<A>) x = ptx::a_of(all, row, k);
+                else x = b_of(a, k, warp_row + row, false);
+                sum += x * b_of(b, k, column, by_rows);
+            }
+            d[i] = (add ? d[i] : 0.f) + sign * sum;
+        }
+        return 0;
+    });
+}

@@ -1,0 +1,369 @@
+"""What the kernels compute with every kind of option, on the CPU, against the formula in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from perf import sass
+from rawattn import compiler, render
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.operation import Forward
+from rawattn.program import Field, Fields
+from rawattn.variant import Option, launch, parts, rows, softmax, store
+from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64, Element
+from rawattn.variant.mask import Both, Causal, Full, SplitMask, Window
+from rawattn.variant.score import Scale, Softcap
+from tests import emulator
+from tests.operations import forward
+
+Array = npt.NDArray[Any]
+DEVICE = TYPICAL["sm_90a"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alibi(Option):
+    """A score as somebody adds one: a CUDA file and this class."""
+
+    type: ClassVar[str] = "Alibi"
+    source: ClassVar[str] = "../tests/host/alibi.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("slopes", "const float*"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWindow(Option):
+    """A mask that differs by head."""
+
+    type: ClassVar[str] = "HeadWindow"
+    source: ClassVar[str] = "../tests/host/head_window.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("windows", "const i32*"),)
+
+    def interval(self, q: Array, q_len: int, kv_len: int) -> tuple[Array, Array]:  # of the widest window, for cost models
+        return np.zeros_like(q), np.full_like(q, kv_len)
+
+
+KERNELS = {
+    "attn_fwd": (ATTN_FWD, attn_fwd.Config(128, 32, 2, 1)),
+    "attn_fwd_mma": (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)),
+    "attn_fwd_simt": (ATTN_FWD_SIMT, attn_fwd_simt.Config(16, 16, 16, 16, 128, 1)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, small enough to be emulated; ``wrap`` changes the options that the kernel has for it."""
+
+    kernel: str
+    q_len: int = 70
+    kv_len: int = 90
+    heads: int = 2
+    kv_heads: int = 1
+    mask: Any = dataclasses.field(default_factory=Causal)
+    score: Any = dataclasses.field(default_factory=Scale)
+    element: Element = BF16
+    constant_time: bool = False
+    sinks: tuple[float, ...] | None = None
+    split_keys: int = 0
+    most_splits: int = 99
+    offsets: tuple[int, int] | None = None
+    scale: float = 0.3
+
+    head_dim: int = 24
+    head_dim_v: int = 16
+
+    @property
+    def op(self) -> Forward:
+        dims = self.head_dim, self.head_dim_v
+        return forward(
+            self.element, 2, self.q_len, self.kv_len, self.heads, self.kv_heads, *dims, scale=self.scale, mask=self.mask,
+            score=self.score, return_lse=True, constant_time=self.constant_time,
+        )  # fmt: skip
+
+    @property
+    def config(self) -> Any:
+        config = KERNELS[self.kernel][1]
+        return config if self.kernel != "attn_fwd_mma" else dataclasses.replace(config, pack_gqa=attn_fwd_mma.packs(self.op))
+
+    @property
+    def splits(self) -> int:
+        return min(-(-self.kv_len // self.split_keys), self.most_splits) if self.split_keys else 1
+
+
+def with_options(case: Case, found: dict[str, Option]) -> dict[str, Option]:
+    if case.split_keys:
+        plan = dataclasses.replace(found["Scheduler"], split=True)
+        found |= {"Mask": SplitMask(found["Mask"]), "Scheduler": plan, "Store": store.StorePartial()}
+    elif case.sinks is not None:
+        found["Softmax"] = softmax.WithSink(found["Softmax"])
+    if case.offsets is not None:
+        found["Rows"] = rows.WithOffset(found["Rows"])
+    return found
+
+
+def source_of(case: Case, arch: str, config: Any = None) -> tuple[Any, Fields]:
+    kernel, config = KERNELS[case.kernel][0], config or case.config
+    options = kernel.options
+    with mock.patch.object(kernel, "options", lambda op, config: with_options(case, options(op, config))):
+        return kernel.render(case.op, config, arch), kernel.fields(case.op, config)
+
+
+def combine(element: Element, head_dim_v: int, width: int, options: Mapping[str, Option], arch: str) -> tuple[Fields, Any]:
+    """The fields and the source of combine.cu."""
+    every: dict[str, Option] = {"Element": element, "Rows": rows.Dense(), "Softmax": softmax.Plain(), "Store": store.StoreOLse()}
+    every |= {"Launch": launch.Dependent(), **options}
+    fields = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(f for each in every.values() for f in each.fields))
+    config = render.config_header({"head_dim_v": head_dim_v, "width": width, "threads": 64}, fields, [], every)
+    return fields, render.source("combine.cu", config, arch)
+
+
+def fold(folder: pathlib.Path, case: Case, width: int, options: Mapping[str, Option], values: dict[str, Any]) -> None:
+    """Runs combine.cu."""
+    fields, source = combine(case.element, 16, width, options, "sm_90a")
+    folder.mkdir()
+    emulator.Kernel(source, fields, folder, case.element.lse_name)(case.heads * case.q_len, values)
+
+
+def arrays(case: Case) -> tuple[Array, Array, Array]:
+    rng, dtype = np.random.default_rng(0), case.element.dtype
+    given = (case.q_len, case.heads, 24), (case.kv_len, case.kv_heads, 24), (case.kv_len, case.kv_heads, 16)
+    q, k, v = (rng.standard_normal((2, *shape)).astype(dtype) for shape in given)
+    return q, k, v
+
+
+def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
+    """o and lse of the kernel, and of combine where the keys are split."""
+    kernel, config = KERNELS[case.kernel][0], case.config
+    q, k, v = arrays(case)
+    number = case.element.lse_dtype
+    o = np.full((2, case.q_len, case.heads, 16), np.nan, case.element.dtype)
+    lse = np.full((2, case.heads, case.q_len), np.nan, number)
+    partial_rows = lse.size
+    scratch = np.full((case.splits, partial_rows, 16), np.nan, number), np.full((case.splits, partial_rows), np.nan, number)
+    values = {**kernel.values(case.op, config, DEVICE), "o": o, "lse": lse, "counter": np.zeros(2, np.int32)}
+    values |= dict(
+        zip(("o_stride_batch", "o_stride_row", "o_stride_head"), (s // o.itemsize for s in o.strides[:3]), strict=True)
+    )
+    values |= {"splits": case.splits, "split_keys": case.split_keys, "partial_rows": partial_rows}
+    values |= dict(zip(("o_partial", "lse_partial"), scratch, strict=True))
+    values |= dict(zip(("q_offset", "kv_offset"), case.offsets or (0, 0), strict=True))
+    values |= {"slopes": SLOPES, "windows": WINDOWS, "sinks": np.array(case.sinks or (), number)}
+    tma = case.kernel == "attn_fwd"
+    for name, x, box in (("q", q, config.tile_q), ("k", k, config.tile_kv), ("v", v, config.tile_kv)):
+        values[name] = emulator.tma(x, box) if tma else emulator.strided(x)
+    source, fields = source_of(case, "sm_90a")
+    (folder / "kernel").mkdir()
+    count = 2 if tma else kernel.grid(case.op, config, DEVICE) * case.splits
+    emulator.Kernel(source, fields, folder / "kernel", case.element.lse_name)(count, values)
+    if case.split_keys:
+        assert not np.isnan(scratch[1]).any() and np.isnan(o.astype(np.float32)).all()
+        sink = softmax.Plain() if case.sinks is None else softmax.WithSink(softmax.Plain())
+        values |= {"q_len": case.q_len, "heads": case.heads, "batches": 2}
+        fold(folder / "fold", case, 4, {"Parts": parts.Scratch(), "Softmax": sink}, values)
+    return o.astype(np.float64), lse
+
+
+SLOPES = np.array([0.05, -0.11, 0.2, 0.01], np.float32)
+WINDOWS = np.array([0, 17, 40, 65], np.int32)
+
+
+def logit(case: Case, s: Array, head: int, q: Array, kv: Array) -> Array:
+    """The definition of a score, of scaled dot products."""
+    if isinstance(case.score, Softcap):
+        return case.score.cap * np.tanh(s / case.score.cap)
+    return s + SLOPES[head] * (kv - q - shift(case)) if isinstance(case.score, Alibi) else s
+
+
+def shift(case: Case) -> int:
+    return case.kv_len - case.q_len if case.offsets is None else case.offsets[0] - case.offsets[1]
+
+
+def expected(case: Case) -> tuple[Array, Array]:
+    q, k, v = (x.astype(np.float64) for x in arrays(case))
+    i, j = np.arange(case.q_len)[:, None], np.arange(case.kv_len)[None]
+    o, lse = np.zeros((2, case.q_len, case.heads, 16)), np.zeros((2, case.heads, case.q_len))
+    for batch in range(2):
+        for head in range(case.heads):
+            kv_head = head // (case.heads // case.kv_heads)
+            s = logit(case, case.scale * q[batch, :, head] @ k[batch, :, kv_head].T, head, i, j)
+            if isinstance(case.mask, HeadWindow):
+                kept = j >= i + shift(case) - WINDOWS[head]
+            else:
+                moved = 0 if case.offsets is None else shift(case)
+                mask = case.mask if case.offsets is None else dataclasses.replace(case.mask, align="top_left")
+                begin, end = mask.interval(np.arange(case.q_len) + moved, case.q_len, case.kv_len)
+                kept = (j >= begin[:, None]) & (j < end[:, None])
+            sink = -np.inf if case.sinks is None else case.sinks[head]
+            with np.errstate(all="ignore"):
+                full = np.concatenate([np.where(kept, s, -np.inf), np.full((case.q_len, 1), sink)], 1)
+                top = np.clip(full.max(1, keepdims=True), -1e300, 1e300)
+                p = np.exp(full - top)
+                total = p.sum(1, keepdims=True)
+                o[batch, :, head] = np.where(total > 0, p[:, :-1] / total, 0) @ v[batch, :, kv_head]
+                lse[batch, head] = (top + np.log(total))[:, 0]
+    return o, lse
+
+
+def check(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
+    o, lse = run(case, folder)
+    wanted_o, wanted_lse = expected(case)
+    error = {BF16: (1.2e-2, 2e-5), FP32: (2e-6, 2e-6), FP64: (1e-13, 1e-13)}[case.element]
+    np.testing.assert_allclose(lse, wanted_lse, rtol=error[1], atol=error[1])
+    np.testing.assert_allclose(o, wanted_o, rtol=error[0], atol=error[0])
+    return o, lse
+
+
+INF = float("inf")
+CASES = [
+    *(Case(name) for name in KERNELS),
+    *(Case(name, score=Alibi(), heads=4, kv_heads=2) for name in KERNELS),
+    Case("attn_fwd_mma", q_len=3, score=Alibi(), heads=4, kv_heads=2),
+    Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=HeadWindow(), score=Softcap(2.0)),
+    Case("attn_fwd_simt", mask=HeadWindow(), heads=4, kv_heads=4),
+    Case("attn_fwd", mask=HeadWindow(), heads=4, kv_heads=4),
+    *(Case(name, sinks=(0.5, 200.0)) for name in KERNELS),
+    *(Case(name, q_len=95, sinks=(INF, -INF)) for name in KERNELS),
+    Case("attn_fwd_mma", q_len=7, kv_len=40, heads=4, sinks=(3.0, -300.0, 100.0, -INF)),
+    Case("attn_fwd", q_len=95, kv_len=3, sinks=(-5e37, 1e38)),
+    Case("attn_fwd_simt", element=FP64, sinks=(0.5, 200.0), score=Softcap(5.0)),
+    *(Case(name, split_keys=32) for name in KERNELS),
+    *(Case(name, split_keys=64, sinks=(1.5, -2.0), mask=Both(Causal(), Window(20))) for name in KERNELS),
+    Case("attn_fwd_mma", 5, 200, 4, split_keys=32, mask=Causal("top_left"), score=Alibi(), sinks=(1.0, 2.0, INF, -INF)),
+    Case("attn_fwd_simt", element=FP64, split_keys=16, mask=Full()),
+    Case("attn_fwd_simt", split_keys=32, most_splits=2, mask=Full()),  # the last one has the rest
+    *(Case(name, offsets=(40, 10)) for name in KERNELS),
+    Case("attn_fwd_mma", q_len=5, offsets=(7, 30), score=Alibi(), mask=Window(3, 2)),
+    *(Case(name, constant_time=True, score=Softcap(1e6)) for name in KERNELS),
+    Case("attn_fwd", scale=-0.3, score=Softcap(1.0), mask=Window(11, 5, "top_left")),
+]
+
+
+def name_of(case: Case) -> str:
+    plain = Case(case.kernel)
+    changed = [
+        f"{f.name}={getattr(case, f.name)}" for f in dataclasses.fields(case) if getattr(case, f.name) != getattr(plain, f.name)
+    ]
+    return " ".join([case.kernel, *changed])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_kernel(case: Case, tmp_path: pathlib.Path) -> None:
+    check(case, tmp_path)
+
+
+def test_one_split_has_the_bits_of_none(tmp_path: pathlib.Path) -> None:
+    """A row whose keys lie in one split comes out as without splits; so do all rows where there is one."""
+    for name in KERNELS:
+        whole = Case(name, 40, 70, mask=Window(0, 20, "top_left"))
+        for split_keys, count in ((32, 12), (96, 40)):
+            found, wanted = (
+                run(case, _folder(tmp_path / f"{name}{case.split_keys}{split_keys}"))
+                for case in (dataclasses.replace(whole, split_keys=split_keys), whole)
+            )
+            assert np.array_equal(found[0][:, :count], wanted[0][:, :count])
+            assert np.array_equal(found[1][..., :count], wanted[1][..., :count])
+
+
+def _folder(path: pathlib.Path) -> pathlib.Path:
+    path.mkdir()
+    return path
+
+
+def test_tiny_scales_and_huge_logits(tmp_path: pathlib.Path) -> None:
+    """A scale of fp64 below the smallest of fp32 is what it is, and rows of logits near -FLT_MAX have their weights."""
+    check(Case("attn_fwd_simt", element=FP64, scale=1e-200), _folder(tmp_path / "tiny"))
+    case = Case("attn_fwd_simt", 20, 20, element=FP32, scale=5e36)
+    assert expected(case)[1].min() < -3e37
+    check(case, _folder(tmp_path / "huge"))
+
+
+@pytest.mark.parametrize("element", [BF16, FP64], ids=lambda element: element.name)
+def test_merge_of_arrays(tmp_path: pathlib.Path, element: Element) -> None:
+    """Parts with strides of their own; one without keys, of which some rows hold NaN; one that outweighs all; sinks."""
+    case, rng = Case("attn_fwd_simt", 7, 1, heads=3, element=element, sinks=(0.5, -INF, 300.0)), np.random.default_rng(1)
+    number, count = element.lse_dtype, 5
+    o = rng.standard_normal((count, 2, 9, 4, 16)).astype(element.dtype)[:, :, :7, 1:]
+    lse = rng.standard_normal((count, 2, 4, 7)).astype(number)[:, :, :3]
+    lse[1], o[1], lse[3, :, 0], lse[:, 1, 1, 2] = -INF, np.nan, 1e3, -INF
+    words = [
+        (o[i].ctypes.data, lse[i].ctypes.data, *(s // o.itemsize for s in o[i].strides[:3]),
+         *(lse[i].strides[axis] // lse.itemsize for axis in (0, 2, 1)))
+        for i in range(count)
+    ]  # fmt: skip
+    given = np.array(words, np.int64).tobytes()
+    out, out_lse = np.full((2, 7, 3, 16), np.nan, element.dtype), np.full((2, 3, 7), np.nan, number)
+    values = {"parts": given + bytes(1024 - len(given)), "part_count": count, "heads": 3, "batches": 2, "q_len": 7, "kv_len": 0}
+    values |= {"o": out, "lse": out_lse, "o_stride_batch": 7 * 48, "o_stride_row": 48, "o_stride_head": 16}
+    values |= {"sinks": np.array(case.sinks, number)}
+    fold(tmp_path / "fold", case, 1, {"Parts": parts.Arrays(), "Softmax": softmax.WithSink(softmax.Plain())}, values)
+    exact, sinks = lse.astype(np.float64), np.array(case.sinks)[:, None]
+    with np.errstate(all="ignore"):
+        top = np.maximum(np.maximum(exact.max(0), sinks), -1e300)
+        weights = np.exp(exact - top)
+        total = weights.sum(0) + np.exp(sinks - top)
+        mean = np.where(total > 0, weights / total, 0)
+        wanted = np.einsum("pbhq,pbqhc->bqhc", mean, np.nan_to_num(o.astype(np.float64)))
+        wanted_lse = top + np.log(total)
+    error = 1e-2 if element is BF16 else 1e-13
+    np.testing.assert_allclose(out.astype(np.float64), wanted, rtol=error, atol=error)
+    np.testing.assert_allclose(out_lse, wanted_lse, rtol=1e-6 if element is BF16 else 1e-13)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
+def test_combine_compiles(arch: str) -> None:
+    for element in ELEMENTS.values():
+        for source in (parts.Scratch(), parts.Arrays()):
+            how = launch.Dependent() if arch in ("sm_90a", "sm_120") else launch.Independent()
+            _, text = combine(element, 128, 4, {"Parts": source, "Launch": how}, arch)
+            binary = compiler.compile(text)
+            assert not binary.spill_bytes and not binary.advisories
+
+
+REAL = {
+    "attn_fwd": ("sm_90a", attn_fwd.Config(128, 128, 2, 1)),
+    "attn_fwd_mma": ("sm_80", attn_fwd_mma.Config(64, 64, 2, 1, 0, 2)),
+    "attn_fwd_simt": ("sm_75", attn_fwd_simt.Config(32, 32, 64, 64, 128, 1)),
+}
+ADDED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "sinks": {"sinks": (1.0,)},
+    "splits": {"split_keys": 1024},
+    "offsets": {"offsets": (1, 2)},
+    "alibi": {"score": Alibi()},
+    "alibi of packed heads": {"score": Alibi(), "q_len": 4, "heads": 32},
+    "masks of packed heads": {"mask": HeadWindow(), "q_len": 4, "heads": 32},
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_is_added_costs_the_main_loop_nothing(name: str) -> None:
+    """No spills and no advisories at head_dim 128; sinks, splits and offsets leave the main loop as it is."""
+    arch, config = REAL[name]
+    loops = {}
+    for added, options in ADDED.items():
+        if "packed" in added and name != "attn_fwd_mma":
+            continue
+        case = Case(
+            name, **{"q_len": 4096, "kv_len": 4096, "heads": 16, "kv_heads": 8, "head_dim": 128, "head_dim_v": 128, **options}
+        )
+        binary = compiler.compile(source_of(case, arch, config)[0])
+        assert not binary.spill_bytes and not binary.advisories, (added, binary.spill_bytes, binary.advisories)
+        loops[added] = len(sass.main_loop(sass.disassemble(binary.cubin)))
+    for added in ("sinks", "splits", "offsets"):
+        assert abs(loops[added] - loops["nothing"]) <= loops["nothing"] // 100 + 2, loops

@@ -1,0 +1,248 @@
+"""The options of a call as a frozen value: what each means, what is refused and how, and the way to JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import rawattn
+from rawattn.errors import ProblemError
+from rawattn.spec import Spec, option_from_json, option_to_json
+from rawattn.testing import Case, cases
+from rawattn.variant import Option
+from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.score import Scale, Softcap
+
+torch = pytest.importorskip("torch")
+
+
+def refused(options: dict[str, Any], *parts: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        Spec.of(**options)
+    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------------
+
+NO_NUMBER = {
+    "True": (True, "is True"),
+    "text": ("0.5", "is '0.5'"),
+    "1e39": (1e39, "is 1e+39"),
+    "minus 1e39": (-1e39, "is -1e+39"),
+    "10**400": (10**400, "is 1000"),
+    "nan": (float("nan"), "is nan"),
+    "inf": (np.float32("inf"), "is np.float32(inf)"),
+    "a fraction": (Fraction(1, 2), "is Fraction(1, 2)"),
+    "a list": ([0.5], "is [0.5]"),
+}
+HELD = {
+    "0-d array": (np.array(0.5), "is a ndarray"),
+    "array": (np.ones(2), "is a ndarray"),
+    "NumPy's bool": (np.True_, "is a bool"),
+    "tensor": (torch.tensor(0.5), "is a Tensor"),
+    "tensor with grad": (torch.tensor(0.5, requires_grad=True), "is a Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize("value, found", NO_NUMBER.values(), ids=NO_NUMBER)
+def test_what_is_no_number(name: str, value: Any, found: str) -> None:
+    refused({name: value}, f"{name} {found}", "it must be a finite number")
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize("value, found", HELD.values(), ids=HELD)
+def test_a_number_in_an_array_would_be_read_once(name: str, value: Any, found: str) -> None:
+    refused({name: value}, f"{name} {found}", "not followed", "no gradient", f"give float({name})")
+    assert ("multiply q" in _message({name: value})) == (name == "scale")
+
+
+def _message(options: dict[str, Any]) -> str:
+    with pytest.raises(ProblemError) as caught:
+        Spec.of(**options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0.25, -3, 0, np.float32(0.25), np.int64(2), np.float16(0.5), 3.4e38, -3.4e38], ids=repr)
+def test_scale(value: Any) -> None:
+    found = Spec.of(scale=value).scale
+    assert type(found) is float and found == value
+
+
+def test_softcap() -> None:
+    for value in (30, np.float32(0.5), 1.18e-38, 3.4e38):
+        found = Spec.of(softcap=value).score
+        assert found == Softcap(float(value)) == Softcap(value) and type(found.cap) is float
+    for wrong in (-30.0, 1.1e-38, -0.5):
+        refused({"softcap": wrong}, f"softcap is {wrong}", "> 0")
+    for cap in (0.0, np.array(0.5), torch.tensor(2.0), True, "30", 1e39):
+        with pytest.raises(ProblemError, match="softcap is"):
+            Softcap(cap)
+
+
+# ---- the conventions of flash-attn ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, mask",
+    [
+        ({"window": (-1, -1)}, Full()),
+        ({"window": (-1, -1), "causal": True}, Causal()),
+        ({"window": (None, -1)}, Full()),
+        ({"window": (-1, 0)}, Window(None, 0)),
+        ({"window": (4, -1)}, Window(4, None)),
+        ({"window": [4, 0], "causal": np.True_}, Both(Causal(), Window(4, 0))),
+        ({"window": (np.int64(-1), np.int32(2))}, Window(None, 2)),
+        ({"causal": np.bool_(True)}, Causal()),
+        ({"causal": np.False_, "mask": Causal("top_left")}, Causal("top_left")),
+        ({"mask": Causal("top_left"), "causal": False}, Causal("top_left")),
+    ],
+    ids=str,
+)
+def test_masks(options: dict[str, Any], mask: rawattn.mask.Mask) -> None:
+    assert Spec.of(**options).mask == mask
+
+
+def test_no_softcap() -> None:
+    for none in (None, 0.0, 0, np.float32(0)):
+        assert Spec.of(softcap=none).score == Scale()
+        assert Spec.of(softcap=none, score=Softcap(3.0)).score == Softcap(3.0)
+    refused({"softcap": 2.0, "score": Softcap(3.0)}, "score was given beside softcap")
+
+
+@pytest.mark.parametrize("name", ["return_lse", "constant_time", "deterministic", "causal"])
+def test_flags(name: str) -> None:
+    for value in (True, np.True_):
+        found = Spec.of(**{name: value})
+        assert found.mask == Causal() if name == "causal" else getattr(found, name) is True
+    for value in (False, np.False_):
+        found = Spec.of(**{name: value})
+        assert found.mask == Full() if name == "causal" else getattr(found, name) is False
+    for wrong in (0, 1, "yes", None, np.array(True), torch.tensor(True)):
+        refused({name: wrong}, f"{name} is {wrong!r}", "True or False")
+
+
+@pytest.mark.parametrize("causal", [1, "no", np.array(False)], ids=repr)
+def test_a_wrong_causal_beside_a_mask(causal: Any) -> None:
+    refused({"mask": Full(), "causal": causal}, "mask was given beside causal or window")
+
+
+@pytest.mark.parametrize("window", [(True, 0), (1.0, 0), (0, np.array(1)), (0, torch.tensor(-1)), (-2, 0), ("1", 0)], ids=repr)
+def test_wrong_sides(window: Any) -> None:
+    refused(
+        {"window": window}, "window left is" if window[0] != 0 else "window right is", "int >= 0" if window[0] != -2 else ">= 0"
+    )
+
+
+@pytest.mark.parametrize("window", [128, (1,), (1, 2, 3), "ab", {0, 1}, np.array([1, 0])], ids=repr)
+def test_windows_that_are_no_pairs(window: Any) -> None:
+    refused({"window": window}, "window is", "it must be a pair (left, right)")
+    refused({"window": window, "mask": Full()}, "mask was given beside")
+
+
+def test_a_side_is_a_plain_int() -> None:
+    found = Window(np.int64(3), np.uint8(4))
+    assert (type(found.left), type(found.right)) == (int, int) and found == Window(3, 4)
+
+
+# ---- as text, and as a kind ----------------------------------------------------------------------------------------------
+
+
+def test_a_spec_is_a_value() -> None:
+    assert {Spec(): 1}[Spec.of()] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Spec().scale = 2.0  # type: ignore[misc]
+
+
+def test_in_words() -> None:
+    assert str(Spec()) == "Full(), Scale()"
+    spec = Spec.of(causal=True, softcap=2, scale=0.12345678, return_lse=True, constant_time=True, deterministic=False)
+    assert str(spec) == (
+        "Causal(align='bottom_right'), Softcap(cap=2.0), scale 0.123457, return_lse, constant_time, not deterministic"
+    )
+
+
+def test_kind() -> None:
+    """Run-time values are not of the kind, but for the scale's sign."""
+    same: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"scale": 2.0}), ({}, {"scale": 0.0}), ({"softcap": 2.0}, {"softcap": 3.0}), ({"scale": -1}, {"scale": -2}),
+        ({"window": (1, 2)}, {"window": (3, -1)}), ({}, {"deterministic": False}),
+    ]  # fmt: skip
+    for a, b in same:
+        assert Spec.of(**a).kind == Spec.of(**b).kind
+    assert Spec.of(mask=Strided()).kind != Spec.of(mask=Elsewhere()).kind, "one C++ name, two files"
+    kinds = [{}, {"scale": -1e-9}, {"causal": True}, {"softcap": 1.0}, {"return_lse": True}, {"constant_time": True}]
+    assert len({Spec.of(**options).kind for options in kinds}) == len(kinds)
+
+
+# ---- JSON ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided(Option):
+    """A mask of a user's own module."""
+
+    step: int = 2
+    type: ClassVar[str] = "Strided"
+    source: ClassVar[str] = "variant/mask/strided.cuh"
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> Any:
+        return q * 0, q * 0 + self.step
+
+
+class Elsewhere(Strided):
+    source: ClassVar[str] = "variant/mask/elsewhere.cuh"
+
+
+def through_json(value: Any) -> Any:
+    return type(value).from_json(json.loads(json.dumps(value.to_json())))
+
+
+@given(cases())
+def test_json(case: Case) -> None:
+    assert through_json(case.op) == case.op
+    assert through_json(case.op.spec) == case.op.spec
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(),
+        Spec.of(mask=Strided(3), scale=-0.5, constant_time=True, deterministic=False),
+        Spec.of(mask=Both(Strided(3), Window(np.int32(1))), softcap=np.float32(2), return_lse=True),
+    ],
+    ids=str,
+)
+def test_json_of_options(spec: Spec) -> None:
+    assert through_json(spec) == spec
+    assert set(spec.to_json()) == {f.name for f in dataclasses.fields(Spec) if getattr(spec, f.name) != getattr(Spec(), f.name)}
+
+
+@pytest.mark.parametrize(
+    "name", ["json:Strided", "nowhere:Strided", "rawattn.spec:Spec", "Strided", "", "os:system", f"{__name__}:test_json"]
+)
+def test_unknown_class(name: str) -> None:
+    with pytest.raises(ProblemError, match=rf"class is '{name}'; it must be a mask or a score of a module that is imported"):
+        option_from_json({"class": name})
+
+
+def test_json_is_checked() -> None:
+    assert option_from_json(option_to_json(Strided(7))) == Strided(7)
+    for wrong in ({"scale": "big"}, {"return_lse": 1}, {"mask": option_to_json(Scale())}, {"score": option_to_json(Full())}):
+        with pytest.raises(ProblemError):
+            Spec.from_json(wrong)
+
+
+def test_an_option_that_json_cannot_hold() -> None:
+    class Bare:
+        def interval(self, q: Any, q_len: int, kv_len: int) -> Any:
+            return q, q
+
+    with pytest.raises(ProblemError, match=r"mask is .*Bare.*; it must be derived from rawattn\.variant\.Option"):
+        Spec.of(mask=Bare()).to_json()

@@ -1,0 +1,74 @@
+"""Few queries over many keys: the keys are split over blocks, and combine.cu folds what they find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import rawattn
+from rawattn import driver
+from rawattn.kernel import tiling
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.select import select
+from rawattn.testing import Case
+from tests.calls import check, poisoned_memory
+
+pytestmark = pytest.mark.gpu("any")
+
+KEYS = tiling.SPLIT_KEYS
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16": {"dtype": "fp16"},
+    "causal": {"causal": True},
+    "window": {"window": (700, 0)},  # most splits keep no key
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True, "causal": True},
+    "unequal heads": {"head_dim": 80, "head_dim_v": 72},
+    "negative scale": {"scale": -0.1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("q_len, heads, kv_heads", [(1, 8, 2), (1, 3, 3), (7, 8, 1), (64, 2, 2)])
+@pytest.mark.parametrize("kv_len", [2 * KEYS - 1, 2 * KEYS, 2 * KEYS + 1, 5000])
+def test_against_the_reference(kind: str, q_len: int, heads: int, kv_heads: int, kv_len: int) -> None:
+    sizes = {"batch": 2, "q_len": q_len, "kv_len": kv_len, "heads": heads, "kv_heads": kv_heads}
+    check(Case(**{**sizes, "head_dim": 64, "head_dim_v": 64, **KINDS[kind]}), kernel=ATTN_FWD_MMA)
+
+
+def test_the_library_splits() -> None:
+    """At (1, 1, 8192) with grouped heads there are two launches; where keys are few there is one."""
+    device = driver.device(0)
+    for kv_len, launches in ((8192, 2), (2 * KEYS - 1, 1)):
+        op = Case(q_len=1, kv_len=kv_len, heads=32, kv_heads=8, head_dim=128, head_dim_v=128).op
+        selection = select(op, device)
+        assert len(selection.kernel.lower(op, selection.config, device).launches) == launches
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    case = Case(batch=9, q_len=1, kv_len=3000, heads=8, kv_heads=2, head_dim=128, head_dim_v=128, causal=True)
+    q, k, v = case.inputs("torch", "cuda")
+    with poisoned_memory():
+        together, lse = rawattn.attention(q, k, v, causal=True, return_lse=True)
+        for i in range(case.batch):
+            o, alone = rawattn.attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], causal=True, return_lse=True)
+            assert (o == together[i : i + 1]).all() and (alone == lse[i : i + 1]).all()
+
+
+def test_repeats_are_equal_and_graphs_replay() -> None:
+    import torch
+
+    case = Case(batch=2, q_len=1, kv_len=4096, heads=32, kv_heads=8, head_dim=128, head_dim_v=128)
+    q, k, v = case.inputs("torch", "cuda")
+    wanted = rawattn.attention(q, k, v)
+    assert all((rawattn.attention(q, k, v) == wanted).all() for _ in range(50))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = rawattn.attention(q, k, v)
+    for seed in (1, 2):
+        other = Case(**{**case.__dict__, "seed": seed}).inputs("torch", "cuda")
+        for to, new in zip((q, k, v), other, strict=True):
+            to.copy_(new)
+        graph.replay()
+        assert (o == rawattn.attention(*other)).all()

@@ -1,0 +1,87 @@
+"""perf.host on the stand-in for a GPU, in processes of their own, since the stand-in stays for the rest of a process."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from perf.host import ROWS, table
+
+pytest.importorskip("torch")
+pytest.importorskip("cuda.bindings.driver")
+
+COUNT = """
+import json
+from perf.lib import stand_in
+stand_in.install()
+from perf.host import Host
+from rawattn import driver, plans
+counts, host = {"maps": 0, "launches": 0, "issued": 0, "plans": 0}, Host(30, dry=True)
+
+def counting(owner, name, what):
+    original = getattr(owner, name)
+    def counted(*given):
+        counts[what] += 1
+        return original(*given)
+    setattr(owner, name, counted)
+
+counting(driver, "tensor_map", "maps")
+counting(driver.Launch, "__init__", "launches")
+counting(driver.Launch, "__call__", "issued")
+counting(plans.Plan, "__init__", "plans")
+found = {}
+for name in ("eager", "plan", "new_pointers", "new_kv_len"):
+    row = getattr(host, name)()
+    row(0)(), row(0)()  # a library's first call of all is not kept
+    before = dict(counts)
+    for i in range(1, 31):
+        call = row(i)
+        call()
+    found[name] = {what: counts[what] - before[what] for what in counts}
+print(json.dumps(found))
+"""
+
+
+def ran(*words: str) -> str:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_row_has_new_what_it_says() -> None:
+    """Each call is a launch, and two where keys are split. Tensor maps are made for new addresses."""
+    found = json.loads(ran("-c", COUNT))
+    assert [row["issued"] for row in found.values()] == [30, 30, 30, 60]
+    assert found["plan"] == {"maps": 0, "launches": 0, "issued": 30, "plans": 0}
+    assert found["eager"] == found["plan"]
+    assert found["new_pointers"] == {"maps": 90, "launches": 30, "issued": 30, "plans": 0}
+    plans = found["new_kv_len"].pop("plans")
+    assert plans <= 1, "a plan serves lengths of one size class"
+    assert found["new_kv_len"] == {"maps": 0, "launches": 60, "issued": 60}
+
+
+def test_dry(tmp_path: pathlib.Path) -> None:
+    printed = ran("-m", "perf.host", "--dry", "--calls", "20", "--out", str(tmp_path))
+    rows = json.loads((tmp_path / "host.json").read_text())["rows"]
+    assert tuple(rows) == ROWS and all(name in printed for name in ROWS)
+    assert [name for name, row in rows.items() if "skipped" in row] == ["sdpa"]
+    assert all(
+        0 < row["p10"] <= row["us"] <= row["p90"] for row in rows.values() if "us" in row and row is not rows["two_launches"]
+    )
+    assert rows["new_kv_len"]["us"] > rows["plan"]["us"], "it has more to do"
+
+
+def test_profile() -> None:
+    assert "_prepare" in ran("-m", "perf.host", "--dry", "--calls", "20", "--profile", "new_kv_len")
+
+
+def test_table() -> None:
+    times = {"us": 8.0, "p10": 7.0, "p90": 9.0}
+    rows = table({"eager": times, "sdpa": {**times, "us": 12.0}, "plan": {"skipped": "why"}})
+    assert rows[1:] == [
+        ["eager", "8.0", "7.0", "9.0", "1.00", ""],
+        ["sdpa", "12.0", "7.0", "9.0", "1.50", ""],
+        ["plan", *"----", "why"],
+    ]
