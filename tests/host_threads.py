@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Mapping
 from typing import Any
@@ -135,6 +136,7 @@ inline float reciprocal(float x) { return 1 / x; }
 inline double reciprocal(double x) { return 1 / x; }
 template <int count> void setmaxnreg_dec() {}
 template <int count> void setmaxnreg_inc() {}
+constexpr bool has_registers(int, int, int) { return true; }
 inline void griddepcontrol_wait() {}
 inline void launch_dependents() {}
 }
@@ -407,23 +409,24 @@ def tensor_map(x: np.ndarray[Any, Any], box_rows: int) -> bytes:
 
 def run(
     source: Source, folder: pathlib.Path, values: Mapping[str, Any], blocks: int, *,
-    number: Any = np.float32, together: int = 1, boxes: Mapping[str, int] | None = None,
+    number: str = "fp32", together: int = 1, boxes: Mapping[str, int] | None = None,
 ) -> None:  # fmt: skip
     """Launches a kernel on the host. ``values`` are the fields of Args, arrays for pointers, views and tensor maps."""
     cuda, fields = library(source, folder), backward.fields_of(source)
-    places, size = render.layout(fields, number)
+    layout = render.layout(fields, number)
+    size = layout.pack.size
     assert cuda.args_bytes() == size, "the host lays Args out as the compiler does"
     space = np.zeros(size + 64, np.uint8)
     start = -space.ctypes.data % 64
-    for name, ctype in fields:
-        (at, form), value = places[name], values[name]
+    for name, ctype, _ in fields:
+        at, form, value = layout.offsets[name], layout.formats[name], values[name]
         if ctype == "TmaTensor":
             data = tensor_map(value, (boxes or {})[name])
-        elif form == "V32":
+        elif ctype.startswith("Strided"):
             steps = value.strides if value.ndim == 4 else (0, *value.strides)
             data = np.array([value.ctypes.data, *steps[:3]], np.int64).tobytes()
         else:
-            data = np.array(value.ctypes.data if isinstance(value, np.ndarray) else value, form).tobytes()
+            data = struct.pack(form, value.ctypes.data if isinstance(value, np.ndarray) else value)
         space[start + at : start + at + len(data)] = np.frombuffer(data, np.uint8)
     if blocks:
         cuda.launch(ctypes.c_void_p(space.ctypes.data + start), blocks, together)

@@ -189,13 +189,13 @@ class Call:
         kv_works = sum(-(-n // tile_kv) for n in self.kv_lens) * op.heads // op.heads_per_kv
         boxes = {"q": config.tile_q, "d_o": config.tile_q, "k": tile_kv, "v": tile_kv}
         q_values, kv_values = values | {"last_group": all_heads - 1}, values | {"last_group": all_kv - 1}
-        host_threads.run(delta, folder, q_values, q_works, number=self.number)
+        host_threads.run(delta, folder, q_values, q_works, number=self.op.element.lse_name)
         grid = kv_works if case.simt else min(case.grid, kv_works)
-        host_threads.run(kv_source, folder, kv_values, grid, number=self.number, together=case.grid, boxes=boxes)
+        host_threads.run(kv_source, folder, kv_values, grid, number=self.op.element.lse_name, together=case.grid, boxes=boxes)
         for source in q_sources:
             grid = min(case.grid, q_works) if source.name == "attn_bwd_dq.cu" else q_works
             boxes = {"q": shape.tile_q, "d_o": shape.tile_q, "k": config.tile_kv, "v": config.tile_kv}
-            host_threads.run(source, folder, q_values, grid, number=self.number, together=case.grid, boxes=boxes)
+            host_threads.run(source, folder, q_values, grid, number=self.op.element.lse_name, together=case.grid, boxes=boxes)
         return values
 
 

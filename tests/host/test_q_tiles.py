@@ -16,11 +16,11 @@ from tests import native
 from tests.host.test_masks import LENGTHS, TEXT, TYPES, masks
 
 QUESTIONS = """\
-extern "C" void tiles_{index}(const Args* args, const Rows* rows, i32 q_begin, i32 q_end, TileRange* found) {{
-    *found = {type}(*args, *rows).tiles(q_begin, q_end);
+extern "C" void kv_tiles_{index}(const Args* args, const Rows* rows, i32 q_begin, i32 q_end, TileRange* found) {{
+    *found = {type}(*args, *rows, WorkTile()).kv_tiles(q_begin, q_end);
 }}
 extern "C" void q_tiles_{index}(const Args* args, const Rows* rows, i32 kv_begin, i32 kv_end, TileRange* found) {{
-    *found = {type}(*args, *rows).q_tiles(kv_begin, kv_end);
+    *found = {type}(*args, *rows, WorkTile()).q_tiles(kv_begin, kv_end);
 }}
 """
 
@@ -38,9 +38,9 @@ class Asked:
         for name, value in {"tile_q": tile_q, "tile_kv": tile_kv, **mask.constants}.items():
             ctypes.c_int.in_dll(cuda, name).value = value
         index, values = TYPES.index(mask.cuda_type), {"window_left": 0, "window_right": 0, **mask.values}
-        self._asked = {"tiles": getattr(cuda, f"tiles_{index}"), "q_tiles": getattr(cuda, f"q_tiles_{index}")}
-        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 2)(q_len, kv_len)
-        self._limits = {"tiles": (tile_q, q_len), "q_tiles": (tile_kv, kv_len)}
+        self._asked = {"kv_tiles": getattr(cuda, f"kv_tiles_{index}"), "q_tiles": getattr(cuda, f"q_tiles_{index}")}
+        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 4)(q_len, kv_len, 0, 0)
+        self._limits = {"kv_tiles": (tile_q, q_len), "q_tiles": (tile_kv, kv_len)}
 
     def __call__(self, which: str, index: int) -> list[int]:
         """begin, full_begin, full_end, end of what tile ``index`` visits."""
@@ -56,7 +56,7 @@ def check(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, t
     kept = (np.arange(kv_len) >= begin[:, None]) & (np.arange(kv_len) < end[:, None])
     visits, inverse = np.zeros((2, q_tiles, kv_tiles), bool)
     for t in range(q_tiles):
-        first, _, _, last = asked("tiles", t)
+        first, _, _, last = asked("kv_tiles", t)
         visits[t, first:last] = True
     for n in range(kv_tiles):
         first, full_first, full_last, last = asked("q_tiles", n)
@@ -92,7 +92,7 @@ def test_longest_sequences(cuda: ctypes.CDLL) -> None:
         q_last, kv_last = (q_len - 1) // tile, (kv_len - 1) // tile
         places = {*itertools.product({0, 1, q_last // 2, q_last - 1, q_last}, {0, 1, kv_last // 2, kv_last - 1, kv_last})}
         for t, n in places:
-            (begin, _, _, end), (q_begin, _, _, q_end) = asked("tiles", t), asked("q_tiles", n)
+            (begin, _, _, end), (q_begin, _, _, q_end) = asked("kv_tiles", t), asked("q_tiles", n)
             assert (begin <= n < end) == (q_begin <= t < q_end), (mask, q_len, kv_len, t, n)
 
 
