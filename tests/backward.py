@@ -12,7 +12,7 @@ from rawattn.program import Field, Fields
 from rawattn.spec import Spec
 from rawattn.variant import Option, launch, rows, scheduler, weight
 from rawattn.variant.element import BF16
-from rawattn.variant.mask import Causal, Full, Mask
+from rawattn.variant.mask import Causal, Full, Mask, Window
 from rawattn.variant.score import Scale, Score, Softcap
 
 SMEM_BYTES = 232_448
@@ -98,14 +98,15 @@ def panels(columns: int) -> int:
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration of attn_bwd.cu for the head sizes. Three warpgroups have no register to spare for a cap under a window,
-    nor to make dq themselves."""
+    nor to make dq themselves. A producer that loads for windows spills with fewer registers than here."""
     widest = max(op.head_dim, op.head_dim_v)
     assert widest <= 128
     tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
     if widest <= (56 if tight else 64):
-        return Config(consumers=3, dq_columns=op.head_dim, registers=(32, 160))
+        return Config(consumers=3, dq_columns=op.head_dim, registers=(56, 152) if widest <= 56 else (32, 160))
     if op.head_dim > 112:
-        return Config(dq_parts=2, dq_columns=64)
+        window = isinstance(op.mask, Window) and isinstance(op.score, Scale) and widest > 120
+        return Config(dq_parts=2, dq_columns=64, registers=(56, 224) if window else (40, 232))
     return Config(dq_columns=op.head_dim)
 
 
@@ -144,7 +145,11 @@ def attn_bwd(op: Forward, config: Config, store: str = "ordered", direction: str
         render.wgmma("DkMma", element, d, a_in_registers=True, b_by_rows=True),
         render.wgmma("DqMma", element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
-    tensors = (*(Field(name, "TmaTensor") for name in ("q", "k", "v", "d_o")), *(Field(name, "StridedOutput") for name in ("dk", "dv")), DQ)
+    tensors = (
+        *(Field(name, "TmaTensor") for name in ("q", "k", "v", "d_o")),
+        *(Field(name, "StridedOutput") for name in ("dk", "dv")),
+        DQ,
+    )
     every = choices(op) | {
         "Weight": weight.Identity(), "Scheduler": kv_scheduler(op, direction, persistent), "Store": STORES[store],
     }  # fmt: skip

@@ -90,6 +90,48 @@ def check(rows: list[dict[str, Any]], processes: int | None) -> None:
     assert not bad, "\n".join([f"{len(bad)} of {len(rows)}", *bad])
 
 
+def registers(source: compiler.Source) -> tuple[int, int]:
+    """The registers of a block that its warpgroups ask for, and those that it starts with: as many for each thread, a multiple of
+    eight, as 65,536 allow."""
+    values = dict(re.findall(r"constexpr int (\w+) = (-?\d+);", dict(source.headers)["config.cuh"]))
+    producer, consumer, consumers = (int(values[name]) for name in ("producer_registers", "consumer_registers", "consumers"))
+    threads = 128 * (1 + consumers)
+    return 128 * (producer + consumers * consumer), 65_536 // threads // 8 * 8 * threads
+
+
+def has_registers(source: compiler.Source) -> bool:
+    """Whether the source's own assertion on registers holds, with nothing else compiled."""
+    check = re.search(r"static_assert\(ptx::has_registers.*\n", source.text)
+    assert check is not None, "the kernel does not check its registers"
+    text = '#include "config.cuh"\n#include "ptx/base.cuh"\n' + check[0] + 'extern "C" __global__ void empty() {}\n'
+    try:
+        compiler.compile(dataclasses.replace(source, text=text))
+    except compiler.CompileError as error:
+        assert "setmaxnreg would hang" in str(error)
+        return False
+    return True
+
+
+def test_registers_suffice() -> None:
+    """A warpgroup that asks for more than its block has waits for ever."""
+    for size, mask, score, store in itertools.product(SIZES + PAIR_SIZES, KINDS["mask"], KINDS["score"], KINDS["store"]):
+        row = {"size": size, "mask": mask, "score": score, "store": store, "direction": ""}
+        for source in sources(row):
+            if source.name != "attn_bwd_convert.cu":
+                wanted, there = registers(source)
+                assert wanted <= there, f"{source.name} for {row}: {wanted} of {there}"
+
+
+@pytest.mark.parametrize("pair, suffices", [((32, 240), False), ((40, 240), False), ((24, 240), True), ((40, 232), True)])
+def test_kernels_refuse_what_would_hang(pair: tuple[int, int], suffices: bool) -> None:
+    config = dataclasses.replace(backward.Config(), registers=pair)
+    op = backward.operation((128, 128))
+    wide = backward.PairConfig(kv_registers=pair, q_registers=pair)
+    for source in (backward.attn_bwd(op, config), *backward.pair(backward.operation((256, 256)), wide)):
+        wanted, there = registers(source)
+        assert (wanted <= there) == suffices == has_registers(source)
+
+
 def test_nothing_spills_and_nothing_waits() -> None:
     rows = [*pairwise(CI)]
     assert len(rows) <= 60, "more than CI has time for"
