@@ -170,8 +170,8 @@ def attn_bwd_delta(op: Forward, config: Config, store: str = "ordered", dlse: bo
     every = choices(op)
     every.pop("Score")
     every |= {
-        "Dlse": GIVEN_DLSE if dlse else ZERO_DLSE, "Clear": CLEARS[store], "Launch": launch.Dependent() if arch == "sm_90a" else launch.Independent(),
-        "Scheduler": q_scheduler(op),
+        "Dlse": GIVEN_DLSE if dlse else ZERO_DLSE, "Clear": CLEARS[store], "Scheduler": q_scheduler(op),
+        "Launch": launch.Dependent() if arch == "sm_90a" else launch.Independent(),
     }  # fmt: skip
     tensors = (Field("o", "StridedTensor"), Field("d_o", "StridedTensor"), Field("lse", "const Number*"))
     out = (Field("lse_log2", "Number*"), Field("delta", "Number*"), Field("heads", "i32"), Field("q_blocks", "i32"))
@@ -200,7 +200,12 @@ class PairConfig:
     tile_kv: int = 64
     q_block: int = 128
     kv_registers: tuple[int, int] = (40, 232)
-    q_registers: tuple[int, int] = (24, 240)
+    q_registers: tuple[int, int] = (40, 232)
+
+
+def pair_config(op: Forward) -> PairConfig:
+    """The configuration for the head sizes: an accumulator of more than 192 columns takes what the producer can spare."""
+    return PairConfig(q_registers=(24, 240) if op.head_dim > 192 else (40, 232))
 
 
 def pair(op: Forward, config: PairConfig, direction: str = "") -> tuple[Source, Source]:

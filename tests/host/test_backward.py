@@ -1,4 +1,4 @@
-"""The kernels of the backward, run thread by thread on the host (tests/host_threads.py), against autograd of the formula in float64.
+"""The kernels of the backward, run thread by thread on the host (tests/host_threads.py), against autograd in float64.
 Outputs and scratch hold NaN before; turns hold anything."""
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Call:
             kv_source, *q_sources = backward.simt(op, config)
             shape, clear, sums = config, "pair", 1
         elif max(case.size) > 128:
-            config, clear, sums = backward.PairConfig(), "pair", 1
+            config, clear, sums = backward.pair_config(op), "pair", 1
             shape = backward.Config(tile_q=config.q_block)
             kv_source, *q_sources = backward.pair(op, config, case.direction)
         else:

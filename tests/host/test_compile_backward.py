@@ -57,7 +57,7 @@ def sources(row: dict[str, Any]) -> Iterator[compiler.Source]:
     size, store, direction = kinds.pop("size"), kinds.pop("store"), kinds.pop("direction")
     op = backward.operation(size, **kinds)
     if max(size) > 128:
-        made = backward.pair(op, backward.PairConfig(), direction)
+        made = backward.pair(op, backward.pair_config(op), direction)
     else:
         config = backward.config_of(op, store)
         made = (backward.attn_bwd(op, config, store, direction),)
