@@ -204,8 +204,8 @@ class PairConfig:
 
 
 def pair_config(op: Forward) -> PairConfig:
-    """The configuration for the head sizes: an accumulator of more than 192 columns takes what the producer can spare."""
-    return PairConfig(q_registers=(24, 240) if op.head_dim > 192 else (40, 232))
+    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare."""
+    return PairConfig(q_registers=(24, 240) if op.head_dim > 248 else (40, 232))
 
 
 def pair(op: Forward, config: PairConfig, direction: str = "") -> tuple[Source, Source]:
