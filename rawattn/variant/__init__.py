@@ -56,6 +56,33 @@ class Option:
         return (self.cuda_type, self.sources, tuple(self.constants.items()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Wrapper(Option):
+    """An option made of another one, ``base``: a C++ template on its type. Subclasses may add ``fields``."""
+
+    base: Option
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.base.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return self.base.constants
+
+    @property
+    def fields(self) -> Fields:
+        return self.base.fields
+
+    @property
+    def constant_time(self) -> Option:
+        return dataclasses.replace(self, base=getattr(self.base, "constant_time", self.base))
+
+
 def constant_time(choices: dict[str, Option]) -> dict[str, Option]:
     """The choices in the forms whose instructions do not depend on the data."""
     return {axis: getattr(choice, "constant_time", choice) for axis, choice in choices.items()}
