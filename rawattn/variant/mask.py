@@ -1,4 +1,4 @@
-"""Which (query, key) pairs count.
+"""This module says which (query, key) pairs count.
 
 Every mask here keeps one run of keys per query. ``interval`` says which, and is the whole definition: the reference, the CPU
 path and the brute-force tests of the CUDA files all read it.
@@ -25,7 +25,7 @@ ALIGNMENTS = ("bottom_right", "top_left")
 
 
 class Mask(Protocol):
-    """A choice that is also a set of (query, key) pairs."""
+    """An option that is also a set of (query, key) pairs."""
 
     @property
     def kind(self) -> tuple[object, ...]: ...
