@@ -1,4 +1,4 @@
-"""Which faults would the tests let pass? Plants small ones in a module, one at a time, and runs the module's tests on each.
+"""Finds faults that the tests let pass: plants small ones in a module, one at a time, and runs the module's tests on each.
 
     python -m perf.mutate rawattn/tma.py
     python -m perf.mutate rawattn/render.py rawattn/select.py --sample 60 --seed 1
@@ -74,7 +74,7 @@ class Mutant:
 
 
 class Places:
-    """Where the nodes of a module stand in its text."""
+    """The class that knows where the nodes of a module stand in its text."""
 
     def __init__(self, text: str) -> None:
         self.text, self._lines = text, text.splitlines(keepends=True)
@@ -226,7 +226,7 @@ def baseline(copy: Copy, tests: Sequence[str]) -> float:
 def judge(
     planted: Iterable[Mutant], copies: Sequence[Copy], tests: Sequence[str], seconds: float, cache: pathlib.Path
 ) -> Iterator[tuple[Mutant, str]]:
-    """What becomes of each mutant, as it becomes known."""
+    """Yields what becomes of each mutant, as soon as it is known."""
     todo, free = collections.deque(planted), list(copies)
     running: dict[int, tuple[Copy, Mutant, float]] = {}
     try:
