@@ -1,20 +1,20 @@
 // Forward attention for many query rows (prefill, training) on Hopper: o = softmax(mask(score(q k^T))) v.
 //
 // A block computes cfg::tile_q query rows of one head, then takes the next such work, until none is left. Warp 0 loads: the
-// schedule's choice, Q, and the key and value tiles, last one first. Each of cfg::consumers warpgroups multiplies 64 of the rows.
+// scheduler's work, Q, and the key and value tiles, last one first. Each of cfg::consumers warpgroups multiplies 64 of the rows.
 // While one tile's values are multiplied, the softmax of the next tile runs (FlashAttention 3, arXiv 2407.08608, section 3.2).
 //
 //   barrier            arrives                         waits             protects
 //   work_full[i]       lane 0 of the producer          each consumer     smem.work[i] until read
 //   work_empty[i]      one lane per consumer warp      producer          smem.work[i] until written again
-//   q_full[s]          copy engine (bytes of Q)        each consumer     smem.q[s] until read
+//   q_full[s]          TMA (bytes of Q)                each consumer     smem.q[s] until read
 //   q_empty[s]         one lane per consumer warp      producer          smem.q[s] until refilled
 //   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V
-//   the choice of Order may have named barriers between the consumers
+//   the option Order may have named barriers between the consumers
 //
 // A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
 
-#include "config.cuh"  // rendered: cfg, TmaTensor, Args, QkMma, PvMma, and the choices
+#include "config.cuh"  // rendered: cfg, TmaTensor, Args, QkMma, PvMma, and the options
                        // Element, Rows, Mask, Score, Softmax, Weight, Order, Kv, Scheduler, Store
 #include "ptx/ldmatrix.cuh"
 #include "tile/facts.cuh"

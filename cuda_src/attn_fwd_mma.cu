@@ -12,7 +12,7 @@
 //
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options
                        // Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"

@@ -9,7 +9,7 @@
 //   __syncthreads, loaded   every thread   every thread   smem.kv (at first smem.q, with V smem.p) until written
 //   __syncthreads, read     every thread   every thread   smem.kv (with V smem.p) until read
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the choices
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options
                        // Element, Rows, Mask, Score, Softmax, Weight, Scheduler, Store
 #include "tile/facts.cuh"
 #include "tile/log_sum.cuh"

@@ -5,7 +5,7 @@
 // A warp folds a row of o. Lane l has columns l * cfg::width and on, and those 32 * cfg::width further, and so on. A weight is
 // computed by one lane, and given to the others. No thread waits for another's memory, so there is no barrier.
 
-#include "config.cuh"  // rendered: cfg, Args, and the choices Element, Rows, Parts, Softmax, Store, Launch
+#include "config.cuh"  // rendered: cfg, Args, and the options Element, Rows, Parts, Softmax, Store, Launch
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
 #include "variant/interfaces.cuh"

@@ -5,7 +5,7 @@ python -m perf.counters paper/21 --name fa3 --fa3 fa3.so.xz --kernel flash
 
 The verdict says what is far from its target, where the kernel stands under the roofline, and what warps wait for: the reasons by
 how many warps stall for them when one issues, and the source lines on which the samples of the three most sampled ones fall.
-Bank conflicts are those of threads' own loads and stores; what the copy engine and the tensor cores do with shared memory is not
+Bank conflicts are those of threads' own loads and stores; what the TMA and the tensor cores do with shared memory is not
 counted there. Spills are the compiler's.
 
 ncu comes with the CUDA toolkit, and alone from https://developer.nvidia.com/nsight-compute. Where it says ERR_NVGPUCTRPERM, the
@@ -139,8 +139,8 @@ def first(metrics: dict[str, float], pattern: str) -> float:
 
 
 def roofline(metrics: dict[str, float], flops: int, units: int) -> list[list[str]]:
-    """Where the kernel stands: operations per byte that memory moved against the ridge, where memory and tensor cores bound
-    alike, and its share of the roof above it. Empty where ncu has not counted them."""
+    """Returns lines that say where the kernel stands: its operations per byte that memory moved against the ridge, where memory
+    and tensor cores bound alike, and its share of the roof above it. Returns none if ncu has not counted them."""
     moved = sum(first(metrics, rf"dram__bytes_{way}\.sum") for way in ("read", "write"))
     multiplied = 100 * flops / units / TENSOR_FLOPS / first(metrics, r"(sm|gpc)__cycles_elapsed\.max")
     copied = first(metrics, r"(gpu__)?dram__?throughput\.avg\.pct.*")

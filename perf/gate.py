@@ -58,7 +58,7 @@ def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
 
 
 def run_tests() -> list[str]:
-    """What pytest says where it is not content."""
+    """Runs pytest and returns its last line if a test failed, else nothing."""
     words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
     ran = subprocess.run(words, cwd=machine.ROOT, capture_output=True, text=True)
     print(last := "tests: " + (ran.stdout + ran.stderr).strip().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Which faults would the tests let pass? Plants small ones in a module, one at a time, and runs the module's tests on each.
+"""Finds faults that the tests let pass: plants small ones in a module, one at a time, and runs the module's tests on each.
 
     python -m perf.mutate rawattn/tma.py
     python -m perf.mutate rawattn/render.py rawattn/select.py --sample 60 --seed 1
@@ -38,12 +38,12 @@ from .lib import command
 
 RECORD = pathlib.Path("perf/record/mutation.json")
 RESULTS = ("killed", "survived", "timeout")
-TESTS = {  # module -> its tests, where they are not tests/host/test_MODULE.py
+TESTS = {  # module -> its tests, where they are not test_MODULE.py in tests/host or tests/perf
     "rawattn/__main__.py": "test_main", "rawattn/arrays.py": "test_api", "rawattn/cache.py": "test_compiler",
     "rawattn/demo.py": "test_main", "rawattn/device.py": "test_dispatch", "rawattn/doctor.py": "test_main",
-    "rawattn/lanes.py": "test_cpu", "rawattn/problem.py": "test_api", "rawattn/records/__init__.py": "test_perf_tune",
-    "rawattn/select.py": "test_dispatch", "rawattn/tokens.py": "test_compiler", "rawattn/variant/mask.py": "test_masks",
-    "rawattn/variant/scheduler.py": "test_scheduler",
+    "rawattn/kernel/tiling.py": "test_program", "rawattn/lanes.py": "test_cpu", "rawattn/operation/forward.py": "test_operation",
+    "rawattn/plans.py": "test_plan", "rawattn/select.py": "test_dispatch", "rawattn/tokens.py": "test_compiler",
+    "rawattn/variant/mask.py": "test_masks", "rawattn/variant/scheduler.py": "test_scheduler",
 }  # fmt: skip
 COMPARISONS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
@@ -74,7 +74,7 @@ class Mutant:
 
 
 class Places:
-    """Where the nodes of a module stand in its text."""
+    """The class that knows where the nodes of a module stand in its text."""
 
     def __init__(self, text: str) -> None:
         self.text, self._lines = text, text.splitlines(keepends=True)
@@ -226,7 +226,7 @@ def baseline(copy: Copy, tests: Sequence[str]) -> float:
 def judge(
     planted: Iterable[Mutant], copies: Sequence[Copy], tests: Sequence[str], seconds: float, cache: pathlib.Path
 ) -> Iterator[tuple[Mutant, str]]:
-    """What becomes of each mutant, as it becomes known."""
+    """Yields what becomes of each mutant, as soon as it is known."""
     todo, free = collections.deque(planted), list(copies)
     running: dict[int, tuple[Copy, Mutant, float]] = {}
     try:
@@ -251,8 +251,8 @@ def judge(
 def tests_of(module: str) -> list[str]:
     """The tests that a module has by its name."""
     path = pathlib.PurePath(module)
-    name = TESTS.get(module, f"test_{'perf_' if path.parts[0] == 'perf' else ''}{path.stem}")
-    return [f"tests/host/{name}.py"]
+    folder = "perf" if path.parts[0] == "perf" else "host"
+    return [f"tests/{folder}/{TESTS.get(module, f'test_{path.stem}')}.py"]
 
 
 def check(module: str, options: argparse.Namespace) -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""What attn_fwd_mma is on every architecture, from its machine code, and what it should take on one, from the cost model. No GPU
-is needed.
+"""Shows what attn_fwd_mma needs on every architecture, from its machine code, and how long it should take on one, from the
+cost model. No GPU is needed.
 
 python -m perf.occupancy                         registers, shared memory, theoretical occupancy, instructions of a step
 python -m perf.occupancy --predict sm_89         cycles of each unit in a step, and times predicted for the named shapes

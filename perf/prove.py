@@ -178,7 +178,7 @@ def cycles(device: Device, launches: int, constant_time: bool, *patches: str) ->
 
 
 def leakage(labels: Any, samples: Any, points: int = 40) -> dict[str, Curve]:
-    """How t against ``ordinary`` grew, for each other class."""
+    """Returns how t against ``ordinary`` grew, for each other class."""
     found = {name: Curve() for name in CLASSES[1:]}
     for end in map(int, np.linspace(0, len(labels), points + 1)[1:]):
         first, *others = (samples[:end][labels[:end] == i] for i in range(len(CLASSES)))
@@ -212,7 +212,7 @@ def draw(found: dict[str, Curve], path: pathlib.Path) -> None:
 
 
 def leaks(device: Device, launches: int, folder: pathlib.Path, constant_time: bool, *patches: str) -> bool:
-    """Whether a kernel's time depends on the data; what was found is written."""
+    """Tests whether a kernel's time depends on the data, and writes what it found."""
     name = "-".join(("constant_time" if constant_time else "default", *patches))
     labels, samples = cycles(device, len(CLASSES) * launches, constant_time, *patches)
     found, stem = leakage(labels, samples), f"prove-timing-{name}"

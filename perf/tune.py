@@ -1,9 +1,9 @@
 """Searches the configurations of our kernels for the fastest on this device, and writes what it finds for the library to use.
 
-python -m perf.tune --set paper --seconds 600       a search for each kind of problem in the set
+python -m perf.tune --set paper --seconds 600       a search for each kind of operation in the set
 python -m perf.tune --set paper --dry --budget 30   no GPU: ranks what compiles without spills by the cost model
 
-A configuration serves a kind of problem (``rawattn.records.Kind``) whatever its length, so all cases of a kind are tuned at once.
+A configuration serves a kind of operation (``rawattn.records.Kind``) of any length, so all cases of a kind are tuned at once.
 The first population is what the cost model and the record think best. A candidate must be legal, compile without spills or
 serialized wgmma (in parallel processes, while the GPU times others) and be right before it is timed, in rounds interleaved with
 the incumbent. It takes the incumbent's place if, twice, it is 1 % faster and faster than the noise in the geometric mean over the
@@ -77,7 +77,7 @@ def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> 
 
 
 def beats(ratios: Sequence[Ratio]) -> bool:
-    """Whether ratios of the incumbent's time to a candidate's, one for each case, make the candidate the incumbent."""
+    """Says whether ratios of the incumbent's time to a candidate's, one for each case, make the candidate the incumbent."""
     mean = mean_ratio(ratios)
     return mean.value >= AHEAD and mean.low > 1 and min(each.value for each in ratios) >= BEHIND
 
@@ -147,7 +147,7 @@ class Tuner:
         return [*names, f"{self.us:.1f}", *str(self.ratio).split(" ", 1), f"{worst:.3f}", str(len(self.tried)), str(unfit)]
 
     def record(self, clocks: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
-        """What rawattn/records/__init__.py describes."""
+        """Returns a record as rawattn/records/__init__.py describes it."""
         like = self.group.member.like
         found: dict[str, Any] = {"kernel": self.kernel.name, "kind": dataclasses.asdict(self.group.kind)}
         found |= {"config": dataclasses.asdict(self.best)}
@@ -167,7 +167,7 @@ class Race:
         self.checks, self.loads = [Check(task) for task in self.tasks], dict[Any, list[timing.Load]]()
 
     def ready(self, config: Any) -> bool:
-        """Whether a configuration computes what it should and is worth a race; one that does not is rejected."""
+        """Says whether a configuration computes what it should and is worth a race; rejects one that fails."""
         try:
             self.loads[config] = [self.load(config, task, check) for task, check in zip(self.tasks, self.checks, strict=True)]
         except Exception as error:  # a kernel that fails is a result

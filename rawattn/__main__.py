@@ -48,7 +48,7 @@ console = Console(markup=False, highlight=False, soft_wrap=True)
 
 
 def show(options: Options) -> int:
-    """Prints what NVRTC is given for a problem, and what it makes of it."""
+    """Prints what NVRTC is given for an operation, and what it makes of it."""
     selection, source = _render(options)
     texts = {source.name: source.text, **dict(source.headers)}
     for path, text in texts.items():
@@ -72,13 +72,13 @@ def show(options: Options) -> int:
 
 
 def count_instructions(cubin: bytes) -> collections.Counter[str]:
-    """How often each instruction stands in the machine code."""
+    """Returns how often each instruction stands in the machine code."""
     text = compiler.disassemble(cubin)
     return collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text))
 
 
 def explain(options: Options) -> int:
-    """Prints which kernel and configuration a problem gets, why, and how the best configurations compare."""
+    """Prints which kernel and configuration an operation gets, why, and how the best configurations compare."""
     op, device = _operation(options), _device(options)
     selection = select(op, device)
     console.print(f"{api.explain_operation(op, device)}")
@@ -89,7 +89,7 @@ def explain(options: Options) -> int:
 
 
 def compile(options: Options) -> int:
-    """Compiles into the cache all that the kind of problem may get on such a device, and with --out what this one gets into a
+    """Compiles into the cache all that the kind of operation may get on such a device, and with --out what this one gets into a
     folder."""
     selection, source = _render(options)
     binary = _compile(source)
@@ -130,7 +130,7 @@ def clear(options: Options) -> int:
 
 
 def _render(options: Options) -> tuple[Selection, Source]:
-    """The kernel and configuration of the problem, and what NVRTC is given for them."""
+    """Returns the kernel and configuration of the operation, and what NVRTC is given for them."""
     op, device = _operation(options), _device(options)
     if device.is_cpu:
         raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/lanes.py, compiled by Numba.")
@@ -160,7 +160,7 @@ def _operation(options: Options) -> Forward:
 
 
 def _device(options: Options) -> Device:
-    """What to choose for: the GPU here if it is of the arch asked for, else a typical board."""
+    """Returns the device to choose for: the GPU here if it is of the arch asked for, else a typical board."""
     if options.arch == "cpu":
         return this_cpu()
     if driver.device_count() and options.arch in (None, driver.device(0).arch):

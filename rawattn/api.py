@@ -109,7 +109,7 @@ def attention_varlen(
             cu_seqlens_q[i + 1]. Starts with 0 and never falls; sequences may be empty. Rows past its last value are left as they
             are in o. On a GPU the values are not checked, since that would wait for the device.
         cu_seqlens_kv: the same for the rows of k and v.
-        max_seqlen_q, max_seqlen_kv: the longest lengths, or None where they are not known. They guide the choice of tiles; no
+        max_seqlen_q, max_seqlen_kv: the longest lengths, or None where they are not known. They guide which tiles are used; no
             result depends on them.
         The rest as in ``attention``.
 

@@ -121,8 +121,8 @@ def _import_cupy(what: str) -> Any:
 
 
 def _has_interface(x: Any) -> bool:
-    """Whether an array should come in through ``__cuda_array_interface__``. Before version 3 that names no stream to wait for, so
-    DLPack, which does, goes first where there is both."""
+    """Says whether an array should come in through ``__cuda_array_interface__``. Before version 3 that names no stream to wait
+    for, so DLPack, which does, goes first where there is both."""
     found = getattr(x, "__cuda_array_interface__", None)
     return found is not None and (found.get("version", 0) >= 3 or not hasattr(x, "__dlpack_device__"))
 
@@ -163,7 +163,7 @@ def _reader(cls: type) -> Callable[[Any, str], Array]:
 
 
 def read(x: Any, name: str) -> Array:
-    """What ``x``, the argument ``name``, is. Raises ProblemError where it is no array that can be read in place."""
+    """Returns ``x``, the argument ``name``, as an Array. Raises ProblemError where it is no array that can be read in place."""
     cls = type(x)
     reader = _readers.get(cls)
     if reader is None:
@@ -203,12 +203,12 @@ def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def address(x: Any) -> int:
-    """Where a torch or CuPy array begins."""
+    """Returns the address where a torch or CuPy array begins."""
     return x.data_ptr() if isinstance(x, _tensor) else x.data.ptr
 
 
 def requires_grad(*objects: Any) -> bool:
-    """Whether autograd would have to follow an operation on these."""
+    """Says whether autograd would have to follow an operation on these."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in objects)
 

@@ -26,7 +26,7 @@ class CacheWarning(RuntimeWarning):
 
 
 def cache_folder() -> pathlib.Path:
-    """Where kernels are kept: the environment variable RAWATTN_CACHE, else the user's cache folder. It need not exist yet.
+    """Returns the folder of kernels: the environment variable RAWATTN_CACHE, else the user's cache folder. It need not exist yet.
 
     Raises OSError where that depends on a home folder or a current folder which is unknown.
     """

@@ -63,7 +63,7 @@ class Config:
 
 
 def runs_on(device: Device) -> bool:
-    """Whether the device is one that this computes on."""
+    """Says whether this kernel computes on the device."""
     return device.is_cpu
 
 
@@ -90,7 +90,7 @@ def legal(config: Config, op: Forward, device: Device) -> str | None:
 
 
 def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
-    """The problems by which configurations are compared: itself, since its loops are compiled once for all configurations."""
+    """Returns the operations that compare configurations: only ``op``, as the loops are compiled once for all configurations."""
     return (op,)
 
 
@@ -196,7 +196,7 @@ def _spinner(text: str) -> Iterator[None]:
 
 
 def _storage(element: Element) -> np.dtype[Any]:
-    """How the loops see k and v: 16-bit formats as their bits."""
+    """Returns the dtype in which the loops see k and v: 16-bit formats are seen as their bits."""
     return np.dtype(np.uint16) if element.itemsize == 2 else np.dtype(element.dtype)
 
 
@@ -219,7 +219,7 @@ def _ends(name: str, cu_seqlens: Array, rows: int) -> list[int]:
 
 
 def _sequences(q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Array | None) -> list[tuple[Any, Any, Any]]:
-    """Where each sequence is: its rows of q, its rows of k, and its rows of lse."""
+    """Returns the place of each sequence: its rows of q, its rows of k, and its rows of lse."""
     if cu_seqlens_q is None or cu_seqlens_kv is None:
         return [(i, i, i) for i in range(len(q))]
     q_ends, kv_ends = _ends("cu_seqlens_q", cu_seqlens_q, len(q)), _ends("cu_seqlens_kv", cu_seqlens_kv, len(k))

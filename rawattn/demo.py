@@ -1,4 +1,4 @@
-"""What ``python -m rawattn`` shows: attention on this machine, checked against the reference and timed beside torch's.
+"""This module is ``python -m rawattn``: it shows attention on this machine, checked against the reference, timed beside torch's.
 
 torch and CuPy are imported by name, since either may be missing.
 """
@@ -55,7 +55,7 @@ def run(console: Console) -> int:
 
 
 def missing_gpu() -> tuple[str | None, bool]:
-    """Why no GPU can be used, None if one can; and whether that is a fault of this machine, not a lack."""
+    """Returns why no GPU can be used (None if one can), and whether that is a fault of this machine, not a lack."""
     try:
         driver.library()
         gpu = driver.device(0)
@@ -119,7 +119,7 @@ def cross_compile(console: Console) -> bool:
 
 
 def describe(binary: compiler.Binary) -> str:
-    """Where a kernel came from, its registers and spills."""
+    """Says where a kernel came from, and its registers and spills."""
     text = f"in {binary.seconds:.2f} s by NVRTC {binary.nvrtc}"
     text = text if binary.origin == "compiled" else f"earlier, {text}, now found on {binary.origin}"
     return f"{text}; {binary.registers} registers, {binary.spill_bytes} bytes spilled"

@@ -1,4 +1,4 @@
-"""What is known of a device, as a frozen value: kernels and the chooser depend on these facts and on nothing else."""
+"""This module holds what is known of a device, as a frozen value: kernels and the chooser depend on these facts only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``python -m rawattn doctor`` looks at: whether this machine has what attention() needs, and what to do where not."""
+"""This module is ``python -m rawattn doctor``: it says whether attention() has all it needs here, and what to do where not."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _nvrtc(cuda: Version | None) -> Finding:
 
 
 def _pip_line(cuda: Version | None) -> str:
-    """What brings bindings, CuPy and NVRTC to a machine whose driver supports this CUDA version; None where there is no GPU."""
+    """Returns what installs bindings, CuPy and NVRTC where the driver supports this CUDA version, which is None without a GPU."""
     if cuda is None:
         return f"to compile for a GPU, {compiler.PIP_LINE}"
     return f"pip install 'rawattn[{'cuda13' if cuda >= (13, 0) else 'cuda12'}]'"

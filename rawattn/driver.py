@@ -136,7 +136,7 @@ def _side_stream(index: int) -> Any:
 
 
 class Facts(NamedTuple):
-    """What a kernel states about itself; the struct of tile/facts.cuh."""
+    """The facts that a kernel states about itself; this is the struct of tile/facts.cuh."""
 
     smem_bytes: int
     args_bytes: int
@@ -245,7 +245,7 @@ _locks: list[int] = []  # of graphs that are gone, acquired again
 
 
 class _Kept:
-    """What a graph keeps alive."""
+    """The objects that a graph keeps alive."""
 
     def __init__(self, graph: Any) -> None:
         """Gives the graph a user object, which the driver destroys with the graph and all that is made of it."""
@@ -259,7 +259,7 @@ class _Kept:
         call("cuGraphRetainUserObject", graph, user_object, 1, int(move))
 
     def is_over(self) -> bool:
-        """Whether the graph is gone; to be asked until it is. Its lock may serve another graph then."""
+        """Says whether the graph is gone. Callers ask until it is; its lock may serve another graph then."""
         gone = bool(_acquire_lock(self._lock, 0))
         if gone:
             _locks.append(self._lock)
@@ -415,7 +415,7 @@ def _geometry(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box:
 
 @functools.lru_cache(maxsize=1024)
 def tensor_map(pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
-    """The 128 bytes that tell the copy engine about a tensor: sizes (elements, fastest first), strides (bytes, of all dimensions
+    """Returns the 128 bytes that describe a tensor to TMA: sizes (elements, fastest first), strides (bytes, of all dimensions
     but the first) and the box that one copy brings, swizzled over 128 bytes."""
     before, after = _geometry(dtype, sizes, strides, box)
     encoded = call("cuTensorMapEncodeTiled", *before, pointer, *after)

@@ -1,4 +1,4 @@
-"""What can go wrong, by whose doing.
+"""This module defines the errors, ordered by who causes them.
 
 RawattnError
   ProblemError(ValueError)                the call is wrong: the argument, what was given, what is needed

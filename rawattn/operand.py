@@ -13,8 +13,8 @@ from .variant.element import ELEMENTS
 
 
 class Layout(NamedTuple):
-    """What kernels may ask of how arrays lie in memory: why TMA cannot read them, and why threads cannot read them 16 bytes at a
-    time; None where they can."""
+    """The facts that kernels may ask about how arrays lie in memory: why TMA cannot read them, and why threads cannot read them
+    16 bytes at a time; None where they can."""
 
     tma_unsupported: str | None = None
     unaligned: str | None = None

@@ -258,7 +258,7 @@ class GpuCall:
         return tuple(launches)
 
     def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
-        """What a field holds that depends on the outputs or on the stream."""
+        """Returns the value of a field that depends on the outputs or on the stream."""
         if isinstance(fill, Counter):
             return driver.counters(self._device).take(stream_id, capturing)
         if isinstance(fill, Scratch):
@@ -266,7 +266,7 @@ class GpuCall:
         return _of_array(fill, outputs[fill.operand])
 
     def _filled(self, field: Field, launch: Launch) -> Any:
-        """What a field holds that follows from the operation and its inputs; a placeholder for one that is open."""
+        """Returns the value of a field that follows from the operation and its inputs, or a placeholder for an open field."""
         fill = field.fill
         if type(fill) is Value:
             return launch.values[field.name]

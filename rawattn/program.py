@@ -1,4 +1,4 @@
-"""What a kernel makes of an operation: launches with their arguments, and the scratch memory between them. Plain values."""
+"""This module defines what a kernel makes of an operation, as plain values: launches with arguments, scratch memory between."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Program(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def offsets(scratch: tuple[Buffer, ...], alignment: int = 256) -> tuple[dict[str, int], int]:
-    """Where each buffer begins in one allocation, and the bytes of all."""
+    """Returns where each buffer begins in one allocation, and the bytes of all."""
     found, end = {}, 0
     for buffer in scratch:
         found[buffer.name] = end

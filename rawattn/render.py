@@ -76,7 +76,7 @@ struct {name} {{
 
 
 class ArgsLayout(NamedTuple):
-    """How ``struct Args`` lies in memory. ``pack`` takes a value for each field, in order."""
+    """The layout of ``struct Args`` in memory. ``pack`` takes a value for each field, in order."""
 
     pack: struct.Struct
     offsets: dict[str, int]
@@ -120,7 +120,7 @@ def _text(path: str) -> str:
 
 
 def source(file: str, config: str, arch: str) -> Source:
-    """What NVRTC is given for ``file`` of ``cuda_src/``: the headers it reaches and no others, so that a change to one
+    """Returns what NVRTC is given for ``file`` of ``cuda_src/``: the headers it reaches and no others, so that a change to one
     recompiles just the kernels that use it."""
     headers = {"config.cuh": config}
     pending = [_text(file), config]

@@ -1,4 +1,4 @@
-"""Which kernel and which configuration serve an operation on a device."""
+"""This module decides which kernel and which configuration serve an operation on a device."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _configure(kernel: Any, op: Forward, device: Device, config: Any) -> tuple[A
 
 
 class Tuned(NamedTuple):
-    """What the operations of a kind run in that are most like one of its tuning shapes."""
+    """The configuration that serves those operations of a kind that are most like one of its tuning shapes."""
 
     like: Forward
     modelled: Any  # the cheapest configuration by the cost model
@@ -151,8 +151,8 @@ def config_set(kernel: Any, shapes: tuple[Forward, ...], device: Device) -> tupl
 
 
 def nearest(kernel: Any, members: tuple[Tuned, ...], op: Forward, device: Device) -> tuple[Tuned, float]:
-    """The member that serves an operation, and the seconds that the cost model expects of its own choice for it. It is found by
-    that choice, so that a record changes what a kind runs in, not which operations are of that kind."""
+    """Returns the member that serves an operation, and the seconds that the cost model expects of its own configuration for it.
+    That one finds the member, so that a record changes what a kind runs in, not which operations are of that kind."""
     costs = [kernel.cost(member.modelled, op, device) for member in members]
     best = min(range(len(members)), key=costs.__getitem__)
     return members[best], costs[best]

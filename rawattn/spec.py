@@ -47,7 +47,7 @@ class Spec:
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What a compiled kernel depends on: all but the run-time values."""
+        """Returns what a compiled kernel depends on: all but the run-time values."""
         negative = self.scale is not None and self.scale < 0
         return (self.mask.kind, self.score.kind, negative, self.return_lse, self.constant_time)
 

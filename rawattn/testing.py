@@ -1,4 +1,4 @@
-"""Problems to test with: a ``Case`` makes inputs, ``expect`` says what must come out, ``cases`` draws cases with Hypothesis.
+"""This module tests kernels: a ``Case`` makes inputs, ``expect`` says what must come out, ``cases`` draws cases with Hypothesis.
 
 >>> @hypothesis.given(rawattn.testing.cases(dtypes=("bf16", "fp16"), layouts=("contiguous", "packed")))
 ... def test_mine(case):
@@ -36,7 +36,7 @@ MARGIN = 64  # elements of NaN before and after an array
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention problem with its data.
+    """One attention operation with its data.
 
     ``lengths`` are (q_len, kv_len) of sequences that are packed end to end; they stand for batch, q_len and kv_len. ``layout`` is
     how q, k and v lie in memory, where all that lies between and beside their elements is NaN:
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What differs from the defaults, as a test's id."""
+        """Returns what differs from the defaults, as a test's id."""
         changed = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return ", ".join(f"{name}={value}" for name, value in changed) or "default"
 
@@ -187,8 +187,8 @@ def _moved(x: Array, library: str, device: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What attention must give: o and lse of the reference, and the largest error allowed in each: o_error (..., 1) in each row,
-    lse_error in each number."""
+    """The results that attention must give: o and lse of the reference, and the largest error allowed in each: o_error (..., 1)
+    in each row, lse_error in each number."""
 
     o: Array
     lse: Array
@@ -204,8 +204,8 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedBackward:
-    """What a backward must give: the gradients of the reference by name, and the largest error allowed in each row of dq, dk and
-    dv, (..., 1), and in each number of dsinks."""
+    """The results that a backward must give: the gradients of the reference by name, and the largest error allowed in each row of
+    dq, dk and dv, (..., 1), and in each number of dsinks."""
 
     gradients: dict[str, Array]
     errors: dict[str, Array]
@@ -349,7 +349,7 @@ def _sizes(q: Any, options: dict[str, Any], power: int) -> _Sizes:
 
 
 class _Tolerance:
-    """What the dtype of q says of errors."""
+    """The errors that the dtype of q allows."""
 
     def __init__(self, q: Any) -> None:
         dtype = str(q.dtype).rpartition(".")[2]
@@ -365,7 +365,7 @@ class _Tolerance:
         return float(ratio[np.isfinite(ratio)].max(initial=0.0))
 
     def rows(self, plain: Array, exact: Array, size: Array, least: float = 0.0) -> Array:
-        """What each row of o or of a gradient may err; ``least`` is what the ratio counts at least, in eps."""
+        """Returns how much each row of o or of a gradient may err; the ratio counts as at least ``least`` eps."""
         size = _finite(size).max(-1, keepdims=True, initial=0.0)
         ratio = max(self.ratio(plain, exact, size), least * self.eps)
         largest = _finite(np.abs(exact)).max(-1, keepdims=True, initial=0.0) if self.is_16_bit else size

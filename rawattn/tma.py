@@ -1,4 +1,5 @@
-"""What can be read 16 bytes at a time, by the tensor copy engine (TMA) or by threads, as functions of shape, strides and pointer.
+"""This module says which arrays the Tensor Memory Accelerator (TMA) or threads can read 16 bytes at a time, by shape, strides
+and pointer.
 
 The driver checks what TMA needs when it makes a tensor map, but only on a machine that has one, and it gives no reason.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html
@@ -32,8 +33,8 @@ class Geometry(NamedTuple):
 def tma_unsupported_reason(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0
 ) -> str | None:
-    """Why the copy engine cannot read the array ``name``, (batch, rows, heads, columns) or (rows, heads, columns), with strides
-    in elements; None where it can."""
+    """Returns why TMA cannot read the array ``name``, (batch, rows, heads, columns) or (rows, heads, columns), with strides in
+    elements; None where it can."""
     if 0 in shape:
         return None
     if pointer % ALIGNMENT:
@@ -52,7 +53,7 @@ def tma_unsupported_reason(
 
 
 def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int) -> bool:
-    """Whether it is plain at a glance that TMA and threads can read an array: the common case of the two reasons below."""
+    """Says whether a quick test shows that TMA and threads can read an array. If not, the functions that give reasons decide."""
     if pointer % ALIGNMENT:
         return False
     for size, stride in zip(shape[:-1], strides, strict=False):
@@ -62,7 +63,7 @@ def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, po
 
 
 def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
-    """Why threads cannot read the rows of an array 16 bytes at a time, as ``tma_unsupported_reason`` does for TMA."""
+    """Returns why threads cannot read the rows of an array 16 bytes at a time, as ``tma_unsupported_reason`` does for TMA."""
     if 0 in shape:
         return None
     steps = [stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
@@ -76,7 +77,7 @@ def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int) -> Geometry:
-    """How the copy engine reads a (batch, rows, heads, columns) or packed (rows, heads, columns) array that fits it."""
+    """Returns how TMA reads a (batch, rows, heads, columns) or packed (rows, heads, columns) array that fits it."""
 
     def plain(axis: int) -> tuple[int, int, int]:  # size, stride in bytes, step
         if shape[axis] == 1 or strides[axis] == 0:

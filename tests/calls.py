@@ -24,7 +24,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def attend(case: Case, *inputs: Any, kernel: Kernel | None = None, **options: Any) -> Any:
-    """What ``rawattn.attention`` or ``attention_varlen`` gives for these inputs: (o, lse) unless the options say otherwise.
+    """Returns what ``rawattn.attention`` or ``attention_varlen`` gives for these inputs: (o, lse) unless the options differ.
     ``kernel`` computes it; None leaves the choice to the library."""
     options = {**case.options, "return_lse": True, "kernel": kernel and kernel.name, **options}
     if case.sinks:

@@ -1,4 +1,5 @@
-"""What all tests share: a cache folder of their own, the path for processes they start, and the reason to skip GPU tests."""
+"""This module holds what all tests share: a cache folder of their own, the path for processes they start, and the reason to skip
+GPU tests."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @functools.cache
 def missing_gpu(which: str = "Hopper") -> str | None:
-    """Why tests marked ``gpu`` or ``gpu("any")`` cannot run here; None where they can."""
+    """Says why tests marked ``gpu`` or ``gpu("any")`` cannot run here; None if they can."""
     needs = "needs a Hopper GPU" if which == "Hopper" else "needs a GPU of compute capability 7.5 or newer"
     try:
         from cupy.cuda import runtime

@@ -25,7 +25,7 @@ extern "C" __global__ __launch_bounds__(cfg::threads) void snippet(const __grid_
 def source(
     text: str, fields: Fields, constants: Mapping[str, int], products: Sequence[str], options: Mapping[str, Option]
 ) -> compiler.Source:
-    """What is compiled: ``text`` behind a configuration like a kernel's."""
+    """Returns the source that is compiled: ``text`` behind a configuration like a kernel's."""
     config = render.config_header(constants, fields, products, {"Element": BF16, **options})
     headers = tuple({**HEADERS, "config.cuh": config}.items())
     return compiler.Source("snippet.cu", f'#include "config.cuh"\n#include "tile/facts.cuh"\n{text}{ENTRY}', headers, "sm_90a")

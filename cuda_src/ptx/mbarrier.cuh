@@ -14,7 +14,7 @@ struct Mbarrier {
     __device__ void arrive() {
         asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(smem_address(this)) : "memory");
     }
-    // Arrives, and announces bytes that the copy engine will bring.
+    // Arrives, and announces bytes that TMA will bring.
     __device__ void arrive_expect(u32 bytes) {
         asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(this)), "r"(bytes) : "memory");
     }
@@ -26,7 +26,7 @@ struct Mbarrier {
     }
 };
 
-// Makes new barriers visible to the copy engine.
+// Makes new barriers visible to TMA.
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 }  // namespace ptx

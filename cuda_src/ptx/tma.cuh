@@ -1,5 +1,5 @@
 #pragma once
-// The tensor copy engine: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+// The Tensor Memory Accelerator (TMA): https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 // A box of a tensor map goes to shared memory; elements outside the tensor become zero, their bytes count on the barrier.
 #include "ptx/mbarrier.cuh"
 

@@ -1,5 +1,5 @@
 #pragma once
-// A tensor that the copy engine reads. A dimension that repeats one row (stride 0) has size 1 in the map and step 0 here.
+// A tensor that TMA reads. A dimension that repeats one row (stride 0) has size 1 in the map and step 0 here.
 #include "ptx/tma.cuh"
 #include "tile/sequence.cuh"
 
@@ -11,7 +11,7 @@ struct TmaTensor {
     __device__ void load(void* to, ptx::Mbarrier& full, BatchEntry at, i32 column, i32 row, i32 head) const {
         ptx::tma_load(to, map, full, column, row, head * head_step, at.index * batch_step);
     }
-    // The copy engine must fill up with zeros where a sequence ends, although the next one follows: a NaN there times a weight of 0
+    // TMA must fill up with zeros where a sequence ends, although the next one follows: a NaN there times a weight of 0
     // would reach kept rows. Its bounds are those of the tensor map, so the map (columns, 2^30 rows, heads, a, b) has two more
     // dimensions that move the end: row 2^30 - length + i is inside for i < length, and a = 2^30 with stride 2^34 - row bytes,
     // b = first + length with stride row bytes bring its address back to first + i, since 2^30 * 2^34 wraps around 64 bits.

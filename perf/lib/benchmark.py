@@ -25,7 +25,7 @@ from .task import Task
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How cases are raced. ``rounds`` None stands for the protocol's own, ``peers`` None for all that are installed, and
+    """The settings of a race. ``rounds`` None stands for the protocol's own, ``peers`` None for all that are installed, and
     ``kernel`` None for the library's choice. No case begins after ``seconds``; ``quick`` leaves away all but the times."""
 
     protocol: str = "burst"
@@ -100,7 +100,7 @@ class Benchmark:
             found.plan_us = self.gpu.host_us(our_plan(task, found.name, self.settings.kernel), found.us)
 
     def ceilings(self) -> dict[str, float]:
-        """What the machine reaches in the same protocol: a large bf16 matrix product and a large copy."""
+        """Returns the speeds that the machine reaches in the same protocol: a large bf16 matrix product and a large copy."""
         torch, size, copied = self.gpu.torch, 8192, 2 << 30
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         product, source = torch.empty_like(a), torch.empty(copied, dtype=torch.uint8, device="cuda")

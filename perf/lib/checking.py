@@ -1,4 +1,4 @@
-"""Whether what was timed was right: sampled rows of an output against the float64 reference, all of it against NaN."""
+"""This module checks timed outputs: it compares sampled rows with the float64 reference, and looks for NaN in all the output."""
 
 from __future__ import annotations
 

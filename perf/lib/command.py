@@ -1,4 +1,4 @@
-"""What every tool's command line shares."""
+"""This module holds what all tools' command lines share."""
 
 from __future__ import annotations
 

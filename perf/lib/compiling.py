@@ -47,5 +47,5 @@ class Pool:
 
 
 def faults(binary: Binary) -> str:
-    """Why a compiled kernel is not fit to be timed: spills, or wgmma that ptxas serialized. Empty where there is nothing."""
+    """Says why a compiled kernel is not fit to be timed: spills, or wgmma that ptxas serialized. Empty if it is fit."""
     return ", ".join([*([f"{binary.spill_bytes} bytes spilled"] if binary.spill_bytes else []), *binary.advisories])

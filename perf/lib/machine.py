@@ -1,4 +1,5 @@
-"""What a figure depends on besides the code: device, clocks, power, temperature, driver, libraries, sources, commit."""
+"""This module reads what figures depend on besides code:
+device, clocks, power, temperature, driver, libraries, sources, commit."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def source_hash() -> str:
 
 
 def _output(*words: str) -> str:
-    """What a program prints; empty where it is not there or fails."""
+    """Returns what a program prints, or an empty string if it is not there or fails."""
     try:
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -72,7 +73,7 @@ def facts() -> dict[str, Any]:
 
 
 def _reader() -> tuple[Callable[[], tuple[float, ...]], float]:
-    """What reads the GPU's state, and how many seconds it should be left alone between two readings."""
+    """Returns the function that reads the GPU's state, and how many seconds to wait between two readings."""
     try:
         import pynvml as nvml
 

@@ -1,4 +1,4 @@
-"""What is in a kernel's machine code: its instructions, its loops, and how often each instruction stands there."""
+"""This module reads a kernel's machine code: its instructions, its loops, and how often each instruction occurs."""
 
 from __future__ import annotations
 

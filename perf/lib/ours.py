@@ -68,7 +68,7 @@ def our_options(case: Case, name: str, kernel: str | None = None) -> dict[str, A
 
 
 def sources(names: dict[Case, list[str]], device: Device, kernel: str | None = None) -> Iterator[Source]:
-    """What our contenders will run; a configuration that cannot run will say so when its turn comes."""
+    """Yields the sources that our contenders will run; a configuration that cannot run will say so when its turn comes."""
     for case in names:
         for options in (our_options(case, name, kernel) for name in names[case]):
             with contextlib.suppress(RawattnError):

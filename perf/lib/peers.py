@@ -105,7 +105,7 @@ def fa3(task: Task) -> Call:
 
 
 def flash(module: str, task: Task) -> Call:
-    """What the packages of FlashAttention 2, 3 and 4 have in common."""
+    """Returns the call of a package of FlashAttention 2, 3 or 4, as far as they have it in common."""
     task.refuse()
     case, library = task.case, importlib.import_module(module)
     more: dict[str, Any] = {"causal": case.causal, "softmax_scale": case.scale}

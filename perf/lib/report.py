@@ -1,4 +1,4 @@
-"""What a timing run found, and how it is written: JSON with everything, CSV with a line per contender, Markdown to read."""
+"""This module writes what a timing run found: JSON with everything, CSV with a line per contender, Markdown to read."""
 
 from __future__ import annotations
 

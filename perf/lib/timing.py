@@ -1,4 +1,4 @@
-"""How GPU work is timed: CUDA events behind a spin, graph replay, host clocks, and the two protocols.
+"""This module times GPU work by two protocols, with CUDA events behind a spin, graph replay, and host clocks.
 
 - burst: rounds of about 12 ms after 20 ms of rest, contenders interleaved, shuffled: the clock is high.
 - sustained: each alone under load for a second after 0.3 s of warm-up, shuffled: power sets the clock, as in training.

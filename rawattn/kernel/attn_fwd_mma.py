@@ -50,8 +50,8 @@ class Config:
 
 
 def packs(op: Forward) -> bool:
-    """Whether the queries of all heads that share a key head should be the rows of a tile: where they are few, so that tiles of
-    64 rows of one head would be emptier by a tenth. Not for varlen, where sequences have as many queries as they like."""
+    """Says whether the queries of all heads that share a key head should be the rows of a tile: where they are few, so that tiles
+    of 64 rows of one head would be emptier by a tenth. Not for varlen, where sequences have any number of queries."""
     if op.heads == op.kv_heads or op.varlen or not op.q_len:
         return False
     alone, together = (n / (-(-n // 64) * 64) for n in (op.q_len, op.q_len * op.heads_per_kv))
@@ -99,12 +99,12 @@ def register_limit(config: Config, device: Device) -> int:
 
 
 def _uneven(warps: float) -> float:
-    """How much longer the four schedulers take, each with its own tensor core, than if the warps were spread evenly."""
+    """Returns how much longer the four schedulers, each with its own tensor core, take than with evenly spread warps."""
     return float(np.ceil(warps / 4) * 4 / warps)
 
 
 def _larger(a: float, b: float) -> float:
-    """What two things take that overlap, nearly."""
+    """Returns about the time that two overlapping things take."""
     return float((a**4 + b**4) ** 0.25)
 
 

@@ -19,7 +19,7 @@ from . import tiling
 class Kernel(abc.ABC):
     """One file of ``cuda_src/`` and all that the host knows about it. Nothing about a kernel is known elsewhere.
 
-    ``config_type`` is a frozen dataclass of compile-time choices. ``alignment`` is what outputs need, in bytes. Two kernels share
+    ``config_type`` is a frozen dataclass of compile-time options. ``alignment`` is what outputs need, in bytes. Two kernels share
     by the functions of ``tiling.py``, never by importing each other. An ablation is a subclass.
     """
 
@@ -30,14 +30,14 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def runs_on(self, device: Device) -> bool:
-        """Whether the device has the instructions."""
+        """Says whether the device has the instructions."""
 
     @abc.abstractmethod
     def supports(self, op: Forward, device: Device) -> list[str]:
         """The reasons why this kernel does not compute the operation on the device; none where it does."""
 
     def prefers(self, op: Forward) -> bool:
-        """Whether it is the first choice for an operation that it supports; another kernel goes before it where it is not."""
+        """Says whether it comes first for an operation that it supports; where it does not, another kernel goes before it."""
         return True
 
     @abc.abstractmethod

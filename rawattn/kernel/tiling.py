@@ -1,5 +1,5 @@
-"""What the host sides of kernels share: what they refuse, their options and values, their tiles, and the operations that stand
-for a kind."""
+"""This module holds what the host sides of kernels share: what they refuse, their options and values, their tiles, and the
+operations that stand for a kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLIT_KEYS, MOST_SPLITS = 256, 32  # fewest keys of a split, most splits of a ro
 
 
 def is_few(op: Forward) -> bool:
-    """Whether the queries of all heads that share a key head fit one tile of 64 rows, as in decoding."""
+    """Says whether the queries of all heads that share a key head fit one tile of 64 rows, as in decoding."""
     return not op.varlen and 0 < op.q_len * op.heads_per_kv <= 64
 
 

@@ -1,4 +1,4 @@
-"""What is asked for: frozen values that name their arrays, check them, and know their floating-point operations and bytes."""
+"""This package defines operations: frozen values that name and check arrays and count floating-point operations and bytes."""
 
 from .forward import Forward
 

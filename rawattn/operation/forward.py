@@ -152,8 +152,8 @@ class Forward:
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What compiled kernels depend on. Operations of one kind differ in lengths, numbers of sequences and heads, and in the
-        run-time values of their options."""
+        """Returns what compiled kernels depend on. Operations of one kind differ in lengths, numbers of sequences and heads, and
+        in the run-time values of their options."""
         return (type(self), self.element.name, self.head_dim, self.head_dim_v, self.spec.kind, self.varlen, self.sinks)
 
     # ---- its size

@@ -1,12 +1,12 @@
-"""Which configuration was measured to be the fastest on a device, for each kind of operation. Written by perf/tune.py.
+"""This package holds the fastest measured configuration on a device for each kind of operation. perf/tune.py writes it.
 
 ``DEVICE.jsonl`` in this folder (``Device.slug`` of the device, such as ``h200``) has a JSON object a line:
 
     kernel       name of the kernel, such as "attn_fwd"
-    kind         the fields of ``Kind``: what the problems have in common that the configuration serves
+    kind         the fields of ``Kind``: what the operations have in common that the configuration serves
     config       the fields of the kernel's Config
     code_hash    of what was measured: ``Source.code_key`` of the kernel in this configuration, its first 16 digits
-    ratio        time of the cost model's choice over this one's, geometric mean over ``cases``, and [low, high] as ``interval``
+    ratio        time with the cost model's config over this one's, geometric mean over ``cases``, and [low, high] as ``interval``
     worst        the least such ratio of a case
     us           microseconds, geometric mean over ``cases``
     cases        labels of what it was measured on
@@ -32,7 +32,7 @@ FOLDER = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a tuning shape of a kernel stands for. Nothing in it comes from the lengths of a call but by way of the tuning
+    """The kind of operation that a tuning shape of a kernel stands for. The lengths of a call enter it only through the tuning
     shape that the call is like, so a new length needs no new configuration."""
 
     kernel: str
@@ -83,7 +83,7 @@ def _installed(slug: str) -> dict[Kind, dict[str, Any]]:
 
 
 def find(kernel: Any, shape: Forward, device: Device) -> Record | None:
-    """What was measured for a kernel's tuning shape on a device; None where nothing was, or where it counts no more."""
+    """Returns what was measured for a kernel's tuning shape on a device; None where nothing was, or where it counts no more."""
     found = _installed(device.slug).get(Kind.of(kernel, shape)) if not device.is_cpu else None
     return None if found is None else current(found, kernel, shape, device)
 

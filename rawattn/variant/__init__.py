@@ -1,8 +1,8 @@
-"""The choices of each axis of variation: the Python face of ``cuda_src/variant/``.
+"""This package defines the options of each axis of variation: it is the Python face of ``cuda_src/variant/``.
 
-A choice is a frozen value. It names the C++ type that takes its place in the kernel, the files that define that type, the
+An option is a frozen value. It names the C++ type that takes its place in the kernel, the files that define that type, the
 constants it adds to ``cfg::`` (compile-time: a new value is a new kernel) and the fields it adds to ``Args`` (run-time: a new
-value compiles nothing). Two choices with the same ``kind`` share one compiled kernel.
+value compiles nothing). Two options with the same ``kind`` share one compiled kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..program import Fields
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One choice on one axis; subclasses set the class variables and hold the run-time values as fields."""
+    """One option on one axis; subclasses set the class variables and hold the run-time values as fields."""
 
     type: ClassVar[str]
     source: ClassVar[str]
@@ -32,12 +32,12 @@ class Option:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What it adds to ``namespace cfg``."""
+        """Returns what it adds to ``namespace cfg``."""
         return {}
 
     @property
     def fields(self) -> Fields:
-        """What it adds to ``struct Args``."""
+        """Returns what it adds to ``struct Args``."""
         return ()
 
     @property
@@ -47,15 +47,42 @@ class Option:
 
     @property
     def constant_time(self) -> Option:
-        """The choice that computes the same by instructions that do not depend on the data: itself, if its do not."""
+        """Returns the option that computes the same by instructions that do not depend on the data: itself, if its do not."""
         return self
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What a compiled kernel depends on: everything but the run-time values."""
+        """Returns what a compiled kernel depends on: everything but the run-time values."""
         return (self.cuda_type, self.sources, tuple(self.constants.items()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Wrapper(Option):
+    """An option made of another one, ``base``: a C++ template on its type. Subclasses may add ``fields``."""
+
+    base: Option
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.base.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return self.base.constants
+
+    @property
+    def fields(self) -> Fields:
+        return self.base.fields
+
+    @property
+    def constant_time(self) -> Option:
+        return dataclasses.replace(self, base=getattr(self.base, "constant_time", self.base))
+
+
 def constant_time(choices: dict[str, Option]) -> dict[str, Option]:
-    """The choices in the forms whose instructions do not depend on the data."""
+    """Returns the options in the forms whose instructions do not depend on the data."""
     return {axis: getattr(choice, "constant_time", choice) for axis, choice in choices.items()}

@@ -1,4 +1,4 @@
-"""Where key and value bytes come from."""
+"""This module says where key and value bytes come from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import Option
 
 @dataclasses.dataclass(frozen=True)
 class TmaKv(Option):
-    """Plain strided tensors, read by the copy engine."""
+    """Plain strided tensors, read by TMA."""
 
     type: ClassVar[str] = "TmaKv"
     source: ClassVar[str] = "variant/kv/tma.cuh"

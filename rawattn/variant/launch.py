@@ -1,4 +1,4 @@
-"""Whether a kernel may begin before the launch in front of it has ended."""
+"""This module says whether a kernel may begin before the launch in front of it has ended."""
 
 from __future__ import annotations
 

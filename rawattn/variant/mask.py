@@ -1,4 +1,4 @@
-"""Which (query, key) pairs count.
+"""This module says which (query, key) pairs count.
 
 Every mask here keeps one run of keys per query. ``interval`` says which, and is the whole definition: the reference, the CPU
 path and the brute-force tests of the CUDA files all read it.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..errors import ProblemError
 from ..program import Field, Fields
-from . import Option
+from . import Option, Wrapper
 
 Ints = npt.NDArray[np.int64]
 UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fits an int32
@@ -25,7 +25,7 @@ ALIGNMENTS = ("bottom_right", "top_left")
 
 
 class Mask(Protocol):
-    """A choice that is also a set of (query, key) pairs."""
+    """An option that is also a set of (query, key) pairs."""
 
     @property
     def kind(self) -> tuple[object, ...]: ...
@@ -184,24 +184,12 @@ class Both(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitMask(Option):
-    """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of tile_kv. It wraps what
-    the kernel has for a mask, and ``StorePartial`` and a split scheduler go with it."""
+class SplitMask(Wrapper):
+    """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of tile_kv. It wraps what the kernel
+    has for a mask, and ``StorePartial`` and a split scheduler go with it."""
 
-    base: Option
+    type: ClassVar[str] = "SplitMask"
     source: ClassVar[str] = "variant/mask/split.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"SplitMask<{self.base.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.base.sources, self.source)
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return self.base.constants
 
     @property
     def fields(self) -> Fields:

@@ -14,7 +14,7 @@ MOST_ARRAYS = 16  # in a launch's arguments
 
 @dataclasses.dataclass(frozen=True)
 class Scratch(Option):
-    """What ``StorePartial`` left of ``splits`` splits."""
+    """The results that ``StorePartial`` left of ``splits`` splits."""
 
     type: ClassVar[str] = "Scratch"
     source: ClassVar[str] = "variant/parts/scratch.cuh"

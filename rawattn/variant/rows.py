@@ -1,4 +1,4 @@
-"""Where the rows of a sequence lie in q, k, v and o."""
+"""This module says where the rows of a sequence lie in q, k, v and o."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ..program import Field, Fields, Pointer
-from . import Option
+from . import Option, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,30 +34,12 @@ class PackGqa(Dense):
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfPackGqa(Option):
+class _OfPackGqa(Wrapper):
     """An option that knows queries and one head, as such rows need it: each row has that of its own."""
-
-    base: Option
 
     @property
     def cuda_type(self) -> str:
         return f"{self.type}<{self.base.cuda_type}, Rows>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.base.sources, self.source)
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return self.base.constants
-
-    @property
-    def fields(self) -> Fields:
-        return self.base.fields
-
-    @property
-    def constant_time(self) -> Option:
-        return dataclasses.replace(self, base=getattr(self.base, "constant_time", self.base))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +72,11 @@ class Varlen(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class WithOffset(Option):
+class WithOffset(Wrapper):
     """Rows whose tensors are a part of longer sequences: ``q_offset`` and ``kv_offset`` are the positions of their first rows."""
 
-    base: Option
+    type: ClassVar[str] = "WithOffset"
     source: ClassVar[str] = "variant/rows/offset.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"WithOffset<{self.base.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.base.sources, self.source)
 
     @property
     def fields(self) -> Fields:

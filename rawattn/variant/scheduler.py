@@ -1,4 +1,4 @@
-"""Which tile of queries a block takes, and when."""
+"""This module says which tile of queries a block takes, and when."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def number(name: str, value: Any, need: str) -> float:
 
 
 class Score(Protocol):
-    """A choice that is also a function of the scaled dot product.
+    """An option that is also a function of the scaled dot product.
 
     The kernel computes exp2(factor * f(s)) of the raw dot product s, where ``f`` is the C++ type's operator.
 

@@ -1,4 +1,4 @@
-"""How the reference of a row's exponentials follows the row's maximum."""
+"""This module says how the reference of a row's exponentials follows the row's maximum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ..program import Field, Fields, Pointer
-from . import Option
+from . import Option, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,24 +44,12 @@ class Plain(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class WithSink(Option):
+class WithSink(Wrapper):
     """Adds a logit without a value to each row's sum, one for each query head."""
 
-    base: Option
+    type: ClassVar[str] = "WithSink"
     source: ClassVar[str] = "variant/softmax/sink.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"WithSink<{self.base.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.base.sources, self.source)
 
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("sinks", "const Number*", Pointer("sinks")))
-
-    @property
-    def constant_time(self) -> Option:
-        return WithSink(getattr(self.base, "constant_time", self.base))

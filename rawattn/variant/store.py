@@ -1,4 +1,4 @@
-"""What leaves a block."""
+"""This module says what a block writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a weight between its sum and the product with v."""
+"""This module says what becomes of a weight between its sum and the product with v."""
 
 from __future__ import annotations
 

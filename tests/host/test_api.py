@@ -516,7 +516,7 @@ def test_foreign_array_on_a_device_of_another_kind() -> None:
 def on_gpu(
     *shape: int, dtype: str = "bf16", device: int = 0, pointer: int = 1 << 20, strides: tuple[int, ...] | None = None
 ) -> Array:
-    """What arrays.read says of a CuPy array."""
+    """Returns what arrays.read says of a CuPy array."""
     steps = [1]
     for size in shape[:0:-1]:
         steps.insert(0, steps[0] * size)
@@ -586,7 +586,7 @@ def test_array_that_the_copy_engine_can_read() -> None:
 
 
 class OnGpu:
-    """What another library's array on a GPU looks like."""
+    """A class that stands for another library's array on a GPU."""
 
     __cuda_array_interface__ = types.MappingProxyType({"shape": (1,), "typestr": "<f4", "data": (4096, False), "version": 3})
 

@@ -74,7 +74,7 @@ def covering() -> Iterator[Combination]:
 
 
 def faults(combination: Combination) -> str:
-    """What the compiler's log has against a kernel; empty if nothing."""
+    """Returns what the compiler's log has against a kernel; empty if nothing."""
     asked, config = combination
     try:
         binary = compiler.compile(ATTN_FWD.render(asked, config, DEVICE.arch))
@@ -116,7 +116,7 @@ def test_machine_code() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_descriptors_stay_in_uniform_registers(head_dim: int) -> None:
-    """Where the compiler cannot see that a ring's stage is the same in the whole warp, it moves each descriptor by R2UR: some
+    """The compiler moves each descriptor by R2UR if it cannot see that a ring's stage is the same in the whole warp: some
     three for each product of a step. Whether it sees that depends on its version, so this counts what came out."""
     asked = operation((head_dim, head_dim), FACTORS["grid"][0], element=BF16, scale=0.1, mask=Causal())
     for config in {member.config for member in config_set(ATTN_FWD, ATTN_FWD.tuning_shapes(asked), DEVICE)}:

@@ -85,7 +85,7 @@ def entries(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def instructions(cubin: pathlib.Path) -> str:
-    """What nvdisasm reads in a file; it refuses a damaged one."""
+    """Returns what nvdisasm reads in a file; it refuses a damaged one."""
     try:
         return compiler.disassemble(cubin.read_bytes(), "-c")
     except FileNotFoundError as error:
@@ -331,8 +331,8 @@ def test_eight_threads_compile_once() -> None:
 
 
 def test_what_is_compiled_together(folder: pathlib.Path) -> None:
-    """Where the source is new the others are compiled beside it, and one that NVRTC refuses stands in nobody's way; where it is
-    there, they are not even rendered."""
+    """If the source is new, the others are compiled beside it, and one that NVRTC refuses does not stop the rest; if it is in the
+    cache, they are not even rendered."""
     other, wrong = (dataclasses.replace(SOURCE, text=text) for text in (TEXT + "// another", "no CUDA"))
     assert compiler.compile_together(SOURCE, iter([other, wrong])).origin == "compiled"
     assert len(entries(folder)) == 2 and compiler.compile(other).origin == "memory"
@@ -623,7 +623,7 @@ def test_folder_above_may_be_anybodys(folder: pathlib.Path, monkeypatch: pytest.
 
 
 def test_recompile(folder: pathlib.Path) -> None:
-    """What the driver refused is in neither cache afterwards."""
+    """A binary that the driver refused is in neither cache afterwards."""
     whole = compiler.compile(SOURCE)
     bad = dataclasses.replace(whole, cubin=bytes(len(whole.cubin)))
     compiler._store(folder, SOURCE, bad)

@@ -392,7 +392,7 @@ with warnings.catch_warnings(record=True) as caught:
 
 
 def process(text: str, cache: pathlib.Path | str | None = None) -> Any:
-    """What the program prints at last, as JSON."""
+    """Runs the program and returns what it prints at last, as JSON."""
     environment = {**os.environ, **({} if cache is None else {"RAWATTN_CACHE": str(cache)})}
     done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr

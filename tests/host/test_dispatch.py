@@ -1,4 +1,4 @@
-"""Which kernel serves what on which GPU, and what is said where a call falls to a slower one. No GPU is needed."""
+"""This module tests which kernel serves a call on which GPU, and what is said if it is a slower one. No GPU is needed."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Graph:
         self.number, self.user_objects = next(self.numbers), list[tuple[int, int]]()
 
     def die(self) -> None:
-        """What the driver does when the last executable is gone: the destructors, in a thread of its own."""
+        """Does what the driver does when the last executable is gone: runs the destructors, in a thread of its own."""
         for lock, destroy in self.user_objects:
             thread = threading.Thread(target=ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destroy), args=(lock,))
             thread.start()

@@ -1,4 +1,4 @@
-"""What the kernels compute with every kind of option, on the CPU, against the formula in float64."""
+"""This module compares what the kernels compute on the CPU, with every kind of option, with the formula in float64."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_small_tiles(cuda: ctypes.CDLL, kind: str) -> None:
 
 
 def test_longest_sequences(cuda: ctypes.CDLL) -> None:
-    """Nothing overflows: the tiles of single queries of the longest sequences that a problem may have."""
+    """Nothing overflows: the tiles of single queries of the longest sequences that an operation may have."""
     longest = (1 << 30) - 1
     for mask, (q_len, kv_len) in itertools.product(masks([None, 0, 5]), [(longest, longest), (longest, 7), (7, longest)]):
         asked = Asked(cuda, mask, q_len, kv_len, 128)

@@ -1,4 +1,4 @@
-"""Whether arrays share memory, against brute force."""
+"""This module tests, against brute force, how we find out whether arrays share memory."""
 
 from __future__ import annotations
 

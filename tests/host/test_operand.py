@@ -1,4 +1,4 @@
-"""What is said of an array that is not what an operation takes, and where an output cannot be written."""
+"""This module tests what is said of an array that an operation does not take, and of an output that cannot be written."""
 
 from __future__ import annotations
 

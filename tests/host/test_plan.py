@@ -1,5 +1,6 @@
-"""What a plan keeps from call to call, without a GPU: torch tensors on the CPU stand for those on one, and a launch is written
-down instead of issued. A call on a warm plan must launch what it would launch on a cold one, or raise as it would there."""
+"""This module tests what a plan keeps from call to call, without a GPU: torch tensors on the CPU stand for those on one, and
+a launch is written down instead of issued. A call on a warm plan must launch what it would launch on a cold one, or raise as it
+would there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What kernels make of operations: launches, their arguments, the scratch memory between them, and tiles that can be counted."""
+"""This module tests what kernels make of operations: launches, their arguments, the scratch memory between them, and tiles
+that can be counted."""
 
 from __future__ import annotations
 

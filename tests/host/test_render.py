@@ -1,4 +1,4 @@
-"""What NVRTC is given: the rendered configuration, the layout of the arguments, and what may change the key of a kernel."""
+"""This module tests what NVRTC gets: the rendered configuration, the arguments' layout, and what may change a kernel's key."""
 
 from __future__ import annotations
 

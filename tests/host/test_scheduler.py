@@ -79,7 +79,7 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def drawn(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], blocks: int, most: int, splits: int) -> Works:
-    """What the blocks draw, in order; they take random turns."""
+    """Returns what the blocks draw, in order; they take random turns."""
     ctypes.c_int.in_dll(cuda, "tile_q").value = TILE_Q
     counter, starts = np.zeros(2, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
     values = {**ATTN_FWD.values(op, attn_fwd.Config(TILE_Q), DEVICE), "counter": counter.ctypes.data, "splits": splits}

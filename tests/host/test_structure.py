@@ -45,7 +45,7 @@ def lines(path: pathlib.Path) -> int:
 
 
 def over_budget(folder: pathlib.Path, budget: int) -> str:
-    """What to say of a folder with more lines than its budget; empty for one within it."""
+    """Returns what to say of a folder with more lines than its budget; empty for one within it."""
     files = [path for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
     sizes = sorted(((lines(path), path.relative_to(folder).as_posix()) for path in files), reverse=True)
     total = sum(size for size, _ in sizes)

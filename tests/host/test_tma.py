@@ -1,4 +1,4 @@
-"""What the copy engine is told, as arithmetic: which bytes it then reads, and what it could not read."""
+"""This module tests what the TMA is told, as arithmetic: which bytes it then reads, and what it could not read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_dense_map_reads_each_element_where_it_lies(name: str) -> None:
 
 
 def check_limits(found: Geometry) -> None:
-    """What cuTensorMapEncodeTiled asks for."""
+    """Checks what cuTensorMapEncodeTiled asks for."""
     assert len(found.sizes) == len(found.box) == len(found.strides) + 1 <= 5
     assert all(0 < size <= 1 << 32 for size in found.sizes)
     assert all(stride % 16 == 0 and 0 < stride < STRIDE_LIMIT for stride in found.strides)

@@ -212,7 +212,7 @@ CONFIGURED = [
 
 
 def configs(kernel: Kernel, case: Case) -> list[Any]:
-    """What the chooser compares, and some that it leaves out."""
+    """Returns the configurations that the library compares, and some that it leaves out."""
     lone: list[Any] = [
         kernel.config_type(64, tile_kv, stages, last) for tile_kv in (32, 112, 256) for stages in (2, 5) for last in (1, 2)
     ]
@@ -312,7 +312,7 @@ PROFILES: dict[str, Callable[[int], int]] = {
     for dtype, causal, softcap in [*itertools.product(["bf16", "fp16"], [False, True], [None]), ("bf16", False, 100.0)]
 )
 def test_logits_that_move_along_the_row(case: Case, kernel: Kernel, profile: str) -> None:
-    """What a running maximum must follow, up and down, in some rows of a warp and not in others."""
+    """The running maximum follows logits that go up and down, in some rows of a warp and not in others."""
     q, k, v = (x.cpu() for x in case.inputs("torch", "cuda"))
     factors = torch.tensor([8.0, 4.0, 0.0, -8.0, 2.0, 8.0, 0.0])  # of rows: seven, so that they fall otherwise in each warp
     q[:], k[:] = 0.0, 0.0

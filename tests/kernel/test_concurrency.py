@@ -25,7 +25,7 @@ DELAY = 100_000_000  # clocks, some 60 ms: what must wait and does not, comes fi
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Whether o and lse are the same numbers, and none is NaN."""
+    """Says whether o and lse are the same numbers, and none is NaN."""
     if hasattr(found[0], "get"):  # CuPy's
         return all(np.array_equal(a.get(), b.get()) for a, b in zip(found, wanted, strict=True))
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

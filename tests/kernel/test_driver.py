@@ -28,7 +28,7 @@ CASE = Case("bf16", 2, 700, 700, 4, 4, causal=True)
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """What ``work`` gives in a thread of its own, which has no context yet."""
+    """Returns what ``work`` gives in a thread of its own, which has no context yet."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()

@@ -172,7 +172,7 @@ def test_counters_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patches_apply() -> None:
-    """Each changes the source, and compiles in what the library chooses for problems with and without turns."""
+    """Each changes the source, and compiles in what the library chooses for operations with and without turns."""
     names = sorted(path.stem for path in altered.PATCHES.glob("*.patch"))
     assert len(names) >= 8 and set(ablate.LEAKS) < set(names)
     sources = dict[str, compiler.Source]()
@@ -236,7 +236,7 @@ def test_gate_sees_what_got_worse() -> None:
 
 
 def test_gate_misses_a_peer() -> None:
-    """What was compared and is not any more is no silent pass."""
+    """A comparison that was made before and is missing now does not pass silently."""
     before, now = (gate_run({"a": (1.1, 1.09, 1.11), "b": (1.1, 1.09, 1.11)}) for _ in range(2))
     now.results[0].ratios.clear()
     del now.results[1]
@@ -317,7 +317,7 @@ def test_t_of_a_leak_grows_with_the_root_of_launches(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", prove.EXPECTED)
 def test_the_clock_is_written_by_choices(name: str) -> None:
-    """The kernels of the timing proof differ from the product's in one choice and one field, and compile."""
+    """The kernels of the timing proof differ from the product's in one option and one field, and compile."""
     kind, *patches = name.split("-")
     op = sets.operation(prove.TIMED, kind == "constant_time")
     kernel, config = prove.Timed(4096, *patches), Config(128, 128, 2, 1)
@@ -387,7 +387,7 @@ def test_cases_by_name() -> None:
 
 
 def test_no_command_imports_another() -> None:
-    """What they share is in perf/lib, which imports no command."""
+    """The code that commands share is in perf/lib, which imports no command."""
     folder = machine.ROOT / "perf"
     commands = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert {"bench", "gate"} < commands

@@ -125,6 +125,6 @@ def test_tests_that_fail_by_themselves(tree: pathlib.Path) -> None:
 def test_tests_of_a_module() -> None:
     root = pathlib.Path(mutate.__file__).resolve().parents[1]
     assert mutate.tests_of("rawattn/tma.py") == ["tests/host/test_tma.py"]
-    assert mutate.tests_of("perf/tune.py") == ["tests/host/test_perf_tune.py"]
+    assert mutate.tests_of("perf/tune.py") == ["tests/perf/test_tune.py"]
     for module in mutate.TESTS:
         assert (root / module).is_file() and (root / mutate.tests_of(module)[0]).is_file()

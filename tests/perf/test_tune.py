@@ -44,7 +44,7 @@ def seeds() -> list[Config]:
 
 
 def evaluations(seed: int) -> int:
-    """How many a search takes until it tries the optimum."""
+    """Returns how many configurations a search tries until it finds the optimum."""
     candidates = [Config(q, kv, s, p) for q in (128, 192) for kv in range(32, 257, 16) for s in (2, 3) for p in (1, 2)]
     search = Search(seeds(), genes(candidates), legal, seed)
     while OPTIMUM not in search.costs:

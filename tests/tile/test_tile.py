@@ -1,5 +1,5 @@
-"""tile/tile.cuh and the rendered products: a warpgroup multiplies tiles that the copy engine brought, whole numbers, so that the
-result is exact."""
+"""tile/tile.cuh and the rendered products: a warpgroup multiplies tiles that the TMA brought, whole numbers, so that the result
+is exact."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #pragma once
-// K and V are plain strided tensors, which the copy engine reads: one box of a tensor map per panel of a tile.
+// K and V are plain strided tensors, which TMA reads: one box of a tensor map per panel of a tile.
 #include "tile/tma_tensor.cuh"
 #include "variant/work_tile.cuh"
 
