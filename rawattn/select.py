@@ -17,6 +17,7 @@ from .kernel.attn_fwd_mma import ATTN_FWD_MMA
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .operand import PLAIN
 from .operation import Forward
+from .operation.forward import LONGEST
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 
@@ -53,11 +54,16 @@ def select(op: Forward, device: Device, kernel: str | None = None, config: Any =
     sizes = op.batch, op.q_len, op.kv_len, op.total_q, op.total_kv
     if op.total_q * op.heads < FEW_ROWS:
         sizes = tuple(map(three_bits, sizes))  # type: ignore[assignment]
-    key = (op.kind, op.spec, op.layout, op.heads, op.kv_heads, sizes, device, kernel, config)
+    spec = op.spec
+    if spec.offsets is not None:
+        q_rows, kv_rows = sizes[3:] if op.varlen else sizes[1:3]
+        q_offset, kv_offset = map(three_bits, spec.offsets)
+        spec = spec.at((min(q_offset, LONGEST - 1 - q_rows), min(kv_offset, LONGEST - 1 - kv_rows)))
+    key = (op.kind, spec, op.layout, op.heads, op.kv_heads, sizes, device, kernel, config)
     found = _selections.get(key)
     if found is None:
         batch, q_len, kv_len, total_q, total_kv = sizes
-        rounded = dataclasses.replace(op, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
+        rounded = dataclasses.replace(op, spec=spec, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
         try:
             found = _select(rounded, device, kernel, config)
         except UnsupportedError:

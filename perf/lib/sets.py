@@ -100,7 +100,7 @@ def mask_label(case: Case) -> str:
 def flops(case: Case) -> int:
     """Multiplications and additions of both products over the pairs that the mask keeps, counted for every sequence."""
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
-    kept = {pair: kept_pairs(case.op.mask, *pair) for pair in set(lengths)}
+    kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}
     return 2 * (case.head_dim + case.head_dim_v) * case.heads * sum(kept[pair] for pair in lengths)
 
 

@@ -143,7 +143,7 @@ class AttnFwd(Kernel):
         overlap = _OVERLAP[config.consumers]
         strip = (products**overlap + exponentials**overlap) ** (1 / overlap) + _STEP
         alone = products + _ALONE_PER_KEY * config.tile_kv + _ALONE
-        begin, end = kept_keys(op.mask, op.q_len, op.kv_len, config.tile_q)
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q)
         strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
         work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
         return makespan(work, tiles(op, config.tile_q), device.sm_count) / _CLOCK + _LAUNCH

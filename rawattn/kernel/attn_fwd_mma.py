@@ -188,7 +188,7 @@ class AttnFwdMma(Kernel):
         together = min(config.ctas_per_sm, max(1.0, count))
         busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
         alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
-        begin, end = kept_keys(op.mask, op.q_len, op.kv_len, tile_q)
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q)
         tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
         tiles_each = np.ceil(tiles_each / splits)
         work = tiles_each * max(busy, alone) + _WORK
@@ -200,7 +200,7 @@ class AttnFwdMma(Kernel):
         plan = tiling.lpt_scheduler(op, persistent=False)
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         if config.pack_gqa:
-            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.score)  # type: ignore[arg-type]
+            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
             own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
         if config.split:
             own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}  # type: ignore[arg-type]

@@ -65,6 +65,11 @@ class Forward:
         for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be from 0 to {LONGEST - 1}.")
+        if self.spec.offsets is not None:
+            lengths = (self.total_q, self.total_kv) if self.varlen else (self.q_len, self.kv_len)
+            for name, offset, rows in zip(("q_offset", "kv_offset"), self.spec.offsets, lengths, strict=True):
+                if not 0 <= offset + rows < LONGEST:
+                    raise ProblemError(f"{name} is {offset}; with {rows} rows it must be from 0 to {LONGEST - 1 - rows}.")
 
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
@@ -81,11 +86,13 @@ class Forward:
             k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
-    def resized(self, batch: int, q_len: int, kv_len: int) -> Forward:
-        """The operation with other lengths, which are not checked again; for dense sequences."""
+    def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
+        """The operation with other lengths and offsets, which are not checked again; for dense sequences."""
         found = object.__new__(Forward)
         kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
         sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
+        if offsets != self.spec.offsets:
+            kept["spec"] = self.spec.at(offsets)
         found.__dict__.update(kept | sizes)
         return found
 
@@ -165,7 +172,7 @@ class Forward:
         q_len, kv_len = self.q_len, self.kv_len
         if self.varlen and self.batch:
             q_len, kv_len = round(self.total_q / self.batch), round(self.total_kv / self.batch)
-        return masks.kept_pairs(self.mask, q_len, kv_len)
+        return masks.kept_pairs(self.spec.placed_mask, q_len, kv_len)
 
     @property
     def flops(self) -> int:
