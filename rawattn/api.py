@@ -75,14 +75,14 @@ def attention(
 
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
     the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile
-    keeps keys near it (0 x NaN is NaN). The same inputs give the same bits on every run.
+    keeps keys near it (0 x NaN is NaN). Values are summed before they are divided: bf16 ones above 2^96, and fp32 and fp64 ones
+    near the largest number over kv_len, may give inf. The same inputs give the same bits on every run.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed.
         UnsupportedError: no kernel computes this on the arrays' device; the message has every kernel's reason.
 
-    The formula is equation 1 of arXiv 1706.03762, computed as in FlashAttention 3 (arXiv 2407.08608); the specification in array
-    operations is ``rawattn.reference.attention``.
+    The formula is equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
     """
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,

@@ -288,6 +288,27 @@ def test_tiny_scales_and_huge_logits(tmp_path: pathlib.Path) -> None:
     check(case, _folder(tmp_path / "huge"))
 
 
+@pytest.mark.parametrize("name", ["attn_fwd", "attn_fwd_mma"])
+def test_huge_values(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are summed with their values before they are divided. A weight is up to 2^15, as the reference of a row may lag so
+    far: a thread's part of a tile's sum is, a row has four parts, so 2^17 times the tiles (2^15 of them, of 32 keys, for 2^20
+    keys) and |v| must be below 2^128. So values of 2^96 are right, and near the largest number they overflow."""
+    case = Case(name, 40, 90, mask=Full(), scale=float(np.log(2.0)))
+    q, k, v = (x.astype(np.float64) for x in arrays(case))
+    q[...], k[...] = 0, 0
+    q[..., 0] = 1
+    k[:, :64, :, 0] = 11  # of base 2, above the keys of the last tile, which comes first
+    for exponent, is_right in ((96, True), (124, False)):
+        given = tuple(x.astype(case.element.dtype) for x in (q, k, np.exp2(exponent) * (1 + np.abs(v))))
+        monkeypatch.setattr(f"{__name__}.arrays", lambda case, given=given: given)
+        o, _ = run(case, _folder(tmp_path / str(exponent)))
+        wanted, _ = expected(case)
+        assert np.abs(wanted).max() < 3e38
+        if is_right:
+            np.testing.assert_allclose(o, wanted, rtol=1.2e-2)
+        assert np.isfinite(o).all() == is_right
+
+
 @pytest.mark.parametrize("element", [BF16, FP64], ids=lambda element: element.name)
 def test_merge_of_arrays(tmp_path: pathlib.Path, element: Element) -> None:
     """Parts with strides of their own; one without keys, of which some rows hold NaN; one that outweighs all; sinks."""
