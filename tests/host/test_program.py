@@ -3,6 +3,7 @@ that can be counted."""
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -18,7 +19,7 @@ from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import Layout
-from rawattn.program import Buffer, Counter, Field, Launch, Pointer, Program, Scratch, TensorMap, Value, View, offsets
+from rawattn.program import Buffer, Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
 from rawattn.select import select
 from rawattn.variant import softmax, store
 from rawattn.variant.element import BF16, FP32
@@ -33,6 +34,14 @@ SMALLEST = {ATTN_FWD: 64, ATTN_FWD_MMA: 32, ATTN_FWD_SIMT: 8}  # tiles, in rows
 
 
 # ---- scratch and launches ------------------------------------------------------------------------------------------------
+
+
+def test_fills_of_different_types_differ() -> None:
+    """Fields are keys of caches: a counter must not be taken for a number, nor a view for a pointer."""
+    fills = [Value(), Counter(), Pointer("q"), View("q"), Scratch("q"), Stride("q", "row"), TensorMap("q", 1), TensorMap("q", 2)]
+    assert len(set(fills)) == len(fills) and not any(a == b for a, b in itertools.combinations(fills, 2))
+    assert len({Field("x", "i64", fill) for fill in fills}) == len(fills)
+    assert Pointer("q") == Pointer("q")
 
 
 def test_scratch() -> None:
