@@ -319,6 +319,7 @@ def _resized(plan: Plan, signatures: tuple[Any, ...], offsets: tuple[int, int] |
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     if (batch, q_len, kv_len, offsets) != (plan.op.batch, plan.op.q_len, plan.op.kv_len, plan.op.spec.offsets):
         plan = plan.resized(plan.op.resized(batch, q_len, kv_len, offsets))
+        _log(plan.op)
     return GpuCall(plan, {"q": q, "k": k, "v": v})
 
 

@@ -305,6 +305,19 @@ def test_another_kind_compiles(compiled: list[str]) -> None:
         assert len(compiled) > count, options
 
 
+def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of operations that a plan of the same family serves."""
+    log, q = tmp_path / "operations.jsonl", torch.randn(1, 1, 4, 64).bfloat16()
+    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setenv("RAWATTN_LOG", str(log))
+    for kv_len, q_offset in ((1025, None), (1026, None), (1025, None), (1100, None), (1025, 1030), (1025, 1031)) * 2:
+        k = torch.randn(1, kv_len, 4, 64).bfloat16()
+        rawattn.attention(q, k, k, causal=True, q_offset=q_offset)
+    found = [Forward.from_json(json.loads(line)) for line in log.read_text().splitlines()]
+    said = [(op.kv_len, op.spec.q_offset) for op in found]
+    assert said == [(1025, None), (1026, None), (1100, None), (1025, 1030), (1025, 1031)] and len(api._families) == 2
+
+
 def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each new operation is written once, and a process that has read them compiles nothing."""
     log = tmp_path / "operations.jsonl"
