@@ -109,6 +109,8 @@ class AttnFwd(Kernel):
     def legal(self, config: Config, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
+        if reasons := tiling.too_many_tiles(op, config.tile_q):
+            return reasons[0]
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
         if config.stages < 2 or config.q_stages not in (1, 2):

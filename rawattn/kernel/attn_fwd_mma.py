@@ -135,6 +135,8 @@ class AttnFwdMma(Kernel):
             return f"tile_q is {config.tile_q}; it must be a multiple of {32 * config.m_tiles_per_warp} up to 256"
         if config.pack_gqa and (op.varlen or op.heads == op.kv_heads):
             return "pack_gqa is True; it needs several query heads for each key head, and sequences of one length"
+        if reasons := tiling.too_many_tiles(as_rows(op, config), config.tile_q):
+            return reasons[0]
         if config.tile_kv % 16 or not 16 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 16 to 256"
         steps = columns(op)[0] // 16

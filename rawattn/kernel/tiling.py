@@ -49,7 +49,7 @@ def tensor_core_reasons(op: Forward) -> list[str]:
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
-    """The reason why the tiles of an operation cannot be counted, where the smallest have ``tile_q`` rows."""
+    """The reason why the tiles of an operation cannot be counted, where they, or the smallest, have ``tile_q`` rows."""
     count = most_tiles(op, tile_q)
     return [f"it counts up to {MOST_TILES} tiles of {tile_q} rows, and here are {count}"] if count > MOST_TILES else []
 
