@@ -24,6 +24,7 @@ from . import reference
 from .operation import Forward
 from .spec import Spec
 from .variant import mask as masks
+from .variant import score as scores
 from .variant.element import ELEMENTS
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 LAYOUTS = ("contiguous", "heads_first", "packed", "padded", "expanded", "reversed")
-_OPTIONS = ("causal", "window", "mask", "softcap", "scale", "q_offset", "kv_offset")
+_OPTIONS = ("causal", "window", "mask", "softcap", "score", "scale", "q_offset", "kv_offset")
 MARGIN = 64  # elements of NaN before and after an array
 
 
@@ -64,6 +65,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     mask: masks.Mask | None = None
     softcap: float | None = None
+    score: scores.Score | None = None
     scale: float | None = None
     q_offset: int | None = None
     kv_offset: int | None = None
@@ -346,7 +348,7 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 
 def _sizes(q: Any, options: dict[str, Any], power: int) -> _Sizes:
-    asked = {name: options.get(name) for name in (*_OPTIONS[1:], "score")}
+    asked = {name: options.get(name) for name in _OPTIONS[1:]}
     formula = reference.make_formula(q, "float64", lambda x: x, causal=options.get("causal", False), **asked)
     return _Sizes(**{field.name: getattr(formula, field.name) for field in dataclasses.fields(formula)}, power=power)
 
