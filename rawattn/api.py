@@ -33,8 +33,8 @@ _torch_op: Any = None  # the module torch_op, from the first call on where torch
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, out: Any = None,
-    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, kernel: str | None = None,
-    config: Any = None,
+    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
+    kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
 
@@ -45,8 +45,8 @@ def attention(
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
         k: (batch, kv_len, kv_heads, head_dim); heads is a multiple of kv_heads, query head h reads head h // (heads / kv_heads).
         v: (batch, kv_len, kv_heads, head_dim_v).
-        causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn; for torch's
-            alignment give ``mask=rawattn.mask.Causal(align="top_left")``.
+        causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn (torch's
+            alignment: ``mask=rawattn.mask.Causal(align="top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
         softcap: cap of the logits, softcap * tanh(logit / softcap); None or 0.0 for no cap. A number, not a tensor.
         scale: factor on q.k; 1 / sqrt(head_dim) by default. A number, not a tensor.
@@ -58,15 +58,15 @@ def attention(
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
-            softcap.
-            The time still follows from shapes, strides, masks and other options, and with packed sequences from their lengths.
-            Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
-            clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.
+            softcap. The time still follows from shapes, strides, options and packed sequences' lengths. Not covered: a score of
+            your own, power, which constants such as 0 save, clocks, and the L2 cache. ``perf.prove`` tests the time.
         deterministic: accepted for flash-attn's users; results are always the same bits.
+        q_offset, kv_offset: positions of row 0 of q and of k in longer sequences of which these are parts (context parallelism,
+            caches), ints >= 0. Masks and scores see row i of q at q_offset + i, row j of k at kv_offset + j. With one given the
+            other is 0 by default, and no alignment applies: causal keeps keys up to the query's position, whatever the lengths.
         kernel, config: instead of what ``rawattn.explain`` shows; as ``out``.
 
-    Where torch traces, transforms or counts, the call goes through ``torch.ops.rawattn.attention``. Under autocast q, k and v are
-    cast as for torch's ``scaled_dot_product_attention``: all but float64 to autocast's dtype.
+    Where torch traces, transforms or counts, the call is ``torch.ops.rawattn.attention``; autocast casts all but float64.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
@@ -74,18 +74,19 @@ def attention(
 
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
     the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile
-    keeps keys near it (0 x NaN is NaN). The same inputs give the same bits on every run.
+    keeps keys near it (0 x NaN is NaN). Values are summed before they are divided: bf16 ones above 2^96, and fp32 and fp64 ones
+    near the largest number over kv_len, may give inf. The same inputs give the same bits on every run.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed.
         UnsupportedError: no kernel computes this on the arrays' device; the message has every kernel's reason.
 
-    The formula is equation 1 of arXiv 1706.03762, computed as in FlashAttention 3 (arXiv 2407.08608); the specification in array
-    operations is ``rawattn.reference.attention``.
+    The formula is equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
     """
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
+        "kv_offset": kv_offset,
     }  # fmt: skip
     given = (q, k, v) if sinks is None else (q, k, v, None, None, sinks)
     return _run(given, options, (None, None), kernel, config, out)
@@ -95,8 +96,8 @@ def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, out: Any = None,
-    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, kernel: str | None = None,
-    config: Any = None,
+    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
+    kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -110,7 +111,7 @@ def attention_varlen(
         cu_seqlens_kv: the same for the rows of k and v.
         max_seqlen_q, max_seqlen_kv: the longest lengths, or None where they are not known. They guide which tiles are used; no
             result depends on them.
-        The rest as in ``attention``.
+        The rest as in ``attention``; q_offset and kv_offset are the positions of every sequence's first rows.
 
     Returns:
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
@@ -118,7 +119,8 @@ def attention_varlen(
     """
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
+        "kv_offset": kv_offset,
     }  # fmt: skip
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv) if sinks is None else (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
@@ -225,12 +227,13 @@ class Explanation:
 def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
-    deterministic: bool = True,
+    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a call by name, in one order."""
     return {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
+        "kv_offset": kv_offset,
     }  # fmt: skip
 
 
@@ -276,8 +279,8 @@ def run(
     except TypeError:  # an option that cannot be hashed is a wrong one
         key = call = None
     if call is None:
-        family = None if key is None else operation.family(signatures)
-        family = family and (family, *key[1:])
+        family = None if key is None else operation.family(signatures, options)
+        family = family and (family, _key(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
             found = arrays.named(operation.input_names(len(given)), given)
@@ -286,19 +289,22 @@ def run(
             if family is not None and not plan.device.is_cpu:
                 cache_put(_families, family, plan, KEPT_PLANS)
         else:
-            bound = _resized(plan, signatures)
+            bound = _resized(plan, signatures, options)
         if isinstance(bound, GpuCall) and key is not None and None not in signatures:
             cache_put(_calls, key, bound, KEPT_CALLS)
         return one_or_all(bound(given[0], out))
     return one_or_all(call(given[0], out))
 
 
-def _resized(plan: Plan, signatures: tuple[Any, ...]) -> GpuCall:
-    """The call of a plan of the same family on arrays of other lengths or in other places."""
+def _resized(plan: Plan, signatures: tuple[Any, ...], options: dict[str, Any]) -> GpuCall:
+    """The call of a plan of the same family on arrays of other lengths or in other places, or with other offsets."""
     names = plan.op.input_names(len(signatures))
     found = dict(zip(names, map(arrays.of_signature, signatures), strict=False))
-    op = plan.op.resized_to(found)
-    return GpuCall(plan if op is plan.op else plan.resized(op), found)
+    op = plan.op.resized_to(found, options)
+    if op is not plan.op:
+        plan = plan.resized(op)
+        _log(op)
+    return GpuCall(plan, found)
 
 
 def _plan(

@@ -37,7 +37,8 @@ from .errors import ProblemError, UnsupportedError
 from .operand import Layout
 from .operation import Forward
 from .variant.element import ELEMENTS, Element
-from .variant.mask import Mask, kept_pairs
+from .variant.mask import Pairs, kept_pairs
+from .variant.offset import OffsetScore
 from .variant.score import Scale, Score, Softcap
 
 name = "cpu"
@@ -104,7 +105,7 @@ def candidates(op: Forward, device: Device) -> list[Config]:
 def cost(config: Config, op: Forward, device: Device) -> float:
     """Estimated seconds: the units that fall to one thread, and the start of the threads."""
     queries, batch = _queries(config, op), max(1, op.batch)
-    kept = kept_pairs(op.mask, op.q_len, op.kv_len) / max(1, op.q_len)
+    kept = kept_pairs(op.spec.placed_mask, op.q_len, op.kv_len) / max(1, op.q_len)
     fetched, used = (min(op.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
     rows = math.ceil(min(queries, op.q_len) * op.heads_per_kv / 16) * 16
     rate = PRODUCTS_PER_SECOND / (2 if op.element.name == "fp64" else 1)
@@ -121,6 +122,7 @@ def _queries(config: Config, op: Forward) -> int:
 
 def _cap(score: Score) -> float | None:
     """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function."""
+    score = score.base if isinstance(score, OffsetScore) else score  # type: ignore[assignment]
     logit = getattr(score.logit, "__func__", None)
     if logit is Scale.logit:
         return 0.0
@@ -282,11 +284,11 @@ def run(
 ) -> None:  # fmt: skip
     """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
     starts = cu_seqlens_q, cu_seqlens_kv
-    run_forward(q, k, v, o, lse, op.mask, op.score, op.scale, sinks, *starts, config=config)
+    run_forward(q, k, v, o, lse, op.spec.placed_mask, op.spec.placed_score, op.scale, sinks, *starts, config=config)
 
 
 def run_forward(
-    q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Mask, score: Score, scale: float,
+    q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, scale: float,
     sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, config: Config,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
@@ -329,7 +331,7 @@ def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Arr
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
 
 
-def _formula(element: Element, mask: Mask, score: Score, scale: float) -> reference.Formula:
+def _formula(element: Element, mask: Pairs, score: Score, scale: float) -> reference.Formula:
     """The reference's, in the format that is computed with."""
     return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale)
 
@@ -378,7 +380,7 @@ class _KeyUnit(NamedTuple):
 
 
 def run_backward(
-    do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Mask, score: Score,
+    do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Pairs, score: Score,
     scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
     cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, threads: int | None = None,
 ) -> None:  # fmt: skip

@@ -24,6 +24,7 @@ from . import reference
 from .operation import Forward
 from .spec import Spec
 from .variant import mask as masks
+from .variant import score as scores
 from .variant.element import ELEMENTS
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 LAYOUTS = ("contiguous", "heads_first", "packed", "padded", "expanded", "reversed")
+_OPTIONS = ("causal", "window", "mask", "softcap", "score", "scale", "q_offset", "kv_offset")
 MARGIN = 64  # elements of NaN before and after an array
 
 
@@ -63,7 +65,10 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     mask: masks.Mask | None = None
     softcap: float | None = None
+    score: scores.Score | None = None
     scale: float | None = None
+    q_offset: int | None = None
+    kv_offset: int | None = None
     sinks: bool = False
     lengths: tuple[tuple[int, int], ...] | None = None
     layout: str = "contiguous"
@@ -79,7 +84,7 @@ class Case:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``rawattn.attention``, ``attention_varlen`` and the reference; those that are not defaults. Sinks
         are a NumPy array."""
-        options = {name: getattr(self, name) for name in ("causal", "window", "mask", "softcap", "scale")}
+        options = {name: getattr(self, name) for name in _OPTIONS}
         options["sinks"] = self.sink_logits() if self.sinks else None
         return {name: value for name, value in options.items() if value is not None and value is not False}
 
@@ -343,7 +348,7 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 
 def _sizes(q: Any, options: dict[str, Any], power: int) -> _Sizes:
-    asked = {name: options.get(name) for name in ("window", "softcap", "scale", "mask", "score")}
+    asked = {name: options.get(name) for name in _OPTIONS[1:]}
     formula = reference.make_formula(q, "float64", lambda x: x, causal=options.get("causal", False), **asked)
     return _Sizes(**{field.name: getattr(formula, field.name) for field in dataclasses.fields(formula)}, power=power)
 
@@ -354,6 +359,7 @@ class _Tolerance:
     def __init__(self, q: Any) -> None:
         dtype = str(q.dtype).rpartition(".")[2]
         self.eps = float(ml_dtypes.finfo(dtype).eps)
+        self.least = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2  # what rounding takes from numbers below the normal
         self.is_16_bit = "16" in dtype
         self.power = 2 if self.is_16_bit else 1
         self.scaled = 2 * 2.0**-29 if dtype == "float64" else 1.0  # what the plain formula's error, in float32, counts
@@ -369,7 +375,7 @@ class _Tolerance:
         size = _finite(size).max(-1, keepdims=True, initial=0.0)
         ratio = max(self.ratio(plain, exact, size), least * self.eps)
         largest = _finite(np.abs(exact)).max(-1, keepdims=True, initial=0.0) if self.is_16_bit else size
-        return 2 * ratio * size + 2 * self.eps * largest
+        return 2 * ratio * size + 2 * self.eps * largest + self.least
 
 
 def _finite(x: Array) -> Array:
@@ -388,8 +394,8 @@ def cases(
     sinks: bool | None = False,
 ) -> SearchStrategy[Case]:  # fmt: skip
     """A Hypothesis strategy for cases over everything that attention takes: lengths from 0 to ``longest``, equal or not, grouped
-    heads, all masks, softcap, scales of either sign. ``packed`` says whether sequences are packed and ``sinks`` whether heads
-    have sinks, None for both."""
+    heads, all masks, softcap, scales of either sign, positions of the first rows. ``packed`` says whether sequences
+    are packed and ``sinks`` whether heads have sinks, None for both."""
     from hypothesis import strategies as st
 
     length = st.sampled_from(
@@ -400,6 +406,8 @@ def cases(
     window = st.tuples(side, side)
     top_left, band = st.just(masks.Causal("top_left")), st.builds(masks.Window, side, side, st.just("top_left"))
     shorthand = st.fixed_dictionaries({}, optional={"causal": st.just(True), "window": window})
+    position = st.integers(0, longest)
+    offsets = st.just({}) | st.just({}) | st.fixed_dictionaries({"q_offset": position, "kv_offset": position})
     mask = shorthand | st.fixed_dictionaries({"mask": top_left | band | st.builds(masks.Both, top_left, band)})
 
     @st.composite
@@ -416,7 +424,7 @@ def cases(
             head_dim_v=draw(st.sampled_from(head_dims)), softcap=draw(st.none() | st.floats(0.5, 50.0)),
             scale=draw(st.none() | st.sampled_from((-1.0, -0.5, 0.0, 0.5)).map(lambda x: x / head_dim**0.5)),
             lengths=lengths, layout=draw(st.sampled_from(layouts)), sinks=draw(st.booleans()) if sinks is None else sinks,
-            seed=draw(st.integers(0, 2**32 - 1)), **draw(mask),
+            seed=draw(st.integers(0, 2**32 - 1)), **draw(mask), **draw(offsets),
         )  # fmt: skip
 
     return case()

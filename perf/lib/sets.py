@@ -124,7 +124,7 @@ def flops(case: Case) -> int:
     """Multiplications and additions of both products, or of the five of a backward, over the pairs that the mask keeps, counted
     for every sequence."""
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
-    kept = {pair: kept_pairs(case.op.mask, *pair) for pair in set(lengths)}
+    kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}
     columns = 3 * case.head_dim + 2 * case.head_dim_v if is_backward(case) else case.head_dim + case.head_dim_v
     return 2 * columns * case.heads * sum(kept[pair] for pair in lengths)
 

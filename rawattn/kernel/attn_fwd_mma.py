@@ -135,6 +135,8 @@ class AttnFwdMma(OneLaunch):
             return f"tile_q is {config.tile_q}; it must be a multiple of {32 * config.m_tiles_per_warp} up to 256"
         if config.pack_gqa and (op.varlen or op.heads == op.kv_heads):
             return "pack_gqa is True; it needs several query heads for each key head, and sequences of one length"
+        if reasons := tiling.too_many_tiles(as_rows(op, config), config.tile_q):
+            return reasons[0]
         if config.tile_kv % 16 or not 16 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 16 to 256"
         steps = columns(op)[0] // 16
@@ -188,7 +190,7 @@ class AttnFwdMma(OneLaunch):
         together = min(config.ctas_per_sm, max(1.0, count))
         busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
         alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
-        begin, end = kept_keys(op.mask, op.q_len, op.kv_len, tile_q)
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q)
         tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
         tiles_each = np.ceil(tiles_each / splits)
         work = tiles_each * max(busy, alone) + _WORK
@@ -200,7 +202,7 @@ class AttnFwdMma(OneLaunch):
         plan = tiling.lpt_scheduler(op, persistent=False)
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         if config.pack_gqa:
-            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.score)  # type: ignore[arg-type]
+            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
             own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
         if config.split:
             own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}  # type: ignore[arg-type]

@@ -80,6 +80,8 @@ class AttnFwdSimt(OneLaunch):
         for which in ("tile_kv", "chunk", "v_chunk"):
             if getattr(config, which) % 16 or getattr(config, which) < 16:
                 return f"{which} is {getattr(config, which)}; it must be a multiple of 16"
+        if reasons := tiling.too_many_tiles(op, config.tile_q):
+            return reasons[0]
         if config.ctas_per_sm < 1:
             return f"ctas_per_sm is {config.ctas_per_sm}; it must be at least 1"
         if reason := tiling.too_much_smem(smem_bytes(config, op), config.ctas_per_sm, device):

@@ -13,7 +13,7 @@ from ..device import Device
 from ..operation import Forward
 from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
-from ..variant.mask import Causal, Full, Ints, Mask
+from ..variant.mask import Causal, Full, Ints, Mask, Pairs
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 MOST_TILES = (1 << 31) - (1 << 16)  # a tile's number and the grid's size fit an int32 together
@@ -49,7 +49,7 @@ def tensor_core_reasons(op: Forward) -> list[str]:
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
-    """The reason why the tiles of an operation cannot be counted, where the smallest have ``tile_q`` rows."""
+    """The reason why the tiles of an operation cannot be counted, where they, or the smallest, have ``tile_q`` rows."""
     count = most_tiles(op, tile_q)
     return [f"it counts up to {MOST_TILES} tiles of {tile_q} rows, and here are {count}"] if count > MOST_TILES else []
 
@@ -74,6 +74,7 @@ def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
     mask = op.mask if isinstance(op.mask, Full) else Causal()
     sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
     plain = with_mask(op, mask)
+    plain = dataclasses.replace(plain, spec=plain.spec.at(op.spec.offsets and (0, 0)))
     return tuple(
         dataclasses.replace(plain, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, total_q=b * n, total_kv=b * n)
         for b, n, h in sizes
@@ -91,10 +92,12 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         "Element": op.element,
         "Rows": rows.Varlen() if op.varlen else rows.Dense(),
         "Mask": op.mask,  # type: ignore[dict-item]  # a Mask is an Option with an interval
-        "Score": op.score,  # type: ignore[dict-item]  # likewise
+        "Score": op.spec.placed_score,  # type: ignore[dict-item]  # likewise
         "Weight": weight.Identity(),
         **own,
     }
+    if op.spec.offsets is not None:
+        found["Rows"] = rows.WithOffset(found["Rows"])
     if op.sinks:
         found["Softmax"] = softmax.WithSink(found["Softmax"])
     return constant_time(found) if op.constant_time else found
@@ -123,7 +126,7 @@ def most_tiles(op: Forward, tile_q: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def kept_keys(mask: Mask, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
+def kept_keys(mask: Pairs, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
     """First and one past the last key that 64 rows keep, or a smaller tile, for the strips of up to 64 sampled query tiles:
     (tiles, strips)."""
     q_len = max(1, q_len)
@@ -166,6 +169,8 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
         **op.mask.values,
         **op.score.values,
     }
+    if op.spec.offsets is not None:
+        found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}
     if op.varlen:
         return found | {"total_q": op.total_q}
     found |= {"q_len": op.q_len, "kv_len": op.kv_len, "q_tiles": -(-op.q_len // tile_q)}

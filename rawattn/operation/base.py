@@ -90,12 +90,17 @@ class Operation(abc.ABC):
         """The operation by which that is selected: the largest with this key."""
 
     @classmethod
-    def family(cls, signatures: tuple[Any, ...]) -> Any:
+    def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """The options that calls of one family share."""
+        return options
+
+    @classmethod
+    def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key that torch tensors share, by their signatures, whose calls one plan serves with other places and lengths; None
         where they must be looked at."""
         return None
 
-    def resized_to(self, arrays: Mapping[str, Array]) -> Any:
+    def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Any:
         """The operation on tensors of the same family: itself where their lengths are its own."""
         raise NotImplementedError
 

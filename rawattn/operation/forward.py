@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
-from ..spec import Spec
+from ..spec import Spec, make_offsets
 from ..tma import ALIGNMENT, readable
 from ..variant import mask as masks
 from ..variant import score as scores
@@ -69,6 +69,11 @@ class Forward(Operation):
         for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be from 0 to {LONGEST - 1}.")
+        if self.spec.offsets is not None:
+            lengths = (self.total_q, self.total_kv) if self.varlen else (self.q_len, self.kv_len)
+            for name, offset, rows in zip(("q_offset", "kv_offset"), self.spec.offsets, lengths, strict=True):
+                if not 0 <= offset + rows < LONGEST:
+                    raise ProblemError(f"{name} is {offset}; with {rows} rows it must be from 0 to {LONGEST - 1 - rows}.")
 
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
@@ -95,11 +100,13 @@ class Forward(Operation):
         """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
         return cls.of(arrays, Spec.of(**options), *lengths)
 
-    def resized(self, batch: int, q_len: int, kv_len: int) -> Forward:
-        """The operation with other lengths, which are not checked again; for dense sequences."""
+    def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
+        """The operation with other lengths and offsets, which are not checked again; for dense sequences."""
         found = object.__new__(Forward)
         kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
         sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
+        if offsets != self.spec.offsets:
+            kept["spec"] = self.spec.at(offsets)
         found.__dict__.update(kept | sizes)
         return found
 
@@ -156,21 +163,39 @@ class Forward(Operation):
         sizes = self.batch, self.q_len, self.kv_len, self.total_q, self.total_kv
         return tuple(map(three_bits, sizes)) if self.total_q * self.heads < FEW_ROWS else sizes
 
+    def _rounded_spec(self, sizes: tuple[int, ...]) -> Spec:
+        if self.spec.offsets is None:
+            return self.spec
+        q_rows, kv_rows = sizes[3:] if self.varlen else sizes[1:3]
+        q_offset, kv_offset = map(three_bits, self.spec.offsets)
+        return self.spec.at((min(q_offset, LONGEST - 1 - q_rows), min(kv_offset, LONGEST - 1 - kv_rows)))
+
     @property
     def selection_key(self) -> Any:
-        """Its kind, options and heads, and its lengths to three significant bits."""
-        return (self.kind, self.spec, self.layout, self.heads, self.kv_heads, self._sizes())
+        """Its kind, options and heads, and its lengths and offsets to three significant bits."""
+        sizes = self._sizes()
+        return (self.kind, self._rounded_spec(sizes), self.layout, self.heads, self.kv_heads, sizes)
 
     def rounded(self) -> Forward:
-        """The operation whose lengths are rounded up so."""
-        batch, q_len, kv_len, total_q, total_kv = self._sizes()
-        return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
+        """The operation whose lengths and offsets are rounded up so."""
+        sizes = self._sizes()
+        (batch, q_len, kv_len, total_q, total_kv), spec = sizes, self._rounded_spec(sizes)
+        return dataclasses.replace(self, spec=spec, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
 
     @classmethod
-    def family(cls, signatures: tuple[Any, ...]) -> Any:
+    def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """The options, offsets to three significant bits: a new offset is like a new length."""
+        offsets = make_offsets(options["q_offset"], options["kv_offset"])
+        if offsets is None:
+            return options
+        return {**options, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
+
+    @classmethod
+    def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
-        if len(signatures) != 3 or None in signatures:
+        offsets = make_offsets(options["q_offset"], options["kv_offset"])
+        if len(signatures) != 3 or None in signatures or (offsets is not None and max(offsets) >= FEW_ROWS):
             return None
         (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
         for _, dtype_each, shape, strides, device, _ in signatures:
@@ -185,13 +210,14 @@ class Forward(Operation):
         sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
         return (dtype, signatures[0][4:], sizes)
 
-    def resized_to(self, arrays: Mapping[str, Array]) -> Forward:
-        """The operation on q, k and v of the same family: itself where their lengths are its own."""
+    def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward:
+        """The operation on q, k and v of the same family: itself where their lengths and offsets are its own."""
         q_shape, kv_len = arrays["q"].shape, arrays["k"].shape[1]
         batch, q_len = q_shape[0], q_shape[1]
-        if batch == self.batch and q_len == self.q_len and kv_len == self.kv_len:
+        offsets = make_offsets(options["q_offset"], options["kv_offset"])
+        if batch == self.batch and q_len == self.q_len and kv_len == self.kv_len and offsets == self.spec.offsets:
             return self
-        return self.resized(batch, q_len, kv_len)
+        return self.resized(batch, q_len, kv_len, offsets)
 
     # ---- its options, as kernels read them
 
@@ -240,7 +266,7 @@ class Forward(Operation):
         q_len, kv_len = self.q_len, self.kv_len
         if self.varlen and self.batch:
             q_len, kv_len = round(self.total_q / self.batch), round(self.total_kv / self.batch)
-        return masks.kept_pairs(self.mask, q_len, kv_len)
+        return masks.kept_pairs(self.spec.placed_mask, q_len, kv_len)
 
     @property
     def flops(self) -> int:

@@ -4,7 +4,8 @@ Every mask here keeps one run of keys per query. ``interval`` says which, and is
 path and the brute-force tests of the CUDA files all read it.
 
 ``align`` says where a query stands among the keys when the lengths differ: ``"bottom_right"`` puts the last query on the last
-key (flash-attn, decoding with a cache), ``"top_left"`` the first on the first (torch's ``is_causal``).
+key (flash-attn, decoding with a cache), ``"top_left"`` the first on the first (torch's ``is_causal``). Where ``q_offset`` or
+``kv_offset`` say which positions the rows have, masks compare these, and ``align`` says nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fi
 ALIGNMENTS = ("bottom_right", "top_left")
 
 
-class Mask(Protocol):
+class Pairs(Protocol):
+    """A set of (query, key) pairs."""
+
+    def __hash__(self) -> int: ...
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        """First and one past the last key that each query in ``q`` keeps; empty where begin >= end."""
+
+
+class Mask(Pairs, Protocol):
     """An option that is also a set of (query, key) pairs."""
 
     @property
@@ -39,11 +49,6 @@ class Mask(Protocol):
     def fields(self) -> Fields: ...
     @property
     def values(self) -> dict[str, float]: ...
-
-    def __hash__(self) -> int: ...
-
-    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        """First and one past the last key that each query in ``q`` keeps; empty where begin >= end."""
 
 
 def _check_align(align: str) -> None:
@@ -196,7 +201,7 @@ class SplitMask(Wrapper):
         return (*self.base.fields, Field("split_keys", "i32"))
 
 
-def kept_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
+def kept_pairs(mask: Pairs, q_len: int, kv_len: int) -> int:
     """Number of (query, key) pairs that the mask keeps; long sequences are sampled at 4096 queries."""
     if q_len == 0:
         return 0

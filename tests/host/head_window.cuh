@@ -1,5 +1,5 @@
 #pragma once
-// A window to the left for each head: kv >= q + kv_len - q_len - args.windows[head].
+// A window to the left for each head: kv >= q + shift - args.windows[head].
 #include "tile/range.cuh"
 #include "variant/work_tile.cuh"
 
@@ -8,7 +8,7 @@ struct HeadWindow {
     i32 shift, kv_len, left;
 
     __device__ HeadWindow(const Args& args, const Rows& rows, const WorkTile& work)
-        : shift(rows.kv_len - rows.q_len), kv_len(rows.kv_len), left(args.windows[work.head]) {}
+        : shift(rows.shift(1)), kv_len(rows.kv_len), left(args.windows[work.head]) {}
 
     __device__ i32 begin(i32 q) const { return max(0, q + shift - left); }
     __device__ TileRange kv_tiles(i32 q_begin, i32 q_end) const {

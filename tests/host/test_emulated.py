@@ -43,6 +43,9 @@ class Alibi(Option):
     def fields(self) -> Fields:
         return (Field("slopes", "const float*"),)
 
+    def logit(self, xp: Any, s: Array, batch: int, head: int, q: Array, kv: Array) -> Any:
+        return s + SLOPES[head] * (kv - q)
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadWindow(Option):
@@ -93,7 +96,8 @@ class Case:
         dims = self.head_dim, self.head_dim_v
         return forward(
             self.element, 2, self.q_len, self.kv_len, self.heads, self.kv_heads, *dims, scale=self.scale, mask=self.mask,
-            score=self.score, return_lse=True, constant_time=self.constant_time,
+            score=self.score, return_lse=True, constant_time=self.constant_time, q_offset=self.offsets and self.offsets[0],
+            kv_offset=self.offsets and self.offsets[1],
         )  # fmt: skip
 
     @property
@@ -112,8 +116,6 @@ def with_options(case: Case, found: dict[str, Option]) -> dict[str, Option]:
         found |= {"Mask": SplitMask(found["Mask"]), "Scheduler": plan, "Store": store.StorePartial()}
     elif case.sinks is not None:
         found["Softmax"] = softmax.WithSink(found["Softmax"])
-    if case.offsets is not None:
-        found["Rows"] = rows.WithOffset(found["Rows"])
     return found
 
 
@@ -162,7 +164,6 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     )
     values |= {"splits": case.splits, "split_keys": case.split_keys, "partial_rows": partial_rows}
     values |= dict(zip(("o_partial", "lse_partial"), scratch, strict=True))
-    values |= dict(zip(("q_offset", "kv_offset"), case.offsets or (0, 0), strict=True))
     values |= {"slopes": SLOPES, "windows": WINDOWS, "sinks": np.array(case.sinks or (), number)}
     tma = case.kernel == "attn_fwd"
     for name, x, box in (("q", q, config.tile_q), ("k", k, config.tile_kv), ("v", v, config.tile_kv)):
@@ -183,13 +184,6 @@ SLOPES = np.array([0.05, -0.11, 0.2, 0.01], np.float32)
 WINDOWS = np.array([0, 17, 40, 65], np.int32)
 
 
-def logit(case: Case, s: Array, head: int, q: Array, kv: Array) -> Array:
-    """The definition of a score, of scaled dot products."""
-    if isinstance(case.score, Softcap):
-        return case.score.cap * np.tanh(s / case.score.cap)
-    return s + SLOPES[head] * (kv - q - shift(case)) if isinstance(case.score, Alibi) else s
-
-
 def shift(case: Case) -> int:
     return case.kv_len - case.q_len if case.offsets is None else case.offsets[0] - case.offsets[1]
 
@@ -201,13 +195,12 @@ def expected(case: Case) -> tuple[Array, Array]:
     for batch in range(2):
         for head in range(case.heads):
             kv_head = head // (case.heads // case.kv_heads)
-            s = logit(case, case.scale * q[batch, :, head] @ k[batch, :, kv_head].T, head, i, j)
+            dots = case.scale * q[batch, :, head] @ k[batch, :, kv_head].T
+            s = case.op.spec.placed_score.logit(np, dots, batch, head, i, j)
             if isinstance(case.mask, HeadWindow):
                 kept = j >= i + shift(case) - WINDOWS[head]
             else:
-                moved = 0 if case.offsets is None else shift(case)
-                mask = case.mask if case.offsets is None else dataclasses.replace(case.mask, align="top_left")
-                begin, end = mask.interval(np.arange(case.q_len) + moved, case.q_len, case.kv_len)
+                begin, end = case.op.spec.placed_mask.interval(np.arange(case.q_len), case.q_len, case.kv_len)
                 kept = (j >= begin[:, None]) & (j < end[:, None])
             sink = -np.inf if case.sinks is None else case.sinks[head]
             with np.errstate(all="ignore"):
@@ -248,7 +241,9 @@ CASES = [
     Case("attn_fwd_simt", element=FP64, split_keys=16, mask=Full()),
     Case("attn_fwd_simt", split_keys=32, most_splits=2, mask=Full()),  # the last one has the rest
     *(Case(name, offsets=(40, 10)) for name in KERNELS),
+    *(Case(name, offsets=(7, 30), score=Alibi(), mask=Both(Causal(), Window(31, 2))) for name in KERNELS),
     Case("attn_fwd_mma", q_len=5, offsets=(7, 30), score=Alibi(), mask=Window(3, 2)),
+    Case("attn_fwd_mma", q_len=5, heads=4, offsets=(1000, 950), score=Alibi(), mask=HeadWindow()),
     *(Case(name, constant_time=True, score=Softcap(1e6)) for name in KERNELS),
     Case("attn_fwd", scale=-0.3, score=Softcap(1.0), mask=Window(11, 5, "top_left")),
 ]
@@ -291,6 +286,27 @@ def test_tiny_scales_and_huge_logits(tmp_path: pathlib.Path) -> None:
     case = Case("attn_fwd_simt", 20, 20, element=FP32, scale=5e36)
     assert expected(case)[1].min() < -3e37
     check(case, _folder(tmp_path / "huge"))
+
+
+@pytest.mark.parametrize("name", ["attn_fwd", "attn_fwd_mma"])
+def test_huge_values(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are summed with their values before they are divided. A weight is up to 2^15, as the reference of a row may lag so
+    far: a thread's part of a tile's sum is, a row has four parts, so 2^17 times the tiles (2^15 of them, of 32 keys, for 2^20
+    keys) and |v| must be below 2^128. So values of 2^96 are right, and near the largest number they overflow."""
+    case = Case(name, 40, 90, mask=Full(), scale=float(np.log(2.0)))
+    q, k, v = (x.astype(np.float64) for x in arrays(case))
+    q[...], k[...] = 0, 0
+    q[..., 0] = 1
+    k[:, :64, :, 0] = 11  # of base 2, above the keys of the last tile, which comes first
+    for exponent, is_right in ((96, True), (124, False)):
+        given = tuple(x.astype(case.element.dtype) for x in (q, k, np.exp2(exponent) * (1 + np.abs(v))))
+        monkeypatch.setattr(f"{__name__}.arrays", lambda case, given=given: given)
+        o, _ = run(case, _folder(tmp_path / str(exponent)))
+        wanted, _ = expected(case)
+        assert np.abs(wanted).max() < 3e38
+        if is_right:
+            np.testing.assert_allclose(o, wanted, rtol=1.2e-2)
+        assert np.isfinite(o).all() == is_right
 
 
 @pytest.mark.parametrize("element", [BF16, FP64], ids=lambda element: element.name)

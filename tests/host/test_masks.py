@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 
 import hypothesis
@@ -13,15 +12,17 @@ import pytest
 from hypothesis import strategies as st
 
 from rawattn.variant.mask import ALIGNMENTS, Both, Causal, Full, Mask, Window
+from rawattn.variant.offset import OffsetMask
 from tests import native
 
+Offsets = tuple[int, int] | None
 TYPES = ["Full", "Causal", "Window", "Both<Causal, Window>", "Both<Window, Causal>"]
 TEXT = """\
 namespace cfg { extern "C" { i32 tile_q, tile_kv, causal_to_last, window_to_last; } }
 struct Args { i32 window_left, window_right; };
 struct Rows {
-    i32 q_len, kv_len, has_offset, offset;
-    i32 shift(i32 to_last) const { return has_offset ? offset : to_last * (kv_len - q_len); }
+    i32 q_len, kv_len, has_offset, q_offset, kv_offset;
+    i32 shift(i32 to_last) const { return has_offset ? q_offset - kv_offset : to_last * (kv_len - q_len); }
 };
 #include "variant/mask/both.cuh"
 #include "variant/mask/causal.cuh"
@@ -52,17 +53,17 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class Asked:
-    """A mask of the CUDA files, for one sequence; ``offset``: of the position of its first query from that of its first key."""
+    """A mask of the CUDA files, for one sequence; ``offsets``: the positions of its first query and key."""
 
     def __init__(
-        self, cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_kv: int, tile_q: int = 64, offset: int | None = None
+        self, cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_kv: int, tile_q: int = 64, offsets: Offsets = None
     ) -> None:
         for name, value in {"tile_q": tile_q, "tile_kv": tile_kv, **mask.constants}.items():
             ctypes.c_int.in_dll(cuda, name).value = value
         index, values = TYPES.index(mask.cuda_type), {"window_left": 0, "window_right": 0, **mask.values}
         self._ask = {name: getattr(cuda, f"{name}_{index}") for name in ("kv_tiles", "q_tiles", "keep")}
-        rows = (q_len, kv_len, offset is not None, offset or 0)
-        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 4)(*rows)
+        rows = (q_len, kv_len, offsets is not None, *(offsets or (0, 0)))
+        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 5)(*rows)
 
     def tiles(self, which: str, begin: int, end: int) -> list[int]:
         found = (ctypes.c_int * 4)()
@@ -88,12 +89,12 @@ def visited(found: list[int], needed: npt.NDArray[np.bool_], full: npt.NDArray[n
 
 
 def check(
-    cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, strip: int, tile_kv: int, offset: int | None = None
+    cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, strip: int, tile_kv: int, offsets: Offsets = None
 ) -> None:
     """Everything that a kernel relies on, for blocks of ``tile_q`` queries of which a warpgroup has ``strip``."""
-    asked = Asked(cuda, mask, q_len, kv_len, tile_kv, tile_q, offset)
-    aligned = offset is None
-    begin, end = (mask if aligned else top_left(mask)).interval(np.arange(q_len) + (offset or 0), q_len, kv_len)
+    asked = Asked(cuda, mask, q_len, kv_len, tile_kv, tile_q, offsets)
+    aligned = offsets is None
+    begin, end = (mask if offsets is None else OffsetMask(mask, *offsets)).interval(np.arange(q_len), q_len, kv_len)
     tiles, q_tiles = -(-kv_len // tile_kv), -(-q_len // tile_q)
     keys = np.arange(tiles * tile_kv)
     kept = (keys >= begin[:, None]) & (keys < end[:, None])
@@ -122,13 +123,6 @@ def check(
             visited(asked.tiles("q_tiles", first, last), needed, full, exact)
 
 
-def top_left(mask: Mask) -> Mask:
-    """The mask that compares the numbers of queries and keys as they are."""
-    if isinstance(mask, Both):
-        return Both(top_left(mask.a), top_left(mask.b))
-    return mask if isinstance(mask, Full) else dataclasses.replace(mask, align="top_left")  # type: ignore[type-var]
-
-
 def masks(sides: list[int | None]) -> list[Mask]:
     """Every kind of mask, with all these window sides."""
     found: list[Mask] = [Full()]
@@ -144,6 +138,10 @@ def test_every_small_case(cuda: ctypes.CDLL) -> None:
     for mask in masks([None, 0, 1, 4]):
         for q_len, kv_len, tile_kv in itertools.product(range(8), range(8), (2, 3)):
             check(cuda, mask, q_len, kv_len, 4, 2, tile_kv)
+
+
+def offsets(largest: int) -> st.SearchStrategy[Offsets]:
+    return st.none() | st.tuples(st.integers(0, largest), st.integers(0, largest))
 
 
 LENGTHS = st.integers(0, 600) | st.sampled_from([63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257])
@@ -176,10 +174,10 @@ def test_real_sizes(cuda: ctypes.CDLL, kind: str) -> None:
     @hypothesis.settings(max_examples=150, derandomize=True, database=None, deadline=None)
     @hypothesis.given(
         KINDS[kind], LENGTHS, LENGTHS, st.sampled_from([64, 128, 192]), st.integers(2, 16).map(lambda n: 16 * n),
-        st.none() | st.integers(-700, 700),
+        offsets(700),
     )  # fmt: skip
-    def test(mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offset: int | None) -> None:
-        check(cuda, mask, q_len, kv_len, tile_q, 64, tile_kv, offset)
+    def test(mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offsets: Offsets) -> None:
+        check(cuda, mask, q_len, kv_len, tile_q, 64, tile_kv, offsets)
 
     test()
 
@@ -191,10 +189,10 @@ def test_small_tiles(cuda: ctypes.CDLL, kind: str) -> None:
     @hypothesis.settings(max_examples=300, derandomize=True, database=None, deadline=None)
     @hypothesis.given(
         SMALL_KINDS[kind], SMALL, SMALL, st.sampled_from([(2, 1), (4, 2), (6, 3), (14, 7)]), st.sampled_from([1, 2, 3, 5, 7, 11]),
-        st.none() | st.integers(-60, 60),
+        offsets(60),
     )  # fmt: skip
-    def test(mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], tile_kv: int, offset: int | None) -> None:
-        check(cuda, mask, q_len, kv_len, *tile, tile_kv, offset)
+    def test(mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], tile_kv: int, offsets: Offsets) -> None:
+        check(cuda, mask, q_len, kv_len, *tile, tile_kv, offsets)
 
     test()
 

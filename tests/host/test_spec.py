@@ -177,7 +177,15 @@ def test_kind() -> None:
     for a, b in same:
         assert Spec.of(**a).kind == Spec.of(**b).kind
     assert Spec.of(mask=Strided()).kind != Spec.of(mask=Elsewhere()).kind, "one C++ name, two files"
-    kinds = [{}, {"scale": -1e-9}, {"causal": True}, {"softcap": 1.0}, {"return_lse": True}, {"constant_time": True}]
+    kinds = [
+        {},
+        {"scale": -1e-9},
+        {"causal": True},
+        {"softcap": 1.0},
+        {"return_lse": True},
+        {"constant_time": True},
+        {"q_offset": 0},
+    ]
     assert len({Spec.of(**options).kind for options in kinds}) == len(kinds)
 
 

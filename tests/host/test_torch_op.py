@@ -365,6 +365,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "a list": lambda: {"window": [3, 1]},
     "softcap": lambda: {"softcap": 20.0},
     "scale": lambda: {"scale": 8**-0.5 / 2},
+    "offsets": lambda: {"causal": True, "q_offset": 7, "kv_offset": 3},
     "a global mask": lambda: {"mask": WINDOW},
     "a mask made inside": lambda: {"mask": rawattn.mask.Both(rawattn.mask.Causal("top_left"), rawattn.mask.Window(4, 0))},
     "a score": lambda: {"score": rawattn.score.Softcap(3.0), "mask": rawattn.mask.Causal()},
@@ -587,7 +588,7 @@ def test_vmap_refuses_in_words() -> None:
 
 
 def test_text_of_options() -> None:
-    spec = rawattn.Spec.of(mask=Stride("top_left", np.int64(3)), softcap=2.0, scale=0.5, return_lse=True)
+    spec = rawattn.Spec.of(mask=Stride("top_left", np.int64(3)), softcap=2.0, scale=0.5, return_lse=True, kv_offset=2)
     assert rawattn.Spec.of(**torch_op._options(torch_op._text(spec))) == spec
     assert torch_op._text(rawattn.Spec()) == torch_op._text(rawattn.Spec(return_lse=True)) == "{}"
 
