@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from .backward import Backward
 from .base import Operation
 from .forward import Forward
 
-__all__ = ["OPERATIONS", "Forward", "Operation", "from_json"]
-OPERATIONS: dict[str, type[Operation]] = {cls.__name__: cls for cls in (Forward,)}
+__all__ = ["OPERATIONS", "Backward", "Forward", "Operation", "from_json"]
+OPERATIONS: dict[str, type[Operation]] = {cls.__name__: cls for cls in (Forward, Backward)}
 
 
 def from_json(fields: dict[str, Any]) -> Operation:

@@ -195,7 +195,7 @@ class Forward(Operation):
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
         offsets = make_offsets(options["q_offset"], options["kv_offset"])
-        if len(signatures) != 3 or None in signatures or (offsets is not None and max(offsets) >= FEW_ROWS):
+        if len(signatures) != 3 or not all(signatures) or (offsets is not None and max(offsets) >= FEW_ROWS):
             return None
         (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
         for _, dtype_each, shape, strides, device, _ in signatures:
