@@ -5,7 +5,7 @@
 """
 
 from . import reference
-from .api import Explanation, attention, attention_varlen, explain, plan, warm_up
+from .api import Explanation, attention, attention_backward, attention_varlen, explain, plan, warm_up
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
 from .operation import Forward
 from .plans import Plan
@@ -15,5 +15,6 @@ from .variant import mask, score
 __version__ = "0.1.0"
 __all__ = [
     "CompileError", "DeviceError", "Explanation", "Forward", "Plan", "ProblemError", "RawattnError", "SlowKernelWarning", "Spec",
-    "UnsupportedError", "attention", "attention_varlen", "explain", "mask", "plan", "reference", "score", "warm_up",
+    "UnsupportedError", "attention", "attention_backward", "attention_varlen", "explain", "mask", "plan",
+    "reference", "score", "warm_up",
 ]  # fmt: skip

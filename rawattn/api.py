@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import arrays, driver
+from . import arrays, cpu, driver
 from .arrays import Array
 from .device import Device
 from .errors import ProblemError
@@ -126,6 +126,34 @@ def attention_varlen(
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
     return _run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out)
+
+
+def attention_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
+    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
+    score: Score | None = None, constant_time: bool = False, deterministic: bool = True, out: Any = None,
+    kernel: str | None = None, config: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The gradients of a loss by q, k, v and the sinks: (dq, dk, dv), and dsinks where sinks are given. On the CPU alone; this
+    stands in for the Backward operation, which replaces it."""
+    spec = Spec.of(
+        causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, constant_time=constant_time,
+        deterministic=deterministic,
+    )  # fmt: skip
+    found = arrays.named(Forward.names, (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks))
+    op = Forward.of(found, spec, max_seqlen_q, max_seqlen_kv)
+    if not found["q"].is_cpu or kernel is not None or config is not None:
+        raise ProblemError("attention_backward is computed on the CPU alone, and has no kernel or config there.")
+    names = ["q", "k", "v", *["sinks"] * op.sinks]
+    like = {"q": q, "k": k, "v": v, "sinks": sinks}
+    results = out or [arrays.maker(found[name], tuple(found[name].shape), found[name].dtype)(like[name]) for name in names]
+    found |= {name: arrays.read(x, name) for name, x in (("do", do), ("o", o), ("lse", lse))}
+    found |= {} if dlse is None else {"dlse": arrays.read(dlse, "dlse")}
+    found |= {f"d{name}": arrays.read(x, f"d{name}") for name, x in zip(names, results, strict=True)}
+    views: dict[str, Any] = {name: arrays.as_numpy(array) for name, array in found.items()}
+    cpu.run_backward(**views, mask=op.mask, score=op.score, scale=op.scale)
+    return tuple(results)
 
 
 def plan(
