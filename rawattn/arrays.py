@@ -149,13 +149,15 @@ def _read_foreign(x: Any, name: str) -> Array:
 _readers: dict[type, Callable[[Any, str], Array]] = {}
 _plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the first tensor on
 _forward_ad: Any = None  # torch.autograd.forward_ad, likewise
+_grad_enabled: Any = None  # torch.is_grad_enabled, likewise
 
 
 def _reader(cls: type) -> Callable[[Any, str], Array]:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(cls, torch.Tensor):
-        global _tensor, _plain_tensors, _forward_ad
+        global _tensor, _plain_tensors, _forward_ad, _grad_enabled
         _tensor, _plain_tensors, _forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
+        _grad_enabled = torch.is_grad_enabled
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -179,9 +181,10 @@ _tensor: Any = ()  # torch.Tensor, from the first tensor on
 
 def signature(x: Any) -> tuple[Any, ...] | None:
     """All of a torch tensor that a call on a GPU depends on: a tensor with the signature of one that passed every check passes
-    them. Read at half the price of ``read``. None for a tensor that requires grad or has no plain memory, and for other arrays.
+    them. Read at half the price of ``read``. None for a tensor that autograd would follow or that has no plain memory, and for
+    other arrays.
     """
-    if type(x) not in _plain_tensors or x.requires_grad or x.is_neg():
+    if type(x) not in _plain_tensors or (x.requires_grad and _grad_enabled()) or x.is_neg():
         return () if x is None else None
     try:
         pointer = x.data_ptr()

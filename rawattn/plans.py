@@ -23,8 +23,8 @@ from .variant.element import ELEMENTS
 KEPT_CALLS = 512  # sets of arrays for which a plan is kept bound
 KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
 NO_GRAD = (
-    "an input requires grad, and there is no backward yet; call under torch.no_grad(), or detach the inputs yourself. "
-    "Nothing is detached silently."
+    "an input requires grad, and a plan has no backward; call rawattn.attention, or make and run the plan under torch.no_grad(), "
+    "or detach the inputs yourself. Nothing is detached silently."
 )
 _AXES = {"batch": -4, "row": -3, "head": -2}
 
@@ -331,7 +331,10 @@ def check_out(o: Array, out: Any, q: Array, shape: tuple[int, ...]) -> None:
     if isinstance(o.object, np.ndarray) and not o.object.flags.writeable:
         raise ProblemError("out is read-only; give a writable array.")
     if arrays.requires_grad(out):
-        raise ProblemError(NO_GRAD)
+        raise ProblemError(
+            "out requires grad, and autograd does not follow what is written to it; give out.detach(), or call under "
+            "torch.no_grad()."
+        )
 
 
 def _check_starts(name: str, starts: Any, tensor: str, rows: int) -> None:

@@ -16,7 +16,7 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 8000,
+    "rawattn": 8150,
     "perf": 3700,
     "cuda_src": 4400,
     "tests": 13700,
@@ -29,7 +29,15 @@ ARROWS = {"ptx": ["ptx"], "tile": ["ptx", "tile"], "variant": ["ptx", "tile", "v
 IMPORTERS = {
     r"(.*\.)?nvrtc": {"compiler.py"},
     r"cuda(\..*)?": {"driver.py"},
-    r"(torch|cupy)(\..*)?": {"arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py", "torch_op.py"},
+    r"(torch|cupy)(\..*)?": {
+        "arrays.py",
+        "reference.py",
+        "testing.py",
+        "__main__.py",
+        "compiler.py",
+        "torch_op.py",
+        "torch_sharding.py",
+    },  # fmt: skip
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))
