@@ -136,12 +136,10 @@ def attention(
                 "leave it out."
             )
     q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
-    if torch.compiler.is_dynamo_compiling():
-        text = _constant_text(tuple([(name, _constant(value)) for name, value in options.items()]))
-    else:
+    if not torch.compiler.is_dynamo_compiling():
         _check_tensors(given)
         _register_sharding()
-        text = _text(Spec.of(**options))
+    text = _text_of(options)
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
     o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text)
     return (o, lse) if options["return_lse"] else o
@@ -167,6 +165,13 @@ def _length(name: str, value: Any) -> Any:
 
 
 # ---- options as text
+
+
+def _text_of(options: dict[str, Any]) -> str:
+    """Writes the options of a call as the operators take them, also where dynamo traces."""
+    if torch.compiler.is_dynamo_compiling():
+        return _constant_text(tuple([(name, _constant(value)) for name, value in options.items()]))
+    return _text(Spec.of(**options))
 
 
 def _text(spec: Spec) -> str:
@@ -334,7 +339,7 @@ class Attention(torch.autograd.Function):
         options, lengths = ctx.options, ctx.lengths
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = given if len(given) == 6 else (*given, None, None, None)[:6]
         if isinstance(options, str) or _is_seen(do, dlse, given):
-            text = options if isinstance(options, str) else _text(Spec.of(**options))
+            text = options if isinstance(options, str) else _text_of(options)
             found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, text)
         elif len(given) == 3:
             found = api.attention_backward(do, q, k, v, o, lse, dlse=dlse, **options)

@@ -37,7 +37,7 @@ IMPORTERS = {
         "compiler.py",
         "torch_op.py",
         "torch_sharding.py",
-    },  # fmt: skip
+    },
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))
