@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -302,8 +301,15 @@ def as_numpy(array: Array) -> npt.NDArray[Any]:
     """A NumPy view of an array on the CPU, sharing its memory."""
     if array.library == "numpy":
         return array.object
-    torch = sys.modules["torch"]
-    x = array.object.detach()
-    if array.dtype == "bf16":
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+    return np.asarray(_Memory(array)).view(DTYPES[array.dtype])
+
+
+class _Memory:
+    """A tensor's memory, as NumPy takes it. ``Tensor.numpy`` would forbid for good that the storage is freed and filled again,
+    which FSDP does with parameters."""
+
+    def __init__(self, array: Array) -> None:
+        dtype = DTYPES[array.dtype]
+        strides = tuple(s * dtype.itemsize for s in array.strides)
+        place = {"data": (array.pointer, False), "shape": tuple(array.shape), "strides": strides}
+        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": dtype.str, **place}
