@@ -335,9 +335,8 @@ def _key(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, 
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
-    if _load_torch_op() and _torch_op.intercepts(given):
-        return _torch_op.attention(given, options, lengths, kernel, config, out)
-    return run(given, options, lengths, kernel, config, out)
+    compute = _torch_op.way(given) if _load_torch_op() else None
+    return (compute or run)(given, options, lengths, kernel, config, out)
 
 
 def _load_torch_op() -> bool:

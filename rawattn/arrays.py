@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -149,13 +148,15 @@ def _read_foreign(x: Any, name: str) -> Array:
 _readers: dict[type, Callable[[Any, str], Array]] = {}
 _plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the first tensor on
 _forward_ad: Any = None  # torch.autograd.forward_ad, likewise
+_grad_enabled: Any = None  # torch.is_grad_enabled, likewise
 
 
 def _reader(cls: type) -> Callable[[Any, str], Array]:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(cls, torch.Tensor):
-        global _tensor, _plain_tensors, _forward_ad
+        global _tensor, _plain_tensors, _forward_ad, _grad_enabled
         _tensor, _plain_tensors, _forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
+        _grad_enabled = torch.is_grad_enabled
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -179,9 +180,10 @@ _tensor: Any = ()  # torch.Tensor, from the first tensor on
 
 def signature(x: Any) -> tuple[Any, ...] | None:
     """All of a torch tensor that a call on a GPU depends on: a tensor with the signature of one that passed every check passes
-    them. Read at half the price of ``read``. None for a tensor that requires grad or has no plain memory, and for other arrays.
+    them. Read at half the price of ``read``. None for a tensor that autograd would follow or that has no plain memory, and for
+    other arrays.
     """
-    if type(x) not in _plain_tensors or x.requires_grad or x.is_neg():
+    if type(x) not in _plain_tensors or (x.requires_grad and _grad_enabled()) or x.is_neg():
         return () if x is None else None
     try:
         pointer = x.data_ptr()
@@ -324,8 +326,15 @@ def as_numpy(array: Array) -> npt.NDArray[Any]:
     """A NumPy view of an array on the CPU, sharing its memory."""
     if array.library == "numpy":
         return array.object
-    torch = sys.modules["torch"]
-    x = array.object.detach()
-    if array.dtype == "bf16":
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+    return np.asarray(_Memory(array)).view(DTYPES[array.dtype])
+
+
+class _Memory:
+    """A tensor's memory, as NumPy takes it. ``Tensor.numpy`` would forbid for good that the storage is freed and filled again,
+    which FSDP does with parameters."""
+
+    def __init__(self, array: Array) -> None:
+        dtype = DTYPES[array.dtype]
+        strides = tuple(s * dtype.itemsize for s in array.strides)
+        place = {"data": (array.pointer, False), "shape": tuple(array.shape), "strides": strides}
+        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": dtype.str, **place}

@@ -23,8 +23,8 @@ from .variant.element import ELEMENTS
 KEPT_CALLS = 512  # sets of arrays for which a plan is kept bound
 KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
 NO_GRAD = (
-    "an input requires grad, and there is no backward yet; call under torch.no_grad(), or detach the inputs yourself. "
-    "Nothing is detached silently."
+    "an input requires grad, and a plan has no backward; call rawattn.attention, or make and run the plan under torch.no_grad(), "
+    "or detach the inputs yourself. Nothing is detached silently."
 )
 _AXES = {"batch": -4, "row": -3, "head": -2}
 
@@ -353,7 +353,10 @@ def read_outputs(
         if isinstance(x, np.ndarray) and not x.flags.writeable:
             raise ProblemError(f"{name} is read-only; give a writable array.")
         if arrays.requires_grad(x):
-            raise ProblemError(NO_GRAD)
+            raise ProblemError(
+                f"{name} requires grad, and autograd does not follow what is written to it; give {name}.detach(), or call under "
+                "torch.no_grad()."
+            )
         if is_written:
             size = arrays.DTYPES[operand.element].itemsize
             check_output(name, array, size if operand.contiguous else max(size, plan._kernel.alignment), apart)
