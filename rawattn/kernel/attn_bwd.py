@@ -19,6 +19,7 @@ from . import backward, tiling
 from .backward import BackwardKernel, FirstPass
 
 WIDEST = 128  # columns
+FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
     "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
@@ -120,13 +121,27 @@ class AttnBwd(BackwardKernel):
             return f"it needs {smem_bytes(config, forward)} bytes of shared memory; a block has {device.smem_bytes}"
         return None
 
+    def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
+        """A length whose tiles of dq have few contributors, and one where they have many."""
+        plain = tiling.with_mask(op.forward, op.forward.mask if isinstance(op.forward.mask, Full) else Causal())
+        plain = dataclasses.replace(plain, spec=plain.spec.at(op.forward.spec.offsets and (0, 0)), heads=8, kv_heads=8)
+        made = (dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, total_q=n, total_kv=n) for n in (512, 32768))
+        return tuple(dataclasses.replace(op, forward=forward) for forward in made)
+
     def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """The one that was found for the head sizes."""
-        return [each for each in (config_of(op.forward),) if self.legal(each, op, device) is None]
+        """Those that were found for the head sizes, of each way in which dq is finished."""
+        found = [config_of(op.forward, name) for name in ("ordered", "final")]
+        return [each for each in found if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
-        """What its products take at the full rate of the tensor cores, which is a lower bound."""
-        return tiling.least_seconds(op.flops, device)
+        """What its products take at the full rate of the tensor cores, which is a lower bound, by how dq is finished. Where few
+        key tiles add to a tile of dq, the last of them does it best, else a pass of its own (perf/notes/attn_bwd.md)."""
+        forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
+        if config.store != "final":
+            return seconds
+        q_len = max(1, round(forward.total_q / max(1, forward.batch)))
+        is_short = forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64]
+        return seconds * (0.95 if is_short else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
@@ -137,7 +152,7 @@ class AttnBwd(BackwardKernel):
         launch = functools.partial(self.launch, op, config, device)
         own = [launch("attn_bwd", kv_values, grid, _main)]
         if config.store != "final" and forward.total_q:
-            own.append(launch("attn_bwd_convert", shared, blocks, _convert))
+            own.append(launch("attn_bwd_convert", shared | backward.row_order(forward), blocks, _convert))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
         first = FirstPass(config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()))

@@ -117,6 +117,11 @@ def values(op: Forward, q_block: int, tile_kv: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def row_order(op: Forward) -> dict[str, float]:
+    """The order of passes that only read and write rows: all heads of the same rows together, as they lie in memory."""
+    return {"l2_head_group": op.heads, "last_group": max(0, op.batch - 1)}
+
+
 def kv_order(op: Forward, tile_kv: int, device: Device) -> dict[str, float]:
     """Which key tiles are taken together: those of as many heads as give each multiprocessor one."""
     all_heads = op.kv_heads * op.batch
@@ -161,7 +166,7 @@ class BackwardKernel(Kernel[Backward]):
         shared = values(forward, size, first.tile_kv)
         of_rows = forward.heads * q_blocks(forward, size) if forward.total_q else 0
         first = dataclasses.replace(first, dlse=op.dlse)
-        found = [self.launch(op, first, device, "attn_bwd_delta", shared, of_rows, _delta), *own]
+        found = [self.launch(op, first, device, "attn_bwd_delta", shared | row_order(forward), of_rows, _delta), *own]
         if forward.varlen:
             grid = 2 * device.sm_count * (forward.total_q + forward.total_kv > 0)
             found.insert(0, self.launch(op, None, device, "attn_bwd_padding", shared, grid, _padding))

@@ -171,7 +171,7 @@ class Call:
         else:
             kernel = ATTN_BWD_PAIR if max(case.size) > 128 else ATTN_BWD
         device = TYPICAL["sm_75" if case.simt else "sm_90a"]
-        (config,) = kernel.candidates(self.op, device)
+        config = kernel.candidates(self.op, device)[0]
         if kernel is ATTN_BWD:
             config = dataclasses.replace(attn_bwd.config_of(self.op.forward, case.store), dq_chains=case.chains)
         config = config if case.simt else dataclasses.replace(config, direction=case.direction)
