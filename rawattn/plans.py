@@ -267,6 +267,8 @@ class GpuCall:
         if isinstance(fill, Counter):
             return driver.counters(self._device).take(stream_id, capturing)
         if isinstance(fill, Scratch):
+            if scratch is None:  # nothing is there to be written
+                return 0
             return arrays.address(scratch) + offsets(self._program.scratch)[0][fill.name]
         return _of_array(fill, outputs[fill.operand])
 

@@ -327,9 +327,22 @@ def expect_backward(
     formula, names = _sizes(q, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
     sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(do, q, k, v, dlse, *_given(options))]
     errors = {name: tolerance.rows(plain[i], exact[i], sizes[i], least=0.5) for i, name in enumerate(names[:3])}
+    scale = abs(q.shape[-1] ** -0.5 if options.get("scale") is None else options["scale"])
+    for name, x, factor, shape in (("dq", k, scale, q.shape), ("dk", q, scale, k.shape), ("dv", do, 1.0, k.shape)):
+        errors[name] = errors[name] + factor * tolerance.least * _root_sum(x, shape[-2])
     if len(exact) > 3:
         errors["dsinks"] = (2 * tolerance.ratio(plain[3], exact[3], sizes[3]) + tolerance.eps) * sizes[3]
     return ExpectedBackward(dict(zip(names, exact, strict=False)), errors)
+
+
+def _root_sum(x: Any, heads: int) -> Array:
+    """The root of the sum of x's squares over its rows, in the largest column, for each of ``heads`` heads: what a product with x
+    sums up of weights that each err by one, where rounding takes them to numbers below the normal ones."""
+    squares = (_finite(_float64(x)) ** 2).sum(-3, keepdims=True).max(-1, keepdims=True, initial=0.0)
+    here = squares.shape[-2]
+    if here < heads:
+        return np.sqrt(np.repeat(squares, heads // here, axis=-2))
+    return np.sqrt(squares.reshape(*squares.shape[:-2], heads, here // heads, 1).sum(-2))
 
 
 def _given(options: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -251,9 +251,9 @@ def _compute_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Computes the backward's operator on real tensors."""
+    """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
     found = api.attention_backward(
-        do, q, k, v, o, lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q,
+        do, q, k, v, o, lse.contiguous(), dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv, sinks=sinks, **_backward_options(spec),
     )  # fmt: skip
     return (*found, lse.new_empty(0)) if sinks is None else found

@@ -13,6 +13,7 @@ import pytest
 import rawattn
 from rawattn import api
 from rawattn.errors import ProblemError
+from rawattn.operation import Backward
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")
@@ -59,9 +60,13 @@ def same(found: Tensors, wanted: Tensors) -> bool:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was computed: "forward" and "backward"."""
     found: list[str] = []
-    forward, backward = api.run, api.attention_backward
-    monkeypatch.setattr(api, "run", lambda *args: (found.append("forward"), forward(*args))[1])
-    monkeypatch.setattr(api, "attention_backward", lambda *args, **named: (found.append("backward"), backward(*args, **named))[1])
+    run = api.run
+
+    def counted(*args: Any) -> Any:
+        found.append("backward" if Backward in args else "forward")
+        return run(*args)
+
+    monkeypatch.setattr(api, "run", counted)
     return found
 
 
