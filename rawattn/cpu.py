@@ -41,8 +41,6 @@ from .variant.mask import Pairs, kept_pairs
 from .variant.offset import OffsetScore
 from .variant.score import Scale, Score, Softcap
 
-name = "cpu"
-
 # For the cost model: one core of an EPYC 7003 (Zen 3, AVX2).
 PRODUCTS_PER_SECOND = 36e9  # in float32; half in float64
 SECONDS_PER_NUMBER = {"fp64": 1.2e-9, "fp32": 0.8e-9, "fp16": 1.5e-9, "bf16": 1.5e-9}  # of k and v, to bring in
@@ -61,58 +59,6 @@ class Config:
     tile_q: int = 256
     tile_kv: int = 96
     threads: int = 1
-
-
-def runs_on(device: Device) -> bool:
-    """Says whether this kernel computes on the device."""
-    return device.is_cpu
-
-
-def supports(op: Forward, device: Device) -> str | None:
-    """None if this kernel computes the operation on the device, else the reason why not."""
-    if not device.is_cpu:
-        return f"it runs on the CPU, and the arrays are on {device.name}"
-    for which in ("head_dim", "head_dim_v"):
-        if getattr(op, which) > 1024:
-            return f"{which} is {getattr(op, which)}; it takes up to 1024"
-    if not hasattr(op.score, "logit"):
-        return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
-    if op.constant_time:
-        return "a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs"
-    return None
-
-
-def legal(config: Config, op: Forward, device: Device) -> str | None:
-    """None if the configuration can run the op, else the reason why not."""
-    for which, value in dataclasses.asdict(config).items():
-        if not isinstance(value, int) or not 1 <= value <= 4096:
-            return f"{which} is {value!r}; it must be an int from 1 to 4096"
-    return None
-
-
-def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
-    """Returns the operations that compare configurations: only ``op``, as the loops are compiled once for all configurations."""
-    return (op,)
-
-
-def candidates(op: Forward, device: Device) -> list[Config]:
-    """The configurations worth comparing."""
-    tile_kv = 96 if op.head_dim + op.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
-    threads = {min(1 << i, device.sm_count) for i in range(device.sm_count.bit_length() + 1)}
-    return [Config(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
-
-
-def cost(config: Config, op: Forward, device: Device) -> float:
-    """Estimated seconds: the units that fall to one thread, and the start of the threads."""
-    queries, batch = _queries(config, op), max(1, op.batch)
-    kept = kept_pairs(op.spec.placed_mask, op.q_len, op.kv_len) / max(1, op.q_len)
-    fetched, used = (min(op.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
-    rows = math.ceil(min(queries, op.q_len) * op.heads_per_kv / 16) * 16
-    rate = PRODUCTS_PER_SECOND / (2 if op.element.name == "fp64" else 1)
-    unit = (op.head_dim + op.head_dim_v) * (used * rows / rate + fetched * SECONDS_PER_NUMBER[op.element.name])
-    units = op.batch * op.kv_heads * math.ceil(op.total_q / batch / queries)
-    threads = max(1, min(config.threads, units))
-    return math.ceil(units / threads) * (SECONDS_PER_UNIT + unit) + (threads - 1) * SECONDS_PER_THREAD
 
 
 def _queries(config: Config, op: Forward) -> int:
@@ -276,15 +222,6 @@ class _Unit(NamedTuple):
     kv_head: int
     queries: slice
     keys: int  # that it visits, more or less
-
-
-def run(
-    op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
-    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
-) -> None:  # fmt: skip
-    """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
-    starts = cu_seqlens_q, cu_seqlens_kv
-    run_forward(q, k, v, o, lse, op.spec.placed_mask, op.spec.placed_score, op.scale, sinks, *starts, config=config)
 
 
 def run_forward(
@@ -491,25 +428,27 @@ def _add_parts(x: _Gradients) -> None:
 
 
 class Cpu:
-    """The CPU path as a kernel: it is compiled by Numba and has no launches."""
+    """The CPU path as a kernel: the contract of ``kernel.base.Kernel``, but for launches. ``run`` takes their place."""
 
-    name = name
+    name = "cpu"
     alignment = 1
     config_type = Config
-    runs_on = staticmethod(runs_on)
-    legal = staticmethod(legal)
-    candidates = staticmethod(candidates)
-    cost = staticmethod(cost)
-    tuning_shapes = staticmethod(tuning_shapes)
-    run = staticmethod(run)
 
-    def __repr__(self) -> str:
-        return self.name
+    def runs_on(self, device: Device) -> bool:
+        """Says whether the device is a CPU."""
+        return device.is_cpu
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        """The reasons why the CPU path does not compute the operation; none where it does."""
-        reason = supports(op, device)
-        return [] if reason is None else [reason]
+        """The reasons why the CPU path does not compute the operation on the device; none where it does."""
+        found = [] if device.is_cpu else [f"it runs on the CPU, and the arrays are on {device.name}"]
+        for which in ("head_dim", "head_dim_v"):
+            if getattr(op, which) > 1024:
+                found.append(f"{which} is {getattr(op, which)}; it takes up to 1024")
+        if not hasattr(op.score, "logit"):
+            found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
+        if op.constant_time:
+            found.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
+        return found
 
     def prefers(self, op: Forward) -> bool:
         """True: nothing goes before it on the CPU."""
@@ -518,6 +457,46 @@ class Cpu:
     def layout_reason(self, layout: Layout) -> str | None:
         """None: it reads whatever NumPy reads."""
         return None
+
+    def legal(self, config: Config, op: Forward, device: Device) -> str | None:
+        """The reason why the configuration cannot run the operation; None where it can."""
+        for which, value in dataclasses.asdict(config).items():
+            if not isinstance(value, int) or not 1 <= value <= 4096:
+                return f"{which} is {value!r}; it must be an int from 1 to 4096"
+        return None
+
+    def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
+        """Only ``op``: the loops are compiled once for all configurations."""
+        return (op,)
+
+    def candidates(self, op: Forward, device: Device) -> list[Config]:
+        """The legal configurations worth comparing."""
+        tile_kv = 96 if op.head_dim + op.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
+        threads = {min(1 << i, device.sm_count) for i in range(device.sm_count.bit_length() + 1)}
+        return [Config(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
+
+    def cost(self, config: Config, op: Forward, device: Device) -> float:
+        """Estimated seconds: the units that fall to one thread, and the start of the threads."""
+        queries, batch = _queries(config, op), max(1, op.batch)
+        kept = kept_pairs(op.spec.placed_mask, op.q_len, op.kv_len) / max(1, op.q_len)
+        fetched, used = (min(op.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
+        rows = math.ceil(min(queries, op.q_len) * op.heads_per_kv / 16) * 16
+        rate = PRODUCTS_PER_SECOND / (2 if op.element.name == "fp64" else 1)
+        unit = (op.head_dim + op.head_dim_v) * (used * rows / rate + fetched * SECONDS_PER_NUMBER[op.element.name])
+        units = op.batch * op.kv_heads * math.ceil(op.total_q / batch / queries)
+        threads = max(1, min(config.threads, units))
+        return math.ceil(units / threads) * (SECONDS_PER_UNIT + unit) + (threads - 1) * SECONDS_PER_THREAD
+
+    def run(
+        self, op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
+        cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
+        starts = cu_seqlens_q, cu_seqlens_kv
+        run_forward(q, k, v, o, lse, op.spec.placed_mask, op.spec.placed_score, op.scale, sinks, *starts, config=config)
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 CPU = Cpu()
