@@ -37,7 +37,7 @@ from .errors import ProblemError, UnsupportedError
 from .operand import Layout
 from .operation import Forward
 from .variant.element import ELEMENTS, Element
-from .variant.mask import Pairs, kept_pairs
+from .variant.mask import Pairs, kept_pairs, of_head
 from .variant.offset import OffsetScore
 from .variant.score import Scale, Score, Softcap
 
@@ -178,6 +178,16 @@ def _sequences(q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Ar
     return found
 
 
+def _kept(mask: Pairs, heads: int, q_len: int, kv_len: int) -> tuple[Array, Array]:
+    """First and one past the last key that each query of each head keeps, (q_len, heads)."""
+    queries = np.arange(q_len)
+    if not hasattr(mask, "of_head"):
+        begin, end = (np.broadcast_to(bound[:, None], (q_len, heads)) for bound in mask.interval(queries, q_len, kv_len))
+        return begin, end
+    begins, ends = zip(*(of_head(mask, head).interval(queries, q_len, kv_len) for head in range(heads)), strict=True)
+    return np.stack(begins, 1), np.stack(ends, 1)
+
+
 def _sink_logits(sinks: Array | None, heads: int, number: npt.DTypeLike) -> Array:
     return np.full(heads, -np.inf, number) if sinks is None else sinks.astype(number)
 
@@ -213,7 +223,7 @@ class _Sequence(NamedTuple):
     v: Array
     o: Array
     lse: Array | None  # (heads, q_len)
-    begin: Array
+    begin: Array  # (q_len, heads)
     end: Array
 
 
@@ -234,13 +244,13 @@ def run_forward(
     """
     group, units = q.shape[-2] // k.shape[-2], []
     step = max(1, config.tile_q // group)
-    interval = functools.cache(lambda q_len, kv_len: mask.interval(np.arange(q_len), q_len, kv_len))
+    interval = functools.cache(functools.partial(_kept, mask, q.shape[-2]))
     for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
         lse_i = None if lse is None else lse[at]
         sequence = _Sequence(i, q[rows], k[keys], v[keys], o[rows], lse_i, *interval(len(q[rows]), len(k[keys])))
         for first in range(0, len(sequence.q), step):
             last = min(first + step, len(sequence.q))
-            visits = int(sequence.end[last - 1] - sequence.begin[first])
+            visits = int((sequence.end[last - 1] - sequence.begin[first]).max())
             units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(k.shape[-2])]
     units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
     element, cap = _element(q), _cap(score)
@@ -260,7 +270,7 @@ def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Arr
     heads = slice(kv_head * group, (kv_head + 1) * group)
     q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, sequence.q.shape[-1])
     k, v = (x[:, kv_head].view(storage) for x in (sequence.k, sequence.v))
-    begin, end = (np.repeat(bound[queries], group) for bound in (sequence.begin, sequence.end))
+    begin, end = (bound[queries, heads].ravel() for bound in (sequence.begin, sequence.end))
     o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
     attend(q, k, v, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
@@ -333,7 +343,7 @@ def run_backward(
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
     element, cap, (heads, kv_heads) = _element(q), _cap(score), (q.shape[-2], k.shape[-2])
     number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
-    interval = functools.cache(lambda q_len, kv_len: mask.interval(np.arange(q_len), q_len, kv_len))
+    interval = functools.cache(functools.partial(_kept, mask, heads))
     delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)
     sink_parts = np.zeros((len(sequences), heads), number)
     group, shared, units = heads // kv_heads, [], []
@@ -346,11 +356,11 @@ def run_backward(
             parts = None if len(spans) == 1 else np.zeros((len(spans), *q[rows][:, own].shape), number)
             found = _Gradients(
                 (i, own.start), do[rows][:, own], q[rows][:, own], k[keys][:, h], v[keys][:, h], o[rows][:, own], lse[at][own],
-                None if dlse is None else dlse[at][own], sink_logits[own], begin, end, delta[at][own], dq[rows][:, own],
-                dk[keys][:, h], dv[keys][:, h], sink_parts[i, own], parts,
+                None if dlse is None else dlse[at][own], sink_logits[own], begin[:, own], end[:, own], delta[at][own],
+                dq[rows][:, own], dk[keys][:, h], dv[keys][:, h], sink_parts[i, own], parts,
             )  # fmt: skip
             shared.append(found)
-            units += [_KeyUnit(found, j, span, group * _pairs(begin, end, span)) for j, span in enumerate(spans)]
+            units += [_KeyUnit(found, j, span, _pairs(found.begin, found.end, span)) for j, span in enumerate(spans)]
     units.sort(key=lambda unit: -unit.pairs)
     if threads is None:
         seconds = sum(unit.pairs for unit in units) * 5 * (q.shape[-1] + v.shape[-1]) / PRODUCTS_PER_SECOND
@@ -396,13 +406,13 @@ def _gradients(loops: Any, factors: tuple[float, ...], unit: _KeyUnit) -> None:
     x, j, keys, _ = unit
     group, head_dim, number = x.q.shape[1], x.q.shape[2], x.delta.dtype
     begin, end = (np.clip(bound, keys.start, keys.stop) - keys.start for bound in (x.begin, x.end))
-    touched = np.nonzero(begin < end)[0]
+    touched = np.nonzero((begin < end).any(1))[0]
     queries = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
     do, q = (rows[queries].astype(number, order="C").reshape(-1, rows.shape[-1]) for rows in (x.do, x.q))
     k, v = (rows[keys].astype(number, order="C") for rows in (x.k, x.v))
     lse, delta = (rows[:, queries].T.ravel() for rows in (x.lse, x.delta))
     lse = np.where(lse == -np.inf, np.inf, lse)  # its probabilities are 0
-    begin, end = (np.repeat(bound[queries], group) for bound in (begin, end))
+    begin, end = (bound[queries].ravel() for bound in (begin, end))
     dq, dk, dv = (np.empty(rows.shape, number) for rows in (q, k, v))
     loops(do, q, k, v, lse, delta, begin, end, *factors, dq, dk, dv)
     x.dk[keys], x.dv[keys] = dk, dv

@@ -29,12 +29,13 @@ from rawattn.cpu import CPU
 from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
 from rawattn.kernel.base import Kernel
-from rawattn.testing import Case, cases, expect
+from rawattn.testing import Case, expect
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
 from tests.operations import replace
+from tests.options import cases
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 

@@ -81,6 +81,12 @@ def test_it_is_said_once() -> None:
         select.warn_once("a test computes this, slowly")
 
 
+def test_it_is_said_at_the_line_that_called_the_library() -> None:
+    with pytest.warns(SlowKernelWarning) as caught:
+        select.warn_once("another test computes this, slowly")
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_gpu_that_is_too_old() -> None:
     with pytest.raises(UnsupportedError) as caught:
         chosen(OP, Device("GTX 1080", "sm_61", 20, 49_152, 2 << 20))
@@ -185,6 +191,16 @@ def test_few_selections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for heads in range(1, 9):
         chosen(replace(OP, heads=heads, kv_heads=1), TYPICAL["sm_75"])
         assert 1 <= len(select._selections) <= 3
+    select.forget()
+
+
+def test_from_where_on_every_row_counts() -> None:
+    """2^27 rows of all heads: a rounding by a quarter stays far from the bound of the tiles, and from that of lengths."""
+    assert select.FEW_ROWS * 1.25 * 2 < MOST_TILES and select.FEW_ROWS >= MOST_TILES // 16
+    select.forget()
+    for q_len, selections in (((1 << 24) - 3, 1), ((1 << 24) - 2, 1), ((1 << 24) + 1, 2), ((1 << 24) + 2, 3)):
+        chosen(replace(OP, batch=1, heads=8, q_len=q_len), TYPICAL["sm_90a"])
+        assert len(select._selections) == selections
     select.forget()
 
 
