@@ -270,7 +270,7 @@ def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Arr
     heads = slice(kv_head * group, (kv_head + 1) * group)
     q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, sequence.q.shape[-1])
     k, v = (x[:, kv_head].view(storage) for x in (sequence.k, sequence.v))
-    begin, end = (bound[queries, heads].ravel() for bound in (sequence.begin, sequence.end))
+    begin, end = (bound[queries, heads].flatten() for bound in (sequence.begin, sequence.end))
     o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
     attend(q, k, v, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
@@ -412,7 +412,7 @@ def _gradients(loops: Any, factors: tuple[float, ...], unit: _KeyUnit) -> None:
     k, v = (rows[keys].astype(number, order="C") for rows in (x.k, x.v))
     lse, delta = (rows[:, queries].T.ravel() for rows in (x.lse, x.delta))
     lse = np.where(lse == -np.inf, np.inf, lse)  # its probabilities are 0
-    begin, end = (bound[queries].ravel() for bound in (begin, end))
+    begin, end = (bound[queries].flatten() for bound in (begin, end))
     dq, dk, dv = (np.empty(rows.shape, number) for rows in (q, k, v))
     loops(do, q, k, v, lse, delta, begin, end, *factors, dq, dk, dv)
     x.dk[keys], x.dv[keys] = dk, dv
