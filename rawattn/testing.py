@@ -306,6 +306,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     o_size, s_size = map(_float64, _sizes(q, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
     lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
+    # A dot product of n terms has n roundings, each uniform within 2^-24 of a partial sum. Partial sums grow like a random walk
+    # to the root of the sum of squared terms (the size), and their squares add up to n / 2 of its square: the standard deviation
+    # of the error is sqrt(n / 6) 2^-24 of the size. Half a 2^-23 is 2.4 of these. It counts where a row's weight is on one key.
     lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * _dot_size(q, k, options))
     if tolerance.is_16_bit and (options.get("softcap") is not None or options.get("score") is not None):
         lse_error += 2.0**-18 * np.abs(_finite(s_size))
