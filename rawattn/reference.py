@@ -24,7 +24,7 @@ import numpy as np
 
 from .errors import ProblemError, UnsupportedError
 from .spec import Spec, make_mask, make_offset, make_scale, make_score
-from .variant.mask import Mask, Pairs
+from .variant.mask import Mask, Pairs, of_head
 from .variant.score import Score
 
 LOGITS = 1 << 22  # that are held at once
@@ -233,12 +233,19 @@ class Formula:
             for i in range(len(q_ends) - 1):
                 yield i, slice(*q_ends[i : i + 2]), slice(*kv_ends[i : i + 2])
 
-    def tiles(self, queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
+    def heads(self, first: int, count: int) -> Iterator[tuple[Pairs, Sequence[int]]]:
+        """The pairs that a mask keeps and the heads that they are of, counted from ``first``: all, or each where they differ."""
+        if hasattr(self.mask, "of_head"):
+            yield from ((of_head(self.mask, first + head), (head,)) for head in range(count))
+        else:
+            yield self.mask, range(count)
+
+    def tiles(self, mask: Pairs, queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
         """The queries in tiles whose logits fit in memory, but for tiles that keep no key."""
         step = max(1, LOGITS // max(1, kv_len))
         for first in range(0, len(queries), step):
             chosen = queries[first : first + step]
-            begin, end = self.mask.interval(chosen, q_len, kv_len)
+            begin, end = mask.interval(chosen, q_len, kv_len)
             low, high = int(begin.min()), int(end.max())
             if low < high:
                 j = np.arange(low, high)
@@ -251,9 +258,10 @@ class Formula:
     ) -> None:
         """Writes the queries of one sequence to the rows ``at`` of o and lse; its number and that of the first head are
         ``origin``."""
-        for tile in self.tiles(queries, len(q), len(k)):
+        masks = self.heads(origin[1], q.shape[1])
+        for heads, tile in ((heads, tile) for mask, heads in masks for tile in self.tiles(mask, queries, len(q), len(k))):
             to = self.xp.asarray(at[tile.rows], **self.place)
-            for head in range(q.shape[1]):
+            for head in heads:
                 kv_head = head // (q.shape[1] // k.shape[1])
                 rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
                 inputs = _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype)
@@ -267,7 +275,7 @@ class Formula:
         for head, sink in enumerate(sinks):
             kv_head = head // (q.shape[1] // k.shape[1])
             lse, delta = self.xp.full_like(dlse[head], sink), -dlse[head]
-            for tile in self.tiles(np.arange(len(q)), len(q), len(k)):
+            for tile in self.tiles(of_head(self.mask, origin[1] + head), np.arange(len(q)), len(q), len(k)):
                 rows, keys = tile.rows, tile.keys
                 inputs = do[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head]
                 x = [_cast(x, self.dtype) for x in inputs]

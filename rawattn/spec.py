@@ -55,6 +55,12 @@ class Spec:
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Returns what a compiled kernel depends on: all but the run-time values."""
+        for name, option in (("mask", self.mask), ("score", self.score)):
+            if not hasattr(option, "kind"):
+                raise ProblemError(
+                    f"{name} is {option!r}, of which no kernel can be made; derive its class from rawattn.variant.Option, and "
+                    "give it the class variables type and source (CONTRIBUTING.md has an example)."
+                )
         negative = self.scale is not None and self.scale < 0
         return (self.mask.kind, self.score.kind, negative, self.return_lse, self.constant_time, self.offsets is not None)
 

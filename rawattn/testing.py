@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -29,6 +29,9 @@ from .variant.element import ELEMENTS
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
+
+    from .variant.mask import Mask
+    from .variant.score import Score
 
 Array = npt.NDArray[Any]
 LAYOUTS = ("contiguous", "heads_first", "packed", "padded", "expanded", "reversed")
@@ -303,6 +306,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     o_size, s_size = map(_float64, _sizes(q, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
     lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
+    # A dot product of n terms has n roundings, each uniform within 2^-24 of a partial sum. Partial sums grow like a random walk
+    # to the root of the sum of squared terms (the size), and their squares add up to n / 2 of its square: the standard deviation
+    # of the error is sqrt(n / 6) 2^-24 of the size. Half a 2^-23 is 2.4 of these. It counts where a row's weight is on one key.
     lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * _dot_size(q, k, options))
     if tolerance.is_16_bit and (options.get("softcap") is not None or options.get("score") is not None):
         lse_error += 2.0**-18 * np.abs(_finite(s_size))
@@ -401,27 +407,53 @@ def _float64(x: Any) -> Array:
     return (x.get() if hasattr(x, "get") else x).astype(np.float64)
 
 
+def _kinds(kinds: dict[str, dict[str, Any]]) -> SearchStrategy[dict[str, Any]]:
+    """One of the kinds of keyword arguments, each as often as another."""
+    from hypothesis import strategies as st
+
+    found = {name: st.fixed_dictionaries(each) for name, each in kinds.items()}
+    return st.sampled_from(list(found)).flatmap(found.__getitem__)
+
+
+def _mask_kinds(side: SearchStrategy[int | None]) -> dict[str, dict[str, Any]]:
+    """The library's masks, by kind."""
+    from hypothesis import strategies as st
+
+    causal, window = st.just(True), st.tuples(side, side)
+    top_left, band = st.just(masks.Causal("top_left")), st.builds(masks.Window, side, side, st.just("top_left"))
+    return {
+        "full": {}, "causal": {"causal": causal}, "top left": {"mask": top_left}, "window": {"window": window},
+        "window, top left": {"mask": band}, "both": {"causal": causal, "window": window},
+        "both, top left": {"mask": st.builds(masks.Both, top_left, band)},
+        "both, two alignments": {"mask": st.builds(masks.Both, st.just(masks.Causal()), band)},
+    }  # fmt: skip
+
+
+AWKWARD = (0, 1, 5, 31, 37, 61, 65, 97, 127, 131)  # they divide no tile
+
+
 def cases(
     dtypes: Sequence[str] = tuple(ELEMENTS), longest: int = 300, layouts: Sequence[str] = LAYOUTS,
     head_dims: Sequence[int] = (1, 8, 17, 33, 64, 72, 80, 96, 112, 128, 192, 256), packed: bool | None = None,
-    sinks: bool | None = False,
+    sinks: bool | None = False, masks: Mapping[str, SearchStrategy[Mask]] = {}, scores: Mapping[str, SearchStrategy[Score]] = {},
 ) -> SearchStrategy[Case]:  # fmt: skip
     """A Hypothesis strategy for cases over everything that attention takes: lengths from 0 to ``longest``, equal or not, grouped
-    heads, all masks, softcap, scales of either sign, positions of the first rows. ``packed`` says whether sequences
-    are packed and ``sinks`` whether heads have sinks, None for both."""
+    heads, all masks, softcap, scales of either sign, positions of the first rows. Each kind of mask and of score has an equal
+    share. ``packed`` says whether sequences are packed and ``sinks`` whether heads have sinks, None for both. ``masks`` and
+    ``scores`` are of one's own, a strategy for each kind."""
     from hypothesis import strategies as st
 
     length = st.sampled_from(
         [n for n in (0, 1, 2, 15, 16, 17, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257) if n <= longest]
     )
     length = length | st.integers(0, longest)
-    side = st.none() | st.integers(0, longest)
-    window = st.tuples(side, side)
-    top_left, band = st.just(masks.Causal("top_left")), st.builds(masks.Window, side, side, st.just("top_left"))
-    shorthand = st.fixed_dictionaries({}, optional={"causal": st.just(True), "window": window})
+    side = st.none() | st.integers(0, longest) | st.sampled_from([n for n in AWKWARD if n <= longest])
+    mask = _kinds({name: {"mask": each} for name, each in masks.items()} | _mask_kinds(side))
+    score = _kinds(
+        {name: {"score": each} for name, each in scores.items()} | {"none": {}, "cap": {"softcap": st.floats(0.5, 50.0)}}
+    )
     position = st.integers(0, longest)
     offsets = st.just({}) | st.just({}) | st.fixed_dictionaries({"q_offset": position, "kv_offset": position})
-    mask = shorthand | st.fixed_dictionaries({"mask": top_left | band | st.builds(masks.Both, top_left, band)})
 
     @st.composite
     def case(draw: Any) -> Case:
@@ -434,10 +466,10 @@ def cases(
         return Case(
             dtype=draw(st.sampled_from(dtypes)), batch=1 if is_packed else draw(st.integers(1, 2)), q_len=q_len, kv_len=kv_len,
             heads=kv_heads * draw(st.sampled_from((1, 1, 2, 3, 4))), kv_heads=kv_heads, head_dim=head_dim,
-            head_dim_v=draw(st.sampled_from(head_dims)), softcap=draw(st.none() | st.floats(0.5, 50.0)),
+            head_dim_v=draw(st.sampled_from(head_dims)),
             scale=draw(st.none() | st.sampled_from((-1.0, -0.5, 0.0, 0.5)).map(lambda x: x / head_dim**0.5)),
             lengths=lengths, layout=draw(st.sampled_from(layouts)), sinks=draw(st.booleans()) if sinks is None else sinks,
-            seed=draw(st.integers(0, 2**32 - 1)), **draw(mask), **draw(offsets),
+            seed=draw(st.integers(0, 2**32 - 1)), **draw(mask), **draw(score), **draw(offsets),
         )  # fmt: skip
 
     return case()

@@ -253,8 +253,8 @@ def _compute_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
     found = api.attention_backward(
-        do, q, k, v, o, lse.contiguous(), dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv, sinks=sinks, **_backward_options(spec),
+        do, q, k, v, o, lse.contiguous(), dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, sinks=sinks, **_backward_options(spec),
     )  # fmt: skip
     return (*found, lse.new_empty(0)) if sinks is None else found
 

@@ -11,6 +11,7 @@ key (flash-attn, decoding with a cache), ``"top_left"`` the first on the first (
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -35,7 +36,11 @@ class Pairs(Protocol):
 
 
 class Mask(Pairs, Protocol):
-    """An option that is also a set of (query, key) pairs."""
+    """An option that is also a set of (query, key) pairs.
+
+    Where heads differ, ``of_head(head)`` gives the pairs of one query head, ``interval`` those of all of them together, and the
+    C++ type says ``static constexpr bool of_head = true``.
+    """
 
     @property
     def kind(self) -> tuple[object, ...]: ...
@@ -144,6 +149,18 @@ class Window(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class Intersection:
+    """The pairs that are in both sets."""
+
+    a: Pairs
+    b: Pairs
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        (a_begin, a_end), (b_begin, b_end) = self.a.interval(q, q_len, kv_len), self.b.interval(q, q_len, kv_len)
+        return np.maximum(a_begin, b_begin), np.minimum(a_end, b_end)
+
+
+@dataclasses.dataclass(frozen=True)
 class Both(Option):
     """A key counts when both masks keep it.
 
@@ -183,9 +200,14 @@ class Both(Option):
     def values(self) -> dict[str, float]:
         return {**self.a.values, **self.b.values}
 
+    @property
+    def of_head(self) -> Callable[[int], Intersection]:
+        if not any(hasattr(part, "of_head") for part in (self.a, self.b)):
+            raise AttributeError("heads do not differ")
+        return lambda head: Intersection(of_head(self.a, head), of_head(self.b, head))
+
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        (a_begin, a_end), (b_begin, b_end) = self.a.interval(q, q_len, kv_len), self.b.interval(q, q_len, kv_len)
-        return np.maximum(a_begin, b_begin), np.minimum(a_end, b_end)
+        return Intersection(self.a, self.b).interval(q, q_len, kv_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +221,12 @@ class SplitMask(Wrapper):
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("split_keys", "i32"))
+
+
+def of_head(mask: Pairs, head: int) -> Pairs:
+    """The pairs of one query head."""
+    found: Pairs = mask.of_head(head) if hasattr(mask, "of_head") else mask
+    return found
 
 
 def kept_pairs(mask: Pairs, q_len: int, kv_len: int) -> int:

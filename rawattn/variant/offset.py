@@ -22,6 +22,11 @@ class OffsetMask:
     q_offset: int
     kv_offset: int
 
+    @property
+    def of_head(self) -> Callable[[int], OffsetMask]:
+        base = self.base.of_head  # type: ignore[attr-defined]  # where heads differ
+        return lambda head: OffsetMask(base(head), self.q_offset, self.kv_offset)
+
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         length = max(self.q_offset + q_len, self.kv_offset + kv_len)
         begin, end = self.base.interval(q + self.q_offset, length, length)

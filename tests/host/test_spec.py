@@ -189,6 +189,30 @@ def test_kind() -> None:
     assert len({Spec.of(**options).kind for options in kinds}) == len(kinds)
 
 
+class BareMask:
+    def interval(self, q: Any, q_len: int, kv_len: int) -> Any:
+        return q * 0, q + 1
+
+
+class BareScore:
+    cuda_type = "Bare"
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s
+
+
+class UntypedMask(BareMask, Option):
+    pass
+
+
+@pytest.mark.parametrize("option", [BareMask(), BareScore(), UntypedMask()], ids=lambda option: type(option).__name__)
+def test_an_option_of_which_no_kernel_can_be_made(option: Any) -> None:
+    """A class that is no Option, and one without a CUDA type, are told what they lack."""
+    name, x = "score" if isinstance(option, BareScore) else "mask", np.zeros((1, 4, 1, 8), np.float32)
+    with pytest.raises(ProblemError, match=rf"{name} is .*derive its class from rawattn\.variant\.Option, .* type and source"):
+        rawattn.attention(x, x, x, **{name: option})
+
+
 # ---- JSON ----------------------------------------------------------------------------------------------------------------
 
 
