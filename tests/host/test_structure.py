@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 8150,
     "perf": 3700,
     "cuda_src": 4400,
-    "tests": 13700,
+    "tests": 14400,
 }
 FUNCTION_LINES = 60
 
