@@ -308,19 +308,17 @@ class Attention(torch.autograd.Function):
     """Attention that autograd follows, below a call or below the operator. It keeps its tensors, o and lse."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], options: dict[str, Any] | str,
-        lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None,
-    ) -> Any:  # fmt: skip
-        """Computes o, and lse where ``both`` says so. ``given`` are all tensors in the order of ``Forward.names``, ``options``
-        those of a call or the operator's text."""
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], call: tuple[Any, ...]) -> Any:
+        """Computes o, and lse where the call says so. ``given`` are all tensors in the order of ``Forward.names``, ``call`` is
+        what ``differentiable`` or ``_autograd`` makes."""
+        options, lengths, both, *rest = call
         if isinstance(options, str):
             o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options)
         else:
-            o, lse = api.run(given, options, lengths, kernel, config)
-            del options["return_lse"]  # the rest are the backward's, too
+            o, lse = api.run(given, options, lengths, *rest)
+            del options["return_lse"]  # the others are the backward's, too
         ctx.save_for_backward(*given, o, lse)
-        ctx.options, ctx.lengths = options, lengths
+        ctx.call = call
         if not both:
             return o
         ctx.set_materialize_grads(False)
@@ -331,24 +329,23 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
-        *given, o, lse = ctx.saved_tensors
+        (*given, o, lse), (options, lengths, *_) = ctx.saved_tensors, ctx.call
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
         if do is None:
             if dlse is None:
-                return (None,) * 10
+                return (None,) * 6
             do = torch.zeros_like(o)
-        options, lengths = ctx.options, ctx.lengths
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = given if len(given) == 6 else (*given, None, None, None)[:6]
         if isinstance(options, str) or _is_seen(do, dlse, given):
             text = options if isinstance(options, str) else _text_of(options)
             found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, text)
-        elif len(given) == 3:
+        elif len(given) == 3:  # arguments by name cost 50 ns each
             found = api.attention_backward(do, q, k, v, o, lse, dlse=dlse, **options)
         else:
             found = api.attention_backward(
                 do, q, k, v, o, lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=lengths[0],
                 max_seqlen_kv=lengths[1], sinks=sinks, **options,
             )  # fmt: skip
-        return (*found[:3], None if sinks is None else found[3], None, None, None, None, None, None)
+        return (*found[:3], None if sinks is None else found[3], None, None)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -394,8 +391,11 @@ def differentiable(
             "torch.no_grad() or on detached inputs."
         )
     both, options["return_lse"] = options["return_lse"], True
+    if isinstance(options["window"], list):  # which may be another one until the backward
+        options["window"] = tuple(options["window"])
     q, k, v = given[:3]
-    return _apply(q, k, v, given[5] if len(given) > 5 else None, given, options, lengths, both, kernel, config)
+    call = (options, lengths, both, kernel, config)
+    return _apply(q, k, v, given[5] if len(given) > 5 else None, given, call)
 
 
 def _autograd(
@@ -406,7 +406,7 @@ def _autograd(
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
     _check_followed(given)
     if _grad_enabled() and _any_requires_grad(*given):
-        return _followed(_apply, q, k, v, sinks, given, spec, lengths, True)
+        return _followed(_apply, q, k, v, sinks, given, (spec, lengths, True))
     with torch._C._AutoDispatchBelowAutograd():
         return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec)
 

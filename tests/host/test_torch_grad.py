@@ -197,6 +197,14 @@ def test_what_requires_grad() -> None:
         assert rawattn.attention(q, k, v).requires_grad
 
 
+def test_a_list_may_change_until_the_backward() -> None:
+    given, window = make(), [2, 0]
+    value = loss(rawattn.attention(*given, window=window))
+    window[0] = 5
+    wanted = gradients(lambda *given: loss(rawattn.attention(*given, window=(2, 0))), given)
+    assert same(torch.autograd.grad(value, given), wanted)
+
+
 def test_kernel_and_config_are_the_forward_s() -> None:
     given = make()
     config = rawattn.explain(*given).selection.config
