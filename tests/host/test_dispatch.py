@@ -19,7 +19,7 @@ from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import PLAIN, Layout
 from rawattn.operation import Forward
-from rawattn.operation.base import three_bits
+from rawattn.operation.base import FEW_ROWS, three_bits
 from rawattn.operation.forward import LONGEST
 from rawattn.variant.element import BF16, ELEMENTS, FP32
 from rawattn.variant.mask import Both, Causal, Full, Window
@@ -198,7 +198,7 @@ def test_few_selections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_from_where_on_every_row_counts() -> None:
     """2^27 rows of all heads: a rounding by a quarter stays far from the bound of the tiles, and from that of lengths."""
-    assert select.FEW_ROWS * 1.25 * 2 < MOST_TILES and select.FEW_ROWS >= MOST_TILES // 16
+    assert FEW_ROWS * 1.25 * 2 < MOST_TILES and FEW_ROWS >= MOST_TILES // 16
     select.forget()
     for q_len, selections in (((1 << 24) - 3, 1), ((1 << 24) - 2, 1), ((1 << 24) + 1, 2), ((1 << 24) + 2, 3)):
         chosen(replace(OP, batch=1, heads=8, q_len=q_len), TYPICAL["sm_90a"])
@@ -216,7 +216,7 @@ def test_offsets_of_nearly_the_same_size_share_a_selection(varlen: bool) -> None
         chosen(replace(op, q_offset=offsets[0], kv_offset=offsets[1]), TYPICAL["sm_90a"])
         assert len(select._selections) == selections
     chosen(replace(op, q_offset=LONGEST - 1 - 900, kv_offset=LONGEST - 1 - 1000), TYPICAL["sm_90a"])
-    assert [*select._selections][-1][1].offsets == (LONGEST - 1 - 1024, LONGEST - 1 - 1024)
+    assert [*select._selections][-1][0][1].offsets == (LONGEST - 1 - 1024, LONGEST - 1 - 1024)
     select.forget()
 
 
