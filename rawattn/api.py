@@ -55,7 +55,7 @@ def attention(
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
-            where torch traces, transforms or casts the call.
+            where autograd follows the call, or torch traces, transforms or casts it.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
@@ -64,10 +64,11 @@ def attention(
             Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
             clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.
         deterministic: accepted for flash-attn's users; results are always the same bits.
-        kernel, config: instead of what ``rawattn.explain`` shows; as ``out``.
+        kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
-    Where torch traces, transforms or counts, the call goes through ``torch.ops.rawattn.attention``. Under autocast q, k and v are
-    cast as for torch's ``scaled_dot_product_attention``: all but float64 to autocast's dtype.
+    torch's autograd follows the call: q, k, v and sinks get gradients from o and from lse, which it keeps. There is no second
+    derivative. Where torch traces, transforms or counts, the call goes through ``torch.ops.rawattn.attention``. Under autocast
+    q, k and v are cast as for torch's ``scaled_dot_product_attention``: all but float64 to autocast's dtype.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
