@@ -54,7 +54,7 @@ def attention(
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
-            where torch traces, transforms or casts the call.
+            where autograd follows the call, or torch traces, transforms or casts it.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
@@ -64,9 +64,11 @@ def attention(
         q_offset, kv_offset: positions of row 0 of q and of k in longer sequences of which these are parts (context parallelism,
             caches), ints >= 0. Masks and scores see row i of q at q_offset + i, row j of k at kv_offset + j. With one given the
             other is 0 by default, and no alignment applies: causal keeps keys up to the query's position, whatever the lengths.
-        kernel, config: instead of what ``rawattn.explain`` shows; as ``out``.
+        kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
-    Where torch traces, transforms or counts, the call is ``torch.ops.rawattn.attention``; autocast casts all but float64.
+    torch's autograd follows the call: q, k, v and sinks get gradients from o and from lse, which it keeps. There is no second
+    derivative. Where torch traces, transforms or counts, the call is ``torch.ops.rawattn.attention``; autocast casts q, k and v,
+    all but float64.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with

@@ -1,11 +1,10 @@
 """rawattn's operators in torch, ``torch.ops.rawattn.attention`` and ``attention_backward``; autograd; and which calls must go
 through the operators.
 
-A plain eager tensor goes past torch's dispatcher, which is the faster way, and one that requires grad past it into a
-``torch.autograd.Function``. All that works by seeing operators needs the operator:
-torch.compile, export, FakeTensor, make_fx, vmap, autocast, DTensor, selective checkpointing, FLOP counting. ``way`` tells them
-apart. This file is imported with rawattn where torch is loaded before, else by the first call with a tensor; import it
-yourself where a saved program is loaded before any call.
+A plain eager tensor goes past torch's dispatcher, which is the faster way, and one that requires grad past it into an
+``autograd.Function``. All that works by seeing operators needs the operators: torch.compile, export, FakeTensor, make_fx, vmap,
+autocast, DTensor, selective checkpointing, FLOP counting. ``way`` tells them apart. This file is imported with rawattn where
+torch is loaded before, else by the first call with a tensor; import it yourself where a saved program is loaded before any call.
 
 The operators are functional. ``attention`` always gives (o, lse): the backward needs lse, and one pair of shapes serves every
 rule here. ``attention_backward`` gives (dq, dk, dv, dsinks), the last one empty where there are no sinks. Their ``spec`` is the
@@ -63,14 +62,20 @@ _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.com
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by torch.autograd.grad(is_grads_batched=True)
-_grad_enabled, _any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
+_grad_enabled = torch.is_grad_enabled
+
+
+def _some_requires_grad(*given: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
 
 def _either_autocast() -> bool:
     return torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
 
 
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", _either_autocast)  # one call, where torch has it
+# One call each, where torch has it.
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", _either_autocast)
+_any_requires_grad = getattr(torch._C, "_any_requires_grad", _some_requires_grad)
 
 
 def way(given: Sequence[Any]) -> Callable[..., Any] | None:
@@ -390,6 +395,8 @@ def differentiable(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
+    if type(options["return_lse"]) is not bool:
+        Spec.of(**options)  # raises where it is none
     both, options["return_lse"] = options["return_lse"], True
     if isinstance(options["window"], list):  # which may be another one until the backward
         options["window"] = tuple(options["window"])

@@ -193,6 +193,14 @@ def test_requiring_grad_is_allowed_at_times() -> None:
             plan.run(**good)
 
 
+def test_a_call_that_autograd_follows_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = tensors()
+    good["q"].requires_grad_()
+    kept = [rawattn.attention(**good, causal=True, return_lse=True) for _ in range(2)]  # the first of all finds torch
+    monkeypatch.setattr(api, "_plan", lambda *_: pytest.fail("it was planned anew"))
+    assert rawattn.attention(**good, causal=True).requires_grad and all(o.requires_grad for o, _ in kept)
+
+
 EQUAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"causal": True}, {"causal": 1}),
     ({"causal": False}, {"causal": 0}),

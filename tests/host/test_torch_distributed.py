@@ -14,6 +14,7 @@ import rawattn
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
+pytest.importorskip("rawattn.torch_op")
 BOUND = 1e-12  # of a float64 loss or gradient, whose sums are taken in another order
 
 
@@ -163,6 +164,17 @@ def test_placements_of_gradients(case: Any, world: None) -> None:
         assert list(each.placements) == placed(wanted) and each.shape == x.shape
     assert found[3].shape == (0,)
     assert [x.shape for x in torch.autograd.grad((o.sum(), lse.sum()), given)] == [x.shape for x in given]
+
+
+def test_placements_of_gradients_of_varlen(world: None) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    q = distribute_tensor(torch.randn(20, 8, 8), mesh, [Shard(1)])
+    starts = distribute_tensor(torch.tensor([0, 5, 20], dtype=torch.int32), mesh, [Replicate()])
+    o, lse = torch.ops.rawattn.attention(q, q, q, None, starts, starts)
+    found = torch.ops.rawattn.attention_backward(o, q, q, q, o, lse, lse, None, starts, starts)
+    assert [list(x.placements) for x in found[:3]] == [[Shard(1)]] * 3 and found[0].to_local().shape == (20, 2, 8)
 
 
 if __name__ == "__main__":
