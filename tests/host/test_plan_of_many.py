@@ -15,7 +15,7 @@ from rawattn import api, plans, render, select
 from rawattn.arrays import Array
 from rawattn.compiler import Source
 from rawattn.device import Device
-from rawattn.errors import ProblemError
+from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel.base import Kernel
 from rawattn.operand import PLAIN, Layout, Operand, layout_of
 from rawattn.operation import OPERATIONS, Operation, from_json
@@ -250,3 +250,30 @@ def test_what_the_backward_writes() -> None:
     at = render.layout(kept._plan.program.launches[2].fields).offsets[dq.name]
     args = [args for args, _ in LAUNCHED[-4:]]
     assert struct.unpack_from("<4q", args[2], at) == (found[0].data_ptr(), 80 * 4 * 128, 4 * 128, 128)
+
+
+WRONG_GRADIENTS: dict[str, Any] = {
+    "do is not aligned": lambda x: {"do": torch.zeros(2 * 80 * 4 * 64 + 1).bfloat16()[1:].view(2, 80, 4, 64)},
+    "rows of do": lambda x: {"do": torch.zeros(2, 80, 4, 65).bfloat16()[..., :64]},
+    "columns of o": lambda x: {"o": torch.zeros(2, 80, 4, 72).bfloat16()},
+    "heads of do": lambda x: {"do": torch.zeros(2, 80, 8, 64).bfloat16()},
+    "dtype of o": lambda x: {"o": x["o"].half()},
+    "dtype of lse": lambda x: {"lse": x["lse"].double()},
+    "shape of lse": lambda x: {"lse": torch.zeros(2, 80, 4)},
+    "strides of lse": lambda x: {"lse": torch.zeros(2, 80, 4).transpose(1, 2)},
+    "no lse": lambda x: {"lse": None},
+    "length of k": lambda x: {"k": torch.zeros(2, 79, 4, 64).bfloat16()},
+    "v requires grad": lambda x: {"v": x["v"].detach().requires_grad_()},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_GRADIENTS.values(), ids=WRONG_GRADIENTS)
+def test_what_is_wrong_is_wrong_when_warm(wrong: Any) -> None:
+    """A call's family is met, and its neighbours are; what is wrong with it is said all the same."""
+    good = gradients()
+    api.attention_backward(**good), api.attention_backward(**gradients(79)), api.attention_backward(**gradients())
+    launched = len(LAUNCHED)
+    for _ in range(2):
+        with pytest.raises((ProblemError, UnsupportedError)):
+            api.attention_backward(**good | wrong(good))
+    assert len(LAUNCHED) == launched
