@@ -66,9 +66,8 @@ def attention(
             other is 0 by default, and no alignment applies: causal keeps keys up to the query's position, whatever the lengths.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
-    torch's autograd follows the call: q, k, v and sinks get gradients from o and from lse, which it keeps. There is no second
-    derivative. Where torch traces, transforms or counts, the call is ``torch.ops.rawattn.attention``; autocast casts q, k and v,
-    all but float64.
+    torch's autograd follows the call, once: q, k, v and sinks get gradients from o and lse, which it keeps. Where torch traces,
+    transforms or counts, the call is ``torch.ops.rawattn.attention``; autocast casts all but float64.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 9300,
-    "perf": 3700,
+    "rawattn": 10000,
+    "perf": 3900,
     "cuda_src": 4700,
-    "tests": 15200,
+    "tests": 16000,
 }
 FUNCTION_LINES = 60
 
