@@ -61,9 +61,8 @@ def attention(
             softcap. The time still follows from shapes, strides, options and packed sequences' lengths. Not covered: a score of
             your own, power, which constants such as 0 save, clocks, and the L2 cache. ``perf.prove`` tests the time.
         deterministic: accepted for flash-attn's users; results are always the same bits.
-        q_offset, kv_offset: positions of row 0 of q and of k in longer sequences of which these are parts (context parallelism,
-            caches), ints >= 0. Masks and scores see row i of q at q_offset + i, row j of k at kv_offset + j. With one given the
-            other is 0 by default, and no alignment applies: causal keeps keys up to the query's position, whatever the lengths.
+        q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
+            scores then see positions, and no alignment applies. Where one is given the other is 0.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     torch's autograd follows the call, once: q, k, v and sinks get gradients from o and lse, which it keeps. Where torch traces,
