@@ -86,6 +86,7 @@ class Config:
     dq_chains: int = 1
     dq_stages: int = 2
     registers: tuple[int, int] = (40, 232)
+    dq_vector: ClassVar[int] = 4
 
     @property
     def tile_kv(self) -> int:
@@ -108,6 +109,11 @@ def config_of(op: Forward, store: str = "ordered") -> Config:
         window = isinstance(op.mask, Window) and isinstance(op.score, Scale) and widest > 120
         return Config(dq_parts=2, dq_columns=64, registers=(56, 224) if window else (40, 232))
     return Config(dq_columns=op.head_dim)
+
+
+def launch_of(arch: str) -> Option:
+    """Whether a pass begins while the one before it ends."""
+    return launch.Dependent() if arch == "sm_90a" else launch.Independent()
 
 
 def choices(op: Forward, fast: bool = True) -> dict[str, Option]:
@@ -171,7 +177,7 @@ def attn_bwd_delta(op: Forward, config: Config, store: str = "ordered", dlse: bo
     every.pop("Score")
     every |= {
         "Dlse": GIVEN_DLSE if dlse else ZERO_DLSE, "Clear": CLEARS[store], "Scheduler": q_scheduler(op),
-        "Launch": launch.Dependent() if arch == "sm_90a" else launch.Independent(),
+        "Launch": launch_of(arch),
     }  # fmt: skip
     tensors = (Field("o", "StridedTensor"), Field("d_o", "StridedTensor"), Field("lse", "const Number*"))
     out = (Field("lse_log2", "Number*"), Field("delta", "Number*"), Field("heads", "i32"), Field("q_blocks", "i32"))
@@ -179,17 +185,18 @@ def attn_bwd_delta(op: Forward, config: Config, store: str = "ordered", dlse: bo
     return dataclasses.replace(source, arch=arch)
 
 
-def attn_bwd_convert(op: Forward, config: Config) -> Source:
+def attn_bwd_convert(op: Forward, config: Config, arch: str = "sm_90a") -> Source:
     parts = config.dq_parts
     constants = {
         "tile_q": config.tile_q, "q_block": config.tile_q, "tile_kv": config.tile_kv, "head_dim": op.head_dim,
-        "dq_parts": parts, "dq_columns": config.dq_columns, "threads": 128 * parts, "scale_sign": -1 if op.scale < 0 else 1,
+        "dq_parts": parts, "dq_columns": config.dq_columns, "dq_vector": config.dq_vector,
+        "threads": 2 * config.tile_q * parts, "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
     every = choices(op)
     every.pop("Score")
-    every["Scheduler"] = q_scheduler(op)
+    every |= {"Launch": launch_of(arch), "Scheduler": q_scheduler(op)}
     fields = (DQ, Field("dq_sum", "const float*"), Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
-    return finish("attn_bwd_convert.cu", constants, fields, [], every)
+    return dataclasses.replace(finish("attn_bwd_convert.cu", constants, fields, [], every), arch=arch)
 
 
 @dataclasses.dataclass(frozen=True)
