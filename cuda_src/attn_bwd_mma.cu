@@ -57,13 +57,13 @@ template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
 
-constexpr int warps = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
+constexpr int warp_count = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
 constexpr int part_q = cfg::tile_q / cfg::sharing, chunk_q = cfg::chunk_q, chunks = part_q / chunk_q;  // queries of a warp; at once
 constexpr int blocks = QTile::chunks / 2, v_blocks = DoTile::chunks / 2;                               // of 16 columns
 constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v_blocks, cfg::sharing);
-constexpr int dq_column_warps = warps / cfg::dq_row_warps, dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
-static_assert(cfg::tile_kv * cfg::sharing == warps * 16 * m_tiles && chunks * chunk_q == part_q && chunk_q % 16 == 0);
-static_assert(warps % cfg::dq_row_warps == 0 && dq_m_tiles * cfg::dq_row_warps * 16 == cfg::tile_q);
+constexpr int dq_column_warps = warp_count / cfg::dq_row_warps, dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
+static_assert(cfg::tile_kv * cfg::sharing == warp_count * 16 * m_tiles && chunks * chunk_q == part_q && chunk_q % 16 == 0);
+static_assert(warp_count % cfg::dq_row_warps == 0 && dq_m_tiles * cfg::dq_row_warps * 16 == cfg::tile_q);
 static_assert(cfg::q_stages == 2 || cfg::sharing == 1, "Q would come only when the next step waits for it");
 
 // Pairs of queries and keys: what they are weighed by, and this thread's first of each.
@@ -208,8 +208,9 @@ struct Warp {
         clear(dq);
         multiply<cfg::tile_kv / 16>(dq, [&](u32 (&to)[4], int step, int i) { ptx::ldmatrix_transposed(to, queries.block(step, i)); },
                                     [&](u32 (&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, keys.block(step, j * dq_column_warps)); });
-        constexpr int n = cfg::dq_vector, threads = 2 * cfg::tile_q;
-        float* to = sum + column * (8 * threads) + (row_block * 32 + lane) * n;
+        constexpr int n = cfg::dq_vector, lanes = 2 * cfg::tile_q;
+        using Numbers = Vector<float, n>;
+        Numbers* to = reinterpret_cast<Numbers*>(sum) + column * (8 * lanes / n) + row_block * 32 + lane;
 #pragma unroll
         for (int j = 0; j < dq_blocks; ++j)
 #pragma unroll
@@ -219,10 +220,10 @@ struct Warp {
                 for (int i = 0; i < dq_m_tiles; ++i)
 #pragma unroll
                     for (int e = 0; e < 4; e += n) {
-                        float x[n];
+                        Numbers numbers;
 #pragma unroll
-                        for (int k = 0; k < n; ++k) x[k] = dq[j][i][4 * half + e + k];
-                        Store::add(to + ((2 * j * dq_column_warps + half) * (4 * threads) + e * threads + i * 32 * n), x, first);
+                        for (int k = 0; k < n; ++k) numbers.x[k] = dq[j][i][4 * half + e + k];
+                        Store::add(to + ((2 * j * dq_column_warps + half) * 4 + e) * lanes / n + i * 32, numbers, first);
                     }
             }
     }

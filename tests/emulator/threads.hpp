@@ -28,6 +28,7 @@ constexpr float minus_inf = -__builtin_inff();
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float max(float a, float b) { return fmaxf(a, b); }
@@ -183,6 +184,12 @@ static void cp_async(u32 to, const void* from, u32 bytes = 16) {
 }
 static void cp_async_commit() {}
 template <int pending> void cp_async_wait() {}
+// Blocks run one after the other: a turn that has not come never will.
+static i32 load_acquire(const i32* from) { return yield(), *from; }
+static void store_release(i32* to, i32 x) { ++progress, *to = x; }
+template <int n> void red_add(float* to, const float (&x)[n]) {
+    for (int i = 0; i < n; ++i) to[i] += x[i];
+}
 static void wgmma_fence() {}
 static void wgmma_commit() {}
 template <int pending> void wgmma_wait() {}

@@ -11,11 +11,10 @@ struct DqRedOrdered {
         while (ptx::load_acquire(args.turns + place) != turn) {}
     }
     // By every thread.
-    template <int n>
-    __device__ static void add(float* to, const float (&x)[n], bool first) {
-        if (!first) return ptx::red_add(to, x);
-#pragma unroll
-        for (int i = 0; i < n; ++i) to[i] = x[i];
+    template <class Numbers>
+    __device__ static void add(Numbers* to, const Numbers& x, bool first) {
+        if (first) *to = x;
+        else ptx::red_add(to->x, x.x);
     }
     // By one thread, when all have added.
     __device__ static void release(const Args& args, i32 place, i32 turn) { ptx::store_release(args.turns + place, turn + 1); }

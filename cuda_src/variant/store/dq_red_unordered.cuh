@@ -5,7 +5,7 @@
 
 struct DqRedUnordered {
     __device__ static void wait(const Args&, i32, i32) {}
-    template <int n>
-    __device__ static void add(float* to, const float (&x)[n], bool) { ptx::red_add(to, x); }
+    template <class Numbers>
+    __device__ static void add(Numbers* to, const Numbers& x, bool) { ptx::red_add(to->x, x.x); }
     __device__ static void release(const Args&, i32, i32) {}
 };
