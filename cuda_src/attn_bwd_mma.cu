@@ -15,8 +15,9 @@
 //   copy group of a step     its copies     its thread     a thread's part of Q, dO, lse, delta (of K and V) until it is there
 //   __syncthreads, first     every thread   every thread   all parts until they are there; of the step before: Q, dO, dS, P until
 //                                                          read, its part of dq until added
-//   __syncthreads, second    every thread   every thread   dS, P, smem.turn until written; where S is the last to read dO: dO until read
+//   __syncthreads, second    every thread   every thread   dS, P, smem.turn until written; Q and dO until read, where a warp has keys alone
 //   __syncthreads, third     every thread   every thread   dO until read, where it has one stage and several warps share keys
+//   __syncthreads, fourth    every thread   every thread   Q likewise
 //   args.turns[tile]         first thread   first thread   a dq tile: key tiles add in one order
 //
 // A turn is passed on a step later, when the adds are long under way: the fence before it then has little to wait for.
@@ -64,7 +65,6 @@ constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v
 constexpr int dq_column_warps = warp_count / cfg::dq_row_warps, dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
 static_assert(cfg::tile_kv * cfg::sharing == warp_count * 16 * m_tiles && chunks * chunk_q == part_q && chunk_q % 16 == 0);
 static_assert(warp_count % cfg::dq_row_warps == 0 && dq_m_tiles * cfg::dq_row_warps * 16 == cfg::tile_q);
-static_assert(cfg::q_stages == 2 || cfg::sharing == 1, "Q would come only when the next step waits for it");
 
 // Pairs of queries and keys: what they are weighed by, and this thread's first of each.
 struct Pairs {
@@ -176,7 +176,7 @@ struct Warp {
         multiply_queries<cfg::tile_q / 16>(sums, [&](u32 (&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); }, b, 0);
     }
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
-        const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8);
+        const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8, ptx::lane_id());
 #pragma unroll
         for (int j = 0; j < chunk_q / 16; ++j)
 #pragma unroll
@@ -203,8 +203,9 @@ struct Warp {
     __device__ void add_dq(float* sum, bool first) const {
         float dq[dq_blocks][dq_m_tiles][8];
         const u32 column = warp % dq_column_warps, row_block = warp / dq_column_warps * dq_m_tiles;
-        const auto queries = BlockReader<PTile>::right(smem.ds[0], 0, 2 * row_block);
-        const auto keys = BlockReader<KTile>::down(smem.k, 0, 2 * column);
+        const u32 lane = ptx::lane_id();
+        const auto queries = BlockReader<PTile>::right(smem.ds[0], 0, 2 * row_block, lane);
+        const auto keys = BlockReader<KTile>::down(smem.k, 0, 2 * column, lane);
         clear(dq);
         multiply<cfg::tile_kv / 16>(dq, [&](u32 (&to)[4], int step, int i) { ptx::ldmatrix_transposed(to, queries.block(step, i)); },
                                     [&](u32 (&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, keys.block(step, j * dq_column_warps)); });
@@ -283,10 +284,10 @@ struct Block {
         next.advance();
         ptx::cp_async_wait<0>();
         __syncthreads();
+        if (count > 0) pass_turn();
         if (cfg::q_stages == 2) load_q(count + 1);
         if (cfg::do_stages == 2) load_do(count + 1);
         ptx::cp_async_commit();
-        if (count > 0) pass_turn();
         const Mask mask(args, rows, tile);
         const Score score(args, rows, tile);
         const Weight weight(args, rows, tile);
@@ -301,11 +302,17 @@ struct Block {
             warp.multiply_shared(warp.dv, smem.ds[cfg::sharing > 1], stage.d_o);
             if (cfg::do_stages == 1) __syncthreads();
         }
-        if (cfg::q_stages == 1) load_q(count + 1);
+        if (cfg::q_stages == 1 && cfg::sharing == 1) load_q(count + 1);
         if (cfg::do_stages == 1) load_do(count + 1);
-        ptx::cp_async_commit();
         warp.add_dq(args.dq_sum + i64(smem.place) * (cfg::tile_q * cfg::head_dim), smem.turn == 0);
-        if (cfg::sharing > 1) warp.multiply_shared(warp.dk, smem.ds[0], stage.q);
+        if (cfg::sharing > 1) {
+            warp.multiply_shared(warp.dk, smem.ds[0], stage.q);
+            if (cfg::q_stages == 1) {
+                __syncthreads();
+                load_q(count + 1);
+            }
+        }
+        ptx::cp_async_commit();
         ++count;
     }
     __device__ void store() const {

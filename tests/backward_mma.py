@@ -9,6 +9,8 @@ from rawattn.device import TYPICAL
 from rawattn.operation import Forward
 from rawattn.program import Field
 from rawattn.variant import weight
+from rawattn.variant.mask import Full
+from rawattn.variant.score import Softcap
 from tests import backward
 from tests.backward import Choice
 
@@ -80,3 +82,43 @@ def attn_bwd_mma(op: Forward, config: MmaConfig, arch: str, store: str = "ordere
     }  # fmt: skip
     fields = (*tensors, *outputs, *backward.STATISTICS, *backward.HEADS)
     return dataclasses.replace(backward.finish("attn_bwd_mma.cu", constants, fields, [], every), arch=arch)
+
+
+def is_tight(op: Forward, arch: str, sharing: int) -> bool:
+    """Says whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
+    if sharing > 2:
+        return True
+    masked, capped = not isinstance(op.mask, Full), isinstance(op.score, Softcap)
+    if TYPICAL[arch].capability >= 100:
+        return op.varlen or masked or capped
+    return (masked and capped) or (op.varlen and sharing == 1)
+
+
+def dq_row_warps(op: Forward, config: MmaConfig) -> int:
+    """How warps share out dq: so that the busiest has the fewest blocks of 16 x 16, and reads the least for them."""
+    blocks = -(-op.head_dim // 16)
+
+    def cost(rows: int) -> tuple[int, int, int]:
+        high, wide = config.tile_q // 16 // rows, -(-blocks // (config.warps // rows))
+        return high * wide, high + wide, -rows
+
+    return min((n for n in (1, 2, 4) if n <= min(config.warps, config.tile_q // 16)), key=cost)
+
+
+def config_of(op: Forward, arch: str) -> MmaConfig:
+    """The configuration for the head sizes and the shared memory of a multiprocessor: 227 KB, 163 KB, or 99 KB."""
+    device, widest = TYPICAL[arch], max(op.head_dim, op.head_dim_v)
+    large, least = device.smem_bytes > 200_000, device.smem_bytes < 110_000
+    if widest <= 64:
+        config = MmaConfig(m_tiles_per_warp=1, sharing=1) if least else MmaConfig(warps=4, sharing=1, do_stages=1 + large, ctas_per_sm=2)
+    elif widest <= 128:
+        config = MmaConfig(m_tiles_per_warp=1, do_stages=1) if least else MmaConfig()
+    elif least:
+        config = MmaConfig(tile_q=32, warps=4, m_tiles_per_warp=1, do_stages=1)
+    else:
+        config = MmaConfig(sharing=4, q_stages=1 + large, do_stages=1 + large)
+    part, tight = config.tile_q // config.sharing, config.m_tiles_per_warp == 2 and is_tight(op, arch, config.sharing)
+    return dataclasses.replace(
+        config, chunk_q=min(part, 16 if tight else 32), dq_row_warps=dq_row_warps(op, config),
+        dq_vector=4 if device.capability >= 90 else 1,
+    )  # fmt: skip
