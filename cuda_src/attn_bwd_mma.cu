@@ -159,8 +159,8 @@ struct Warp {
     }
     // sums += a b over queries from first_q on, for this warp's part of the columns.
     template <int steps, int columns, class A, class B>
-    __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q) const {
-        const auto queries = BlockReader<B>::down(b, first_q, 2 * member);
+    __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
+        const auto queries = BlockReader<B>::down(b, first_q, 2 * member, lane);
         multiply<steps>(sums, a, [&](u32 (&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, queries.block(step, j * cfg::sharing)); });
     }
     template <int columns, class B>
@@ -168,12 +168,12 @@ struct Warp {
         multiply_queries<chunk_q / 16>(sums, [&](u32 (&to)[4], int step, int i) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) to[k] = a[step][i][k];
-        }, b, first_q);
+        }, b, first_q, ptx::lane_id());
     }
     template <int columns, class B>
     __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {
         const auto keys = BlockReader<PTile>::down(a, first_key);
-        multiply_queries<cfg::tile_q / 16>(sums, [&](u32 (&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); }, b, 0);
+        multiply_queries<cfg::tile_q / 16>(sums, [&](u32 (&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); }, b, 0, lane);
     }
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
         const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8, ptx::lane_id());

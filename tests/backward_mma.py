@@ -86,12 +86,9 @@ def attn_bwd_mma(op: Forward, config: MmaConfig, arch: str, store: str = "ordere
 
 def is_tight(op: Forward, arch: str, sharing: int) -> bool:
     """Says whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
-    if sharing > 2:
-        return True
-    masked, capped = not isinstance(op.mask, Full), isinstance(op.score, Softcap)
     if TYPICAL[arch].capability >= 100:
-        return op.varlen or masked or capped
-    return (masked and capped) or (op.varlen and sharing == 1)
+        return True
+    return sharing == 2 and isinstance(op.score, Softcap) and not isinstance(op.mask, Full)
 
 
 def dq_row_warps(op: Forward, config: MmaConfig) -> int:
@@ -115,6 +112,8 @@ def config_of(op: Forward, arch: str) -> MmaConfig:
         config = MmaConfig(m_tiles_per_warp=1, do_stages=1) if least else MmaConfig()
     elif least:
         config = MmaConfig(tile_q=32, warps=4, m_tiles_per_warp=1, do_stages=1)
+    elif device.capability >= 100:
+        config = MmaConfig(m_tiles_per_warp=1, sharing=4)
     else:
         config = MmaConfig(sharing=4, q_stages=1 + large, do_stages=1 + large)
     part, tight = config.tile_q // config.sharing, config.m_tiles_per_warp == 2 and is_tight(op, arch, config.sharing)
