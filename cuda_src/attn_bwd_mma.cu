@@ -15,7 +15,8 @@
 //   copy group of a step     its copies     its thread     a thread's part of Q, dO, lse, delta (of K and V) until it is there
 //   __syncthreads, first     every thread   every thread   all parts until they are there; of the step before: Q, dO, dS, P until
 //                                                          read, its part of dq until added
-//   __syncthreads, second    every thread   every thread   dS, P, smem.turn until written; Q and dO until read, where a warp has keys alone
+//   __syncthreads, second    every thread   every thread   dS, P, smem.turn until written; smem.steps of this step until read;
+//                                                          where a warp has keys alone: Q and dO until read
 //   __syncthreads, third     every thread   every thread   dO until read, where it has one stage and several warps share keys
 //   __syncthreads, fourth    every thread   every thread   Q likewise
 //   args.turns[tile]         first thread   first thread   a dq tile: key tiles add in one order
@@ -36,6 +37,10 @@ using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
 using DoTile = SwizzledTile<cfg::tile_q, cfg::head_dim_v>;
 using PTile = SwizzledTile<cfg::tile_kv, cfg::tile_q>;  // a row is a key
 
+// One of a block's steps: a query tile that keeps keys of the block's, of one query head; head < 0: none is left.
+struct Step {
+    i32 head, tile, full;
+};
 struct Smem {
     KTile k;
     VTile v;
@@ -43,7 +48,10 @@ struct Smem {
     DoTile d_o[cfg::do_stages];
     PTile ds[cfg::sharing > 1 ? 2 : 1];  // and P
     alignas(16) float lse_log2[2][cfg::tile_q], delta[2][cfg::tile_q];
+    Step steps[2];    // this one and the next
     i32 place, turn;  // of the step's dq tile
+    KvWorkTile work;  // here to free registers, as the sequence
+    alignas(8) unsigned char rows[sizeof(Rows)];
 };
 template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
@@ -59,10 +67,11 @@ template struct LaunchOption<Launch>;
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
 
 constexpr int warp_count = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
-constexpr int part_q = cfg::tile_q / cfg::sharing, chunk_q = cfg::chunk_q, chunks = part_q / chunk_q;  // queries of a warp; at once
-constexpr int blocks = QTile::chunks / 2, v_blocks = DoTile::chunks / 2;                               // of 16 columns
+constexpr int chunk_q = cfg::chunk_q, part_q = cfg::tile_q / cfg::sharing, chunks = part_q / chunk_q;  // of a warp's queries
+constexpr int blocks = QTile::chunks / 2, v_blocks = DoTile::chunks / 2;                                // of 16 columns
 constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v_blocks, cfg::sharing);
-constexpr int dq_column_warps = warp_count / cfg::dq_row_warps, dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
+constexpr int dq_column_warps = warp_count / cfg::dq_row_warps;
+constexpr int dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
 static_assert(cfg::tile_kv * cfg::sharing == warp_count * 16 * m_tiles && chunks * chunk_q == part_q && chunk_q % 16 == 0);
 static_assert(warp_count % cfg::dq_row_warps == 0 && dq_m_tiles * cfg::dq_row_warps * 16 == cfg::tile_q);
 
@@ -154,26 +163,27 @@ struct Warp {
         const auto keys = BlockReader<A>::down(a, first_key);
         const auto queries = BlockReader<B>::right(b, first_q);
         clear(sums);
-        multiply<steps>(sums, [&](u32 (&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); },
-                        [&](u32 (&to)[4], int step, int j) { ptx::ldmatrix(to, queries.block(j, step)); });
+        multiply<steps>(sums, [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); }, [&](u32(&to)[4], int step, int j) { ptx::ldmatrix(to, queries.block(j, step)); });
     }
     // sums += a b over queries from first_q on, for this warp's part of the columns.
     template <int steps, int columns, class A, class B>
     __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
         const auto queries = BlockReader<B>::down(b, first_q, 2 * member, lane);
-        multiply<steps>(sums, a, [&](u32 (&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, queries.block(step, j * cfg::sharing)); });
+        multiply<steps>(sums, a, [&](u32(&to)[4], int step, int j) {
+            ptx::ldmatrix_transposed(to, queries.block(step, j * cfg::sharing));
+        });
     }
     template <int columns, class B>
     __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
-        multiply_queries<chunk_q / 16>(sums, [&](u32 (&to)[4], int step, int i) {
+        multiply_queries<chunk_q / 16>(sums, [&](u32(&to)[4], int step, int i) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) to[k] = a[step][i][k];
-        }, b, first_q, ptx::lane_id());
+            for (int k = 0; k < 4; ++k) to[k] = a[step][i][k]; }, b, first_q, ptx::lane_id());
     }
     template <int columns, class B>
     __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {
         const auto keys = BlockReader<PTile>::down(a, first_key);
-        multiply_queries<cfg::tile_q / 16>(sums, [&](u32 (&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); }, b, 0, lane);
+        const auto load = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
+        multiply_queries<cfg::tile_q / 16>(sums, load, b, 0, lane);
     }
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
         const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8, ptx::lane_id());
@@ -194,6 +204,7 @@ struct Warp {
         if (cfg::sharing == 1) multiply_own(dv, words, stage.d_o, first_q);
         else leave(smem.ds[cfg::sharing > 1], words, first_q);
         multiply_columns<v_blocks>(dp, smem.v, stage.d_o, first_q);
+        if (cfg::sharing > 1) __syncwarp();  // else NVRTC 13.0 goes on in the midst of the product, and spills
         differentiate(s, dp, words, pairs, stage.delta + first_q + lane % 4 * 2);
         leave(smem.ds[0], words, first_q);
         if (cfg::sharing == 1) multiply_own(dk, words, stage.q, first_q);
@@ -207,8 +218,9 @@ struct Warp {
         const auto queries = BlockReader<PTile>::right(smem.ds[0], 0, 2 * row_block, lane);
         const auto keys = BlockReader<KTile>::down(smem.k, 0, 2 * column, lane);
         clear(dq);
-        multiply<cfg::tile_kv / 16>(dq, [&](u32 (&to)[4], int step, int i) { ptx::ldmatrix_transposed(to, queries.block(step, i)); },
-                                    [&](u32 (&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, keys.block(step, j * dq_column_warps)); });
+        const auto load_ds = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix_transposed(to, queries.block(step, i)); };
+        const auto load_k = [&](u32(&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, keys.block(step, j * dq_column_warps)); };
+        multiply<cfg::tile_kv / 16>(dq, load_ds, load_k);
         constexpr int n = cfg::dq_vector, lanes = 2 * cfg::tile_q;
         using Numbers = Vector<float, n>;
         Numbers* to = reinterpret_cast<Numbers*>(sum) + column * (8 * lanes / n) + row_block * 32 + lane;
@@ -230,13 +242,12 @@ struct Warp {
     }
 };
 
-// A block at its work. No member points to another, or the compiler would keep them in memory.
+// A block at its work.
 struct Block {
     const Args& args;
     Smem& smem;
     const KvWorkTile& work;
     const Rows& rows;
-    Walk& next;  // step: what is loaded
     Warp& warp;
     u32 count = 0;  // of steps
 
@@ -247,57 +258,79 @@ struct Block {
         smem.k.fill(matrix_of(args.k, rows.kv, work.kv_head), kv_begin(), rows.kv_len - 1);
         smem.v.fill(matrix_of(args.v, rows.kv, work.kv_head), kv_begin(), rows.kv_len - 1);
     }
-    // Q and lse of the next step, which is number `step` of this block; dO and delta.
-    __device__ void load_q(u32 step) {
-        if (!next.more()) return;
-        smem.q[step % cfg::q_stages].fill(matrix_of(args.q, rows.q, next.head), next.tile * cfg::tile_q, rows.q_len - 1);
-        load_statistics(smem.lse_log2[step % 2], args.lse_log2);
+    // Q and lse of the block's step of this number, if there is one; dO and delta.
+    __device__ void load_q(u32 number) {
+        const Step step = smem.steps[number % 2];
+        if (step.head < 0) return;
+        smem.q[number % cfg::q_stages].fill(matrix_of(args.q, rows.q, step.head), step.tile * cfg::tile_q, rows.q_len - 1);
+        load_statistics(smem.lse_log2[number % 2], args.lse_log2, step);
     }
-    __device__ void load_do(u32 step) {
-        if (!next.more()) return;
-        smem.d_o[step % cfg::do_stages].fill(matrix_of(args.d_o, rows.q, next.head), next.tile * cfg::tile_q, rows.q_len - 1);
-        load_statistics(smem.delta[step % 2], args.delta);
+    __device__ void load_do(u32 number) {
+        const Step step = smem.steps[number % 2];
+        if (step.head < 0) return;
+        smem.d_o[number % cfg::do_stages].fill(matrix_of(args.d_o, rows.q, step.head), step.tile * cfg::tile_q, rows.q_len - 1);
+        load_statistics(smem.delta[number % 2], args.delta, step);
     }
-    __device__ void load_statistics(float* to, const float* from) const {
+    __device__ void load_statistics(float* to, const float* from, const Step& step) const {
         if (threadIdx.x >= cfg::tile_q / 4) return;
-        const i64 first = i64(place_of(args, rows, next.head, next.tile)) * cfg::tile_q;
+        const i64 first = i64(place_of(args, rows, step.head, step.tile)) * cfg::tile_q;
         ptx::cp_async(ptx::smem_address(to + 4 * threadIdx.x), from + first + 4 * threadIdx.x);
     }
 
+    // The first thread finds the steps: it goes on from the next one to that after it.
+    __device__ void keep_step(u32 number, const Walk& at) {
+        smem.steps[number % 2] = {at.more() ? at.head : -1, at.tile, at.is_full()};
+    }
+    __device__ void find_step() {
+        const Step next = smem.steps[(count + 1) % 2];
+        if (threadIdx.x != 0 || next.head < 0) return;
+        Walk at(args, rows, work, next.head, next.tile);
+        at.advance();
+        keep_step(count, at);
+    }
     // The first thread's part in the order of adds.
     __device__ void pass_turn() const {
         if (threadIdx.x == 0) Store::release(args, smem.place, smem.turn);
     }
-    __device__ void await_turn(const Mask& mask, const WorkTile& tile) {
+    __device__ void await_turn() {
         if (threadIdx.x != 0) return;
-        const TileRange keys = mask.kv_tiles(tile.q_begin, min(tile.q_begin + cfg::tile_q, rows.q_len));
-        smem.place = place_of(args, rows, tile.head, tile.q_begin / cfg::tile_q);
+        const Step step = smem.steps[count % 2];
+        const i32 q_begin = step.tile * cfg::tile_q;
+        const TileRange keys = Mask(args, rows, work_tile(step)).kv_tiles(q_begin, min(q_begin + cfg::tile_q, rows.q_len));
+        smem.place = place_of(args, rows, step.head, step.tile);
         smem.turn = work.kv_ascends ? work.kv_tile - keys.begin : keys.end - 1 - work.kv_tile;
         Store::wait(args, smem.place, smem.turn);
     }
+    __device__ WorkTile work_tile(const Step& step) const { return {work.batch, step.head, step.tile * cfg::tile_q, 0}; }
 
-    // Loads that a stage is free for: each tensor's when its tile was read for the last time.
+    // P and dS of this warp's keys and queries.
+    __device__ void weigh(const Stage& stage) {
+        const Step step = smem.steps[count % 2];
+        const WorkTile own = work_tile(step);
+        const Mask mask(args, rows, own);
+        const Score score(args, rows, own);
+        const Weight weight(args, rows, own);
+#pragma unroll 1
+        for (int i = 0; i < chunks; ++i) {
+            const i32 first = i32(warp.member) * part_q + i * chunk_q;
+            const Pairs pairs = {mask, score, weight, own.q_begin + first + i32(warp.lane) % 4 * 2, first_key()};
+            warp.weigh_chunk(stage, pairs, step.full, first);
+        }
+    }
+    // What is loaded next takes the place of what was read for the last time.
     __device__ void do_step() {
-        const WorkTile tile = next.work_tile();
-        const bool full = next.is_full();
-        const Stage stage = {smem.q[count % cfg::q_stages], smem.d_o[count % cfg::do_stages], smem.lse_log2[count % 2], smem.delta[count % 2]};
-        next.advance();
+        const u32 at = count % 2;
+        const Stage stage = {smem.q[count % cfg::q_stages], smem.d_o[count % cfg::do_stages], smem.lse_log2[at], smem.delta[at]};
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (count > 0) pass_turn();
         if (cfg::q_stages == 2) load_q(count + 1);
         if (cfg::do_stages == 2) load_do(count + 1);
         ptx::cp_async_commit();
-        const Mask mask(args, rows, tile);
-        const Score score(args, rows, tile);
-        const Weight weight(args, rows, tile);
-#pragma unroll 1
-        for (int i = 0; i < chunks; ++i) {
-            const i32 first = i32(warp.member) * part_q + i * chunk_q;
-            warp.weigh_chunk(stage, {mask, score, weight, tile.q_begin + first + i32(warp.lane) % 4 * 2, first_key()}, full, first);
-        }
-        await_turn(mask, tile);
+        weigh(stage);
+        await_turn();
         __syncthreads();
+        find_step();
         if (cfg::sharing > 1) {
             warp.multiply_shared(warp.dv, smem.ds[cfg::sharing > 1], stage.d_o);
             if (cfg::do_stages == 1) __syncthreads();
@@ -315,20 +348,23 @@ struct Block {
         ptx::cp_async_commit();
         ++count;
     }
+    template <int n>
+    __device__ void store_sums(const StridedOutput& to, i32 chunks, const Sums (&sums)[n], float scale) const {
+        const RowsOut out = {to.rows(rows.kv, work.kv_head), to.row_bytes, rows.kv_len};
+        ::store_sums<cfg::sharing>(out, first_key(), warp.member, chunks, sums, scale);
+    }
     __device__ void store() const {
-        const i32 key = first_key();
-        store_sums(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, warp.member, cfg::sharing, cfg::head_dim / 8, warp.dk,
-                   args.scale * cfg::scale_sign);
-        store_sums(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, warp.member, cfg::sharing, cfg::head_dim_v / 8,
-                   warp.dv, 1.f);
+        store_sums(args.dk, cfg::head_dim / 8, warp.dk, args.scale * cfg::scale_sign);
+        store_sums(args.dv, cfg::head_dim_v / 8, warp.dv, 1.f);
     }
     __device__ void run() {
-        if (next.more()) {
+        if (smem.steps[0].head >= 0) {
             load_kv();
             load_q(0);
             load_do(0);
             ptx::cp_async_commit();
-            while (next.more()) do_step();
+            do do_step();
+            while (smem.steps[count % 2].head >= 0);
             __syncthreads();
             pass_turn();
         }
@@ -337,10 +373,18 @@ struct Block {
 };
 
 __device__ void attend(const Args& args, Smem& smem, const KvWorkTile& work) {
-    const Rows rows(args, work.batch);
-    Walk next(args, rows, work);
+    Rows& rows = reinterpret_cast<Rows&>(smem.rows);
     Warp warp(smem);
-    Block{args, smem, work, rows, next, warp}.run();
+    Block block{args, smem, smem.work, rows, warp};
+    if (threadIdx.x == 0) {
+        smem.work = work, rows = Rows(args, work.batch);
+        Walk at(args, rows, work);
+        block.keep_step(0, at);
+        if (at.more()) at.advance();
+        block.keep_step(1, at);
+    }
+    __syncthreads();
+    block.run();
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads, cfg::ctas_per_sm) void attn_bwd_mma(const __grid_constant__ Args args) {

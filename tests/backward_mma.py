@@ -9,7 +9,6 @@ from rawattn.device import TYPICAL
 from rawattn.operation import Forward
 from rawattn.program import Field
 from rawattn.variant import weight
-from rawattn.variant.mask import Full
 from rawattn.variant.score import Softcap
 from tests import backward
 from tests.backward import Choice
@@ -66,7 +65,7 @@ def smem_bytes(op: Forward, config: MmaConfig) -> int:
     d, dv = (-(-columns // 16) * 16 for columns in (op.head_dim, op.head_dim_v))
     tiles = config.tile_kv * (d + dv) + config.tile_q * (config.q_stages * d + config.do_stages * dv)
     tiles += config.tile_q * config.tile_kv * (2 if config.sharing > 1 else 1)
-    return 2 * tiles + -(-(16 * config.tile_q + 8) // 128) * 128
+    return 2 * tiles + 16 * config.tile_q + 128  # statistics; steps, the turn, the work
 
 
 def attn_bwd_mma(op: Forward, config: MmaConfig, arch: str, store: str = "ordered", direction: str = "") -> Source:
@@ -88,7 +87,7 @@ def is_tight(op: Forward, arch: str, sharing: int) -> bool:
     """Says whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
     if TYPICAL[arch].capability >= 100:
         return True
-    return sharing == 2 and isinstance(op.score, Softcap) and not isinstance(op.mask, Full)
+    return sharing == 2 and (isinstance(op.score, Softcap) or (op.head_dim | op.head_dim_v) % 16 != 0)
 
 
 def dq_row_warps(op: Forward, config: MmaConfig) -> int:
@@ -107,7 +106,8 @@ def config_of(op: Forward, arch: str) -> MmaConfig:
     device, widest = TYPICAL[arch], max(op.head_dim, op.head_dim_v)
     large, least = device.smem_bytes > 200_000, device.smem_bytes < 110_000
     if widest <= 64:
-        config = MmaConfig(m_tiles_per_warp=1, sharing=1) if least else MmaConfig(warps=4, sharing=1, do_stages=1 + large, ctas_per_sm=2)
+        half = MmaConfig(warps=4, sharing=1, do_stages=1 + large, ctas_per_sm=2)
+        config = MmaConfig(m_tiles_per_warp=1, sharing=1) if least else half
     elif widest <= 128:
         config = MmaConfig(m_tiles_per_warp=1, do_stages=1) if least else MmaConfig()
     elif least:

@@ -8,7 +8,8 @@
 struct DqRedOrdered {
     // By one thread, before the block adds as number `turn`.
     __device__ static void wait(const Args& args, i32 place, i32 turn) {
-        while (ptx::load_acquire(args.turns + place) != turn) {}
+        while (ptx::load_acquire(args.turns + place) != turn) {
+        }
     }
     // By every thread.
     template <class Numbers>
