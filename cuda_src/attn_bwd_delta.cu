@@ -20,7 +20,11 @@ template struct ClearOption<Clear>;
 template struct LaunchOption<Launch>;
 template struct SchedulerOption<Scheduler>;
 
-extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Launch::uses_pdl};
+struct Smem {
+    Number sums[cfg::tile_q];
+};
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
 
 constexpr int rows_at_once = cfg::threads / cfg::lanes, vectors = (cfg::head_dim_v + cfg::vector - 1) / cfg::vector;
 static_assert(cfg::q_block == cfg::tile_q && cfg::threads % 32 == 0 && 32 % cfg::lanes == 0 && cfg::tile_q % rows_at_once == 0);
@@ -40,33 +44,47 @@ __device__ inline Number part_of(const unsigned char* o, const unsigned char* d_
     return sum;
 }
 
-__device__ void compute(const Args& args, const WorkTile& work) {
+// The sums of a tile's rows, for the threads that store them.
+__device__ void reduce(const Args& args, const Rows& rows, const WorkTile& work, Number (&sums)[cfg::tile_q]) {
+    const AnyMatrix o = any_matrix_of(args.o, rows.q, work.head), d_o = any_matrix_of(args.d_o, rows.q, work.head);
+    const int lane = threadIdx.x % cfg::lanes, first = threadIdx.x / cfg::lanes;
+    Number sum[cfg::tile_q / rows_at_once];  // all loads are on their way before the first is awaited: rows past the end are the last
+#pragma unroll
+    for (int i = 0; i < cfg::tile_q / rows_at_once; ++i) {
+        const i32 row = min(work.q_begin + first + i * rows_at_once, rows.q_len - 1);
+        sum[i] = part_of(o.row(row), d_o.row(row), lane);
+    }
+#pragma unroll
+    for (int i = 0; i < cfg::tile_q / rows_at_once; ++i) {
+#pragma unroll
+        for (int d = cfg::lanes / 2; d > 0; d /= 2) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], d);
+        if (lane == 0) sums[first + i * rows_at_once] = sum[i];
+    }
+}
+
+__device__ void compute(const Args& args, Smem& smem, const WorkTile& work) {
     const Rows rows(args, work.batch);
     if (work.q_begin >= rows.q_len) return;
     const i32 place = place_of(args, rows, work.head, work.q_begin / cfg::tile_q);
-    const Matrix o = matrix_of(args.o, rows.q, work.head), d_o = matrix_of(args.d_o, rows.q, work.head);
-    const int lane = threadIdx.x % cfg::lanes;
+    reduce(args, rows, work, smem.sums);
+    __syncthreads();
 #pragma unroll 1
-    for (int r = threadIdx.x / cfg::lanes; r < cfg::tile_q; r += rows_at_once) {
+    for (int r = threadIdx.x; r < cfg::tile_q; r += cfg::threads) {
         const i32 row = work.q_begin + r;
-        const bool inside = row < rows.q_len;
-        Number sum = inside ? part_of(o.row(row), d_o.row(row), lane) : Number(0);
-#pragma unroll
-        for (int d = cfg::lanes / 2; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-        if (lane != 0) continue;
-        const Number lse = inside ? args.lse[rows.lse_offset(args, row, work.head)] : Number(minus_inf);
+        const Number lse = row < rows.q_len ? args.lse[rows.lse_offset(args, row, work.head)] : Number(minus_inf);
         const bool kept = lse != Number(minus_inf);
         args.lse_log2[i64(place) * cfg::tile_q + r] = kept ? lse * Number(log2_e) : -Number(minus_inf);
-        args.delta[i64(place) * cfg::tile_q + r] = kept ? sum - Dlse::of(args, rows, row, work.head) : Number(0);
+        args.delta[i64(place) * cfg::tile_q + r] = kept ? smem.sums[r] - Dlse::of(args, rows, row, work.head) : Number(0);
     }
     Clear::clear(args, rows, Mask(args, rows, work), work, place);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads) void attn_bwd_delta(const __grid_constant__ Args args) {
+    extern __shared__ __align__(16) unsigned char raw[];
     Launch::wait();
     Launch::launch_dependents();
     Scheduler scheduler(args);
     const WorkTile work = scheduler.next();
-    if (!work.is_last()) compute(args, work);
+    if (!work.is_last()) compute(args, *reinterpret_cast<Smem*>(raw), work);
     scheduler.finish();
 }

@@ -134,7 +134,7 @@ struct Warp {
         for (float& x : s) x = 0.f;
 #pragma unroll
         for (int step = 0; step < qk_steps; ++step) {
-            u32 (&a)[m_tiles_per_warp][4] = q[min(step, cfg::q_steps_in_registers)];
+            u32(&a)[m_tiles_per_warp][4] = q[min(step, cfg::q_steps_in_registers)];
             if (step >= cfg::q_steps_in_registers) load_q(a, step);
 #pragma unroll
             for (int i = 0; i < cfg::tile_kv / 16; ++i) {

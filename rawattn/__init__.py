@@ -5,15 +5,26 @@
 """
 
 from . import reference
-from .api import Explanation, attention, attention_varlen, explain, plan, warm_up
+from .api import (
+    Explanation,
+    attention,
+    attention_backward,
+    attention_varlen,
+    explain,
+    explain_backward,
+    plan,
+    plan_backward,
+    warm_up,
+)
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
-from .operation import Forward
+from .operation import Backward, Forward
 from .plans import Plan
 from .spec import Spec
 from .variant import mask, score
 
 __version__ = "0.1.0"
 __all__ = [
-    "CompileError", "DeviceError", "Explanation", "Forward", "Plan", "ProblemError", "RawattnError", "SlowKernelWarning", "Spec",
-    "UnsupportedError", "attention", "attention_varlen", "explain", "mask", "plan", "reference", "score", "warm_up",
+    "Backward", "CompileError", "DeviceError", "Explanation", "Forward", "Plan", "ProblemError", "RawattnError",
+    "SlowKernelWarning", "Spec", "UnsupportedError", "attention", "attention_backward", "attention_varlen", "explain",
+    "explain_backward", "mask", "plan", "plan_backward", "reference", "score", "warm_up",
 ]  # fmt: skip

@@ -7,19 +7,18 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import arrays, driver
 from .arrays import Array
 from .device import Device
 from .errors import ProblemError
-from .operation import Forward
+from .operation import Backward, Forward, Operation, from_json
 from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
-from .select import FEW_ROWS, Selection, select, three_bits, warn_once
-from .spec import Spec, Window
-from .tma import ALIGNMENT, readable
+from .select import Selection, select, warn_once
+from .spec import Window
 from .variant.mask import Mask
 from .variant.score import Score
 
@@ -34,8 +33,8 @@ _torch_op: Any = None  # the module torch_op, from the first call on where torch
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, out: Any = None,
-    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, kernel: str | None = None,
-    config: Any = None,
+    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
+    kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
 
@@ -46,8 +45,8 @@ def attention(
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
         k: (batch, kv_len, kv_heads, head_dim); heads is a multiple of kv_heads, query head h reads head h // (heads / kv_heads).
         v: (batch, kv_len, kv_heads, head_dim_v).
-        causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn; for torch's
-            alignment give ``mask=rawattn.mask.Causal(align="top_left")``.
+        causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn (torch's
+            alignment: ``mask=rawattn.mask.Causal(align="top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
         softcap: cap of the logits, softcap * tanh(logit / softcap); None or 0.0 for no cap. A number, not a tensor.
         scale: factor on q.k; 1 / sqrt(head_dim) by default. A number, not a tensor.
@@ -55,19 +54,19 @@ def attention(
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
-            where torch traces, transforms or casts the call.
+            where autograd follows the call, or torch traces, transforms or casts it.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
-            softcap.
-            The time still follows from shapes, strides, masks and other options, and with packed sequences from their lengths.
-            Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
-            clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.
+            softcap. The time still follows from shapes, strides, options and packed sequences' lengths. Not covered: a score of
+            your own, power, which constants such as 0 save, clocks, and the L2 cache. ``perf.prove`` tests the time.
         deterministic: accepted for flash-attn's users; results are always the same bits.
-        kernel, config: instead of what ``rawattn.explain`` shows; as ``out``.
+        q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
+            scores then see positions, and no alignment applies. Where one is given the other is 0.
+        kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
-    Where torch traces, transforms or counts, the call goes through ``torch.ops.rawattn.attention``. Under autocast q, k and v are
-    cast as for torch's ``scaled_dot_product_attention``: all but float64 to autocast's dtype.
+    torch's autograd follows the call, once: q, k, v and sinks get gradients from o and lse, which it keeps. Where torch traces,
+    transforms or counts, the call is ``torch.ops.rawattn.attention``; autocast casts all but float64.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
@@ -75,18 +74,19 @@ def attention(
 
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
     the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile
-    keeps keys near it (0 x NaN is NaN). The same inputs give the same bits on every run.
+    keeps keys near it (0 x NaN is NaN). Values are summed before they are divided: bf16 ones above 2^96, and fp32 and fp64 ones
+    near the largest number over kv_len, may give inf. The same inputs give the same bits on every run.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed.
         UnsupportedError: no kernel computes this on the arrays' device; the message has every kernel's reason.
 
-    The formula is equation 1 of arXiv 1706.03762, computed as in FlashAttention 3 (arXiv 2407.08608); the specification in array
-    operations is ``rawattn.reference.attention``.
+    The formula is equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
     """
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
+        "kv_offset": kv_offset,
     }  # fmt: skip
     given = (q, k, v) if sinks is None else (q, k, v, None, None, sinks)
     return _run(given, options, (None, None), kernel, config, out)
@@ -96,8 +96,8 @@ def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, out: Any = None,
-    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, kernel: str | None = None,
-    config: Any = None,
+    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
+    kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -111,7 +111,7 @@ def attention_varlen(
         cu_seqlens_kv: the same for the rows of k and v.
         max_seqlen_q, max_seqlen_kv: the longest lengths, or None where they are not known. They guide which tiles are used; no
             result depends on them.
-        The rest as in ``attention``.
+        The rest as in ``attention``; q_offset and kv_offset are the positions of every sequence's first rows.
 
     Returns:
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
@@ -119,13 +119,97 @@ def attention_varlen(
     """
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
+        "kv_offset": kv_offset,
     }  # fmt: skip
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv) if sinks is None else (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
     return _run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out)
+
+
+def attention_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
+    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
+    score: Score | None = None, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
+    kv_offset: int | None = None, out: Any = None, kernel: str | None = None, config: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
+
+    >>> o, lse = rawattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = rawattn.attention_backward(do, q, k, v, o, lse, causal=True)
+
+    Args:
+        do: the loss's gradient by o, in o's shape, dtype and library. Where its last dimension is not contiguous, or a dimension
+            is expanded, as in what ``sum().backward()`` gives, do is copied first. No other array but dlse is ever copied.
+        q, k, v, sinks: what the forward was given.
+        o, lse: what it gave for them, with ``return_lse=True``: lse is contiguous, (batch, heads, q_len) or (heads, total_q), in
+            float32 (float64 for fp64 inputs).
+        dlse: the loss's gradient by lse, where it depends on lse; of lse's shape and dtype, copied where it is not contiguous.
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``attention_varlen``, for packed sequences.
+        causal, window, softcap, scale, mask, score, q_offset, kv_offset: the options of the forward. A score of your own needs
+            ``slope`` in Python and ``derivative`` in CUDA, its derivative.
+        constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
+        deterministic: True for the same bits on every run, the default. False allows configurations that give others, which are
+            taken only if ``config`` asks for one.
+        out: a tuple (dq, dk, dv), with sinks (dq, dk, dv, dsinks), of arrays that receive the results, None for one to be made.
+        kernel, config: instead of what ``rawattn.explain_backward`` shows.
+
+    Returns:
+        (dq, dk, dv), like q, k and v, and where sinks are given (dq, dk, dv, dsinks). Keys and values that query heads share get
+        the sum of the gradients.
+
+    A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. A key that no query keeps has
+    dk = dv = 0, and rows of no sequence have gradients of 0. With a NaN or inf in an input, gradients of rows that lie near it in
+    a sequence may be NaN, even where the mask keeps them apart (0 x NaN is NaN).
+
+    Raises:
+        ProblemError: an argument is wrong; the message names it and what is needed.
+        UnsupportedError: no kernel computes this on the arrays' device; the message has every kernel's reason.
+
+    The formula is that of FlashAttention-2 (arXiv 2307.08691, algorithm 2), with dlse and sinks besides; the specification in
+    array operations is ``rawattn.reference.attention_backward``.
+    """
+    options = {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
+        "kv_offset": kv_offset,
+    }  # fmt: skip
+    do = arrays.dense(do)
+    given: tuple[Any, ...] = (do, q, k, v, o, lse)
+    if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
+        given = (*given, None if dlse is None else arrays.dense(dlse, whole=True), cu_seqlens_q, cu_seqlens_kv, sinks)
+    found: tuple[Any, ...] = run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out, Backward)
+    return found
+
+
+def plan_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
+    config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
+) -> Plan:  # fmt: skip
+    """``plan`` for ``attention_backward``: ``plan.run(do, q, k, v, o, lse)`` gives the gradients.
+
+    A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
+    """
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    found, lengths = arrays.named(Backward.names, given), (max_seqlen_q, max_seqlen_kv)
+    return _plan(Backward, found, options_of(**options), lengths, kernel, config, on_compile)
+
+
+def explain_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
+    config: Any = None, **options: Any,
+) -> Explanation:  # fmt: skip
+    """``explain`` for ``attention_backward``. It says what would be copied, too."""
+    gradients = {"do": do, "dlse": dlse}
+    copies = {name: x if x is None else arrays.dense(x, whole=name == "dlse") for name, x in gradients.items()}
+    given = (copies["do"], q, k, v, o, lse, copies["dlse"], cu_seqlens_q, cu_seqlens_kv, sinks)
+    found = _explain(Backward, given, options, (max_seqlen_q, max_seqlen_kv), kernel, config)
+    return dataclasses.replace(found, copied=tuple(name for name, x in gradients.items() if copies[name] is not x))
 
 
 def plan(
@@ -142,7 +226,7 @@ def plan(
     NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    return _plan(arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
+    return _plan(Forward, arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
 
 
 def explain(
@@ -153,26 +237,34 @@ def explain(
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    found = arrays.named(Forward.names, (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks))
-    op = Forward.of(found, Spec.of(**options), max_seqlen_q, max_seqlen_kv)
-    return explain_operation(op, device_of(found["q"]), kernel, config)
+    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    return _explain(Forward, given, options, lengths, kernel, config)
 
 
-def explain_operation(op: Forward, device: Device, kernel: str | None = None, config: Any = None) -> Explanation:
+def _explain(
+    operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
+    kernel: str | None, config: Any,
+) -> Explanation:  # fmt: skip
+    found = arrays.named(operation.input_names(len(given)), given)
+    op = operation.of_call(found, options, lengths)
+    return explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
+
+
+def explain_operation(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Explanation:
     """``explain`` of an operation on a device, which need not be here."""
     selection = select(op, device, kernel, config)
     program = None if device.is_cpu else selection.kernel.lower(op, selection.config, device)
     return Explanation(op, device, selection, program)
 
 
-def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int = 0) -> int:
+def warm_up(operations: Iterable[Operation] | str | os.PathLike[str], device: int = 0) -> int:
     """Compiles and loads all that these operations need on a GPU, so that nothing compiles when they are called; gives their
     number.
 
     >>> rawattn.warm_up("operations.jsonl")
 
     Args:
-        operations: ``Forward`` operations, or the path of a file that RAWATTN_LOG named in an earlier run.
+        operations: operations such as ``rawattn.Forward``, or the path of a file that RAWATTN_LOG named in an earlier run.
         device: the number of the GPU.
 
     Raises:
@@ -187,21 +279,23 @@ def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int 
     return len(found)
 
 
-def _from_line(line: str) -> Forward:
+def _from_line(line: str) -> Operation:
     try:
-        return Forward.from_json(json.loads(line))
+        return from_json(json.loads(line))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"operations has the line {line[:80]!r}, which is no operation ({error}).") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """An operation and what was selected for it; ``str`` of it is for people. ``program`` is None on the CPU."""
+    """An operation and what was selected for it; ``str`` of it is for people. ``program`` is None on the CPU. ``copied`` are the
+    arrays that do not lie as is needed, and are copied before."""
 
-    op: Forward
+    op: Operation
     device: Device
     selection: Selection
     program: Program | None
+    copied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         op, selection = self.op, self.selection
@@ -211,6 +305,7 @@ class Explanation:
         if self.program is not None:
             lines += [f"launch   {launch}" for launch in self.program.launches]
             lines += [f"scratch  {self.program.scratch_bytes} bytes"] if self.program.scratch_bytes else []
+        lines += [f"copied   {name}, which is expanded or not contiguous" for name in self.copied]
         lines += [f"work     {op.flops:.4g} FLOP, at least {op.bytes:.4g} bytes"]
         return "\n".join(lines)
 
@@ -218,18 +313,19 @@ class Explanation:
 def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
-    deterministic: bool = True,
+    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a call by name, in one order."""
     return {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
+        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
+        "kv_offset": kv_offset,
     }  # fmt: skip
 
 
-def _key(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Any:
+def _key(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any) -> Any:
     """A key for options, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
-    window = options["window"]
+    window = options.get("window")
     if isinstance(window, (tuple, list)):
         options = {**options, "window": (*window, *map(type, window))}
     values = (*options.values(), *lengths, kernel, config)
@@ -239,9 +335,8 @@ def _key(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
-    if _load_torch_op() and _torch_op.intercepts(given):
-        return _torch_op.attention(given, options, lengths, kernel, config, out)
-    return run(given, options, lengths, kernel, config, out)
+    compute = _torch_op.way(given) if _load_torch_op() else None
+    return (compute or run)(given, options, lengths, kernel, config, out)
 
 
 def _load_torch_op() -> bool:
@@ -257,66 +352,49 @@ _load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None = None, config: Any = None,
-    out: Any = None,
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None = None, config: Any = None,
+    out: Any = None, operation: type[Operation] = Forward,
 ) -> Any:  # fmt: skip
-    """Computes a call on arrays that have memory; ``options`` are those that ``options_of`` gives."""
+    """Computes a call on arrays that have memory, which are those of ``operation.input_names``; ``options`` and ``lengths`` are
+    what its ``of_call`` takes, for attention what ``options_of`` gives."""
     signatures = arrays.signatures(given)
     try:
-        key: Any = (signatures, _key(options, lengths, kernel, config))
+        key: Any = (signatures, _key(options, lengths, kernel, config), operation)
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed is a wrong one
         key = call = None
     if call is None:
-        family = None if key is None else _family(signatures, key[1])
+        family = None if key is None else operation.family(signatures, options)
+        family = family and (family, _key(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
-            found = arrays.named(Forward.names, given)
-            plan = _plan(found, options, lengths, kernel, config)
+            found = arrays.named(operation.input_names(len(given)), given)
+            plan = _plan(operation, found, options, lengths, kernel, config)
             bound = plan.bind(found)
             if family is not None and not plan.device.is_cpu:
                 cache_put(_families, family, plan, KEPT_PLANS)
         else:
-            bound = _resized(plan, signatures)
+            bound = _resized(plan, signatures, options)
         if isinstance(bound, GpuCall) and key is not None and None not in signatures:
             cache_put(_calls, key, bound, KEPT_CALLS)
         return one_or_all(bound(given[0], out))
     return one_or_all(call(given[0], out))
 
 
-def _family(signatures: tuple[Any, ...], options: Any) -> Any:
-    """A key that calls share which differ in places, and in lengths that one selection serves; None where they must be looked at.
-
-    A decode loop, whose keys grow at every step, costs the host a fifth of a first call by it.
-    """
-    if len(signatures) != 3 or None in signatures:
-        return None
-    (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
-    for _, dtype_each, shape, strides, device, _ in signatures:
-        plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
-        if not plain or not readable(shape, strides, dtype.itemsize, 0):
-            return None
-    (batch, q_len), kv_len = q_sizes, k_shape[1]
-    if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
-        return None
-    if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
-        return None
-    sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
-    return (dtype, signatures[0][4:], sizes, options)
-
-
-def _resized(plan: Plan, signatures: tuple[Any, ...]) -> GpuCall:
-    """The call of a plan of the same family on arrays of other lengths or in other places."""
-    q, k, v = map(arrays.of_signature, signatures)
-    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
-    if (batch, q_len, kv_len) != (plan.op.batch, plan.op.q_len, plan.op.kv_len):
-        plan = plan.resized(plan.op.resized(batch, q_len, kv_len))
-    return GpuCall(plan, {"q": q, "k": k, "v": v})
+def _resized(plan: Plan, signatures: tuple[Any, ...], options: dict[str, Any]) -> GpuCall:
+    """The call of a plan of the same family on arrays of other lengths or in other places, or with other offsets."""
+    names = plan.op.input_names(len(signatures))
+    found = dict(zip(names, map(arrays.of_signature, signatures), strict=False))
+    op = plan.op.resized_to(found, options)
+    if op is not plan.op:
+        plan = plan.resized(op)
+        _log(op)
+    return GpuCall(plan, found)
 
 
 def _plan(
-    found: dict[str, Array], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any,
-    on_compile: Callable[[], None] | None = None,
+    operation: type[Operation], found: dict[str, Array], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None,
+    config: Any, on_compile: Callable[[], None] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for these arrays, found or made."""
     if arrays.requires_grad(*(array.object for array in found.values())):
@@ -324,23 +402,26 @@ def _plan(
     try:
         # All that a plan depends on: strides and alignment decide whether a kernel refuses.
         places = [(*array[:5], array.pointer % 16) for array in found.values()]
-        key: Any = (_key(options, lengths, kernel, config), *places, *found)
+        key: Any = (operation, _key(options, lengths, kernel, config), *places, *found)
         plan = _plans.get(key)
     except TypeError:
         key = plan = None
     if plan is None:
-        op, device = Forward.of(found, Spec.of(**options), *lengths), device_of(found["q"])
+        first = next(iter(found.values()), None)
+        op = operation.of_call(found, options, lengths)
+        assert first is not None, "of_call raises where there is no array"
+        device = device_of(first)
         selection = select(op, device, kernel, config)
         if selection.slow is not None:
             warn_once(selection.slow)
         _log(op)
-        plan = Plan(op, device, selection, found["q"].library, on_compile)
+        plan = Plan(op, device, selection, first.library, on_compile)
         if key is not None:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan
 
 
-def _log(op: Forward) -> None:
+def _log(op: Operation) -> None:
     """Appends the operation to the file that the environment variable RAWATTN_LOG names, once."""
     path = os.environ.get("RAWATTN_LOG")
     if not path:

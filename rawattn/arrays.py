@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -149,13 +148,15 @@ def _read_foreign(x: Any, name: str) -> Array:
 _readers: dict[type, Callable[[Any, str], Array]] = {}
 _plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the first tensor on
 _forward_ad: Any = None  # torch.autograd.forward_ad, likewise
+_grad_enabled: Any = None  # torch.is_grad_enabled, likewise
 
 
 def _reader(cls: type) -> Callable[[Any, str], Array]:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(cls, torch.Tensor):
-        global _tensor, _plain_tensors, _forward_ad
+        global _tensor, _plain_tensors, _forward_ad, _grad_enabled
         _tensor, _plain_tensors, _forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
+        _grad_enabled = torch.is_grad_enabled
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -179,9 +180,10 @@ _tensor: Any = ()  # torch.Tensor, from the first tensor on
 
 def signature(x: Any) -> tuple[Any, ...] | None:
     """All of a torch tensor that a call on a GPU depends on: a tensor with the signature of one that passed every check passes
-    them. Read at half the price of ``read``. None for a tensor that requires grad or has no plain memory, and for other arrays.
+    them. Read at half the price of ``read``. None for a tensor that autograd would follow or that has no plain memory, and for
+    other arrays.
     """
-    if type(x) not in _plain_tensors or x.requires_grad or x.is_neg():
+    if type(x) not in _plain_tensors or (x.requires_grad and _grad_enabled()) or x.is_neg():
         return () if x is None else None
     try:
         pointer = x.data_ptr()
@@ -230,7 +232,7 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
     """A function that makes new, contiguous arrays in ``like``'s library and on its device, given an array that lies there."""
     if like.library == "torch":
         torch, torch_dtype = sys.modules["torch"], _torch_tables["dtypes"][dtype]
-        if like.dtype == dtype and like.shape == shape and tuple(like.strides) == _contiguous(shape):
+        if like.dtype == dtype and like.shape == shape and tuple(like.strides) == contiguous_strides(shape):
             return torch.empty_like  # takes half as long as torch.empty
         return lambda beside: beside.new_empty(shape, dtype=torch_dtype)
     if like.library == "cupy":
@@ -238,7 +240,7 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
     return lambda beside: np.empty(shape, DTYPES[dtype])
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
@@ -247,15 +249,40 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def made(x: Any, shape: tuple[int, ...]) -> Array:
+def made(x: Any, shape: tuple[int, ...], dtype: str) -> Array:
     """An array that ``maker`` made, of which only the address is not known."""
-    return Array("", CPU, "", shape, _contiguous(shape), address(x), None)
+    return Array("", CPU, dtype, shape, contiguous_strides(shape), address(x), None)
 
 
 def of_signature(signature: tuple[Any, ...]) -> Array:
     """The array that a signature is of."""
     pointer, dtype, shape, strides, device, _ = signature
     return Array("torch", device, _torch_names()[dtype], shape, strides, pointer, None)
+
+
+def dense(x: Any, whole: bool = False) -> Any:
+    """``x``, or a contiguous copy of a torch, CuPy or NumPy array of which a dimension is expanded (a stride of 0), or whose last
+    dimension is not contiguous, or, ``whole``, any. Gradients come so from autograd; nothing else is ever copied."""
+    root = type(x).__module__.partition(".")[0]
+    if isinstance(x, _tensor) or root == "torch":
+        try:
+            return x.contiguous() if _is_sparse(x.shape, x.stride(), whole) else x
+        except (AttributeError, NotImplementedError, RuntimeError):  # no tensor with plain memory: ``read`` says so
+            return x
+    if root in ("numpy", "cupy") and hasattr(x, "strides"):
+        strides = tuple(stride / x.dtype.itemsize for stride in x.strides)
+        return sys.modules[root].ascontiguousarray(x) if _is_sparse(x.shape, strides, whole) else x
+    return x
+
+
+def _is_sparse(shape: tuple[int, ...], strides: tuple[float, ...], whole: bool) -> bool:
+    if 0 in shape or (not whole and strides[-1:] == (1,) and 0 not in strides):
+        return False
+    last, wanted = len(shape) - 1, contiguous_strides(shape)
+    for i, (n, stride) in enumerate(zip(shape, strides, strict=True)):
+        if n > 1 and (stride != wanted[i] if whole or i == last else stride == 0):
+            return True
+    return False
 
 
 def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -299,8 +326,15 @@ def as_numpy(array: Array) -> npt.NDArray[Any]:
     """A NumPy view of an array on the CPU, sharing its memory."""
     if array.library == "numpy":
         return array.object
-    torch = sys.modules["torch"]
-    x = array.object.detach()
-    if array.dtype == "bf16":
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+    return np.asarray(_Memory(array)).view(DTYPES[array.dtype])
+
+
+class _Memory:
+    """A tensor's memory, as NumPy takes it. ``Tensor.numpy`` would forbid for good that the storage is freed and filled again,
+    which FSDP does with parameters."""
+
+    def __init__(self, array: Array) -> None:
+        dtype = DTYPES[array.dtype]
+        strides = tuple(s * dtype.itemsize for s in array.strides)
+        place = {"data": (array.pointer, False), "shape": tuple(array.shape), "strides": strides}
+        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": dtype.str, **place}

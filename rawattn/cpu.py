@@ -35,12 +35,11 @@ from .device import Device
 from .device import cpu as this_cpu
 from .errors import ProblemError, UnsupportedError
 from .operand import Layout
-from .operation import Forward
+from .operation import Backward, Forward
 from .variant.element import ELEMENTS, Element
-from .variant.mask import Mask, kept_pairs
+from .variant.mask import Pairs, kept_pairs, of_head
+from .variant.offset import OffsetScore
 from .variant.score import Scale, Score, Softcap
-
-name = "cpu"
 
 # For the cost model: one core of an EPYC 7003 (Zen 3, AVX2).
 PRODUCTS_PER_SECOND = 36e9  # in float32; half in float64
@@ -62,58 +61,6 @@ class Config:
     threads: int = 1
 
 
-def runs_on(device: Device) -> bool:
-    """Says whether this kernel computes on the device."""
-    return device.is_cpu
-
-
-def supports(op: Forward, device: Device) -> str | None:
-    """None if this kernel computes the operation on the device, else the reason why not."""
-    if not device.is_cpu:
-        return f"it runs on the CPU, and the arrays are on {device.name}"
-    for which in ("head_dim", "head_dim_v"):
-        if getattr(op, which) > 1024:
-            return f"{which} is {getattr(op, which)}; it takes up to 1024"
-    if not hasattr(op.score, "logit"):
-        return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
-    if op.constant_time:
-        return "a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs"
-    return None
-
-
-def legal(config: Config, op: Forward, device: Device) -> str | None:
-    """None if the configuration can run the op, else the reason why not."""
-    for which, value in dataclasses.asdict(config).items():
-        if not isinstance(value, int) or not 1 <= value <= 4096:
-            return f"{which} is {value!r}; it must be an int from 1 to 4096"
-    return None
-
-
-def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
-    """Returns the operations that compare configurations: only ``op``, as the loops are compiled once for all configurations."""
-    return (op,)
-
-
-def candidates(op: Forward, device: Device) -> list[Config]:
-    """The configurations worth comparing."""
-    tile_kv = 96 if op.head_dim + op.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
-    threads = {min(1 << i, device.sm_count) for i in range(device.sm_count.bit_length() + 1)}
-    return [Config(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
-
-
-def cost(config: Config, op: Forward, device: Device) -> float:
-    """Estimated seconds: the units that fall to one thread, and the start of the threads."""
-    queries, batch = _queries(config, op), max(1, op.batch)
-    kept = kept_pairs(op.mask, op.q_len, op.kv_len) / max(1, op.q_len)
-    fetched, used = (min(op.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
-    rows = math.ceil(min(queries, op.q_len) * op.heads_per_kv / 16) * 16
-    rate = PRODUCTS_PER_SECOND / (2 if op.element.name == "fp64" else 1)
-    unit = (op.head_dim + op.head_dim_v) * (used * rows / rate + fetched * SECONDS_PER_NUMBER[op.element.name])
-    units = op.batch * op.kv_heads * math.ceil(op.total_q / batch / queries)
-    threads = max(1, min(config.threads, units))
-    return math.ceil(units / threads) * (SECONDS_PER_UNIT + unit) + (threads - 1) * SECONDS_PER_THREAD
-
-
 def _queries(config: Config, op: Forward) -> int:
     """Queries of a unit."""
     return max(1, config.tile_q // op.heads_per_kv)
@@ -121,6 +68,7 @@ def _queries(config: Config, op: Forward) -> int:
 
 def _cap(score: Score) -> float | None:
     """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function."""
+    score = score.base if isinstance(score, OffsetScore) else score  # type: ignore[assignment]
     logit = getattr(score.logit, "__func__", None)
     if logit is Scale.logit:
         return 0.0
@@ -230,6 +178,16 @@ def _sequences(q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Ar
     return found
 
 
+def _kept(mask: Pairs, heads: int, q_len: int, kv_len: int) -> tuple[Array, Array]:
+    """First and one past the last key that each query of each head keeps, (q_len, heads)."""
+    queries = np.arange(q_len)
+    if not hasattr(mask, "of_head"):
+        begin, end = (np.broadcast_to(bound[:, None], (q_len, heads)) for bound in mask.interval(queries, q_len, kv_len))
+        return begin, end
+    begins, ends = zip(*(of_head(mask, head).interval(queries, q_len, kv_len) for head in range(heads)), strict=True)
+    return np.stack(begins, 1), np.stack(ends, 1)
+
+
 def _sink_logits(sinks: Array | None, heads: int, number: npt.DTypeLike) -> Array:
     return np.full(heads, -np.inf, number) if sinks is None else sinks.astype(number)
 
@@ -265,7 +223,7 @@ class _Sequence(NamedTuple):
     v: Array
     o: Array
     lse: Array | None  # (heads, q_len)
-    begin: Array
+    begin: Array  # (q_len, heads)
     end: Array
 
 
@@ -276,17 +234,8 @@ class _Unit(NamedTuple):
     keys: int  # that it visits, more or less
 
 
-def run(
-    op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
-    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
-) -> None:  # fmt: skip
-    """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
-    starts = cu_seqlens_q, cu_seqlens_kv
-    run_forward(q, k, v, o, lse, op.mask, op.score, op.scale, sinks, *starts, config=config)
-
-
 def run_forward(
-    q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Mask, score: Score, scale: float,
+    q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, scale: float,
     sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, config: Config,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
@@ -295,13 +244,13 @@ def run_forward(
     """
     group, units = q.shape[-2] // k.shape[-2], []
     step = max(1, config.tile_q // group)
-    interval = functools.cache(lambda q_len, kv_len: mask.interval(np.arange(q_len), q_len, kv_len))
+    interval = functools.cache(functools.partial(_kept, mask, q.shape[-2]))
     for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
         lse_i = None if lse is None else lse[at]
         sequence = _Sequence(i, q[rows], k[keys], v[keys], o[rows], lse_i, *interval(len(q[rows]), len(k[keys])))
         for first in range(0, len(sequence.q), step):
             last = min(first + step, len(sequence.q))
-            visits = int(sequence.end[last - 1] - sequence.begin[first])
+            visits = int((sequence.end[last - 1] - sequence.begin[first]).max())
             units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(k.shape[-2])]
     units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
     element, cap = _element(q), _cap(score)
@@ -321,7 +270,7 @@ def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Arr
     heads = slice(kv_head * group, (kv_head + 1) * group)
     q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, sequence.q.shape[-1])
     k, v = (x[:, kv_head].view(storage) for x in (sequence.k, sequence.v))
-    begin, end = (np.repeat(bound[queries], group) for bound in (sequence.begin, sequence.end))
+    begin, end = (bound[queries, heads].flatten() for bound in (sequence.begin, sequence.end))
     o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
     attend(q, k, v, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
@@ -329,7 +278,7 @@ def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Arr
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
 
 
-def _formula(element: Element, mask: Mask, score: Score, scale: float) -> reference.Formula:
+def _formula(element: Element, mask: Pairs, score: Score, scale: float) -> reference.Formula:
     """The reference's, in the format that is computed with."""
     return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale)
 
@@ -378,7 +327,7 @@ class _KeyUnit(NamedTuple):
 
 
 def run_backward(
-    do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Mask, score: Score,
+    do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Pairs, score: Score,
     scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
     cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, threads: int | None = None,
 ) -> None:  # fmt: skip
@@ -394,7 +343,7 @@ def run_backward(
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
     element, cap, (heads, kv_heads) = _element(q), _cap(score), (q.shape[-2], k.shape[-2])
     number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
-    interval = functools.cache(lambda q_len, kv_len: mask.interval(np.arange(q_len), q_len, kv_len))
+    interval = functools.cache(functools.partial(_kept, mask, heads))
     delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)
     sink_parts = np.zeros((len(sequences), heads), number)
     group, shared, units = heads // kv_heads, [], []
@@ -407,15 +356,15 @@ def run_backward(
             parts = None if len(spans) == 1 else np.zeros((len(spans), *q[rows][:, own].shape), number)
             found = _Gradients(
                 (i, own.start), do[rows][:, own], q[rows][:, own], k[keys][:, h], v[keys][:, h], o[rows][:, own], lse[at][own],
-                None if dlse is None else dlse[at][own], sink_logits[own], begin, end, delta[at][own], dq[rows][:, own],
-                dk[keys][:, h], dv[keys][:, h], sink_parts[i, own], parts,
+                None if dlse is None else dlse[at][own], sink_logits[own], begin[:, own], end[:, own], delta[at][own],
+                dq[rows][:, own], dk[keys][:, h], dv[keys][:, h], sink_parts[i, own], parts,
             )  # fmt: skip
             shared.append(found)
-            units += [_KeyUnit(found, j, span, group * _pairs(begin, end, span)) for j, span in enumerate(spans)]
+            units += [_KeyUnit(found, j, span, _pairs(found.begin, found.end, span)) for j, span in enumerate(spans)]
     units.sort(key=lambda unit: -unit.pairs)
     if threads is None:
-        seconds = sum(unit.pairs for unit in units) * 5 * (q.shape[-1] + v.shape[-1]) / PRODUCTS_PER_SECOND
-        threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * SECONDS_PER_THREAD)))
+        seconds = _backward_seconds(sum(unit.pairs for unit in units), q.shape[-1] + v.shape[-1])
+        threads = _backward_threads(seconds, this_cpu())
     if cap is None:
         compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale))
     else:
@@ -428,6 +377,16 @@ def run_backward(
     for x, ends in ((dq, cu_seqlens_q), (dk, cu_seqlens_kv), (dv, cu_seqlens_kv)):
         if ends is not None:
             x[int(ends[-1]) :] = 0
+
+
+def _backward_seconds(pairs: int, columns: int) -> float:
+    """About what a backward takes one thread."""
+    return pairs * 5 * columns / PRODUCTS_PER_SECOND
+
+
+def _backward_threads(seconds: float, device: Device) -> int:
+    """The threads that pay for themselves."""
+    return min(device.sm_count, 1 + int(seconds / (4 * SECONDS_PER_THREAD)))
 
 
 def _spans(kv_len: int, cuts: int) -> list[slice]:
@@ -457,13 +416,13 @@ def _gradients(loops: Any, factors: tuple[float, ...], unit: _KeyUnit) -> None:
     x, j, keys, _ = unit
     group, head_dim, number = x.q.shape[1], x.q.shape[2], x.delta.dtype
     begin, end = (np.clip(bound, keys.start, keys.stop) - keys.start for bound in (x.begin, x.end))
-    touched = np.nonzero(begin < end)[0]
+    touched = np.nonzero((begin < end).any(1))[0]
     queries = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
     do, q = (rows[queries].astype(number, order="C").reshape(-1, rows.shape[-1]) for rows in (x.do, x.q))
     k, v = (rows[keys].astype(number, order="C") for rows in (x.k, x.v))
     lse, delta = (rows[:, queries].T.ravel() for rows in (x.lse, x.delta))
     lse = np.where(lse == -np.inf, np.inf, lse)  # its probabilities are 0
-    begin, end = (np.repeat(bound[queries], group) for bound in (begin, end))
+    begin, end = (bound[queries].flatten() for bound in (begin, end))
     dq, dk, dv = (np.empty(rows.shape, number) for rows in (q, k, v))
     loops(do, q, k, v, lse, delta, begin, end, *factors, dq, dk, dv)
     x.dk[keys], x.dv[keys] = dk, dv
@@ -489,27 +448,34 @@ def _add_parts(x: _Gradients) -> None:
 
 
 class Cpu:
-    """The CPU path as a kernel: it is compiled by Numba and has no launches."""
+    """The CPU path as a kernel: the contract of ``kernel.base.Kernel``, but for launches. ``run`` takes their place."""
 
-    name = name
+    name = "cpu"
     alignment = 1
+    has_records = False
     config_type = Config
-    runs_on = staticmethod(runs_on)
-    legal = staticmethod(legal)
-    candidates = staticmethod(candidates)
-    cost = staticmethod(cost)
-    tuning_shapes = staticmethod(tuning_shapes)
-    run = staticmethod(run)
 
-    def __repr__(self) -> str:
-        return self.name
+    def runs_on(self, device: Device) -> bool:
+        """Says whether the device is a CPU."""
+        return device.is_cpu
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        """The reasons why the CPU path does not compute the operation; none where it does."""
-        reason = supports(op, device)
-        return [] if reason is None else [reason]
+        """The reasons why the CPU path does not compute the operation on the device; none where it does."""
+        found = [] if device.is_cpu else [f"it runs on the CPU, and the arrays are on {device.name}"]
+        for which in ("head_dim", "head_dim_v"):
+            if getattr(op, which) > 1024:
+                found.append(f"{which} is {getattr(op, which)}; it takes up to 1024")
+        if not hasattr(op.score, "logit"):
+            found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
+        if op.constant_time:
+            found.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
+        return found
 
-    def prefers(self, op: Forward) -> bool:
+    def meant_for(self, op: Any, device: Device) -> bool:
+        """Says whether this kernel computes on the device."""
+        return self.runs_on(device)
+
+    def prefers(self, op: Any) -> bool:
         """True: nothing goes before it on the CPU."""
         return True
 
@@ -517,5 +483,80 @@ class Cpu:
         """None: it reads whatever NumPy reads."""
         return None
 
+    def legal(self, config: Config, op: Forward, device: Device) -> str | None:
+        """The reason why the configuration cannot run the operation; None where it can."""
+        for which, value in dataclasses.asdict(config).items():
+            if not isinstance(value, int) or not 1 <= value <= 4096:
+                return f"{which} is {value!r}; it must be an int from 1 to 4096"
+        return None
 
-CPU = Cpu()
+    def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
+        """Only ``op``: the loops are compiled once for all configurations."""
+        return (op,)
+
+    def candidates(self, op: Forward, device: Device) -> list[Config]:
+        """The legal configurations worth comparing."""
+        tile_kv = 96 if op.head_dim + op.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
+        threads = {min(1 << i, device.sm_count) for i in range(device.sm_count.bit_length() + 1)}
+        return [Config(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
+
+    def cost(self, config: Config, op: Forward, device: Device) -> float:
+        """Estimated seconds: the units that fall to one thread, and the start of the threads."""
+        queries, batch = _queries(config, op), max(1, op.batch)
+        kept = kept_pairs(op.spec.placed_mask, op.q_len, op.kv_len) / max(1, op.q_len)
+        fetched, used = (min(op.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
+        rows = math.ceil(min(queries, op.q_len) * op.heads_per_kv / 16) * 16
+        rate = PRODUCTS_PER_SECOND / (2 if op.element.name == "fp64" else 1)
+        unit = (op.head_dim + op.head_dim_v) * (used * rows / rate + fetched * SECONDS_PER_NUMBER[op.element.name])
+        units = op.batch * op.kv_heads * math.ceil(op.total_q / batch / queries)
+        threads = max(1, min(config.threads, units))
+        return math.ceil(units / threads) * (SECONDS_PER_UNIT + unit) + (threads - 1) * SECONDS_PER_THREAD
+
+    def run(
+        self, op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
+        cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
+        starts = cu_seqlens_q, cu_seqlens_kv
+        run_forward(q, k, v, o, lse, op.spec.placed_mask, op.spec.placed_score, op.scale, sinks, *starts, config=config)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Threads."""
+
+    threads: int = 1
+
+
+class CpuBackward(Cpu):
+    """The backward on the CPU, likewise."""
+
+    config_type = BackwardConfig  # type: ignore[assignment]
+
+    def supports(self, op: Backward, device: Device) -> list[str]:  # type: ignore[override]
+        """The reasons why the CPU path does not compute the operation; none where it does."""
+        found, score = super().supports(op.forward, device), op.forward.score
+        if device.is_cpu and not hasattr(score, "slope"):
+            found.append(f"it needs the derivative of the score, slope(...), and {type(score).__name__} has none")
+        return found
+
+    def candidates(self, op: Any, device: Device) -> list[Any]:
+        """As many threads as pay."""
+        return [BackwardConfig(_backward_threads(self.cost(BackwardConfig(), op, device), device))]
+
+    def cost(self, config: Any, op: Any, device: Device) -> float:
+        """Estimated seconds."""
+        forward = op.forward
+        seconds = _backward_seconds(forward.pairs * forward.batch * forward.heads, forward.head_dim + forward.head_dim_v)
+        return seconds / config.threads + config.threads * SECONDS_PER_THREAD
+
+    def run(self, op: Any, config: Any, **arrays: Any) -> None:  # type: ignore[override]
+        """Computes the operation on NumPy arrays, by name: ``run_backward``."""
+        spec, scale = op.forward.spec, op.forward.scale
+        run_backward(**arrays, mask=spec.placed_mask, score=spec.placed_score, scale=scale, threads=config.threads)
+
+
+CPU, CPU_BACKWARD = Cpu(), CpuBackward()

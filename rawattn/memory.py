@@ -26,7 +26,7 @@ def _extent(array: Array) -> tuple[int, int]:
     """Addresses from the first byte of an array's elements to behind the last."""
     steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
     size = DTYPES[array.dtype].itemsize
-    return array.pointer + size * sum(s for s in steps if s < 0), array.pointer + size * (1 + sum(s for s in steps if s > 0))
+    return array.pointer + size * sum(min(s, 0) for s in steps), array.pointer + size * (1 + sum(max(s, 0) for s in steps))
 
 
 def overlap(a: Array, b: Array) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,44 +10,53 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from .compiler import Source
 
+# Fills are dataclasses: tuples of different types are equal where their parts are, as Value() and Counter() would be.
 
-class Value(NamedTuple):
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
     """A number that follows from the operation: ``Launch.values`` has it under the field's name."""
 
 
-class Pointer(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pointer:
     """The address of an operand."""
 
     operand: str
 
 
-class Stride(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stride:
     """A stride of an operand in elements: "batch", "row" or "head". Packed sequences have a batch stride of 0."""
 
     operand: str
     axis: str
 
 
-class View(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
     """A StridedTensor of an operand: its address, and its strides in bytes."""
 
     operand: str
 
 
-class TensorMap(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorMap:
     """A TmaTensor of an operand, whose box has ``box_rows`` rows of 64 columns."""
 
     operand: str
     box_rows: int
 
 
-class Scratch(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scratch:
     """The address of a part of the program's scratch memory."""
 
     name: str
 
 
-class Counter(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counter:
     """The address of two zeros that launches which may run at once do not share, and that the kernel sets back to zero."""
 
 

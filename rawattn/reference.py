@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from .errors import ProblemError, UnsupportedError
-from .spec import make_mask, make_scale, make_score
-from .variant.mask import Mask
+from .spec import Spec, make_mask, make_offset, make_scale, make_score
+from .variant.mask import Mask, Pairs, of_head
 from .variant.score import Score
 
 LOGITS = 1 << 22  # that are held at once
@@ -34,8 +34,8 @@ INF = float("inf")
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, return_lse: bool = False,
-    rows: Sequence[int] | None = None,
+    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_offset: int | None = None,
+    kv_offset: int | None = None, return_lse: bool = False, rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """Attention in float64, slow and exact, to compare with.
 
@@ -44,7 +44,8 @@ def attention(
     Args:
         q: (batch, q_len, heads, head_dim), of any float dtype and strides: a NumPy or CuPy array or a torch tensor.
         k, v: (batch, kv_len, kv_heads, head_dim) and (batch, kv_len, kv_heads, head_dim_v), in q's library.
-        causal, window, softcap, scale, mask, score: as in ``rawattn.attention``. The score needs ``logit`` alone.
+        causal, window, softcap, scale, mask, score, q_offset, kv_offset: as in ``rawattn.attention``. The score needs ``logit``
+            alone.
         sinks: (heads,) floats in any library, a logit of each query head that joins the sum and lse and has no value.
         cu_seqlens_q, cu_seqlens_kv: (batch + 1,) integers; then q, k, v are (total, heads, head_dim), sequences end to end.
         return_lse: give (o, lse).
@@ -58,7 +59,7 @@ def attention(
     -inf is none; one of inf leaves o = 0 and lse = inf. A masked key or value takes no part, whatever it holds; NaN in q or in a
     kept key makes the row NaN.
     """
-    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score)
+    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset)
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
     return (o, lse) if return_lse else o
 
@@ -66,14 +67,14 @@ def attention(
 def rounded(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, return_lse: bool = False,
-    rows: Sequence[int] | None = None,
+    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_offset: int | None = None,
+    kv_offset: int | None = None, return_lse: bool = False, rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """The plain formula in float32, its logits and probabilities rounded to q's dtype: the yardstick for a kernel's error.
 
     Takes what ``attention`` takes, and gives the same results as float32.
     """
-    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score)
+    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset)
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
     return (o, lse) if return_lse else o
 
@@ -82,6 +83,7 @@ def attention_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks in float64, slow and exact, to compare with.
 
@@ -99,7 +101,7 @@ def attention_backward(
     A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. NaN or inf in a query reaches
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
     """
-    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score)
+    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset)
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
 
@@ -107,13 +109,14 @@ def rounded_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The plain formula in float32, its logits, probabilities, o and gradients of logits rounded to q's dtype: the yardstick for
     a kernel's error.
 
     Takes what ``attention_backward`` takes, and gives the same results as float32.
     """
-    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score)
+    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset)
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
 
@@ -126,15 +129,19 @@ def _rounding(q: Any) -> Callable[[Any], Any]:
 
 
 def make_formula(
-    q: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any, score: Any
-) -> Formula:
+    q: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any,
+    score: Any, q_offset: Any = None, kv_offset: Any = None,
+) -> Formula:  # fmt: skip
     """The formula for q's library and device and these options, in the dtype of that name."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     place = {"device": q.device} if xp.__name__ == "torch" else {}
-    mask, score, given = make_mask(causal, window, mask), make_score(softcap, score), make_scale(scale)
-    return Formula(
-        xp, place, getattr(xp, number), rounding, mask, score, q.shape[-1] ** -0.5 if given is None else given
+    factor = make_scale(scale)
+    spec = Spec(
+        make_mask(causal, window, mask), make_score(softcap, score), q_offset=make_offset("q_offset", q_offset),
+        kv_offset=make_offset("kv_offset", kv_offset),
     )  # fmt: skip
+    factor = q.shape[-1] ** -0.5 if factor is None else factor
+    return Formula(xp, place, getattr(xp, number), rounding, spec.placed_mask, spec.placed_score, factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +166,7 @@ class Formula:
     place: dict[str, Any]
     dtype: Any
     rounding: Callable[[Any], Any]
-    mask: Mask
+    mask: Pairs
     score: Score
     scale: float
 
@@ -226,12 +233,19 @@ class Formula:
             for i in range(len(q_ends) - 1):
                 yield i, slice(*q_ends[i : i + 2]), slice(*kv_ends[i : i + 2])
 
-    def tiles(self, queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
+    def heads(self, first: int, count: int) -> Iterator[tuple[Pairs, Sequence[int]]]:
+        """The pairs that a mask keeps and the heads that they are of, counted from ``first``: all, or each where they differ."""
+        if hasattr(self.mask, "of_head"):
+            yield from ((of_head(self.mask, first + head), (head,)) for head in range(count))
+        else:
+            yield self.mask, range(count)
+
+    def tiles(self, mask: Pairs, queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
         """The queries in tiles whose logits fit in memory, but for tiles that keep no key."""
         step = max(1, LOGITS // max(1, kv_len))
         for first in range(0, len(queries), step):
             chosen = queries[first : first + step]
-            begin, end = self.mask.interval(chosen, q_len, kv_len)
+            begin, end = mask.interval(chosen, q_len, kv_len)
             low, high = int(begin.min()), int(end.max())
             if low < high:
                 j = np.arange(low, high)
@@ -244,9 +258,10 @@ class Formula:
     ) -> None:
         """Writes the queries of one sequence to the rows ``at`` of o and lse; its number and that of the first head are
         ``origin``."""
-        for tile in self.tiles(queries, len(q), len(k)):
+        masks = self.heads(origin[1], q.shape[1])
+        for heads, tile in ((heads, tile) for mask, heads in masks for tile in self.tiles(mask, queries, len(q), len(k))):
             to = self.xp.asarray(at[tile.rows], **self.place)
-            for head in range(q.shape[1]):
+            for head in heads:
                 kv_head = head // (q.shape[1] // k.shape[1])
                 rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
                 inputs = _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype)
@@ -260,7 +275,7 @@ class Formula:
         for head, sink in enumerate(sinks):
             kv_head = head // (q.shape[1] // k.shape[1])
             lse, delta = self.xp.full_like(dlse[head], sink), -dlse[head]
-            for tile in self.tiles(np.arange(len(q)), len(q), len(k)):
+            for tile in self.tiles(of_head(self.mask, origin[1] + head), np.arange(len(q)), len(q), len(k)):
                 rows, keys = tile.rows, tile.keys
                 inputs = do[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head]
                 x = [_cast(x, self.dtype) for x in inputs]

@@ -13,13 +13,15 @@ from .errors import ProblemError
 from .variant import Option
 from .variant import mask as masks
 from .variant import score as scores
+from .variant.offset import OffsetMask, OffsetScore
 
 Window = tuple[int | None, int | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The options of an attention call. ``scale`` None stands for 1 / sqrt(head_dim).
+    """The options of an attention call. ``scale`` None stands for 1 / sqrt(head_dim); an offset of None for 0, and both for rows
+    whose positions follow from the mask's alignment.
 
     ``Spec.of`` takes the arguments of ``rawattn.attention`` and checks them.
     """
@@ -30,11 +32,14 @@ class Spec:
     return_lse: bool = False
     constant_time: bool = False
     deterministic: bool = True
+    q_offset: int | None = None
+    kv_offset: int | None = None
 
     @classmethod
     def of(
         cls, *, causal: Any = False, window: Any = None, softcap: Any = None, scale: Any = None, mask: Any = None,
-        score: Any = None, return_lse: Any = False, constant_time: Any = False, deterministic: Any = True,
+        score: Any = None, return_lse: Any = False, constant_time: Any = False, deterministic: Any = True, q_offset: Any = None,
+        kv_offset: Any = None,
     ) -> Spec:  # fmt: skip
         """The spec that the arguments of ``rawattn.attention`` mean. Raises ProblemError for a wrong one."""
         flags = {"return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic}
@@ -43,13 +48,41 @@ class Spec:
             make_score(softcap, score),
             make_scale(scale),
             **{name: _flag(name, value) for name, value in flags.items()},
+            q_offset=make_offset("q_offset", q_offset),
+            kv_offset=make_offset("kv_offset", kv_offset),
         )
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Returns what a compiled kernel depends on: all but the run-time values."""
+        for name, option in (("mask", self.mask), ("score", self.score)):
+            if not hasattr(option, "kind"):
+                raise ProblemError(
+                    f"{name} is {option!r}, of which no kernel can be made; derive its class from rawattn.variant.Option, and "
+                    "give it the class variables type and source (CONTRIBUTING.md has an example)."
+                )
         negative = self.scale is not None and self.scale < 0
-        return (self.mask.kind, self.score.kind, negative, self.return_lse, self.constant_time)
+        return (self.mask.kind, self.score.kind, negative, self.return_lse, self.constant_time, self.offsets is not None)
+
+    @property
+    def offsets(self) -> tuple[int, int] | None:
+        """The positions of the first rows of q and of k; None where the mask's alignment places them."""
+        return None if self.q_offset is None and self.kv_offset is None else (self.q_offset or 0, self.kv_offset or 0)
+
+    def at(self, offsets: tuple[int, int] | None) -> Spec:
+        """The same options with other offsets."""
+        q_offset, kv_offset = offsets or (None, None)
+        return dataclasses.replace(self, q_offset=q_offset, kv_offset=kv_offset)
+
+    @property
+    def placed_mask(self) -> masks.Pairs:
+        """The pairs of rows of q and k that the mask keeps."""
+        return self.mask if self.offsets is None else OffsetMask(self.mask, *self.offsets)
+
+    @property
+    def placed_score(self) -> scores.Score:
+        """The score of rows of q and k."""
+        return self.score if self.offsets is None else OffsetScore(self.score, *self.offsets)  # type: ignore  # an Option
 
     def to_json(self) -> dict[str, Any]:
         """The options that are not the defaults, as JSON can hold them."""
@@ -71,6 +104,7 @@ class Spec:
     def __str__(self) -> str:
         words = [str(self.mask), str(self.score)]
         words += [f"scale {self.scale:.6g}"] if self.scale is not None else []
+        words += [f"offsets {self.offsets[0]} and {self.offsets[1]}"] if self.offsets is not None else []
         words += [name for name in ("return_lse", "constant_time") if getattr(self, name)]
         return ", ".join([*words, *["not deterministic"] * (not self.deterministic)])
 
@@ -126,6 +160,27 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
 
 def _is_minus_one(side: Any) -> bool:
     return isinstance(side, (int, np.integer)) and side == -1
+
+
+def make_offsets(q_offset: Any, kv_offset: Any) -> tuple[int, int] | None:
+    """The positions of the first rows of q and of k; None where none is given."""
+    if q_offset is None and kv_offset is None:
+        return None
+    return make_offset("q_offset", q_offset) or 0, make_offset("kv_offset", kv_offset) or 0
+
+
+def make_offset(name: str, offset: Any) -> int | None:
+    """The position of a first row; None where it is not given."""
+    if offset is None:
+        return None
+    if isinstance(offset, (bool, np.bool_)) or not isinstance(offset, (int, np.integer)) or offset < 0:
+        way = (
+            f" Its value is not followed: give int({name})."
+            if hasattr(offset, "item") and not isinstance(offset, np.generic)
+            else ""
+        )
+        raise ProblemError(f"{name} is {offset!r}; it must be an int >= 0, or None.{way}")
+    return int(offset)
 
 
 def make_score(softcap: Any, score: Any) -> scores.Score:

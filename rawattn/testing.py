@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -24,13 +24,18 @@ from . import reference
 from .operation import Forward
 from .spec import Spec
 from .variant import mask as masks
+from .variant import score as scores
 from .variant.element import ELEMENTS
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+    from .variant.mask import Mask
+    from .variant.score import Score
+
 Array = npt.NDArray[Any]
 LAYOUTS = ("contiguous", "heads_first", "packed", "padded", "expanded", "reversed")
+_OPTIONS = ("causal", "window", "mask", "softcap", "score", "scale", "q_offset", "kv_offset")
 MARGIN = 64  # elements of NaN before and after an array
 
 
@@ -63,7 +68,10 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     mask: masks.Mask | None = None
     softcap: float | None = None
+    score: scores.Score | None = None
     scale: float | None = None
+    q_offset: int | None = None
+    kv_offset: int | None = None
     sinks: bool = False
     lengths: tuple[tuple[int, int], ...] | None = None
     layout: str = "contiguous"
@@ -79,7 +87,7 @@ class Case:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``rawattn.attention``, ``attention_varlen`` and the reference; those that are not defaults. Sinks
         are a NumPy array."""
-        options = {name: getattr(self, name) for name in ("causal", "window", "mask", "softcap", "scale")}
+        options = {name: getattr(self, name) for name in _OPTIONS}
         options["sinks"] = self.sink_logits() if self.sinks else None
         return {name: value for name, value in options.items() if value is not None and value is not False}
 
@@ -298,6 +306,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     o_size, s_size = map(_float64, _sizes(q, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
     lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
+    # A dot product of n terms has n roundings, each uniform within 2^-24 of a partial sum. Partial sums grow like a random walk
+    # to the root of the sum of squared terms (the size), and their squares add up to n / 2 of its square: the standard deviation
+    # of the error is sqrt(n / 6) 2^-24 of the size. Half a 2^-23 is 2.4 of these. It counts where a row's weight is on one key.
     lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * _dot_size(q, k, options))
     if tolerance.is_16_bit and (options.get("softcap") is not None or options.get("score") is not None):
         lse_error += 2.0**-18 * np.abs(_finite(s_size))
@@ -322,9 +333,22 @@ def expect_backward(
     formula, names = _sizes(q, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
     sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(do, q, k, v, dlse, *_given(options))]
     errors = {name: tolerance.rows(plain[i], exact[i], sizes[i], least=0.5) for i, name in enumerate(names[:3])}
+    scale = abs(q.shape[-1] ** -0.5 if options.get("scale") is None else options["scale"])
+    for name, x, factor, shape in (("dq", k, scale, q.shape), ("dk", q, scale, k.shape), ("dv", do, 1.0, k.shape)):
+        errors[name] = errors[name] + factor * tolerance.least * _root_sum(x, shape[-2])
     if len(exact) > 3:
         errors["dsinks"] = (2 * tolerance.ratio(plain[3], exact[3], sizes[3]) + tolerance.eps) * sizes[3]
     return ExpectedBackward(dict(zip(names, exact, strict=False)), errors)
+
+
+def _root_sum(x: Any, heads: int) -> Array:
+    """The root of the sum of x's squares over its rows, in the largest column, for each of ``heads`` heads: what a product with x
+    sums up of weights that each err by one, where rounding takes them to numbers below the normal ones."""
+    squares = (_finite(_float64(x)) ** 2).sum(-3, keepdims=True).max(-1, keepdims=True, initial=0.0)
+    here = squares.shape[-2]
+    if here < heads:
+        return np.sqrt(np.repeat(squares, heads // here, axis=-2))
+    return np.sqrt(squares.reshape(*squares.shape[:-2], heads, here // heads, 1).sum(-2))
 
 
 def _given(options: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -343,7 +367,7 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 
 def _sizes(q: Any, options: dict[str, Any], power: int) -> _Sizes:
-    asked = {name: options.get(name) for name in ("window", "softcap", "scale", "mask", "score")}
+    asked = {name: options.get(name) for name in _OPTIONS[1:]}
     formula = reference.make_formula(q, "float64", lambda x: x, causal=options.get("causal", False), **asked)
     return _Sizes(**{field.name: getattr(formula, field.name) for field in dataclasses.fields(formula)}, power=power)
 
@@ -354,6 +378,7 @@ class _Tolerance:
     def __init__(self, q: Any) -> None:
         dtype = str(q.dtype).rpartition(".")[2]
         self.eps = float(ml_dtypes.finfo(dtype).eps)
+        self.least = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2  # what rounding takes from numbers below the normal
         self.is_16_bit = "16" in dtype
         self.power = 2 if self.is_16_bit else 1
         self.scaled = 2 * 2.0**-29 if dtype == "float64" else 1.0  # what the plain formula's error, in float32, counts
@@ -369,7 +394,7 @@ class _Tolerance:
         size = _finite(size).max(-1, keepdims=True, initial=0.0)
         ratio = max(self.ratio(plain, exact, size), least * self.eps)
         largest = _finite(np.abs(exact)).max(-1, keepdims=True, initial=0.0) if self.is_16_bit else size
-        return 2 * ratio * size + 2 * self.eps * largest
+        return 2 * ratio * size + 2 * self.eps * largest + self.least
 
 
 def _finite(x: Array) -> Array:
@@ -382,25 +407,53 @@ def _float64(x: Any) -> Array:
     return (x.get() if hasattr(x, "get") else x).astype(np.float64)
 
 
+def _kinds(kinds: dict[str, dict[str, Any]]) -> SearchStrategy[dict[str, Any]]:
+    """One of the kinds of keyword arguments, each as often as another."""
+    from hypothesis import strategies as st
+
+    found = {name: st.fixed_dictionaries(each) for name, each in kinds.items()}
+    return st.sampled_from(list(found)).flatmap(found.__getitem__)
+
+
+def _mask_kinds(side: SearchStrategy[int | None]) -> dict[str, dict[str, Any]]:
+    """The library's masks, by kind."""
+    from hypothesis import strategies as st
+
+    causal, window = st.just(True), st.tuples(side, side)
+    top_left, band = st.just(masks.Causal("top_left")), st.builds(masks.Window, side, side, st.just("top_left"))
+    return {
+        "full": {}, "causal": {"causal": causal}, "top left": {"mask": top_left}, "window": {"window": window},
+        "window, top left": {"mask": band}, "both": {"causal": causal, "window": window},
+        "both, top left": {"mask": st.builds(masks.Both, top_left, band)},
+        "both, two alignments": {"mask": st.builds(masks.Both, st.just(masks.Causal()), band)},
+    }  # fmt: skip
+
+
+AWKWARD = (0, 1, 5, 31, 37, 61, 65, 97, 127, 131)  # they divide no tile
+
+
 def cases(
     dtypes: Sequence[str] = tuple(ELEMENTS), longest: int = 300, layouts: Sequence[str] = LAYOUTS,
     head_dims: Sequence[int] = (1, 8, 17, 33, 64, 72, 80, 96, 112, 128, 192, 256), packed: bool | None = None,
-    sinks: bool | None = False,
+    sinks: bool | None = False, masks: Mapping[str, SearchStrategy[Mask]] = {}, scores: Mapping[str, SearchStrategy[Score]] = {},
 ) -> SearchStrategy[Case]:  # fmt: skip
     """A Hypothesis strategy for cases over everything that attention takes: lengths from 0 to ``longest``, equal or not, grouped
-    heads, all masks, softcap, scales of either sign. ``packed`` says whether sequences are packed and ``sinks`` whether heads
-    have sinks, None for both."""
+    heads, all masks, softcap, scales of either sign, positions of the first rows. Each kind of mask and of score has an equal
+    share. ``packed`` says whether sequences are packed and ``sinks`` whether heads have sinks, None for both. ``masks`` and
+    ``scores`` are of one's own, a strategy for each kind."""
     from hypothesis import strategies as st
 
     length = st.sampled_from(
         [n for n in (0, 1, 2, 15, 16, 17, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257) if n <= longest]
     )
     length = length | st.integers(0, longest)
-    side = st.none() | st.integers(0, longest)
-    window = st.tuples(side, side)
-    top_left, band = st.just(masks.Causal("top_left")), st.builds(masks.Window, side, side, st.just("top_left"))
-    shorthand = st.fixed_dictionaries({}, optional={"causal": st.just(True), "window": window})
-    mask = shorthand | st.fixed_dictionaries({"mask": top_left | band | st.builds(masks.Both, top_left, band)})
+    side = st.none() | st.integers(0, longest) | st.sampled_from([n for n in AWKWARD if n <= longest])
+    mask = _kinds({name: {"mask": each} for name, each in masks.items()} | _mask_kinds(side))
+    score = _kinds(
+        {name: {"score": each} for name, each in scores.items()} | {"none": {}, "cap": {"softcap": st.floats(0.5, 50.0)}}
+    )
+    position = st.integers(0, longest)
+    offsets = st.just({}) | st.just({}) | st.fixed_dictionaries({"q_offset": position, "kv_offset": position})
 
     @st.composite
     def case(draw: Any) -> Case:
@@ -413,10 +466,10 @@ def cases(
         return Case(
             dtype=draw(st.sampled_from(dtypes)), batch=1 if is_packed else draw(st.integers(1, 2)), q_len=q_len, kv_len=kv_len,
             heads=kv_heads * draw(st.sampled_from((1, 1, 2, 3, 4))), kv_heads=kv_heads, head_dim=head_dim,
-            head_dim_v=draw(st.sampled_from(head_dims)), softcap=draw(st.none() | st.floats(0.5, 50.0)),
+            head_dim_v=draw(st.sampled_from(head_dims)),
             scale=draw(st.none() | st.sampled_from((-1.0, -0.5, 0.0, 0.5)).map(lambda x: x / head_dim**0.5)),
             lengths=lengths, layout=draw(st.sampled_from(layouts)), sinks=draw(st.booleans()) if sinks is None else sinks,
-            seed=draw(st.integers(0, 2**32 - 1)), **draw(mask),
+            seed=draw(st.integers(0, 2**32 - 1)), **draw(mask), **draw(score), **draw(offsets),
         )  # fmt: skip
 
     return case()

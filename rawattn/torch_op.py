@@ -1,12 +1,14 @@
-"""rawattn's operators in torch: ``torch.ops.rawattn.attention``, and which calls must go through it.
+"""rawattn's operators in torch, ``torch.ops.rawattn.attention`` and ``attention_backward``; autograd; and which calls must go
+through the operators.
 
-A plain eager tensor goes past torch's dispatcher, which is the faster way. All that works by seeing operators needs the operator:
-torch.compile, export, FakeTensor, make_fx, vmap, autocast, DTensor, selective checkpointing, FLOP counting. ``intercepts`` tells
-the two apart. This file is imported with rawattn where torch is loaded before, else by the first call with a tensor; import it
-yourself where a saved program is loaded before any call.
+A plain eager tensor goes past torch's dispatcher, which is the faster way, and one that requires grad past it into an
+``autograd.Function``. All that works by seeing operators needs the operators: torch.compile, export, FakeTensor, make_fx, vmap,
+autocast, DTensor, selective checkpointing, FLOP counting. ``way`` tells them apart. This file is imported with rawattn where
+torch is loaded before, else by the first call with a tensor; import it yourself where a saved program is loaded before any call.
 
-The operator is functional and always gives (o, lse): a backward needs lse, and one pair of shapes serves every rule here. Its
-``spec`` is the JSON text of a ``rawattn.Spec``, which a graph can hold and export can save.
+The operators are functional. ``attention`` always gives (o, lse): the backward needs lse, and one pair of shapes serves every
+rule here. ``attention_backward`` gives (dq, dk, dv, dsinks), the last one empty where there are no sinks. Their ``spec`` is the
+JSON text of a ``rawattn.Spec``, which a graph can hold and export can save.
 """
 
 from __future__ import annotations
@@ -15,65 +17,104 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.flop_counter
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from . import api
+from . import api, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Forward
 from .operation.forward import check_arrays
-from .plans import NO_GRAD
 from .spec import Spec
 from .variant import Option
 from .variant.element import ELEMENTS
 
 NO_TANGENT = "an input has a forward-mode tangent, and there is no formula for it; give its primal."
-_SCHEMA = (
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
-    'SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None, str spec="{}") -> (Tensor o, Tensor lse)'
+NO_SECOND = (
+    "a second derivative was asked for, that of attention_backward, and there is no formula for it; leave out create_graph=True, "
+    "or use torch's scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has one."
 )
+_OPTIONS = (
+    "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
+    'SymInt? max_seqlen_kv=None, str spec="{}"'
+)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library("rawattn", "DEF")  # its operators live as long as this object
-_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-_ATTENTION = torch.ops.rawattn.attention.default
+_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor o, Tensor lse)", tags=_TAGS)
+_library.define(
+    f"attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse=None, {_OPTIONS}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    tags=_TAGS,
+)
+_ATTENTION, _BACKWARD = torch.ops.rawattn.attention.default, torch.ops.rawattn.attention_backward.default
 
 
-# ---- which calls go through the operator
+# ---- which calls go through the operators
 
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by torch.autograd.grad(is_grads_batched=True)
+_grad_enabled = torch.is_grad_enabled
+
+
+def _some_requires_grad(*given: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
 
 def _either_autocast() -> bool:
     return torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
 
 
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", _either_autocast)  # one call, where torch has it
+# One call each, where torch has it.
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", _either_autocast)
+_any_requires_grad = getattr(torch._C, "_any_requires_grad", _some_requires_grad)
 
 
-def intercepts(given: Sequence[Any]) -> bool:
-    """Tells whether torch must see an operator: while it traces, under a mode or transform of its own, where autocast would cast,
-    and for tensors without memory. It takes half a microsecond for plain tensors."""
+def way(given: Sequence[Any]) -> Callable[..., Any] | None:
+    """Returns the function that computes a call on these tensors: None where ``api.run`` does; ``differentiable`` where autograd
+    follows; ``attention`` where torch must see an operator: while it traces, under a mode or transform of its own, where autocast
+    would cast, and for tensors without memory. It takes half a microsecond for plain tensors."""
     if _is_compiling():
-        return True
-    q = given[0]
+        return attention
+    q, requires_grad = given[0], False
     if type(q) is not _tensor and not isinstance(q, _tensor):
-        return False
+        return None
     if _dispatch_modes() or _functorch_level() is not None or _jit_trace() is not None:
+        return attention
+    if _function_modes() and _seen_by_function_mode():
+        return attention
+    for x in given:
+        if type(x) is _tensor or type(x) is _parameter:
+            if x.requires_grad:
+                requires_grad = True
+        elif isinstance(x, _tensor):
+            return attention
+    if q.is_meta or (_any_autocast() and _is_cast(given)):
+        return attention
+    if requires_grad and _grad_enabled():
+        return differentiable if forward_ad._current_level < 0 else attention
+    return None
+
+
+def _is_seen(do: Any, dlse: Any, given: Sequence[Any]) -> bool:
+    """Tells whether torch must see the operator of a backward, of a forward on plain tensors: as ``way`` does, but that autocast
+    casts nothing there. Gradients may have come from anywhere."""
+    if _is_compiling() or _dispatch_modes() or _functorch_level() is not None or _jit_trace() is not None:
         return True
     if _function_modes() and _seen_by_function_mode():
         return True
-    for x in given:
-        if type(x) is not _tensor and type(x) is not _parameter and isinstance(x, _tensor):
+    for x in (do,) if dlse is None else (do, dlse):
+        if type(x) is not _tensor or x.is_neg() or _is_batched(x):
             return True
-    return q.is_meta or (_any_autocast() and _is_cast(given))
+    return _grad_enabled() and _any_requires_grad(do, dlse, *given)
 
 
 def _seen_by_function_mode() -> bool:
@@ -100,12 +141,10 @@ def attention(
                 "leave it out."
             )
     q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
-    if torch.compiler.is_dynamo_compiling():
-        text = _constant_text(tuple([(name, _constant(value)) for name, value in options.items()]))
-    else:
+    if not torch.compiler.is_dynamo_compiling():
         _check_tensors(given)
         _register_sharding()
-        text = _text(Spec.of(**options))
+    text = _text_of(options)
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
     o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text)
     return (o, lse) if options["return_lse"] else o
@@ -133,6 +172,13 @@ def _length(name: str, value: Any) -> Any:
 # ---- options as text
 
 
+def _text_of(options: dict[str, Any]) -> str:
+    """Writes the options of a call as the operators take them, also where dynamo traces."""
+    if torch.compiler.is_dynamo_compiling():
+        return _constant_text(tuple([(name, _constant(value)) for name, value in options.items()]))
+    return _text(Spec.of(**options))
+
+
 def _text(spec: Spec) -> str:
     """Writes the spec as the operator takes it."""
     try:
@@ -152,6 +198,12 @@ def _options(text: str) -> dict[str, Any]:
         return api.options_of(**{**named, "return_lse": True})
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ProblemError(f"spec is {text[:80]!r}; it must be the JSON text of a rawattn.Spec ({error}).") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_options(text: str) -> dict[str, Any]:
+    """Reads what ``_text`` wrote, as the options of ``api.attention_backward``."""
+    return {name: value for name, value in _options(text).items() if name != "return_lse"}
 
 
 def _constant(value: Any) -> Any:
@@ -182,7 +234,7 @@ def _option(value: Any) -> Any:
     return value
 
 
-# ---- the operator
+# ---- the operators
 
 
 def _named(tensors: Sequence[Any]) -> dict[str, Any]:
@@ -200,8 +252,21 @@ def _compute(
     return api.run((q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), _options(spec), lengths)
 
 
+def _compute_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
+    found = api.attention_backward(
+        do, q, k, v, o, lse.contiguous(), dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, sinks=sinks, **_backward_options(spec),
+    )  # fmt: skip
+    return (*found, lse.new_empty(0)) if sinks is None else found
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _compute, _key)
+    _library.impl("attention_backward", _compute_backward, _key)
 
 
 @torch.library.register_fake("rawattn::attention", lib=_library)
@@ -210,11 +275,26 @@ def _fake(
     max_seqlen_kv: Any = None, spec: str = "{}",
 ) -> tuple[Any, Any]:  # fmt: skip
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
-    tensors = {name: x for name, x in _named((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv)).items() if x is not None}
-    _options(spec)
-    check_arrays({name: _described(x) for name, x in tensors.items()}, max_seqlen_q, max_seqlen_kv)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, spec)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
+
+
+@torch.library.register_fake("rawattn::attention_backward", lib=_library)
+def _fake_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
+) -> tuple[Any, ...]:  # fmt: skip
+    """As ``_fake``, for the gradients."""
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, spec)
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape[0]))
+
+
+def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: str) -> None:
+    """Raises ProblemError where the arguments of an operator contradict each other."""
+    given = {name: _described(x) for name, x in _named(tensors).items() if x is not None}
+    _options(spec)
+    check_arrays(given, max_seqlen_q, max_seqlen_kv)
 
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "int32"}
@@ -226,24 +306,142 @@ def _described(x: Any) -> Array:
     return Array("torch", index, _NAMES.get(x.dtype, str(x.dtype)), tuple(x.shape), x.stride(), 0, None)
 
 
-def _autograd(*args: Any) -> tuple[Any, Any]:
-    """Refuses what has no formula yet, and passes on the rest. The backward's formula takes this place."""
+# ---- autograd
+
+
+class Attention(torch.autograd.Function):
+    """Attention that autograd follows, below a call or below the operator. It keeps its tensors, o and lse."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], call: tuple[Any, ...]) -> Any:
+        """Computes o, and lse where the call says so. ``given`` are all tensors in the order of ``Forward.names``, ``call`` is
+        what ``differentiable`` or ``_autograd`` makes."""
+        options, lengths, both, *rest = call
+        if isinstance(options, str):
+            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options)
+        else:
+            o, lse = api.run(given, options, lengths, *rest)
+            del options["return_lse"]  # the others are the backward's, too
+        ctx.save_for_backward(*given, o, lse)
+        ctx.call = call
+        if not both:
+            return o
+        ctx.set_materialize_grads(False)
+        if not _any_requires_grad(q, k, sinks):  # v is not in it
+            ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
+        """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
+        (*given, o, lse), (options, lengths, *_) = ctx.saved_tensors, ctx.call
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
+        if do is None:
+            if dlse is None:
+                return (None,) * 6
+            do = torch.zeros_like(o)
+        if isinstance(options, str) or _is_seen(do, dlse, given):
+            text = options if isinstance(options, str) else _text_of(options)
+            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, text)
+        elif len(given) == 3:  # arguments by name cost 50 ns each
+            found = api.attention_backward(do, q, k, v, o, lse, dlse=dlse, **options)
+        else:
+            found = api.attention_backward(
+                do, q, k, v, o, lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=lengths[0],
+                max_seqlen_kv=lengths[1], sinks=sinks, **options,
+            )  # fmt: skip
+        return (*found[:3], None if sinks is None else found[3], None, None)
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The gradients, where autograd would follow them further: it cannot, and says so when it comes to that."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        """Computes the operator."""
+        return _below_autograd(_BACKWARD, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        """Raises: a second derivative has no formula."""
+        raise ProblemError(NO_SECOND)
+
+
+# Function.apply looks for transforms and their leftovers, which costs a microsecond. ``_followed`` knows of transforms, and
+# ``arrays.read`` refuses a tensor that one left behind.
+_apply, _apply_backward = (super(torch.autograd.Function, each).apply for each in (Attention, AttentionBackward))
+
+
+def _below_autograd(operator: Any, *args: Any) -> Any:
+    """Computes an operator inside of a Function. Below a transform such as ``torch.func.grad`` others may follow."""
+    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(_functorch_level() is not None):
+        return operator(*args)
+
+
+def _followed(apply: Any, *args: Any) -> Any:
+    """Calls a Function inside of an operator, where transforms must allow it."""
+    if _functorch_level() is None:
+        return apply(*args)
+    with enable_single_level_autograd_function():
+        return apply(*args)
+
+
+def differentiable(
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
+) -> Any:
+    """Computes ``api.attention`` so that autograd can follow."""
+    if out is not None:
+        raise ProblemError(
+            "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
+            "torch.no_grad() or on detached inputs."
+        )
+    if type(options["return_lse"]) is not bool:
+        Spec.of(**options)  # raises where it is none
+    both, options["return_lse"] = options["return_lse"], True
+    if isinstance(options["window"], list):  # which may be another one until the backward
+        options["window"] = tuple(options["window"])
+    q, k, v = given[:3]
+    call = (options, lengths, both, kernel, config)
+    return _apply(q, k, v, given[5] if len(given) > 5 else None, given, call)
+
+
+def _autograd(
+    q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
+    max_seqlen_kv: Any = None, spec: str = "{}",
+) -> tuple[Any, Any]:  # fmt: skip
+    """Lets autograd follow where a tensor requires grad."""
+    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    _check_followed(given)
+    if _grad_enabled() and _any_requires_grad(*given):
+        return _followed(_apply, q, k, v, sinks, given, (spec, lengths, True))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec)
+
+
+def _autograd_backward(*args: Any) -> tuple[Any, ...]:
+    """Lets autograd follow to where it is told that there is no formula."""
+    _check_followed(args[:10])
+    if _grad_enabled() and _any_requires_grad(*args[:10]):
+        return _followed(_apply_backward, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _BACKWARD(*args)
+
+
+def _check_followed(tensors: Sequence[Any]) -> None:
+    """Raises ProblemError for tensors that autograd passes on but the operators cannot take."""
     _register_sharding()
-    tensors = [x for x in args[:6] if x is not None]
-    for x in tensors:
+    found = [x for x in tensors if x is not None]
+    for x in found:
         if x.is_nested:
             raise ProblemError("an input is a nested tensor; give its values and offsets to rawattn.attention_varlen.")
         if type(x).__name__ == "MaskedTensor":
             raise ProblemError("an input is a MaskedTensor, whose mask would be ignored; give its data, or a mask of attention.")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ProblemError(NO_GRAD)
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in found):
         raise ProblemError(NO_TANGENT)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _ATTENTION(*args)
 
 
 _library.impl("attention", _autograd, "Autograd")
+_library.impl("attention_backward", _autograd_backward, "Autograd")
 
 
 # ---- autocast, vmap, FLOPs, DTensor
@@ -272,76 +470,63 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: An
     if any(dim is not None for dim in in_dims[3:]):
         raise ProblemError("sinks is mapped by vmap; it must be the same for every element of the batch.")
 
-    def joined(x: Any, dim: int | None) -> Any:
-        x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.flatten(0, 1)
-
-    results = _ATTENTION(*(joined(x, dim) for x, dim in zip((q, k, v), in_dims[:3], strict=True)), *rest)
-    o, lse = (x.unflatten(0, (info.batch_size, -1)) for x in results)
+    joined = (_joined(x, dim, info.batch_size) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
+    o, lse = (x.unflatten(0, (info.batch_size, -1)) for x in _ATTENTION(*joined, *rest))
     return (o, lse), (0, 0)
+
+
+def _joined(x: Any, dim: int | None, count: int) -> Any:
+    """Joins a mapped dimension to the first one; where there is none, repeats."""
+    x = x.unsqueeze(0).expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Joins the mapped dimension to the batch. With sinks, whose gradient is a sum over the batch, and for varlen, which has no
+    batch, computes one element after the other."""
+    count, names = info.batch_size, ("dlse", "sinks", "cu_seqlens_q")
+    others = dict(zip(names, args[6:9], strict=False))
+    if others.get("sinks") is None and others.get("cu_seqlens_q") is None:
+        tensors = (None if x is None else _joined(x, dim, count) for x, dim in zip(args[:7], in_dims[:7], strict=True))
+        *found, dsinks = _BACKWARD(*tensors, *args[7:])
+        return (*(x.unflatten(0, (count, -1)) for x in found), dsinks.expand(count, 0)), (0,) * 4
+    each = [[x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)] for i in range(count)]
+    return tuple(map(torch.stack, zip(*(_BACKWARD(*some) for some in each), strict=True))), (0,) * 4
 
 
 if hasattr(torch.library, "register_vmap"):  # torch 2.5
     torch.library.register_vmap("rawattn::attention", _vmap, lib=_library)
+    torch.library.register_vmap("rawattn::attention_backward", _vmap_backward, lib=_library)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.rawattn.attention)
-def _flops(
-    q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", out_shape: Any = None, **_: Any,
-) -> int:  # fmt: skip
+def _flops(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
     """Counts ``Forward.flops`` of these shapes: both products over the pairs that the mask keeps. torch counts whole squares for
     its own attention."""
+    return 2 * (q[-1] + v[-1]) * _pairs(q, k, v, *rest, **named)
+
+
+@torch.utils.flop_counter.register_flop_formula(torch.ops.rawattn.attention_backward)
+def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, *rest: Any, **named: Any) -> Any:
+    """Counts as ``_flops``: three products of q's head_dim, of which one is the forward's again, and two of v's."""
+    return 2 * (3 * q[-1] + 2 * v[-1]) * _pairs(q, k, v, *rest, **named)
+
+
+def _pairs(
+    q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
+    max_seqlen_kv: Any = None, spec: str = "{}", **_: Any,
+) -> Any:  # fmt: skip
+    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes."""
     varlen = cu_seqlens_q is not None
     if not all(isinstance(n, int) for shape in (q, k, v) for n in shape):  # symbolic: a sum over queries would fix the length
-        pairs = q[-3] * k[-3] if varlen else q[0] * q[1] * k[1]
-        return 2 * (q[-1] + v[-1]) * q[-2] * pairs
+        return q[-2] * (q[-3] * k[-3] if varlen else q[0] * q[1] * k[1])
     batch, total_q, total_kv = (cu_seqlens_q[0] - 1, q[0], k[0]) if varlen else (q[0], -1, -1)
-    return Forward(
-        ELEMENTS["fp32"], batch, q[-3], k[-3], q[-2], k[-2], q[-1], v[-1], Spec.of(**_options(spec)), varlen, total_q, total_kv
-    ).flops
+    sizes = batch, q[-3], k[-3], q[-2], k[-2], q[-1], v[-1]
+    op = Forward(ELEMENTS["fp32"], *sizes, Spec.of(**_options(spec)), varlen, total_q, total_kv)
+    return op.batch * op.heads * op.pairs
 
 
 def _register_sharding() -> None:
-    """Tells DTensor how the operator splits, once ``torch.distributed.tensor``, which is slow to import, is there."""
+    """Tells DTensor how the operators split, once ``torch.distributed.tensor``, which is slow to import, is there."""
     if "torch.distributed.tensor" in sys.modules:
-        _shard()
-
-
-@functools.cache
-def _shard() -> None:
-    try:
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.experimental import register_sharding
-    except ImportError:  # before torch 2.5; DTensor then says that it does not know the operator
-        return
-
-    def sharding(
-        q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any
-    ) -> list[Any]:  # fmt: skip
-        varlen = cu_seqlens_q is not None
-
-        def placed(rows: Any, lse: Any, heads: Any) -> Any:
-            """Places o and lse, and the tensors that are given: q, k and v lie as o does."""
-            others = [heads] * (sinks is not None) + [Replicate()] * 2 * varlen
-            return [rows, lse], [rows, rows, rows, *others]
-
-        found = [placed(Replicate(), Replicate(), Replicate())]
-        # Evenly, or heads of q would meet others of k than their own.
-        if k.tensor_meta.shape[-2] % _head_parts((q, k, v), not varlen) == 0:
-            found.append(placed(Shard(1), Shard(0), Shard(0)) if varlen else placed(Shard(2), Shard(1), Shard(0)))
-        return found if varlen else [*found, placed(Shard(0), Shard(0), Replicate())]
-
-    register_sharding(_ATTENTION)(sharding)
-
-
-def _head_parts(specs: Sequence[Any], batched: bool) -> int:
-    """Counts the parts into which DTensor might split the heads of q, k and v, which lie as their specs say: along each axis of
-    the mesh that they are not replicated on. Along one that splits their batch they stay so."""
-    mesh = specs[0].mesh
-    batched = batched and specs[0].tensor_meta.shape[0] >= mesh.size()
-    parts = 1
-    for size, *placements in zip(mesh.shape, *(spec.placements for spec in specs), strict=True):
-        if not (all(x.is_replicate() for x in placements) or (batched and all(x.is_shard(0) for x in placements))):
-            parts *= size
-    return parts
+        torch_sharding.register()

@@ -7,16 +7,14 @@
 namespace ptx {
 
 __device__ inline void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& full) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(smem_address(to)), "l"(from), "r"(bytes), "r"(smem_address(&full)) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address(to)), "l"(from), "r"(bytes), "r"(smem_address(&full)) : "memory");
 }
 __device__ inline void bulk_store(float* to, const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem_address(from)), "r"(bytes) : "memory");
 }
 // Adds float32, each number at once: adds of several blocks to one place may run together, and their order sets the rounding.
 __device__ inline void bulk_add(float* to, const void* from, u32 bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                 ::"l"(to), "r"(smem_address(from)), "r"(bytes) : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(smem_address(from)), "r"(bytes) : "memory");
 }
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until all groups have read shared memory; until all have written, too.

@@ -8,8 +8,7 @@ template <int rows, int columns>
 struct alignas(128) SwizzledTile {
     static constexpr int chunks = (columns + 15) / 16 * 2;  // in a row: whole steps of a contraction, the rest zeros
     static constexpr int row_bytes = chunks * 16;
-    static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4
-                                                                        : 2;
+    static constexpr int period = chunks % 8 == 0 ? 8 : (chunks % 4 == 0 ? 4 : 2);
     u16 data[rows][chunks * 8];
 
     // Where a chunk lies, in bytes from the tile's beginning.

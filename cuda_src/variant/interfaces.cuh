@@ -3,7 +3,9 @@
 // one fails with one line that names the axis and the member. The options of a work are made from (args, rows, work): where it lies,
 // and its batch, head, q_begin and split.
 //
-// A query has a number, q, in its sequence, and a key has, kv. Where heads share a tile (variant/rows/pack_gqa.cuh), rows are not
+// A query has a number, q, in its sequence, and a key has, kv. Where the rows are parts of longer sequences (q_offset, kv_offset),
+// these are the numbers in the part: a mask asks rows.shift how they lie to each other, and row 0 of the part is at rows.q_offset
+// or rows.kv_offset; a score is wrapped (variant/score/offset.cuh) and sees positions. Where heads share a tile (variant/rows/pack_gqa.cuh), rows are not
 // queries: q_of(row) and head_of(head, row) tell them apart, and masks and scores are wrapped, so that each of them sees one head.
 #include "ptx/mbarrier.cuh"
 #include "tile/log_sum.cuh"
@@ -67,9 +69,9 @@ template <class S, class Score> struct SoftmaxOption : SumOption<S> {
     static const Score& score;
     static float (&f)[8];
     static void nothing();
-    // Of a tile that the mask keeps whole or not; the functions make logits of s, and dot products once more.
-    static_assert(requires { bool(s.next(f, score, true, nothing, nothing)); },
-                  "Softmax: next(s, score, full, logits, again): true, in the whole warp, when o must be rescaled");
+    // Of a tile that the mask keeps whole or not; the functions make logits of s, and dot products once more. True, in the whole
+    // warp, when o must be rescaled.
+    static_assert(requires { bool(s.next(f, score, true, nothing, nothing)); }, "Softmax: next(s, score, full, logits, again): bool");
     static_assert(requires { s.rescale(f); }, "Softmax: rescale(o)");
     static_assert(requires { LogSum<float>(s.row_sum(0)); }, "Softmax: row_sum(r): of one of the thread's rows, at the end");
 };

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rawattn.device import Device
 from rawattn.testing import Case
 
-from . import machine, sets, statistics, timing
+from . import backward, machine, sets, statistics, timing
 from .checking import Check, failure
 from .compiling import Pool
 from .ours import our_names, our_plan, sources
@@ -49,13 +49,14 @@ class Benchmark:
 
     def case(self, case: Case, names: Sequence[str]) -> Result:
         """Every named contender on a case: prepared, checked, and raced where it is right."""
-        check = Check(task := Task.make(case, self.settings.seed))
+        task = Task.make(case, self.settings.seed)
+        check = backward.Check(task) if sets.is_backward(case) else Check(task)
         result = Result(sets.label(case), sets.to_json(case), sets.flops(case), sets.operation(case).bytes, "events")
         calls: dict[str, timing.Call] = {}
         for name in names:
             result.timings.append(found := Timing(name))
             try:
-                call = prepare(name, task, self.peers, self.settings.kernel)
+                call = self._prepare(name, task)
                 found.config = call.detail
                 found.error = check(call)
                 calls[name] = call
@@ -64,6 +65,11 @@ class Benchmark:
         self._time(task, result, calls)
         result.compare()
         return result
+
+    def _prepare(self, name: str, task: Task) -> timing.Call:
+        if sets.is_backward(task.case):
+            return backward.prepare(name, task, self.settings.kernel)
+        return prepare(name, task, self.peers, self.settings.kernel)
 
     def _time(self, task: Task, result: Result, calls: dict[str, timing.Call]) -> None:
         """Fills in the times; where the shortest is too short for events, by graphs."""
@@ -96,7 +102,7 @@ class Benchmark:
                 found.other_us = float(np.median(self.gpu.burst(other, timing.BURST.seconds, timing.BURST.before)))
             found.host_us = self.gpu.host_us(call.run, found.us)
             found.peak_mb = self.gpu.peak_bytes(call.run) / 2**20
-        if found.is_ours:
+        if found.is_ours and not sets.is_backward(task.case):
             found.plan_us = self.gpu.host_us(our_plan(task, found.name, self.settings.kernel), found.us)
 
     def ceilings(self) -> dict[str, float]:
@@ -130,7 +136,8 @@ def measure(
             if (started := time.monotonic()) - begin > settings.seconds:
                 run.left_out.append(sets.label(case))
                 continue
-            run.results.append(result := bench.case(case, [*names[case], *found]))
+            peers = backward.peers_among(found) if sets.is_backward(case) else found
+            run.results.append(result := bench.case(case, [*names[case], *peers]))
             result.state = monitor.summary(started)
             save()
             progress.advance(bar)

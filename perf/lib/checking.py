@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -30,7 +31,8 @@ class Check:
         for batch, head in self.places:
             kv = head // (case.heads // case.kv_heads)
             q, k, v = task.q[batch][..., [head], :], task.k[batch][..., [kv], :], task.v[batch][..., [kv], :]
-            self.expected.append(rawattn.reference.attention(q, k, v, rows=self.rows.tolist(), **cu, **case.options))
+            options = part_of(case.options, 0 if batch is ... else batch.start, head)
+            self.expected.append(rawattn.reference.attention(q, k, v, rows=self.rows.tolist(), **cu, **options))
 
     def __call__(self, call: Call) -> float:
         """The relative error of a call, whose output memory held NaN before: the allocator hands it the block just filled.
@@ -51,6 +53,29 @@ class Check:
         square = sum(float(((a - b) ** 2).sum()) for a, b in zip(found, self.expected, strict=True))
         size = sum(float((b**2).sum()) for b in self.expected)
         return math.sqrt(square / size) if bool(output.isfinite().all()) else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class PartScore:
+    """A score, where the first batch and head are not the score's."""
+
+    base: Any
+    batch: int
+    head: int
+    cuda_type: str = ""
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return self.base.logit(xp, s, self.batch + batch, self.head + head, q, kv)
+
+
+def part_of(options: dict[str, Any], batch: int, head: int) -> dict[str, Any]:
+    """The options of a call for arrays that are a batch and one head of the call's."""
+    found = dict(options)
+    if "sinks" in options:
+        found["sinks"] = options["sinks"][head : head + 1]
+    if "score" in options:
+        found["score"] = PartScore(options["score"], batch, head)
+    return found
 
 
 def failure(error: Exception) -> str:

@@ -82,7 +82,7 @@ def launched(kernel: Any, op: Forward, config: Any, device: Device) -> list[Sour
 
 
 def ours(task: Task, name: str, kernel: str | None = None) -> Call:
-    options, inputs = our_options(task.case, name, kernel), (task.q, task.k, task.v, *task.packed)
+    options, inputs = our_options(task.case, name, kernel) | task.sinks, (task.q, task.k, task.v, *task.packed)
     attention = rawattn.attention_varlen if task.packed else rawattn.attention
     return Call(lambda: attention(*inputs, **options), detail=config_name(rawattn.plan(*inputs, **options).config))
 
@@ -90,11 +90,11 @@ def ours(task: Task, name: str, kernel: str | None = None) -> Call:
 def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], Any]:
     """``Plan.run`` with ``out=``: the least that a call of ours costs the host."""
     inputs, out = (task.q, task.k, task.v, *task.packed[:2]), task.q.new_empty(task.o_shape)
-    plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name, kernel))
-    return lambda: plan.run(*inputs, out=out)
+    plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name, kernel) | task.sinks)
+    return lambda: plan.run(*inputs, **task.sinks, out=out)
 
 
-def plan_of(task: Task, kernel: Kernel, config: Any, constant_time: bool = False) -> Plan:
+def plan_of(task: Task, kernel: Kernel[Any], config: Any, constant_time: bool = False) -> Plan:
     """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
     device = driver.device(task.q.get_device())
     return Plan(operation(task.case, constant_time), device, Selection(kernel, config, ""), "torch")

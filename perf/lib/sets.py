@@ -16,6 +16,11 @@ from rawattn.variant.mask import kept_pairs
 MASKS = (False, True)  # causal
 
 
+@dataclasses.dataclass(frozen=True)
+class BackwardCase(Case):
+    """A case whose gradients are timed: dq, dk and dv of do, o and lse."""
+
+
 def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
     """A case with one length and one head_dim unless ``more`` says otherwise."""
     fields = {"q_len": length, "kv_len": length, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "head_dim_v": head_dim}
@@ -33,6 +38,11 @@ def packed(count: int, head_dim: int, tokens: int = 16384, seed: int = 0) -> Cas
 def grid(*lengths: int) -> list[Case]:
     """The grid of the FlashAttention papers: 16k tokens, hidden size 2048."""
     return [dense(16384 // s, s, 2048 // d, d, causal) for d in (64, 128, 256) for s in lengths for causal in MASKS]
+
+
+def backward(cases: list[Case]) -> list[Case]:
+    """The same cases, of which the backward is timed."""
+    return [BackwardCase(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)}) for case in cases]
 
 
 SMALL = [dense(b, s, h, 64, causal) for b, s, h in ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16)) for causal in MASKS]
@@ -56,6 +66,11 @@ SETS = {
     "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],
     "gate": [*grid(1024, 4096), dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8), packed(16, 128)],
 }
+SETS["paper-bwd"] = backward(SETS["paper"])
+SETS["kinds-bwd"] = backward(
+    [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS)]
+)
+SETS["gate"] += backward([*grid(1024, 4096), packed(16, 128)])
 
 
 def load(names: str, file: str | None) -> list[Case]:
@@ -68,17 +83,20 @@ def load(names: str, file: str | None) -> list[Case]:
 
 def from_json(fields: dict[str, Any]) -> Case:
     """A case from what ``to_json`` gave."""
+    fields = dict(fields)
+    made = BackwardCase if fields.pop("backward", False) else Case
     tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     if "lengths" in tuples:
         tuples["lengths"] = tuple(map(tuple, tuples["lengths"]))
-    return Case(**{**fields, **tuples})
+    return made(**{**fields, **tuples})
 
 
 def to_json(case: Case) -> dict[str, Any]:
     """The fields that are not the defaults, as JSON can hold them. Raises TypeError for a case with a mask object."""
     if case.mask is not None:
         raise TypeError(f"{case.mask} cannot be written; cases for timing say causal and window")
-    return {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if getattr(case, f.name) != f.default}
+    found = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if getattr(case, f.name) != f.default}
+    return {**found, **({"backward": True} if is_backward(case) else {})}
 
 
 def label(case: Case) -> str:
@@ -87,7 +105,12 @@ def label(case: Case) -> str:
     shape = f"{len(case.lengths)} seqs" if case.lengths is not None else f"{case.batch}x{length}"
     count = f"h{case.heads}" if case.heads == case.kv_heads else f"h{case.heads}/{case.kv_heads}"
     dim = f"d{case.head_dim}" if case.head_dim == case.head_dim_v else f"d{case.head_dim}/{case.head_dim_v}"
-    return " ".join(filter(None, [shape, count, dim, mask_label(case), "" if case.dtype == "bf16" else case.dtype]))
+    rest = ["" if case.dtype == "bf16" else case.dtype, "bwd" if is_backward(case) else ""]
+    return " ".join(filter(None, [shape, count, dim, mask_label(case), *rest]))
+
+
+def is_backward(case: Case) -> bool:
+    return isinstance(case, BackwardCase)
 
 
 def mask_label(case: Case) -> str:
@@ -98,10 +121,12 @@ def mask_label(case: Case) -> str:
 
 
 def flops(case: Case) -> int:
-    """Multiplications and additions of both products over the pairs that the mask keeps, counted for every sequence."""
+    """Multiplications and additions of both products, or of the five of a backward, over the pairs that the mask keeps, counted
+    for every sequence."""
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
-    kept = {pair: kept_pairs(case.op.mask, *pair) for pair in set(lengths)}
-    return 2 * (case.head_dim + case.head_dim_v) * case.heads * sum(kept[pair] for pair in lengths)
+    kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}
+    columns = 3 * case.head_dim + 2 * case.head_dim_v if is_backward(case) else case.head_dim + case.head_dim_v
+    return 2 * columns * case.heads * sum(kept[pair] for pair in lengths)
 
 
 def operation(case: Case, constant_time: bool = False) -> Forward:

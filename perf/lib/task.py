@@ -48,8 +48,14 @@ class Task:
     def o_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.case.head_dim_v)
 
+    @property
+    def sinks(self) -> dict[str, Any]:
+        """The keyword argument ``sinks`` on q's device, where the case has sinks."""
+        return {"sinks": self.case.sink_logits("torch", self.q.device)} if self.case.sinks else {}
+
     def refuse(self, *names: str) -> None:
-        """Raises Unserved where the case has a mask object, or what is named: lengths (packed sequences), window, softcap."""
-        for name in ("mask", *names):
-            if getattr(self.case, name) is not None:
+        """Raises Unserved where the case has what no peer is given (a mask object, a score, sinks, offsets), or what is named:
+        lengths (packed sequences), window, softcap."""
+        for name in ("mask", "score", "sinks", "q_offset", "kv_offset", *names):
+            if getattr(self.case, name) not in (None, False):
                 raise Unserved(f"no {name}")

@@ -18,7 +18,7 @@ from ..variant import Option, kv, order, softmax, store
 from ..variant.mask import Full
 from ..variant.score import Scale
 from . import tiling
-from .base import Kernel
+from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
@@ -82,7 +82,7 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
     return max(busy)
 
 
-class AttnFwd(Kernel):
+class AttnFwd(OneLaunch):
     """The kernel and its cost model."""
 
     name = "attn_fwd"
@@ -109,6 +109,8 @@ class AttnFwd(Kernel):
     def legal(self, config: Config, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
+        if reasons := tiling.too_many_tiles(op, config.tile_q):
+            return reasons[0]
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
         if config.stages < 2 or config.q_stages not in (1, 2):
@@ -143,7 +145,7 @@ class AttnFwd(Kernel):
         overlap = _OVERLAP[config.consumers]
         strip = (products**overlap + exponentials**overlap) ** (1 / overlap) + _STEP
         alone = products + _ALONE_PER_KEY * config.tile_kv + _ALONE
-        begin, end = kept_keys(op.mask, op.q_len, op.kv_len, config.tile_q)
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q)
         strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
         work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
         return makespan(work, tiles(op, config.tile_q), device.sm_count) / _CLOCK + _LAUNCH

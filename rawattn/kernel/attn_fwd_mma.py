@@ -17,12 +17,11 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
 from . import combine, tiling
-from .base import Kernel
+from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
 _CLOCK = 1.7e9  # per second, under load
-_FLOPS = {80: 2048, 90: 2560, 100: 2560}  # of mma.sync in a clock; 1024 on the others
 _EACH_STEP = 40.0  # that a block's step takes from the others: barriers, addresses
 _STEP = 1000.0  # that it takes a lone block: latencies
 _WORK = 4400.0  # of a block: its start, its first loads, and its store
@@ -108,7 +107,7 @@ def _larger(a: float, b: float) -> float:
     return float((a**4 + b**4) ** 0.25)
 
 
-class AttnFwdMma(Kernel):
+class AttnFwdMma(OneLaunch):
     """The kernel and its cost model."""
 
     name = "attn_fwd_mma"
@@ -135,6 +134,8 @@ class AttnFwdMma(Kernel):
             return f"tile_q is {config.tile_q}; it must be a multiple of {32 * config.m_tiles_per_warp} up to 256"
         if config.pack_gqa and (op.varlen or op.heads == op.kv_heads):
             return "pack_gqa is True; it needs several query heads for each key head, and sequences of one length"
+        if reasons := tiling.too_many_tiles(as_rows(op, config), config.tile_q):
+            return reasons[0]
         if config.tile_kv % 16 or not 16 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 16 to 256"
         steps = columns(op)[0] // 16
@@ -178,7 +179,7 @@ class AttnFwdMma(Kernel):
         memory (128 bytes a clock), or the latencies of a lone block, whichever are more."""
         qk, v = columns(op)
         tile_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
-        products = 2 * tile_q * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
+        products = 2 * tile_q * keys * (qk + v) / tiling.mma_flops(device)
         exponentials = tile_q * keys / 16
         reread = 1 - config.q_steps_in_registers / (qk // 16)
         read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
@@ -188,7 +189,7 @@ class AttnFwdMma(Kernel):
         together = min(config.ctas_per_sm, max(1.0, count))
         busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
         alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
-        begin, end = kept_keys(op.mask, op.q_len, op.kv_len, tile_q)
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q)
         tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
         tiles_each = np.ceil(tiles_each / splits)
         work = tiles_each * max(busy, alone) + _WORK
@@ -200,7 +201,7 @@ class AttnFwdMma(Kernel):
         plan = tiling.lpt_scheduler(op, persistent=False)
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         if config.pack_gqa:
-            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.score)  # type: ignore[arg-type]
+            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
             own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
         if config.split:
             own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from ..program import Field, Fields, View
 from ..render import config_header, source
 from ..variant import Option, element, softmax, store
 from . import tiling
-from .base import Kernel
+from .base import OneLaunch
 from .tiling import most_tiles
 
 
@@ -50,7 +50,7 @@ def registers(config: Config, op: Forward) -> int:
     return words * rows_each * (sums + columns_each + 2) + 4 * (rows_each + keys_each) + 52
 
 
-class AttnFwdSimt(Kernel):
+class AttnFwdSimt(OneLaunch):
     """The kernel and its cost model."""
 
     name = "attn_fwd_simt"
@@ -80,6 +80,8 @@ class AttnFwdSimt(Kernel):
         for which in ("tile_kv", "chunk", "v_chunk"):
             if getattr(config, which) % 16 or getattr(config, which) < 16:
                 return f"{which} is {getattr(config, which)}; it must be a multiple of 16"
+        if reasons := tiling.too_many_tiles(op, config.tile_q):
+            return reasons[0]
         if config.ctas_per_sm < 1:
             return f"ctas_per_sm is {config.ctas_per_sm}; it must be at least 1"
         if reason := tiling.too_much_smem(smem_bytes(config, op), config.ctas_per_sm, device):

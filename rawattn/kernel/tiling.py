@@ -13,7 +13,7 @@ from ..device import Device
 from ..operation import Forward
 from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
-from ..variant.mask import Causal, Full, Ints, Mask
+from ..variant.mask import Causal, Full, Ints, Mask, Pairs
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 MOST_TILES = (1 << 31) - (1 << 16)  # a tile's number and the grid's size fit an int32 together
@@ -37,19 +37,19 @@ def splits(op: Forward, device: Device) -> tuple[int, int]:
     return -(-op.kv_len // keys), keys
 
 
-def tensor_core_reasons(op: Forward) -> list[str]:
-    """The reasons why tensor cores do not compute the operation."""
+def tensor_core_reasons(op: Forward, widest: int = 256) -> list[str]:
+    """The reasons why tensor cores do not compute the operation, with heads of up to ``widest`` columns."""
     found = []
     if op.element not in (element.BF16, element.FP16):
         found.append(f"it takes bf16 and fp16, not {op.element.name}")
     for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
-        if size % 8 or not 8 <= size <= 256:
-            found.append(f"{which} is {size}; it takes multiples of 8 from 8 to 256")
+        if size % 8 or not 8 <= size <= widest:
+            found.append(f"{which} is {size}; it takes multiples of 8 from 8 to {widest}")
     return found
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
-    """The reason why the tiles of an operation cannot be counted, where the smallest have ``tile_q`` rows."""
+    """The reason why the tiles of an operation cannot be counted, where they, or the smallest, have ``tile_q`` rows."""
     count = most_tiles(op, tile_q)
     return [f"it counts up to {MOST_TILES} tiles of {tile_q} rows, and here are {count}"] if count > MOST_TILES else []
 
@@ -67,6 +67,16 @@ def too_much_smem(block: int, ctas_per_sm: int, device: Device) -> str | None:
     return f"{ctas_per_sm} blocks need {needed} bytes of shared memory; there are {device.smem_bytes + RESERVED_SMEM}"
 
 
+def least_seconds(flops: int, device: Device) -> float:
+    """What products take on Hopper's tensor cores at their full rate: 4096 FLOP a clock of each multiprocessor, at 1.755 GHz."""
+    return flops / (4096 * device.sm_count * 1.755e9)
+
+
+def mma_flops(device: Device) -> int:
+    """FLOP of mma.sync in a clock of a multiprocessor."""
+    return {80: 2048, 90: 2560, 100: 2560}.get(device.capability, 1024)
+
+
 def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
     """The operations by which configurations are compared: one that fills a GPU many times over, one that fills it about twice,
     and one that does not. They have nothing that is a run-time value in the kernel: all that an operation of this kind may ever
@@ -74,6 +84,7 @@ def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
     mask = op.mask if isinstance(op.mask, Full) else Causal()
     sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
     plain = with_mask(op, mask)
+    plain = dataclasses.replace(plain, spec=plain.spec.at(op.spec.offsets and (0, 0)))
     return tuple(
         dataclasses.replace(plain, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, total_q=b * n, total_kv=b * n)
         for b, n, h in sizes
@@ -91,10 +102,12 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         "Element": op.element,
         "Rows": rows.Varlen() if op.varlen else rows.Dense(),
         "Mask": op.mask,  # type: ignore[dict-item]  # a Mask is an Option with an interval
-        "Score": op.score,  # type: ignore[dict-item]  # likewise
+        "Score": op.spec.placed_score,  # type: ignore[dict-item]  # likewise
         "Weight": weight.Identity(),
         **own,
     }
+    if op.spec.offsets is not None:
+        found["Rows"] = rows.WithOffset(found["Rows"])
     if op.sinks:
         found["Softmax"] = softmax.WithSink(found["Softmax"])
     return constant_time(found) if op.constant_time else found
@@ -123,7 +136,7 @@ def most_tiles(op: Forward, tile_q: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def kept_keys(mask: Mask, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
+def kept_keys(mask: Pairs, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
     """First and one past the last key that 64 rows keep, or a smaller tile, for the strips of up to 64 sampled query tiles:
     (tiles, strips)."""
     q_len = max(1, q_len)
@@ -166,6 +179,8 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
         **op.mask.values,
         **op.score.values,
     }
+    if op.spec.offsets is not None:
+        found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}
     if op.varlen:
         return found | {"total_q": op.total_q}
     found |= {"q_len": op.q_len, "kv_len": op.kv_len, "q_tiles": -(-op.q_len // tile_q)}

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..arrays import DTYPES, Array
+import numpy as np
+
+from ..arrays import Array
 from ..errors import ProblemError
-from ..operand import PLAIN, Layout, Operand, check_contiguous, layout_of
-from ..spec import Spec
+from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
+from ..spec import Spec, make_offsets
+from ..tma import ALIGNMENT, readable
 from ..variant import mask as masks
 from ..variant import score as scores
 from ..variant.element import ELEMENTS, Element
+from .base import FEW_ROWS, Operation, three_bits
 
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class Forward(Operation):
     """o = softmax(mask(score(scale q k^T))) v, for each batch and head.
 
     Lengths are rows: of every sequence when dense, bounds on the longest one when ``varlen``. ``total_q`` and ``total_kv`` are
@@ -65,6 +69,11 @@ class Forward:
         for name in ("q_len", "kv_len", "total_q", "total_kv") if self.varlen else ("q_len", "kv_len"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise ProblemError(f"{name} is {getattr(self, name)}; it must be from 0 to {LONGEST - 1}.")
+        if self.spec.offsets is not None:
+            lengths = (self.total_q, self.total_kv) if self.varlen else (self.q_len, self.kv_len)
+            for name, offset, rows in zip(("q_offset", "kv_offset"), self.spec.offsets, lengths, strict=True):
+                if not 0 <= offset + rows < LONGEST:
+                    raise ProblemError(f"{name} is {offset}; with {rows} rows it must be from 0 to {LONGEST - 1 - rows}.")
 
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
@@ -81,11 +90,23 @@ class Forward:
             k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
-    def resized(self, batch: int, q_len: int, kv_len: int) -> Forward:
-        """The operation with other lengths, which are not checked again; for dense sequences."""
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        """All inputs, in order."""
+        return cls.names
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Forward:
+        """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
+        return cls.of(arrays, Spec.of(**options), *lengths)
+
+    def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
+        """The operation with other lengths and offsets, which are not checked again; for dense sequences."""
         found = object.__new__(Forward)
         kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
         sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
+        if offsets != self.spec.offsets:
+            kept["spec"] = self.spec.at(offsets)
         found.__dict__.update(kept | sizes)
         return found
 
@@ -119,10 +140,90 @@ class Forward:
         """The arrays that it writes, in order."""
         batch, rows = ((), self.total_q) if self.varlen else ((self.batch,), self.q_len)
         o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
-        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out")
+        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
         return (o, lse) if self.spec.return_lse else (o,)
 
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        """The facts of q, k and v."""
+        return layout_of((name, arrays[name]) for name in "qkv")
+
+    def check_numbers(self, arrays: Mapping[str, Any]) -> None:
+        """Raises ProblemError where cu_seqlens do not say where the sequences of q and of k begin."""
+        for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * self.varlen]:
+            starts, rows = arrays[name], len(arrays[tensor])
+            if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > rows:
+                found = np.array2string(starts, threshold=8)
+                raise ProblemError(
+                    f"{name} is {found}; it must begin with 0, never fall, and end with at most {rows}, {tensor}'s rows."
+                )
+
+    # ---- operations of nearly the same size
+
+    def _sizes(self) -> tuple[int, ...]:
+        sizes = self.batch, self.q_len, self.kv_len, self.total_q, self.total_kv
+        return tuple(map(three_bits, sizes)) if self.total_q * self.heads < FEW_ROWS else sizes
+
+    def _rounded_spec(self, sizes: tuple[int, ...]) -> Spec:
+        if self.spec.offsets is None:
+            return self.spec
+        q_rows, kv_rows = sizes[3:] if self.varlen else sizes[1:3]
+        q_offset, kv_offset = map(three_bits, self.spec.offsets)
+        return self.spec.at((min(q_offset, LONGEST - 1 - q_rows), min(kv_offset, LONGEST - 1 - kv_rows)))
+
+    @property
+    def selection_key(self) -> Any:
+        """Its kind, options and heads, and its lengths and offsets to three significant bits."""
+        sizes = self._sizes()
+        return (self.kind, self._rounded_spec(sizes), self.layout, self.heads, self.kv_heads, sizes)
+
+    def rounded(self) -> Forward:
+        """The operation whose lengths and offsets are rounded up so."""
+        sizes = self._sizes()
+        (batch, q_len, kv_len, total_q, total_kv), spec = sizes, self._rounded_spec(sizes)
+        return dataclasses.replace(self, spec=spec, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
+
+    @classmethod
+    def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """The options, offsets to three significant bits: a new offset is like a new length."""
+        offsets = make_offsets(options["q_offset"], options["kv_offset"])
+        if offsets is None:
+            return options
+        return {**options, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
+
+    @classmethod
+    def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
+        a first call by it."""
+        offsets = make_offsets(options["q_offset"], options["kv_offset"])
+        if len(signatures) != 3 or not all(signatures) or (offsets is not None and max(offsets) >= FEW_ROWS):
+            return None
+        (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
+        for _, dtype_each, shape, strides, device, _ in signatures:
+            plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
+            if not plain or not readable(shape, strides, dtype.itemsize, 0):
+                return None
+        (batch, q_len), kv_len = q_sizes, k_shape[1]
+        if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
+            return None
+        if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
+            return None
+        sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
+        return (dtype, signatures[0][4:], sizes)
+
+    def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward:
+        """The operation on q, k and v of the same family: itself where their lengths and offsets are its own."""
+        q_shape, kv_len = arrays["q"].shape, arrays["k"].shape[1]
+        batch, q_len = q_shape[0], q_shape[1]
+        offsets = make_offsets(options["q_offset"], options["kv_offset"])
+        if batch == self.batch and q_len == self.q_len and kv_len == self.kv_len and offsets == self.spec.offsets:
+            return self
+        return self.resized(batch, q_len, kv_len, offsets)
+
     # ---- its options, as kernels read them
+
+    @property
+    def number(self) -> str:
+        return self.element.lse_name
 
     @property
     def mask(self) -> masks.Mask:
@@ -165,17 +266,12 @@ class Forward:
         q_len, kv_len = self.q_len, self.kv_len
         if self.varlen and self.batch:
             q_len, kv_len = round(self.total_q / self.batch), round(self.total_kv / self.batch)
-        return masks.kept_pairs(self.mask, q_len, kv_len)
+        return masks.kept_pairs(self.spec.placed_mask, q_len, kv_len)
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of both products over the kept pairs."""
         return 2 * (self.head_dim + self.head_dim_v) * self.batch * self.heads * self.pairs
-
-    @property
-    def bytes(self) -> int:
-        """Fewest bytes that must cross device memory: each input read once, each output written once."""
-        return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
 
     # ---- as text
 
@@ -240,7 +336,7 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != rank:
             raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have {rank}, {order}.")
-        _check_like(name, array, q)
+        check_like(name, array, "q", q)
         if array.dtype not in ELEMENTS:
             raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
         if array.dtype != q.dtype:
@@ -257,16 +353,8 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
     _check_heads(q.shape[-2], k.shape[-2])
 
 
-def _check_like(name: str, array: Array, q: Array) -> None:
-    if array.library != q.library:
-        raise ProblemError(f"{name} is a {array.library} array but q a {q.library} one; give all arrays from one library.")
-    if array.device != q.device:
-        places = ["the CPU" if x.is_cpu else f"GPU {x.device}" for x in (array, q)]
-        raise ProblemError(f"{name} is on {places[0]} but q is on {places[1]}; put all arrays on one device.")
-
-
 def _check_sinks(sinks: Array, q: Array, element: str) -> None:
-    _check_like("sinks", sinks, q)
+    check_like("sinks", sinks, "q", q)
     if sinks.dtype != element or tuple(sinks.shape) != (q.shape[-2],):
         raise ProblemError(
             f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}; it must be {element} of shape ({q.shape[-2]},), one for each "
@@ -281,7 +369,7 @@ def _check_cu_seqlens(arrays: dict[str, Array]) -> None:
         if name not in arrays:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
         array = arrays[name]
-        _check_like(name, array, arrays["q"])
+        check_like(name, array, "q", arrays["q"])
         if array.dtype != "int32":
             way = f"{name}.int() in torch, {name}.astype('int32') elsewhere" if "int64" in array.dtype else "an int32 array"
             raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32: {way}.")

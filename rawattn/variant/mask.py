@@ -4,12 +4,14 @@ Every mask here keeps one run of keys per query. ``interval`` says which, and is
 path and the brute-force tests of the CUDA files all read it.
 
 ``align`` says where a query stands among the keys when the lengths differ: ``"bottom_right"`` puts the last query on the last
-key (flash-attn, decoding with a cache), ``"top_left"`` the first on the first (torch's ``is_causal``).
+key (flash-attn, decoding with a cache), ``"top_left"`` the first on the first (torch's ``is_causal``). Where ``q_offset`` or
+``kv_offset`` say which positions the rows have, masks compare these, and ``align`` says nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -24,8 +26,21 @@ UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fi
 ALIGNMENTS = ("bottom_right", "top_left")
 
 
-class Mask(Protocol):
-    """An option that is also a set of (query, key) pairs."""
+class Pairs(Protocol):
+    """A set of (query, key) pairs."""
+
+    def __hash__(self) -> int: ...
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        """First and one past the last key that each query in ``q`` keeps; empty where begin >= end."""
+
+
+class Mask(Pairs, Protocol):
+    """An option that is also a set of (query, key) pairs.
+
+    Where heads differ, ``of_head(head)`` gives the pairs of one query head, ``interval`` those of all of them together, and the
+    C++ type says ``static constexpr bool of_head = true``.
+    """
 
     @property
     def kind(self) -> tuple[object, ...]: ...
@@ -39,11 +54,6 @@ class Mask(Protocol):
     def fields(self) -> Fields: ...
     @property
     def values(self) -> dict[str, float]: ...
-
-    def __hash__(self) -> int: ...
-
-    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        """First and one past the last key that each query in ``q`` keeps; empty where begin >= end."""
 
 
 def _check_align(align: str) -> None:
@@ -139,6 +149,18 @@ class Window(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class Intersection:
+    """The pairs that are in both sets."""
+
+    a: Pairs
+    b: Pairs
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        (a_begin, a_end), (b_begin, b_end) = self.a.interval(q, q_len, kv_len), self.b.interval(q, q_len, kv_len)
+        return np.maximum(a_begin, b_begin), np.minimum(a_end, b_end)
+
+
+@dataclasses.dataclass(frozen=True)
 class Both(Option):
     """A key counts when both masks keep it.
 
@@ -178,9 +200,14 @@ class Both(Option):
     def values(self) -> dict[str, float]:
         return {**self.a.values, **self.b.values}
 
+    @property
+    def of_head(self) -> Callable[[int], Intersection]:
+        if not any(hasattr(part, "of_head") for part in (self.a, self.b)):
+            raise AttributeError("heads do not differ")
+        return lambda head: Intersection(of_head(self.a, head), of_head(self.b, head))
+
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        (a_begin, a_end), (b_begin, b_end) = self.a.interval(q, q_len, kv_len), self.b.interval(q, q_len, kv_len)
-        return np.maximum(a_begin, b_begin), np.minimum(a_end, b_end)
+        return Intersection(self.a, self.b).interval(q, q_len, kv_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +223,13 @@ class SplitMask(Wrapper):
         return (*self.base.fields, Field("split_keys", "i32"))
 
 
-def kept_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
+def of_head(mask: Pairs, head: int) -> Pairs:
+    """The pairs of one query head."""
+    found: Pairs = mask.of_head(head) if hasattr(mask, "of_head") else mask
+    return found
+
+
+def kept_pairs(mask: Pairs, q_len: int, kv_len: int) -> int:
     """Number of (query, key) pairs that the mask keeps; long sequences are sampled at 4096 queries."""
     if q_len == 0:
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -24,14 +25,17 @@ from numba import njit
 
 import rawattn
 from rawattn import ProblemError, cache, cpu, lanes
+from rawattn.cpu import CPU
 from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
-from rawattn.testing import Case, cases, expect
+from rawattn.kernel.base import Kernel
+from rawattn.testing import Case, expect
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
 from tests.operations import replace
+from tests.options import cases
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -58,14 +62,14 @@ LISTED = [
 def run(case: Case, inputs: tuple[Any, ...] | None = None, config: cpu.Config | None = None) -> Arrays:
     """o, in the layout of q, and lse; both NaN before."""
     op, device = case.op, this_cpu()
-    assert cpu.supports(op, device) is None
+    assert CPU.supports(op, device) == []
     if config is None:
         config = best(case, device.sm_count)
-    assert cpu.legal(config, op, device) is None
+    assert CPU.legal(config, op, device) is None
     q, k, v, *cu_seqlens = inputs or case.inputs()
     o = case.out()
     lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, op.element.lse_dtype)
-    cpu.run(op, config, q, k, v, o, lse, *cu_seqlens, sinks=case.sink_logits() if case.sinks else None)
+    CPU.run(op, config, q, k, v, o, lse, *cu_seqlens, sinks=case.sink_logits() if case.sinks else None)
     return o, lse
 
 
@@ -213,9 +217,9 @@ def test_scores_of_ones_own(case: Case) -> None:
     case = dataclasses.replace(case, softcap=None)
     q, k, v, *cu = case.inputs()
     o, op, options = case.out(), replace(case.op, score=score), {**case.options, "score": score}
-    assert cpu.supports(op, this_cpu()) is None
+    assert CPU.supports(op, this_cpu()) == []
     lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, op.element.lse_dtype)
-    cpu.run(op, cpu.Config(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
+    CPU.run(op, cpu.Config(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
     expect(q, k, v, *cu, **options).check(o, lse)
 
 
@@ -325,26 +329,34 @@ def test_wrong_cu_seqlens(ends: list[int], which: int) -> None:
 # ---- the tiling ------------------------------------------------------------------------------------------------------------
 
 
+def test_it_has_the_contract_of_a_kernel() -> None:
+    """The members that choose a kernel and a configuration, with the same arguments; what makes launches is for GPUs."""
+    for member in ("runs_on", "supports", "prefers", "layout_reason", "legal", "candidates", "cost", "tuning_shapes"):
+        found, wanted = (list(inspect.signature(getattr(each, member)).parameters) for each in (cpu.Cpu, Kernel))
+        assert found == wanted, member
+    assert set(Kernel.__annotations__) - {"file"} <= set(dir(cpu.Cpu))
+
+
 def test_supports() -> None:
     op, device = Case("fp32").op, this_cpu()
-    assert cpu.supports(op, device) is None
-    assert "on H200" in str(cpu.supports(op, TYPICAL["sm_90a"]))
-    assert "head_dim_v is 1025" in str(cpu.supports(Case("fp32", head_dim_v=1025).op, device))
+    assert CPU.supports(op, device) == []
+    assert "on H200" in str(CPU.supports(op, TYPICAL["sm_90a"]))
+    assert "head_dim_v is 1025" in str(CPU.supports(Case("fp32", head_dim_v=1025).op, device))
     strange: Any = object()
-    assert "object has none" in str(cpu.supports(replace(op, score=strange), device))
+    assert "object has none" in str(CPU.supports(replace(op, score=strange), device))
 
 
 def test_legal() -> None:
     op, device = Case("fp32").op, this_cpu()
-    assert all(cpu.legal(c, op, device) is None for c in cpu.candidates(op, device))
+    assert all(CPU.legal(c, op, device) is None for c in CPU.candidates(op, device))
     for name in ("tile_q", "tile_kv", "threads"):
         for value in (0, -1, 5000, 1.5):
-            assert f"{name} is {value}" in str(cpu.legal(cpu.Config(**{name: value}), op, device))
+            assert f"{name} is {value}" in str(CPU.legal(cpu.Config(**{name: value}), op, device))
 
 
 def best(case: Case, cores: int) -> cpu.Config:
     device = Device("CPU", "cpu", cores, 0, 0)
-    return min(cpu.candidates(case.op, device), key=lambda c: cpu.cost(c, case.op, device))
+    return min(CPU.candidates(case.op, device), key=lambda c: CPU.cost(c, case.op, device))
 
 
 def test_choice() -> None:
@@ -354,7 +366,7 @@ def test_choice() -> None:
     many = best(Case("fp32", 1, 4096, 4096), 32)
     assert many.threads > 8 and many.tile_q < 256
     nothing, device = Case(lengths=()).op, this_cpu()
-    assert all(cpu.cost(config, nothing, device) >= 0 for config in cpu.candidates(nothing, device))
+    assert all(CPU.cost(config, nothing, device) >= 0 for config in CPU.candidates(nothing, device))
 
 
 # ---- through the API -----------------------------------------------------------------------------------------------------

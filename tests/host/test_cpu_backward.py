@@ -33,6 +33,7 @@ LISTED = [
     Case(q_len=1, kv_len=700, heads=16, kv_heads=2, causal=True, layout="padded"),
     Case(q_len=60, kv_len=2100, causal=True, head_dim=16, head_dim_v=24),  # the keys of a head are in several units
     Case(lengths=((5, 300), (0, 40), (200, 0), (129, 129), (0, 0), (300, 7)), heads=2, kv_heads=1, causal=True, sinks=True),
+    Case(q_len=100, kv_len=90, causal=True, q_offset=40, kv_offset=70, sinks=True),
     Case(batch=0), Case(q_len=0), Case(kv_len=0, sinks=True), Case(lengths=()), Case(lengths=((0, 0),)),
 ]  # fmt: skip
 
@@ -41,17 +42,16 @@ def run(case: Case, score: Score | None = None, dlse: bool = True, threads: int 
     """The gradients by name, from o and lse that the CPU path computed, and what the reference wants of them."""
     q, k, v, *cu = case.inputs()
     op, (do, dlse_given), sinks = case.op, case.output_gradients(), case.sink_logits() if case.sinks else None
-    score = score or op.score
+    score, spec = score or op.score, op.spec if score is None else dataclasses.replace(op.spec, score=score)
+    places = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": op.scale}
     o, lse = case.out(), np.full_like(dlse_given, math.nan)
     config, starts = cpu.Config(), dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=False))
-    cpu.run_forward(q, k, v, o, lse, op.mask, score, op.scale, sinks, config=config, **starts)
+    cpu.run_forward(q, k, v, o, lse, **places, sinks=sinks, config=config, **starts)
     found = {name: np.full(x.shape, math.nan, x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     if sinks is not None:
         found["dsinks"] = np.full(sinks.shape, math.nan, lse.dtype)
     given = {"dlse": dlse_given if dlse else None, **starts}
-    cpu.run_backward(
-        do, q, k, v, o, lse, mask=op.mask, score=score, scale=op.scale, sinks=sinks, threads=threads, **found, **given
-    )
+    cpu.run_backward(do, q, k, v, o, lse, **places, sinks=sinks, threads=threads, **found, **given)
     options = {**case.options, "score": score, **given}
     options.pop("softcap", None)
     return found, lambda: expect_backward(do, q, k, v, **options)

@@ -19,6 +19,8 @@ from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import PLAIN, Layout
 from rawattn.operation import Forward
+from rawattn.operation.base import FEW_ROWS, three_bits
+from rawattn.operation.forward import LONGEST
 from rawattn.variant.element import BF16, ELEMENTS, FP32
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Softcap
@@ -79,6 +81,12 @@ def test_it_is_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         select.warn_once("a test computes this, slowly")
+
+
+def test_it_is_said_at_the_line_that_called_the_library() -> None:
+    with pytest.warns(SlowKernelWarning) as caught:
+        select.warn_once("another test computes this, slowly")
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_gpu_that_is_too_old() -> None:
@@ -144,13 +152,13 @@ def test_constant_time() -> None:
 # ---- what is kept of a selection -----------------------------------------------------------------------------------------
 
 
-def testthree_bits() -> None:
-    assert [select.three_bits(n) for n in (0, 1, 7, 8, 9, 10, 11, 15, 16, 17, 20, 21, 100, 1000)] == [
+def test_three_bits() -> None:
+    assert [three_bits(n) for n in (0, 1, 7, 8, 9, 10, 11, 15, 16, 17, 20, 21, 100, 1000)] == [
         0, 1, 7, 8, 10, 10, 12, 16, 16, 20, 20, 24, 112, 1024
     ]  # fmt: skip
     for n in (1 << 29, (1 << 29) + 1, (1 << 30) - 1):
-        assert select.three_bits(n) == n
-    assert select.three_bits((1 << 29) - 1) == 1 << 29
+        assert three_bits(n) == n
+    assert three_bits((1 << 29) - 1) == 1 << 29
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_89", "sm_75"])
@@ -185,6 +193,30 @@ def test_few_selections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for heads in range(1, 9):
         chosen(replace(OP, heads=heads, kv_heads=1), TYPICAL["sm_75"])
         assert 1 <= len(select._selections) <= 3
+    select.forget()
+
+
+def test_from_where_on_every_row_counts() -> None:
+    """2^27 rows of all heads: a rounding by a quarter stays far from the bound of the tiles, and from that of lengths."""
+    assert FEW_ROWS * 1.25 * 2 < MOST_TILES and FEW_ROWS >= MOST_TILES // 16
+    select.forget()
+    for q_len, selections in (((1 << 24) - 3, 1), ((1 << 24) - 2, 1), ((1 << 24) + 1, 2), ((1 << 24) + 2, 3)):
+        chosen(replace(OP, batch=1, heads=8, q_len=q_len), TYPICAL["sm_90a"])
+        assert len(select._selections) == selections
+    select.forget()
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_offsets_of_nearly_the_same_size_share_a_selection(varlen: bool) -> None:
+    """Up to the last position, past which nothing is rounded."""
+    select.forget()
+    totals = {"varlen": True, "total_q": 900, "total_kv": 1000} if varlen else {}
+    op = replace(OP, batch=1, q_len=900, kv_len=1000, mask=Causal(), **totals)
+    for offsets, selections in (((1025, 7), 1), ((1026, 7), 1), ((1280, 7), 1), ((1281, 7), 2), ((1280, 8), 3), ((None, 7), 4)):
+        chosen(replace(op, q_offset=offsets[0], kv_offset=offsets[1]), TYPICAL["sm_90a"])
+        assert len(select._selections) == selections
+    chosen(replace(op, q_offset=LONGEST - 1 - 900, kv_offset=LONGEST - 1 - 1000), TYPICAL["sm_90a"])
+    assert [*select._selections][-1][0][1].offsets == (LONGEST - 1 - 1024, LONGEST - 1 - 1024)
     select.forget()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,42 +23,17 @@ from rawattn.operation import Forward
 from rawattn.program import Field, Fields
 from rawattn.variant import Option, launch, parts, rows, softmax, store
 from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64, Element
-from rawattn.variant.mask import Both, Causal, Full, SplitMask, Window
+from rawattn.variant.mask import Both, Causal, Full, SplitMask, Window, of_head
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator
 from tests.operations import forward
+from tests.options import Alibi, HeadWindow
 
 Array = npt.NDArray[Any]
 DEVICE = TYPICAL["sm_90a"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Alibi(Option):
-    """A score as somebody adds one: a CUDA file and this class."""
-
-    type: ClassVar[str] = "Alibi"
-    source: ClassVar[str] = "../tests/host/alibi.cuh"
-
-    @property
-    def fields(self) -> Fields:
-        return (Field("slopes", "const float*"),)
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadWindow(Option):
-    """A mask that differs by head."""
-
-    type: ClassVar[str] = "HeadWindow"
-    source: ClassVar[str] = "../tests/host/head_window.cuh"
-
-    @property
-    def fields(self) -> Fields:
-        return (Field("windows", "const i32*"),)
-
-    def interval(self, q: Array, q_len: int, kv_len: int) -> tuple[Array, Array]:  # of the widest window, for cost models
-        return np.zeros_like(q), np.full_like(q, kv_len)
-
-
+ALIBI, HEAD_WINDOW = Alibi(0.9), HeadWindow(3, 21)
 KERNELS = {
     "attn_fwd": (ATTN_FWD, attn_fwd.Config(128, 32, 2, 1)),
     "attn_fwd_mma": (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)),
@@ -93,7 +68,8 @@ class Case:
         dims = self.head_dim, self.head_dim_v
         return forward(
             self.element, 2, self.q_len, self.kv_len, self.heads, self.kv_heads, *dims, scale=self.scale, mask=self.mask,
-            score=self.score, return_lse=True, constant_time=self.constant_time,
+            score=self.score, return_lse=True, constant_time=self.constant_time, q_offset=self.offsets and self.offsets[0],
+            kv_offset=self.offsets and self.offsets[1],
         )  # fmt: skip
 
     @property
@@ -112,8 +88,6 @@ def with_options(case: Case, found: dict[str, Option]) -> dict[str, Option]:
         found |= {"Mask": SplitMask(found["Mask"]), "Scheduler": plan, "Store": store.StorePartial()}
     elif case.sinks is not None:
         found["Softmax"] = softmax.WithSink(found["Softmax"])
-    if case.offsets is not None:
-        found["Rows"] = rows.WithOffset(found["Rows"])
     return found
 
 
@@ -162,8 +136,7 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     )
     values |= {"splits": case.splits, "split_keys": case.split_keys, "partial_rows": partial_rows}
     values |= dict(zip(("o_partial", "lse_partial"), scratch, strict=True))
-    values |= dict(zip(("q_offset", "kv_offset"), case.offsets or (0, 0), strict=True))
-    values |= {"slopes": SLOPES, "windows": WINDOWS, "sinks": np.array(case.sinks or (), number)}
+    values["sinks"] = np.array(case.sinks or (), number)
     tma = case.kernel == "attn_fwd"
     for name, x, box in (("q", q, config.tile_q), ("k", k, config.tile_kv), ("v", v, config.tile_kv)):
         values[name] = emulator.tma(x, box) if tma else emulator.strided(x)
@@ -179,21 +152,6 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     return o.astype(np.float64), lse
 
 
-SLOPES = np.array([0.05, -0.11, 0.2, 0.01], np.float32)
-WINDOWS = np.array([0, 17, 40, 65], np.int32)
-
-
-def logit(case: Case, s: Array, head: int, q: Array, kv: Array) -> Array:
-    """The definition of a score, of scaled dot products."""
-    if isinstance(case.score, Softcap):
-        return case.score.cap * np.tanh(s / case.score.cap)
-    return s + SLOPES[head] * (kv - q - shift(case)) if isinstance(case.score, Alibi) else s
-
-
-def shift(case: Case) -> int:
-    return case.kv_len - case.q_len if case.offsets is None else case.offsets[0] - case.offsets[1]
-
-
 def expected(case: Case) -> tuple[Array, Array]:
     q, k, v = (x.astype(np.float64) for x in arrays(case))
     i, j = np.arange(case.q_len)[:, None], np.arange(case.kv_len)[None]
@@ -201,14 +159,10 @@ def expected(case: Case) -> tuple[Array, Array]:
     for batch in range(2):
         for head in range(case.heads):
             kv_head = head // (case.heads // case.kv_heads)
-            s = logit(case, case.scale * q[batch, :, head] @ k[batch, :, kv_head].T, head, i, j)
-            if isinstance(case.mask, HeadWindow):
-                kept = j >= i + shift(case) - WINDOWS[head]
-            else:
-                moved = 0 if case.offsets is None else shift(case)
-                mask = case.mask if case.offsets is None else dataclasses.replace(case.mask, align="top_left")
-                begin, end = mask.interval(np.arange(case.q_len) + moved, case.q_len, case.kv_len)
-                kept = (j >= begin[:, None]) & (j < end[:, None])
+            dots = case.scale * q[batch, :, head] @ k[batch, :, kv_head].T
+            s = case.op.spec.placed_score.logit(np, dots, batch, head, i, j)
+            begin, end = of_head(case.op.spec.placed_mask, head).interval(np.arange(case.q_len), case.q_len, case.kv_len)
+            kept = (j >= begin[:, None]) & (j < end[:, None])
             sink = -np.inf if case.sinks is None else case.sinks[head]
             with np.errstate(all="ignore"):
                 full = np.concatenate([np.where(kept, s, -np.inf), np.full((case.q_len, 1), sink)], 1)
@@ -232,11 +186,12 @@ def check(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
 INF = float("inf")
 CASES = [
     *(Case(name) for name in KERNELS),
-    *(Case(name, score=Alibi(), heads=4, kv_heads=2) for name in KERNELS),
-    Case("attn_fwd_mma", q_len=3, score=Alibi(), heads=4, kv_heads=2),
-    Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=HeadWindow(), score=Softcap(2.0)),
-    Case("attn_fwd_simt", mask=HeadWindow(), heads=4, kv_heads=4),
-    Case("attn_fwd", mask=HeadWindow(), heads=4, kv_heads=4),
+    *(Case(name, score=ALIBI, heads=4, kv_heads=2) for name in KERNELS),
+    Case("attn_fwd_mma", q_len=3, score=ALIBI, heads=4, kv_heads=2),
+    Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=HEAD_WINDOW, score=Softcap(2.0)),
+    Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=Both(Both(HEAD_WINDOW, Causal()), Window(right=9))),
+    Case("attn_fwd_simt", mask=HEAD_WINDOW, heads=4, kv_heads=4),
+    Case("attn_fwd", mask=HEAD_WINDOW, heads=4, kv_heads=4),
     *(Case(name, sinks=(0.5, 200.0)) for name in KERNELS),
     *(Case(name, q_len=95, sinks=(INF, -INF)) for name in KERNELS),
     Case("attn_fwd_mma", q_len=7, kv_len=40, heads=4, sinks=(3.0, -300.0, 100.0, -INF)),
@@ -244,11 +199,13 @@ CASES = [
     Case("attn_fwd_simt", element=FP64, sinks=(0.5, 200.0), score=Softcap(5.0)),
     *(Case(name, split_keys=32) for name in KERNELS),
     *(Case(name, split_keys=64, sinks=(1.5, -2.0), mask=Both(Causal(), Window(20))) for name in KERNELS),
-    Case("attn_fwd_mma", 5, 200, 4, split_keys=32, mask=Causal("top_left"), score=Alibi(), sinks=(1.0, 2.0, INF, -INF)),
+    Case("attn_fwd_mma", 5, 200, 4, split_keys=32, mask=Causal("top_left"), score=ALIBI, sinks=(1.0, 2.0, INF, -INF)),
     Case("attn_fwd_simt", element=FP64, split_keys=16, mask=Full()),
     Case("attn_fwd_simt", split_keys=32, most_splits=2, mask=Full()),  # the last one has the rest
     *(Case(name, offsets=(40, 10)) for name in KERNELS),
-    Case("attn_fwd_mma", q_len=5, offsets=(7, 30), score=Alibi(), mask=Window(3, 2)),
+    *(Case(name, offsets=(7, 30), score=ALIBI, mask=Both(Causal(), Window(31, 2))) for name in KERNELS),
+    Case("attn_fwd_mma", q_len=5, offsets=(7, 30), score=ALIBI, mask=Window(3, 2)),
+    Case("attn_fwd_mma", q_len=5, heads=4, offsets=(1000, 950), score=ALIBI, mask=HEAD_WINDOW),
     *(Case(name, constant_time=True, score=Softcap(1e6)) for name in KERNELS),
     Case("attn_fwd", scale=-0.3, score=Softcap(1.0), mask=Window(11, 5, "top_left")),
 ]
@@ -291,6 +248,27 @@ def test_tiny_scales_and_huge_logits(tmp_path: pathlib.Path) -> None:
     case = Case("attn_fwd_simt", 20, 20, element=FP32, scale=5e36)
     assert expected(case)[1].min() < -3e37
     check(case, _folder(tmp_path / "huge"))
+
+
+@pytest.mark.parametrize("name", ["attn_fwd", "attn_fwd_mma"])
+def test_huge_values(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are summed with their values before they are divided. A weight is up to 2^15, as the reference of a row may lag so
+    far: a thread's part of a tile's sum is, a row has four parts, so 2^17 times the tiles (2^15 of them, of 32 keys, for 2^20
+    keys) and |v| must be below 2^128. So values of 2^96 are right, and near the largest number they overflow."""
+    case = Case(name, 40, 90, mask=Full(), scale=float(np.log(2.0)))
+    q, k, v = (x.astype(np.float64) for x in arrays(case))
+    q[...], k[...] = 0, 0
+    q[..., 0] = 1
+    k[:, :64, :, 0] = 11  # of base 2, above the keys of the last tile, which comes first
+    for exponent, is_right in ((96, True), (124, False)):
+        given = tuple(x.astype(case.element.dtype) for x in (q, k, np.exp2(exponent) * (1 + np.abs(v))))
+        monkeypatch.setattr(f"{__name__}.arrays", lambda case, given=given: given)
+        o, _ = run(case, _folder(tmp_path / str(exponent)))
+        wanted, _ = expected(case)
+        assert np.abs(wanted).max() < 3e38
+        if is_right:
+            np.testing.assert_allclose(o, wanted, rtol=1.2e-2)
+        assert np.isfinite(o).all() == is_right
 
 
 @pytest.mark.parametrize("element", [BF16, FP64], ids=lambda element: element.name)
@@ -345,9 +323,9 @@ ADDED: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": (1.0,)},
     "splits": {"split_keys": 1024},
     "offsets": {"offsets": (1, 2)},
-    "alibi": {"score": Alibi()},
-    "alibi of packed heads": {"score": Alibi(), "q_len": 4, "heads": 32},
-    "masks of packed heads": {"mask": HeadWindow(), "q_len": 4, "heads": 32},
+    "alibi": {"score": ALIBI},
+    "alibi of packed heads": {"score": ALIBI, "q_len": 4, "heads": 32},
+    "masks of packed heads": {"mask": HEAD_WINDOW, "q_len": 4, "heads": 32},
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
+from collections.abc import Callable
 
 import hypothesis
 import numpy as np
@@ -12,66 +12,86 @@ import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 
-from rawattn.variant.mask import ALIGNMENTS, Both, Causal, Full, Mask, Window
-from tests import native
+from rawattn import render
+from rawattn.variant.mask import ALIGNMENTS, Both, Causal, Full, Mask, Window, of_head
+from rawattn.variant.offset import OffsetMask
+from tests import native, options
 
-TYPES = ["Full", "Causal", "Window", "Both<Causal, Window>", "Both<Window, Causal>"]
+Offsets = tuple[int, int] | None
+# A mask, and what a kernel asks it.
 TEXT = """\
-namespace cfg { extern "C" { i32 tile_q, tile_kv, causal_to_last, window_to_last; } }
-struct Args { i32 window_left, window_right; };
-struct Rows {
-    i32 q_len, kv_len, has_offset, offset;
-    i32 shift(i32 to_last) const { return has_offset ? offset : to_last * (kv_len - q_len); }
-};
-#include "variant/mask/both.cuh"
-#include "variant/mask/causal.cuh"
-#include "variant/mask/full.cuh"
-#include "variant/mask/window.cuh"
-"""
-# What a kernel asks a mask, of type number {index}.
-QUESTIONS = """\
-extern "C" void kv_tiles_{index}(const Args* args, const Rows* rows, i32 q_begin, i32 q_end, TileRange* found) {{
-    *found = {type}(*args, *rows, WorkTile()).kv_tiles(q_begin, q_end);
+using Number = float;
+namespace cfg {{ extern "C" {{ i32 tile_q, tile_kv; {constants} }} }}
+struct Args {{ {fields} }};
+struct Rows {{
+    i32 q_len, kv_len, has_offset, q_offset, kv_offset;
+    i32 shift(i32 to_last) const {{ return has_offset ? q_offset - kv_offset : to_last * (kv_len - q_len); }}
+}};
+{includes}
+using M = {type};
+extern "C" void kv_tiles(const Args* args, const Rows* rows, i32 head, i32 q_begin, i32 q_end, TileRange* found) {{
+    *found = M(*args, *rows, {{0, head, 0, 0}}).kv_tiles(q_begin, q_end);
 }}
-extern "C" void q_tiles_{index}(const Args* args, const Rows* rows, i32 kv_begin, i32 kv_end, TileRange* found) {{
-    *found = {type}(*args, *rows, WorkTile()).q_tiles(kv_begin, kv_end);
+extern "C" void q_tiles(const Args* args, const Rows* rows, i32 head, i32 kv_begin, i32 kv_end, TileRange* found) {{
+    *found = M(*args, *rows, {{0, head, 0, 0}}).q_tiles(kv_begin, kv_end);
 }}
-extern "C" void keep_{index}(const Args* args, const Rows* rows, i32 keys, bool* kept) {{
-    const {type} mask(*args, *rows, WorkTile());
+extern "C" void keep(const Args* args, const Rows* rows, i32 head, i32 keys, bool* kept) {{
+    const M mask(*args, *rows, {{0, head, 0, 0}});
     for (i32 q = 0; q < rows->q_len; ++q)
         for (i32 first = 0; first < keys; first += cfg::tile_kv)
             for (i32 offset = 0; offset < cfg::tile_kv; ++offset) *kept++ = mask.row(q, first).keep(offset);
 }}
 """
+Cuda = Callable[[Mask], ctypes.CDLL]
 
 
 @pytest.fixture(scope="module")
-def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    text = TEXT + "".join(QUESTIONS.format(index=index, type=name) for index, name in enumerate(TYPES))
-    return native.library(text, tmp_path_factory.mktemp("masks"))
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Cuda:
+    """Compiles the type of a mask, once."""
+    known: dict[str, ctypes.CDLL] = {}
+
+    def compiled(mask: Mask) -> ctypes.CDLL:
+        if mask.cuda_type not in known:
+            text = TEXT.format(
+                type=mask.cuda_type, constants="".join(f"i32 {name}; " for name in mask.constants),
+                fields="".join(f"{field.ctype} {field.name}; " for field in mask.fields),
+                includes="\n".join(f'#include "{source}"' for source in mask.sources),
+            )  # fmt: skip
+            known[mask.cuda_type] = native.library(text, tmp_path_factory.mktemp("masks"))
+        return known[mask.cuda_type]
+
+    return compiled
 
 
 class Asked:
-    """A mask of the CUDA files, for one sequence; ``offset``: of the position of its first query from that of its first key."""
+    """A mask of the CUDA files, for one sequence; ``offsets``: the positions of its first query and key."""
 
     def __init__(
-        self, cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_kv: int, tile_q: int = 64, offset: int | None = None
+        self,
+        cuda: Cuda,
+        mask: Mask,
+        q_len: int,
+        kv_len: int,
+        tile_kv: int,
+        tile_q: int = 64,
+        offsets: Offsets = None,
+        head: int = 0,
     ) -> None:
+        self._cuda = cuda(mask)
         for name, value in {"tile_q": tile_q, "tile_kv": tile_kv, **mask.constants}.items():
-            ctypes.c_int.in_dll(cuda, name).value = value
-        index, values = TYPES.index(mask.cuda_type), {"window_left": 0, "window_right": 0, **mask.values}
-        self._ask = {name: getattr(cuda, f"{name}_{index}") for name in ("kv_tiles", "q_tiles", "keep")}
-        rows = (q_len, kv_len, offset is not None, offset or 0)
-        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 4)(*rows)
+            ctypes.c_int.in_dll(self._cuda, name).value = value
+        args = render.layout(mask.fields).pack.pack(*(mask.values[field.name] for field in mask.fields))
+        rows = (q_len, kv_len, offsets is not None, *(offsets or (0, 0)))
+        self._given = ctypes.create_string_buffer(args, max(1, len(args))), (ctypes.c_int * 5)(*rows), head
 
     def tiles(self, which: str, begin: int, end: int) -> list[int]:
         found = (ctypes.c_int * 4)()
-        self._ask[which](*self._given, begin, end, found)
+        getattr(self._cuda, which)(*self._given, begin, end, found)
         return list(found)
 
     def keep(self, rows: int, keys: int) -> npt.NDArray[np.bool_]:
         kept = np.zeros((rows, keys), bool)
-        self._ask["keep"](*self._given, keys, kept.ctypes.data_as(ctypes.c_void_p))
+        self._cuda.keep(*self._given, keys, kept.ctypes.data_as(ctypes.c_void_p))
         return kept
 
 
@@ -88,12 +108,13 @@ def visited(found: list[int], needed: npt.NDArray[np.bool_], full: npt.NDArray[n
 
 
 def check(
-    cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, strip: int, tile_kv: int, offset: int | None = None
-) -> None:
+    cuda: Cuda, mask: Mask, q_len: int, kv_len: int, tile_q: int, strip: int, tile_kv: int, offsets: Offsets = None,
+    head: int = 0,
+) -> None:  # fmt: skip
     """Everything that a kernel relies on, for blocks of ``tile_q`` queries of which a warpgroup has ``strip``."""
-    asked = Asked(cuda, mask, q_len, kv_len, tile_kv, tile_q, offset)
-    aligned = offset is None
-    begin, end = (mask if aligned else top_left(mask)).interval(np.arange(q_len) + (offset or 0), q_len, kv_len)
+    asked = Asked(cuda, mask, q_len, kv_len, tile_kv, tile_q, offsets, head)
+    aligned = offsets is None
+    begin, end = of_head(mask if offsets is None else OffsetMask(mask, *offsets), head).interval(np.arange(q_len), q_len, kv_len)
     tiles, q_tiles = -(-kv_len // tile_kv), -(-q_len // tile_q)
     keys = np.arange(tiles * tile_kv)
     kept = (keys >= begin[:, None]) & (keys < end[:, None])
@@ -122,13 +143,6 @@ def check(
             visited(asked.tiles("q_tiles", first, last), needed, full, exact)
 
 
-def top_left(mask: Mask) -> Mask:
-    """The mask that compares the numbers of queries and keys as they are."""
-    if isinstance(mask, Both):
-        return Both(top_left(mask.a), top_left(mask.b))
-    return mask if isinstance(mask, Full) else dataclasses.replace(mask, align="top_left")  # type: ignore[type-var]
-
-
 def masks(sides: list[int | None]) -> list[Mask]:
     """Every kind of mask, with all these window sides."""
     found: list[Mask] = [Full()]
@@ -140,10 +154,14 @@ def masks(sides: list[int | None]) -> list[Mask]:
     return found
 
 
-def test_every_small_case(cuda: ctypes.CDLL) -> None:
+def test_every_small_case(cuda: Cuda) -> None:
     for mask in masks([None, 0, 1, 4]):
         for q_len, kv_len, tile_kv in itertools.product(range(8), range(8), (2, 3)):
             check(cuda, mask, q_len, kv_len, 4, 2, tile_kv)
+
+
+def offsets(largest: int) -> st.SearchStrategy[Offsets]:
+    return st.none() | st.tuples(st.integers(0, largest), st.integers(0, largest))
 
 
 LENGTHS = st.integers(0, 600) | st.sampled_from([63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257])
@@ -157,6 +175,7 @@ KINDS = {
     "window": WINDOW,
     "both": SAME,
     "both, two alignments": st.builds(Both, CAUSAL, WINDOW),
+    **options.MASKS,
 }
 
 
@@ -170,36 +189,36 @@ SMALL_KINDS = KINDS | {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_real_sizes(cuda: ctypes.CDLL, kind: str) -> None:
+def test_real_sizes(cuda: Cuda, kind: str) -> None:
     """Each kind of mask has examples of its own, with window sides that divide no tile."""
 
     @hypothesis.settings(max_examples=150, derandomize=True, database=None, deadline=None)
     @hypothesis.given(
         KINDS[kind], LENGTHS, LENGTHS, st.sampled_from([64, 128, 192]), st.integers(2, 16).map(lambda n: 16 * n),
-        st.none() | st.integers(-700, 700),
+        offsets(700), st.integers(0, 5),
     )  # fmt: skip
-    def test(mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offset: int | None) -> None:
-        check(cuda, mask, q_len, kv_len, tile_q, 64, tile_kv, offset)
+    def test(mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offsets: Offsets, head: int) -> None:
+        check(cuda, mask, q_len, kv_len, tile_q, 64, tile_kv, offsets, head)
 
     test()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_tiles(cuda: ctypes.CDLL, kind: str) -> None:
+def test_small_tiles(cuda: Cuda, kind: str) -> None:
     """The same with tiles so small that every bound falls on their borders in some example."""
 
     @hypothesis.settings(max_examples=300, derandomize=True, database=None, deadline=None)
     @hypothesis.given(
         SMALL_KINDS[kind], SMALL, SMALL, st.sampled_from([(2, 1), (4, 2), (6, 3), (14, 7)]), st.sampled_from([1, 2, 3, 5, 7, 11]),
-        st.none() | st.integers(-60, 60),
+        offsets(60), st.integers(0, 5),
     )  # fmt: skip
-    def test(mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], tile_kv: int, offset: int | None) -> None:
-        check(cuda, mask, q_len, kv_len, *tile, tile_kv, offset)
+    def test(mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], tile_kv: int, offsets: Offsets, head: int) -> None:
+        check(cuda, mask, q_len, kv_len, *tile, tile_kv, offsets, head)
 
     test()
 
 
-def test_longest_sequences(cuda: ctypes.CDLL) -> None:
+def test_longest_sequences(cuda: Cuda) -> None:
     """Nothing overflows: the tiles of single queries of the longest sequences that an operation may have."""
     longest = (1 << 30) - 1
     for mask, (q_len, kv_len) in itertools.product(masks([None, 0, 5]), [(longest, longest), (longest, 7), (7, longest)]):

@@ -10,6 +10,7 @@ import gc
 import itertools
 import json
 import pathlib
+import struct
 import types
 import warnings
 import weakref
@@ -157,7 +158,7 @@ WRONG: dict[str, Any] = {
     "k of another length": lambda x: {"k": torch.cat([x["k"]] * 2, 1)},
     "v of another batch": lambda x: {"v": x["v"][:1]},
     "strided columns": lambda x: {"q": torch.randn(2, 80, 4, 128).bfloat16()[..., ::2]},
-    "q requires grad": lambda x: {"q": x["q"].detach().requires_grad_()},
+    "q requires grad": lambda x: {"q": x["q"].detach().requires_grad_(), "out": torch.empty_like(x["q"])},
     "out requires grad": lambda x: {"out": torch.empty_like(x["q"]).requires_grad_()},
     "out is q": lambda x: {"out": x["q"]},
     "out of another shape": lambda x: {"out": torch.empty_like(x["q"][:1])},
@@ -180,15 +181,24 @@ def test_what_is_wrong_is_wrong_when_warm(wrong: Any) -> None:
 
 
 def test_requiring_grad_is_allowed_at_times() -> None:
-    """A tensor is kept neither as one that may be taken nor as one that may not."""
+    """A call that autograd follows is one whatever was called before, and no plan is run where it would."""
     good = tensors()
     good["q"].requires_grad_()
     plan = rawattn.plan(**{name: x.detach() for name, x in good.items()})
-    for run, _ in itertools.product((rawattn.attention, plan.run), range(2)):
+    for _ in range(2):
         with torch.no_grad():
-            run(**good)
+            assert not rawattn.attention(**good).requires_grad and not plan.run(**good).requires_grad
+        assert rawattn.attention(**good).requires_grad
         with pytest.raises(ProblemError, match="requires grad"):
-            run(**good)
+            plan.run(**good)
+
+
+def test_a_call_that_autograd_follows_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = tensors()
+    good["q"].requires_grad_()
+    kept = [rawattn.attention(**good, causal=True, return_lse=True) for _ in range(2)]  # the first of all finds torch
+    monkeypatch.setattr(api, "_plan", lambda *_: pytest.fail("it was planned anew"))
+    assert rawattn.attention(**good, causal=True).requires_grad and all(o.requires_grad for o, _ in kept)
 
 
 EQUAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -278,12 +288,43 @@ def test_a_decode_loop_compiles_once(compiled: list[str]) -> None:
     assert compiled == first and {key for key, _ in plans._kernels} <= set(first) and len(LAUNCHED) > 6
 
 
+def test_new_offsets_make_nothing_new(compiled: list[str]) -> None:
+    """As in a step of a decode loop, or of a ring: no kernel, no family; the launch has the new positions."""
+    given = {name: torch.randn(1, 1 if name == "q" else 80, 4, 64).bfloat16() for name in "qkv"}
+    rawattn.attention(**given, causal=True, q_offset=5000)
+    compiles, at = len(compiled), []
+    for q_offset, kv_offset in ((5001, None), (5117, 0), (5002, 0)):
+        rawattn.attention(**given, causal=True, q_offset=q_offset, kv_offset=kv_offset)
+        (plan,), layout = api._families.values(), next(iter(api._families.values()))._loaded[0].layout
+        at += [struct.unpack_from("i", LAUNCHED[-1][0], layout.offsets[name])[0] for name in ("q_offset", "kv_offset")]
+        assert plan.op.spec.offsets == (5000, 0)
+    assert at == [5001, 0, 5117, 0, 5002, 0] and len(compiled) == compiles and len(api._plans) == 1
+    rawattn.attention(**given, causal=True, q_offset=6000)
+    assert len(api._families) == 2 and len(compiled) == compiles
+    for wrong in (True, -1, 5000.0, torch.tensor(5000), 1 << 30):
+        with pytest.raises(ProblemError, match=r"q_offset is .*it must be"):
+            rawattn.attention(**given, causal=True, q_offset=wrong)
+
+
 def test_another_kind_compiles(compiled: list[str]) -> None:
     rawattn.attention(**tensors())
     for options in ({"causal": True}, {"softcap": 3.0}, {"return_lse": True}, {"scale": -1.0}, {"constant_time": True}):
         count = len(compiled)
         rawattn.attention(**tensors(), **options)
         assert len(compiled) > count, options
+
+
+def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of operations that a plan of the same family serves."""
+    log, q = tmp_path / "operations.jsonl", torch.randn(1, 1, 4, 64).bfloat16()
+    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setenv("RAWATTN_LOG", str(log))
+    for kv_len, q_offset in ((1025, None), (1026, None), (1025, None), (1100, None), (1025, 1030), (1025, 1031)) * 2:
+        k = torch.randn(1, kv_len, 4, 64).bfloat16()
+        rawattn.attention(q, k, k, causal=True, q_offset=q_offset)
+    found = [Forward.from_json(json.loads(line)) for line in log.read_text().splitlines()]
+    said = [(op.kv_len, op.spec.q_offset) for op in found]
+    assert said == [(1025, None), (1026, None), (1100, None), (1025, 1030), (1025, 1031)] and len(api._families) == 2
 
 
 def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ that can be counted."""
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -11,14 +12,14 @@ import pytest
 
 from rawattn import render
 from rawattn.device import TYPICAL
-from rawattn.errors import UnsupportedError
-from rawattn.kernel import attn_fwd_mma, tiling
+from rawattn.errors import ProblemError, UnsupportedError
+from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt, tiling
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import Layout
-from rawattn.program import Buffer, Counter, Field, Launch, Pointer, Program, Scratch, TensorMap, Value, View, offsets
+from rawattn.program import Buffer, Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
 from rawattn.select import select
 from rawattn.variant import softmax, store
 from rawattn.variant.element import BF16, FP32
@@ -33,6 +34,14 @@ SMALLEST = {ATTN_FWD: 64, ATTN_FWD_MMA: 32, ATTN_FWD_SIMT: 8}  # tiles, in rows
 
 
 # ---- scratch and launches ------------------------------------------------------------------------------------------------
+
+
+def test_fills_of_different_types_differ() -> None:
+    """Fields are keys of caches: a counter must not be taken for a number, nor a view for a pointer."""
+    fills = [Value(), Counter(), Pointer("q"), View("q"), Scratch("q"), Stride("q", "row"), TensorMap("q", 1), TensorMap("q", 2)]
+    assert len(set(fills)) == len(fills) and not any(a == b for a, b in itertools.combinations(fills, 2))
+    assert len({Field("x", "i64", fill) for fill in fills}) == len(fills)
+    assert Pointer("q") == Pointer("q")
 
 
 def test_scratch() -> None:
@@ -135,6 +144,32 @@ def test_more_tiles_than_can_be_counted(kernel: Any, tile_q: int) -> None:
 def test_no_candidate_has_smaller_tiles(kernel: Any, tile_q: int) -> None:
     for op in (OP, VARLEN, replace(OP, q_len=1, heads=8), replace(OP, head_dim=8, head_dim_v=256)):
         assert min(config.tile_q for config in kernel.candidates(op, H200)) >= tile_q
+
+
+@pytest.mark.parametrize(
+    "kernel, config, rows",
+    [
+        (ATTN_FWD, attn_fwd.Config(64, 64), 64),
+        (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, m_tiles_per_warp=1), 32),
+        (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, m_tiles_per_warp=1, pack_gqa=True), 32),
+        (ATTN_FWD_SIMT, attn_fwd_simt.Config(2, 16, 64, 64, 32), 2),  # smaller than any candidate's
+    ],
+    ids=str,
+)
+def test_every_configuration_counts_its_tiles(kernel: Any, config: Any, rows: int) -> None:
+    """A configuration that the caller gives is refused where its own tiles are too many."""
+    group = 1 + getattr(config, "pack_gqa", False)
+    fits = forward(BF16, MOST_TILES, rows // group, 64, group, 1, 64, 64)
+    assert kernel.legal(config, fits, H200) is None
+    over = replace(fits, batch=MOST_TILES + 1)
+    assert kernel.legal(config, over, H200) == f"it counts up to {MOST_TILES} tiles of {rows} rows, and here are {MOST_TILES + 1}"
+
+
+def test_a_configuration_of_smaller_tiles_is_refused() -> None:
+    op = forward(BF16, MOST_TILES // 2, 8, 64, 1, 1, 64, 64)
+    select(op, H200, "attn_fwd_simt")
+    with pytest.raises(ProblemError, match=f"cannot run here: it counts up to {MOST_TILES} tiles of 2 rows"):
+        select(op, H200, "attn_fwd_simt", attn_fwd_simt.Config(2, 16, 64, 64, 32))
 
 
 def test_a_kernel_is_refused_for_its_tiles_alone() -> None:

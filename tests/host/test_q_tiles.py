@@ -13,43 +13,26 @@ from hypothesis import strategies as st
 
 from rawattn.variant.mask import Mask
 from tests import native
-from tests.host.test_masks import LENGTHS, TEXT, TYPES, masks
+from tests.host import test_masks
+from tests.host.test_masks import LENGTHS, Cuda, masks
 
-QUESTIONS = """\
-extern "C" void kv_tiles_{index}(const Args* args, const Rows* rows, i32 q_begin, i32 q_end, TileRange* found) {{
-    *found = {type}(*args, *rows, WorkTile()).kv_tiles(q_begin, q_end);
-}}
-extern "C" void q_tiles_{index}(const Args* args, const Rows* rows, i32 kv_begin, i32 kv_end, TileRange* found) {{
-    *found = {type}(*args, *rows, WorkTile()).q_tiles(kv_begin, kv_end);
-}}
-"""
-
-
-@pytest.fixture(scope="module")
-def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    text = TEXT + "".join(QUESTIONS.format(index=index, type=name) for index, name in enumerate(TYPES))
-    return native.library(text, tmp_path_factory.mktemp("q_tiles"))
+cuda = test_masks.cuda  # the fixture
 
 
 class Asked:
     """A mask of the CUDA files, for one sequence and one pair of tile sizes."""
 
-    def __init__(self, cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
-        for name, value in {"tile_q": tile_q, "tile_kv": tile_kv, **mask.constants}.items():
-            ctypes.c_int.in_dll(cuda, name).value = value
-        index, values = TYPES.index(mask.cuda_type), {"window_left": 0, "window_right": 0, **mask.values}
-        self._asked = {"kv_tiles": getattr(cuda, f"kv_tiles_{index}"), "q_tiles": getattr(cuda, f"q_tiles_{index}")}
-        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 4)(q_len, kv_len, 0, 0)
+    def __init__(self, cuda: Cuda, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
+        self._asked = test_masks.Asked(cuda, mask, q_len, kv_len, tile_kv, tile_q)
         self._limits = {"kv_tiles": (tile_q, q_len), "q_tiles": (tile_kv, kv_len)}
 
     def __call__(self, which: str, index: int) -> list[int]:
         """begin, full_begin, full_end, end of what tile ``index`` visits."""
-        (size, length), found = self._limits[which], (ctypes.c_int * 4)()
-        self._asked[which](*self._given, index * size, min((index + 1) * size, length), found)
-        return list(found)
+        size, length = self._limits[which]
+        return self._asked.tiles(which, index * size, min((index + 1) * size, length))
 
 
-def check(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
+def check(cuda: Cuda, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
     asked = Asked(cuda, mask, q_len, kv_len, tile_q, tile_kv)
     q_tiles, kv_tiles = -(-q_len // tile_q), -(-kv_len // tile_kv)
     begin, end = mask.interval(np.arange(q_len), q_len, kv_len)
@@ -69,7 +52,7 @@ def check(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, t
     assert (visits == inverse).all(), "a tile is visited from one side only"
 
 
-def test_every_small_case(cuda: ctypes.CDLL) -> None:
+def test_every_small_case(cuda: Cuda) -> None:
     for mask in masks([None, 0, 1, 4]):
         for q_len, kv_len, (tile_q, tile_kv) in itertools.product(range(8), range(8), ((2, 3), (3, 2), (1, 4))):
             check(cuda, mask, q_len, kv_len, tile_q, tile_kv)
@@ -80,11 +63,11 @@ def test_every_small_case(cuda: ctypes.CDLL) -> None:
     st.sampled_from(masks([None, 0, 1, 63, 64, 100, 1000])), LENGTHS, LENGTHS,
     st.sampled_from([64, 128]), st.sampled_from([64, 128, 192]),
 )  # fmt: skip
-def test_real_sizes(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
+def test_real_sizes(cuda: Cuda, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
     check(cuda, mask, q_len, kv_len, tile_q, tile_kv)
 
 
-def test_longest_sequences(cuda: ctypes.CDLL) -> None:
+def test_longest_sequences(cuda: Cuda) -> None:
     """Nothing overflows: from both sides, at both ends and in the middle of the longest sequences that a problem may have."""
     longest, tile = (1 << 30) - 1, 128
     for mask, (q_len, kv_len) in itertools.product(masks([None, 0, 5]), [(longest, longest), (longest, 300), (300, longest)]):

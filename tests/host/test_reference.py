@@ -201,7 +201,7 @@ def by_all_pairs(case: Case, logit: Callable[..., float]) -> tuple[Any, Any]:
         kv_head = h // (case.heads // case.kv_heads)
         lse_at = lse[rows] if isinstance(rows, int) else lse[:, rows]
         for i in range(len(q[rows])):
-            begin, end = (x.item() for x in case.op.mask.interval(np.array([i]), len(q[rows]), len(k[keys])))
+            begin, end = (x.item() for x in case.op.spec.placed_mask.interval(np.array([i]), len(q[rows]), len(k[keys])))
             dots = [case.op.scale * math.fsum(q[rows][i, h] * k[keys][j, kv_head]) for j in range(begin, end)]
             s = [logit(x, b, h, i, j) for j, x in enumerate(dots, begin)]
             total = math.fsum(map(math.exp, s)) + math.exp(sinks[h])
@@ -215,7 +215,8 @@ def by_all_pairs(case: Case, logit: Callable[..., float]) -> tuple[Any, Any]:
 @given(cases(("fp64",), longest=8, layouts=("contiguous",), head_dims=(1, 3), sinks=None))
 def test_definition_with_sinks_and_a_score(case: Case) -> None:
     case, slopes = dataclasses.replace(case, softcap=None), 2.0 ** -np.arange(1, case.heads + 1)
-    wanted = by_all_pairs(case, lambda s, b, h, i, j: s + slopes[h] * (j - i) + 0.125 * b * i)
+    q_first, kv_first = case.q_offset or 0, case.kv_offset or 0
+    wanted = by_all_pairs(case, lambda s, b, h, i, j: s + slopes[h] * (kv_first + j - q_first - i) + 0.125 * b * (q_first + i))
     for library in ("numpy", "torch"):
         q, k, v = case.inputs(library)[:3]
         score: Any = Alibi(slopes if library == "numpy" else torch.from_numpy(slopes), 0.125)
@@ -339,7 +340,7 @@ def test_o_tolerance_would_not_bear_a_factor_of_4(dtype: str, causal: bool) -> N
         mantissa, exponent = np.frexp(x)
         return np.ldexp(np.round(mantissa / (4 * eps)) * (4 * eps), exponent)
 
-    formula = reference.Formula(np, {}, np.float64, coarse, case.op.mask, case.op.score, case.op.scale)
+    formula = reference.Formula(np, {}, np.float64, coarse, case.op.spec.placed_mask, case.op.score, case.op.scale)
     o, _ = formula.forward(*case.inputs(), None, None, None)
     with pytest.raises(AssertionError, match="allowed"):
         expected.check(o)

@@ -53,7 +53,7 @@ def by_autograd(case: Case, score: Any, with_dlse: bool) -> list[Any]:
         q_i, k_i, v_i = q[rows], k[keys].repeat_interleave(case.heads // case.kv_heads, 1), v[keys]
         v_i = v_i.repeat_interleave(case.heads // case.kv_heads, 1)
         positions, others = torch.arange(len(q_i))[:, None], torch.arange(len(k_i))[None]
-        begin, end = case.op.mask.interval(np.arange(len(q_i)), len(q_i), len(k_i))
+        begin, end = case.op.spec.placed_mask.interval(np.arange(len(q_i)), len(q_i), len(k_i))
         kept = (others >= torch.from_numpy(begin)[:, None]) & (others < torch.from_numpy(end)[:, None])
         for h in range(case.heads):
             s = score.logit(torch, case.op.scale * q_i[:, h] @ k_i[:, h].T, i, h, positions, others)

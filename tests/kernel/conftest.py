@@ -6,17 +6,20 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import multiprocessing
+from typing import Any
 
 import pytest
 
 from rawattn import compiler, driver
 from rawattn.errors import RawattnError
+from rawattn.operation import Backward
 from rawattn.select import select
 from rawattn.testing import Case
 
 
 def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
-    """By key, what tests with a parameter ``case``, and perhaps ``kernel``, ``config`` and ``constant_time``, will compile."""
+    """By key, what tests with a parameter ``case``, and perhaps ``kernel``, ``config`` and ``constant_time``, will compile. Those
+    with a parameter ``dlse`` test the backward."""
     found: dict[str, compiler.Source] = {}
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -25,10 +28,12 @@ def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
             with contextlib.suppress(RawattnError):  # the test will say so itself
                 device, kernel = driver.device(0), parameters.get("kernel")
                 spec = dataclasses.replace(case.op.spec, constant_time=parameters.get("constant_time", False))
-                op = dataclasses.replace(case.op, spec=spec)
-                selection = select(op, device, kernel and kernel.name, parameters.get("config"))
-                launches = selection.kernel.lower(op, selection.config, device).launches
-                found |= {launch.source.key: launch.source for launch in launches}
+                forward = dataclasses.replace(case.op, spec=spec)
+                ops: list[Any] = [forward] if "dlse" not in parameters else [forward, Backward(forward, parameters["dlse"])]
+                for op in ops:
+                    selection = select(op, device, (kernel and op is ops[-1] and kernel.name) or None, parameters.get("config"))
+                    launches = selection.kernel.lower(op, selection.config, device).launches
+                    found |= {launch.source.key: launch.source for launch in launches}
     return found
 
 

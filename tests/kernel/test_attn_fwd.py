@@ -18,9 +18,10 @@ from rawattn.device import TYPICAL
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.base import Kernel
-from rawattn.testing import Case, cases, expect
+from rawattn.testing import Case, expect
 from rawattn.variant.mask import Both, Causal, Window
 from tests.calls import attend, check
+from tests.options import cases
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")

@@ -15,9 +15,10 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.base import Kernel
-from rawattn.testing import LAYOUTS, Case, cases, expect
+from rawattn.testing import LAYOUTS, Case, expect
 from rawattn.variant.element import ELEMENTS
 from tests.calls import attend, check
+from tests.options import cases
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")

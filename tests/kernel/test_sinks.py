@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -47,7 +48,12 @@ def test_no_sink_and_an_infinite_one(kernel: Any, q_len: int, kv_len: int) -> No
         plain, plain_lse = rawattn.attention(q, k, v, causal=True, return_lse=True, kernel=kernel.name)
         sinks = torch.tensor([-torch.inf, torch.inf, -torch.inf, torch.inf], device="cuda")
         o, lse = rawattn.attention(q, k, v, causal=True, return_lse=True, sinks=sinks, kernel=kernel.name)
-    assert (o[:, :, ::2] == plain[:, :, ::2]).all() and torch.allclose(lse[:, ::2], plain_lse[:, ::2], rtol=1e-6, atol=1e-6)
+    assert (o[:, :, ::2] == plain[:, :, ::2]).all()
+    # lse is reference + log(total), both products, and the compiler may round either of them or none before the sum. Two lse of
+    # the same numbers differ by 2^-24 of each product and of each sum: 2 |lse| + |reference| + |log(total)|, where |reference| is
+    # at most |lse| + |log(total)|, and a total at most 2^15 for each key.
+    log_total = math.log(kv_len) + 15 * math.log(2)
+    assert ((lse - plain_lse)[:, ::2].abs() <= 2.0**-24 * (3 * plain_lse[:, ::2].abs() + 2 * log_total)).all()
     assert not o[:, :, 1::2].any() and (lse[:, 1::2] == torch.inf).all()
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -30,6 +30,8 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.testing import Case
+from rawattn.variant import Option
+from rawattn.variant.mask import Full
 
 torch = pytest.importorskip("torch")
 
@@ -364,6 +366,37 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
 def error(case: Case, adapter: peers.Adapter) -> float:
     task = Task.make(case, device="cpu")
     return Check(task)(adapter(task))
+
+
+@dataclasses.dataclass(frozen=True)
+class Alibi(Option):
+    """A score that knows batch and head."""
+
+    type: ClassVar[str] = "Alibi"
+    source: ClassVar[str] = ""
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s + (batch + 1) / (head + 1) * (kv - q) / 9
+
+
+HEADS = Case("fp32", batch=3, q_len=70, kv_len=70, heads=4, kv_heads=2, causal=True, sinks=True, score=Alibi())
+
+
+@pytest.mark.parametrize("lengths", [None, ((5, 9), (40, 40), (70, 3))], ids=["dense", "packed"])
+def test_what_is_checked_are_the_calls_own_heads(lengths: Any) -> None:
+    """Sinks and scores that know batch and head are compared at the batch and the head that they are of."""
+    case = dataclasses.replace(HEADS, lengths=lengths)
+    assert error(case, lambda task: ours.ours(task, "ours")) < 4e-6
+    for other in (dataclasses.replace(case, score=None), dataclasses.replace(case, sinks=False)):
+        with pytest.raises(ArithmeticError, match="relative error"):
+            error(case, lambda task, other=other: ours.ours(dataclasses.replace(task, case=other), "ours"))
+
+
+@pytest.mark.parametrize("changed", [{"sinks": True}, {"q_offset": 1}, {"score": Alibi()}, {"mask": Full()}], ids=str)
+def test_peers_refuse_what_they_are_not_given(changed: dict[str, Any]) -> None:
+    task = Task.make(Case("fp32", **changed), device="cpu")
+    with pytest.raises(Unserved, match=f"no {next(iter(changed))}"):
+        task.refuse()
 
 
 @pytest.mark.parametrize("name", ["fa3", "flash_attn", "fa4"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
 
-from perf.host import ROWS, table
+from perf.host import ROWS, Host, second_launch, table
 
 pytest.importorskip("torch")
 pytest.importorskip("cuda.bindings.driver")
@@ -71,6 +74,17 @@ def test_dry(tmp_path: pathlib.Path) -> None:
         0 < row["p10"] <= row["us"] <= row["p90"] for row in rows.values() if "us" in row and row is not rows["two_launches"]
     )
     assert rows["new_kv_len"]["us"] > rows["plan"]["us"], "it has more to do"
+
+
+def test_a_second_launch_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row takes the calls with one launch from those with two, whose numbers are odd."""
+    assert second_launch(np.array([15.0, 10.0, 16.0, 10.0, 99.0])).tolist() == [5.0, 6.0]
+    host, clock = Host.__new__(Host), itertools.count(0, 1000)
+    host.calls, host.dry = 4, True
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
+    two = lambda: [time.perf_counter_ns() for _ in range(7)]  # noqa: E731
+    samples = np.array(host.samples(lambda i: two if i % 2 else list))
+    assert second_launch(samples).tolist() == [7.0, 7.0]
 
 
 def test_profile() -> None:

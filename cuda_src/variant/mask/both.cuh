@@ -5,6 +5,7 @@
 
 template <class A, class B>
 struct Both {
+    static constexpr bool of_head = requires { requires A::of_head; } || requires { requires B::of_head; };
     A a;
     B b;
 

@@ -65,7 +65,7 @@ struct PackGqaMask : PackGqaOf<M, R> {
     __device__ TileRange kv_tiles(i32 begin, i32 end) const {
         const i32 q_begin = rows.q_of(begin), q_end = rows.q_of(end - 1) + 1;
         TileRange found = of(0).kv_tiles(q_begin, q_end);
-        if constexpr (requires { M::of_head; })
+        if constexpr (requires { requires M::of_head; })
             for (i32 i = 1; i < rows.heads; ++i) found = found.either(of(i).kv_tiles(q_begin, q_end));
         return found;
     }

@@ -12,7 +12,11 @@
 
 struct SpeculativeMax : OnlineSoftmax {
     static constexpr float farthest = 32768.f;
-    enum { looking, trusting, distrusting } state = looking;
+    enum {
+        looking,
+        trusting,
+        distrusting,
+    } state = looking;
 
     __device__ SpeculativeMax(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 

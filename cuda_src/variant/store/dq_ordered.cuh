@@ -15,7 +15,8 @@ struct DqOrdered {
     }
     // It is awaited before the part is there.
     __device__ static void wait_for_turn(const Args& args, i32 place, Turn turn) {
-        while (ptx::load_acquire(args.turns + place) != turn.number) {}
+        while (ptx::load_acquire(args.turns + place) != turn.number) {
+        }
         ptx::fence_async_gmem();
     }
     __device__ static void add_part(const Args& args, i32 place, Turn turn, const DqSlot& slot) {

@@ -1,0 +1,14 @@
+#pragma once
+// A score of positions, where q and k are parts of longer sequences (variant/rows/offset.cuh): kernels count rows.
+#include "variant/work_tile.cuh"
+
+template <class S>
+struct OffsetScore : S {
+    i32 q_offset, kv_offset;
+
+    __device__ OffsetScore(const Args& args, const Rows& rows, const WorkTile& work)
+        : S(args, rows, work), q_offset(rows.q_offset), kv_offset(rows.kv_offset) {}
+
+    __device__ Number operator()(Number s, i32 q, i32 kv) const { return S::operator()(s, q + q_offset, kv + kv_offset); }
+    __device__ Number derivative(Number s, i32 q, i32 kv) const { return S::derivative(s, q + q_offset, kv + kv_offset); }
+};

@@ -1,0 +1,54 @@
+"""A mask and a score where q and k are parts of longer sequences: row i of q is at position ``q_offset`` + i, row j of k at
+``kv_offset`` + j."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from . import Wrapper
+from .mask import Ints, Pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class OffsetMask:
+    """The pairs of a part that a mask keeps in the whole. All alignments are the same there: the whole sequences have one
+    length. Kernels need no such option, as their masks ask the rows for positions (``variant/rows/offset.cuh``)."""
+
+    base: Pairs
+    q_offset: int
+    kv_offset: int
+
+    @property
+    def of_head(self) -> Callable[[int], OffsetMask]:
+        base = self.base.of_head  # type: ignore[attr-defined]  # where heads differ
+        return lambda head: OffsetMask(base(head), self.q_offset, self.kv_offset)
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        length = max(self.q_offset + q_len, self.kv_offset + kv_len)
+        begin, end = self.base.interval(q + self.q_offset, length, length)
+        return np.clip(begin - self.kv_offset, 0, kv_len), np.clip(end - self.kv_offset, 0, kv_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffsetScore(Wrapper):
+    """A score that sees positions where kernels count rows."""
+
+    q_offset: int = 0
+    kv_offset: int = 0
+    type: ClassVar[str] = "OffsetScore"
+    source: ClassVar[str] = "variant/score/offset.cuh"
+
+    @property
+    def logit(self) -> Callable[..., Any]:
+        return self._at_positions(self.base.logit)  # type: ignore[attr-defined]  # where the score has it
+
+    @property
+    def slope(self) -> Callable[..., Any]:
+        return self._at_positions(self.base.slope)  # type: ignore[attr-defined]  # likewise
+
+    def _at_positions(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda xp, s, batch, head, q, kv: f(xp, s, batch, head, q + self.q_offset, kv + self.kv_offset)

@@ -1,0 +1,181 @@
+"""Training on several processes: DDP, FSDP2 and DTensor give the losses and gradients of one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rawattn
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+pytest.importorskip("rawattn.torch_op")
+BOUND = 1e-12  # of a float64 loss or gradient, whose sums are taken in another order
+
+
+class Block(torch.nn.Module):
+    """Self-attention with sinks and a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 64, dtype=torch.float64)
+        self.back = torch.nn.Linear(32, 32, dtype=torch.float64)
+        self.sinks = torch.nn.Parameter(torch.tensor([0.0, 1.0, -1.0, 2.0], dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 8)).split((4, 2, 2), dim=-2)
+        return x + self.back(rawattn.attention(q, k, v, causal=True, sinks=self.sinks).flatten(-2))
+
+
+def model() -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(Block(), Block(), torch.nn.Linear(32, 32, dtype=torch.float64))
+
+
+def train(network: Any, x: Any, steps: int = 3) -> tuple[list[Any], list[Any]]:
+    """The losses, and the gradients of the last step."""
+    optimizer, losses = torch.optim.SGD(network.parameters(), lr=0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (network(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    return losses, [parameter.grad for parameter in network.parameters()]
+
+
+def check_training(rank: int) -> None:
+    """Each process trains on its half of the batch, and the mean is what one has."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 12, 32, dtype=torch.float64)
+    wanted_losses, wanted = train(model(), x)
+    wrapped = {"ddp": DistributedDataParallel(model())}
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # before torch 2.6
+        pass
+    else:
+        wrapped["fsdp"], mesh = model(), init_device_mesh("cpu", (2,))
+        for block in wrapped["fsdp"][:2]:
+            block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)
+            fully_shard(block, mesh=mesh)
+        fully_shard(wrapped["fsdp"], mesh=mesh)
+    for name, network in wrapped.items():
+        losses, found = train(network, x.chunk(2)[rank])
+        whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+        mean = torch.stack(losses)
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / 2, torch.stack(wanted_losses), rtol=0, atol=BOUND, msg=name)
+        for each, want in zip(whole, wanted, strict=True):
+            torch.testing.assert_close(each, want, rtol=0, atol=BOUND, msg=name)
+    assert mean[-1] < mean[0]
+
+
+def check_dtensor() -> None:
+    """Heads, a batch, and what is whole: the gradients of each part together are those of one process."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    for heads, kv_heads, place, sinks_place in (
+        (8, 4, Shard(2), Shard(0)), (8, 4, Shard(0), Replicate()), (12, 3, Shard(2), Shard(0)), (8, 2, Replicate(), Replicate()),
+    ):  # fmt: skip
+        whole = [torch.randn(4, 16, n, 8, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
+        whole = [x.requires_grad_() for x in (*whole, torch.randn(heads, dtype=torch.float64))]
+        places = (place, place, place, sinks_place)
+        parts = [distribute_tensor(x.detach(), mesh, [p]).requires_grad_() for x, p in zip(whole, places, strict=True)]
+        found, wanted = (gradients(*given) for given in (parts, whole))
+        for each, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(each.full_tensor(), want, rtol=0, atol=BOUND)
+
+
+def gradients(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    o, lse = rawattn.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    return torch.autograd.grad(o.sin().sum() + lse.cos().sum(), (q, k, v, sinks))
+
+
+def work(rank: int, store: str) -> None:
+    """What each of the two processes does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    check_training(rank)
+    check_dtensor()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_two_processes(tmp_path: Any) -> None:
+    command = [sys.executable, "-W", "ignore", __file__]
+    running = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=os.environ) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=100) for process in running] == [0, 0]
+    finally:
+        for process in running:  # one may wait for the other, which has failed
+            process.kill()
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Four processes, of which this is one; the others are made up."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=4, store=fake.FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+# mesh, placements of q, of k and v, heads of q and of k, wanted of dq
+SHARDINGS: list[tuple[tuple[int, ...], str, str, int, int, str]] = [
+    ((4,), "r", "r", 8, 8, "r"),
+    ((4,), "2", "2", 16, 4, "2"),
+    ((4,), "0", "0", 8, 8, "0"),
+    ((4,), "2", "r", 8, 2, "r"),
+    ((2, 2), "02", "02", 8, 4, "02"),
+    ((2, 2), "22", "22", 12, 6, "rr"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", SHARDINGS, ids=str)
+def test_placements_of_gradients(case: Any, world: None) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    shape, q_names, kv_names, heads, kv_heads, wanted = case
+    mesh = init_device_mesh("cpu", shape)
+
+    def placed(names: str) -> list[Any]:
+        return [Replicate() if name == "r" else Shard(int(name)) for name in names]
+
+    given = [
+        distribute_tensor(torch.randn(4, 8, n, 8), mesh, placed(names)).requires_grad_()
+        for n, names in ((heads, q_names), (kv_heads, kv_names), (kv_heads, kv_names))
+    ]
+    o, lse = rawattn.attention(*given, causal=True, return_lse=True)
+    found = torch.ops.rawattn.attention_backward(o.detach(), *(x.detach() for x in (*given, o, lse)))
+    for each, x in zip(found, given, strict=False):
+        assert list(each.placements) == placed(wanted) and each.shape == x.shape
+    assert found[3].shape == (0,)
+    assert [x.shape for x in torch.autograd.grad((o.sum(), lse.sum()), given)] == [x.shape for x in given]
+
+
+def test_placements_of_gradients_of_varlen(world: None) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    q = distribute_tensor(torch.randn(20, 8, 8), mesh, [Shard(1)])
+    starts = distribute_tensor(torch.tensor([0, 5, 20], dtype=torch.int32), mesh, [Replicate()])
+    o, lse = torch.ops.rawattn.attention(q, q, q, None, starts, starts)
+    found = torch.ops.rawattn.attention_backward(o, q, q, q, o, lse, lse, None, starts, starts)
+    assert [list(x.placements) for x in found[:3]] == [[Shard(1)]] * 3 and found[0].to_local().shape == (20, 2, 8)
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,512 @@
+"""The kernels of the backward against the reference: each thing they must do in a list of cases, and what may vary at run time by
+Hypothesis. New memory holds NaN, scratch and outputs too."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import rawattn
+from rawattn import driver
+from rawattn.device import Device
+from rawattn.kernel.attn_bwd import ATTN_BWD, Config, config_of
+from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
+from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
+from rawattn.kernel.base import Kernel
+from rawattn.operation import Backward
+from rawattn.plans import Plan
+from rawattn.program import Counter, Program
+from rawattn.select import Selection
+from rawattn.testing import Case, cases, expect_backward
+from rawattn.variant.mask import Both, Causal, Window
+from tests.calls import poisoned_memory
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu("any")
+
+LAYOUTS = ("contiguous", "heads_first", "packed", "padded", "expanded")
+PACKED: list[tuple[tuple[int, int], ...]] = [
+    (),
+    ((0, 0),),
+    ((300, 300), (1, 500), (0, 40), (200, 0), (129, 129), (0, 0), (64, 1)),
+    tuple((n % 139, n * n % 211) for n in range(60)),
+]
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"mask": Causal("top_left")},
+    {"window": (100, 0)},
+    {"window": (None, 50)},
+    {"window": (0, 0)},
+    {"mask": Window(10, 70, "top_left")},
+    {"causal": True, "window": (200, None)},
+    {"mask": Both(Causal("top_left"), Window(90, 90))},
+]
+LENGTHS = [(500, 500), (130, 900), (900, 130), (257, 0), (0, 70), (0, 0), (1, 777), (777, 1), (64, 65), (192, 193)]
+
+
+def label(parameter: Any) -> str:
+    if isinstance(parameter, Kernel):
+        return parameter.name
+    if not isinstance(parameter, Case):
+        return str(parameter)
+    many = parameter.lengths is not None and len(parameter.lengths) > 8
+    return f"{dataclasses.replace(parameter, lengths=None).name}, many sequences" if many else parameter.name
+
+
+def listed(given: Iterable[tuple[Any, Case, bool]]) -> pytest.MarkDecorator:
+    """Each: a kernel, a case, and whether lse has a gradient."""
+    return pytest.mark.parametrize(("kernel", "case", "dlse"), [*given], ids=label)
+
+
+def fitting(case: Case) -> Any:
+    """The kernel that serves the case on Hopper."""
+    return ATTN_BWD if max(case.head_dim, case.head_dim_v) <= 128 else ATTN_BWD_PAIR
+
+
+class Call:
+    """What a backward is given, and its results."""
+
+    def __init__(self, case: Case, dlse: bool = True, inputs: tuple[Any, ...] = ()) -> None:
+        self.case = case
+        self.q, self.k, self.v, *starts = inputs or case.inputs("torch", "cuda")
+        self.do, lse_gradient = case.output_gradients("torch", "cuda")
+        self.options: dict[str, Any] = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=False))
+        self.options |= {name: value for name, value in case.options.items() if name != "sinks"}
+        self.options |= {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
+        forward = rawattn.attention_varlen if starts else rawattn.attention
+        self.o, self.lse = forward(self.q, self.k, self.v, **self.options, return_lse=True)
+        self.dlse = {"dlse": lse_gradient} if dlse else {}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {"do": self.do, "q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.lse, **self.dlse}
+
+    def run(self, kernel: Any = None, **options: Any) -> tuple[Any, ...]:
+        with poisoned_memory():
+            return rawattn.attention_backward(**self.given, **self.options, kernel=kernel and kernel.name, **options)
+
+    def check(self, found: tuple[Any, ...]) -> None:
+        expect_backward(self.do, self.q, self.k, self.v, **self.dlse, **self.options).check(*found)
+
+
+def check(case: Case, kernel: Any, dlse: bool = True) -> None:
+    call = Call(case, dlse)
+    call.check(call.run(kernel))
+
+
+def equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def sizes(head_dim: int, head_dim_v: int) -> tuple[Any, Case, bool]:
+    """A case in which all of memory beside the heads is NaN, and dtype, mask and dlse alternate with the size."""
+    dtype, causal = "fp16" if head_dim % 16 else "bf16", head_dim_v % 24 == 0
+    case = Case(dtype, 2, 200, 333, 4, 2, head_dim, head_dim_v, causal=causal, layout="padded")
+    return fitting(case), case, head_dim % 24 == 0
+
+
+SIZES = [(d, d) for d in (8, 16, 40, 56, 64, 72, 96, 112, 120, 128, 136, 192, 200, 248, 256)]
+UNEQUAL = [(128, 64), (64, 128), (8, 128), (96, 72), (192, 128), (128, 192), (256, 8), (8, 256)]
+
+
+@listed(sizes(*each) for each in SIZES + UNEQUAL)
+def test_head_dims(kernel: Any, case: Case, dlse: bool) -> None:
+    check(case, kernel, dlse)
+
+
+@listed(
+    (kernel, Case(dtype, 1, *lengths, 3, 1, size, size, **mask), False)
+    for (kernel, dtype, size), mask, lengths in itertools.product(
+        [(ATTN_BWD, "bf16", 64), (ATTN_BWD, "fp16", 128), (ATTN_BWD_PAIR, "bf16", 256)], MASKS, LENGTHS
+    )
+    if size == 128 or mask in MASKS[:4]
+)
+def test_masks_and_lengths(kernel: Any, case: Case, dlse: bool) -> None:
+    check(case, kernel, dlse)
+
+
+@listed(
+    (kernel, Case("bf16", batch, 170, 300, heads, kv_heads, size, size, causal=True), True)
+    for kernel, size in ((ATTN_BWD, 64), (ATTN_BWD_PAIR, 192))
+    for batch, heads, kv_heads in ((2, 4, 4), (2, 8, 2), (3, 6, 1), (1, 1, 1), (2, 40, 8), (0, 2, 2), (9, 16, 16))
+)
+def test_batches_and_heads(kernel: Any, case: Case, dlse: bool) -> None:
+    check(case, kernel, dlse)
+
+
+@listed(
+    (kernel, Case("fp16", 1, 300, 300, 2, 2, size, size, causal=True, softcap=softcap, scale=scale), True)
+    for kernel, size in ((ATTN_BWD, 128), (ATTN_BWD_PAIR, 256))
+    for softcap, scale in ((None, -0.1), (None, 0.0), (None, 1.0), (30.0, None), (0.5, None), (5.0, -1.0), (50.0, 1.0))
+)
+def test_scores(kernel: Any, case: Case, dlse: bool) -> None:
+    check(case, kernel, dlse)
+
+
+@listed(
+    (kernel, Case("bf16", heads=4, kv_heads=2, head_dim=size, head_dim_v=size, lengths=lengths, **mask), True)
+    for (kernel, size), mask, lengths in itertools.product(
+        [(ATTN_BWD, 64), (ATTN_BWD, 128), (ATTN_BWD_PAIR, 256)], [MASKS[0], MASKS[1], MASKS[3]], PACKED
+    )
+)
+def test_packed_sequences(kernel: Any, case: Case, dlse: bool) -> None:
+    check(case, kernel, dlse)
+
+
+@listed((ATTN_BWD, Case(lengths=tuple((1 + n % 65, n) for n in range(200)), **mask), False) for mask in MASKS[:2])
+def test_every_length(kernel: Any, case: Case, dlse: bool) -> None:
+    check(case, kernel, dlse)
+
+
+SINKS = [
+    Case(sinks=True, q_len=200, kv_len=300, heads=4, kv_heads=2, causal=True),
+    Case(sinks=True, batch=3, q_len=300, kv_len=200, heads=3, kv_heads=3, causal=True, dtype="fp16"),  # rows without a key
+    Case(sinks=True, lengths=((100, 200), (0, 10), (30, 0), (1, 500)), heads=4, kv_heads=2, causal=True),
+    Case(sinks=True, q_len=0, kv_len=30, heads=2),
+    Case(sinks=True, q_len=30, kv_len=0, heads=2),
+    Case(sinks=True, batch=0, heads=2),
+    Case(sinks=True, lengths=(), heads=2),
+    Case(sinks=True, q_len=130, kv_len=100, head_dim=256, head_dim_v=256),
+    Case(sinks=True, dtype="fp64", q_len=90, kv_len=70, causal=True),
+]
+
+
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("case", SINKS, ids=label)
+def test_sinks(case: Case, dlse: bool) -> None:
+    call = Call(case, dlse)
+    found = call.run()
+    assert len(found) == 4
+    call.check(found)
+
+
+def test_no_sink_and_an_infinite_one() -> None:
+    """-inf is as no sink, and its gradient is 0; +inf leaves nothing for the keys: gradients are 0, never NaN."""
+    call = Call(Case(q_len=130, kv_len=70, heads=4, kv_heads=2, causal=True))
+    plain = call.run()
+    call.options["sinks"] = torch.tensor([-torch.inf, torch.inf, -torch.inf, torch.inf], device="cuda")
+    call.o, call.lse = rawattn.attention(call.q, call.k, call.v, **call.options, return_lse=True)
+    dq, _, _, dsinks = call.run()
+    assert torch.equal(dq[:, :, ::2], plain[0][:, :, ::2]) and not dq[:, :, 1::2].any()
+    assert not dsinks[::2].any() and dsinks.isfinite().all()
+    torch.testing.assert_close(dsinks[1::2], call.dlse["dlse"].sum((0, 2))[1::2], rtol=1e-4, atol=1e-3)
+
+
+@listed(
+    (kernel, Case("bf16", 2, 150, 200, 4, 2, size, 64, causal=True, layout=layout, lengths=lengths), True)
+    for (kernel, size), layout, lengths in itertools.product(
+        [(ATTN_BWD, 64), (ATTN_BWD_PAIR, 192)], LAYOUTS, [None, ((150, 200), (0, 5), (70, 64))]
+    )
+)
+def test_layouts(kernel: Any, case: Case, dlse: bool) -> None:
+    """Results go to memory in the same layout, and nothing beside them is written."""
+    call = Call(case, dlse)
+    out = tuple(case_memory(x) for x in (call.q, call.k, call.v))
+    found = call.run(kernel, out=out)
+    assert all(x is y for x, y in zip(found, out, strict=True))
+    call.check(found)
+    for x in found:
+        assert int((~x._base.isnan()).sum()) == x.numel(), "something beside it was written"
+
+
+def case_memory(like: Any) -> Any:
+    """Rows that are eight numbers longer than those of ``like``, all NaN, without these eight."""
+    wide = torch.full((*like.shape[:-1], like.shape[-1] + 8), float("nan"), dtype=like.dtype, device="cuda")
+    return wide[..., : like.shape[-1]]
+
+
+GRADIENTS = {
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "a slice of heads": lambda x: torch.cat([x, x], 2)[:, :, : x.shape[2]],
+    "expanded heads": lambda x: x[:, :, :1].expand_as(x),
+    "expanded rows": lambda x: x[:, :1].expand_as(x),
+    "one number": lambda x: x[:1, :1, :1, :1].expand_as(x),
+    "columns first": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@listed([(ATTN_BWD, Case(batch=2, q_len=130, kv_len=200, heads=4, kv_heads=2, causal=True), True)])
+def test_gradients_of_any_layout(kernel: Any, case: Case, dlse: bool, kind: str) -> None:
+    call = Call(case, dlse)
+    call.do = GRADIENTS[kind](call.do)
+    call.dlse = {"dlse": call.dlse["dlse"][:, :1].expand_as(call.lse)}
+    found = call.run(kernel)
+    call.check(found)
+    copied = rawattn.explain_backward(**call.given, **call.options).copied
+    assert copied == (("do", "dlse") if "expanded" in kind or kind in ("one number", "columns first") else ("dlse",))
+    call.do, call.dlse = call.do.contiguous(), {"dlse": call.dlse["dlse"].contiguous()}
+    assert equal(call.run(kernel), found)
+
+
+# ---- the same bits
+
+
+class Narrow:
+    """A kernel on fewer blocks than its own: those that draw their works from a counter."""
+
+    def __init__(self, kernel: Any, grid: int) -> None:
+        self._kernel, self._grid = kernel, grid
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def lower(self, op: Backward, config: Any, device: Device) -> Program:
+        program = self._kernel.lower(op, config, device)
+        drawn = [any(isinstance(field.fill, Counter) for field in launch.fields) for launch in program.launches]
+        grids = (min(x.grid, self._grid) if is_drawn else x.grid for x, is_drawn in zip(program.launches, drawn, strict=True))
+        return program._replace(launches=tuple(x._replace(grid=n) for x, n in zip(program.launches, grids, strict=True)))
+
+    def programs(self, op: Backward, config: Any, device: Device) -> tuple[Program, ...]:
+        return (self.lower(op, config, device),)
+
+
+REPEATED = [
+    (ATTN_BWD, Case("bf16", 2, 1000, 1000, 4, 2, 64, 64, causal=True), True),
+    (ATTN_BWD, Case("bf16", 1, 2000, 2000, 8, 8, 128, 128), False),
+    (ATTN_BWD_PAIR, Case("bf16", 1, 900, 1500, 4, 1, 256, 256, causal=True), False),
+    (ATTN_BWD, Case("bf16", heads=4, kv_heads=2, head_dim=128, head_dim_v=128, causal=True, lengths=PACKED[2], sinks=True), True),
+]
+
+
+@listed(REPEATED)
+def test_repeats_are_equal(kernel: Any, case: Case, dlse: bool) -> None:
+    call = Call(case, dlse)
+    wanted = call.run(kernel)
+    call.check(wanted)
+    assert all(equal(call.run(kernel), wanted) for _ in range(20))
+
+
+@pytest.mark.parametrize("grid", [1, 7, 61])
+@listed(REPEATED)
+def test_other_grids_give_the_same_bits(kernel: Any, case: Case, dlse: bool, grid: int) -> None:
+    call = Call(case, dlse)
+    plan = rawattn.plan_backward(**call.given, **call.options, kernel=kernel.name)
+    narrow = Plan(plan.op, plan.device, Selection(Narrow(kernel, grid), plan.config, ""), "torch")
+    given = call.given | {name: call.options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "sinks") if name in call.options}
+    with poisoned_memory():
+        assert equal(narrow.run(**given), plan.run(**given))
+
+
+@listed(REPEATED)
+def test_graphs_replay(kernel: Any, case: Case, dlse: bool) -> None:
+    call = Call(case, dlse)
+    call.run(kernel)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = rawattn.attention_backward(**call.given, **call.options, kernel=kernel.name)
+    for seed in (1, 2):
+        other = Call(dataclasses.replace(case, seed=seed), dlse)
+        for name, x in call.given.items():
+            x.copy_(other.given[name])
+        if case.sinks:
+            call.options["sinks"].copy_(other.options["sinks"])
+        graph.replay()
+        assert equal(found, other.run(kernel))
+
+
+def test_streams_do_not_meet() -> None:
+    calls = [Call(dataclasses.replace(REPEATED[1][1], seed=seed), False) for seed in range(4)]
+    wanted, streams = [call.run() for call in calls], [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        found = []
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(rawattn.attention_backward(**call.given))
+        torch.cuda.synchronize()
+        assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# ---- configurations, and kernels against each other
+
+
+@pytest.mark.parametrize(
+    "store, chains, direction", [("final", 1, ""), ("final", 2, "LongestFirst"), ("ordered", 2, "Ascending")]
+)
+@listed([(ATTN_BWD, Case(batch=2, q_len=500, kv_len=400, heads=4, kv_heads=2, head_dim=128, head_dim_v=128, causal=True), False)])
+def test_configs(kernel: Any, case: Case, dlse: bool, store: str, chains: int, direction: str) -> None:
+    call = Call(case, dlse)
+    config: Config = dataclasses.replace(config_of(case.op, store), dq_chains=chains, direction=direction)
+    found = call.run(kernel, config=config)
+    call.check(found)
+    assert equal(call.run(kernel, config=config), found)
+
+
+def test_unordered() -> None:
+    call = Call(Case(batch=2, q_len=500, kv_len=400, heads=4, kv_heads=2, causal=True))
+    config = config_of(call.case.op, "unordered")
+    call.check(call.run(ATTN_BWD, config=config, deterministic=False))
+
+
+@listed(
+    (ATTN_BWD_SIMT, Case(dtype, 2, 70, 90, 4, 2, *size, layout=layout, **kind), True)
+    for (dtype, size, layout), kind in itertools.product(
+        [
+            ("fp32", (64, 64), "packed"),
+            ("fp64", (33, 300), "contiguous"),
+            ("bf16", (1, 17), "padded"),
+            ("fp16", (512, 8), "padded"),
+        ],
+        [{}, {"causal": True}, {"window": (20, 9), "softcap": 5.0}],
+    )
+)
+def test_plain_kernel(kernel: Any, case: Case, dlse: bool) -> None:
+    check(case, kernel, dlse)
+
+
+@listed([(ATTN_BWD_SIMT, Case("fp32", heads=2, lengths=PACKED[2], causal=True), True)])
+def test_plain_kernel_on_packed_sequences(kernel: Any, case: Case, dlse: bool) -> None:
+    check(case, kernel, dlse)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_addresses_that_are_no_multiple_of_16_bytes(dtype: str) -> None:
+    """They are refused where copying would mend them, and computed by the plain kernel where that is asked for."""
+    call = Call(Case(dtype, 2, 70, 90, 4, 2, 40, 40, causal=True))
+    for name in ("do", "q", "k", "v", "o"):
+        x = getattr(call, name)
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), float("nan"), dtype=x.dtype, device="cuda")
+        setattr(call, name, wide[..., 3:-2].copy_(x))
+    if dtype == "bf16" and ATTN_BWD.runs_on(driver.device(0)):
+        with pytest.raises(rawattn.UnsupportedError, match="kernel='attn_bwd_simt'"):
+            call.run()
+    out = tuple(case_memory(x) for x in (call.q, call.k, call.v))
+    call.check(call.run(ATTN_BWD_SIMT, out=out))
+
+
+def test_reversed_rows() -> None:
+    cupy = pytest.importorskip("cupy")
+    case = Case("fp32", 2, 70, 130, 2, 2, 40, 40, causal=True, layout="reversed")
+    (q, k, v), (do, dlse) = case.inputs("cupy", 0), case.output_gradients("cupy", 0)
+    o, lse = rawattn.attention(q, k, v, causal=True, return_lse=True)
+    found = rawattn.attention_backward(do, q, k, v, o, lse, dlse=dlse, causal=True)
+    assert all(isinstance(x, cupy.ndarray) for x in found)
+    expect_backward(do, q, k, v, dlse=dlse, causal=True).check(*found)
+
+
+@listed([(ATTN_BWD, Case(heads=2, lengths=((100, 100), (70, 30)), sinks=True), True)])
+def test_rows_after_the_last_sequence(kernel: Any, case: Case, dlse: bool) -> None:
+    """They belong to nobody: what they hold is not read, and their gradients are 0."""
+    call = Call(case, dlse)
+    wanted = call.run(kernel)
+    for name in ("do", "q", "k", "v", "o"):
+        x = getattr(call, name)
+        setattr(call, name, torch.cat([x, torch.full_like(x[:50], float("nan"))]))
+    nan = torch.full((2, 50), float("nan"), device="cuda")
+    call.lse, call.dlse = torch.cat([call.lse, nan], 1), {"dlse": torch.cat([call.dlse["dlse"], nan], 1)}
+    *found, dsinks = call.run(kernel)
+    for x, y in zip(found, wanted, strict=False):
+        assert torch.equal(x[:-50], y) and not x[-50:].any()
+    assert torch.equal(dsinks, wanted[3])
+
+
+@listed([(ATTN_BWD, Case("bf16", heads=4, kv_heads=2, causal=True, lengths=((100, 100), (130, 270), (65, 200))), False)])
+def test_sequences_do_not_meet(kernel: Any, case: Case, dlse: bool) -> None:
+    """All of one sequence NaN: the others' gradients are the same bits."""
+    call = Call(case, dlse)
+    clean, starts = call.run(kernel), [call.options[f"cu_seqlens_{side}"].tolist() for side in ("q", "kv", "kv")]
+    for i in range(3):
+        dirty = Call(case, dlse)
+        spans = [slice(*cu[i : i + 2]) for cu in starts]
+        for x, span in zip((dirty.q, dirty.k, dirty.v), spans, strict=True):
+            x[span] = float("nan")
+        for x, y, span in zip(dirty.run(kernel), clean, spans, strict=True):
+            other = torch.ones(len(x), dtype=torch.bool, device="cuda")
+            other[span] = False
+            assert torch.equal(x[other], y[other]) and x[~other].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(70_000, 1), (1, 70_000)], ids=str)
+def test_many_heads(shape: tuple[int, int]) -> None:
+    """One key: its weight is 1, so dv is do, and dq and dk are 0."""
+    batch, heads = shape
+    q, k, v, do = (torch.randn(batch, 1, heads, 64, device="cuda").bfloat16() for _ in range(4))
+    o, lse = rawattn.attention(q, k, v, return_lse=True)
+    with poisoned_memory():
+        dq, dk, dv = rawattn.attention_backward(do, q, k, v, o, lse)
+    assert torch.equal(dv, do)
+    small = 0.02  # delta is a sum of 64 roundings
+    assert float(dq.abs().max()) < small and float(dk.abs().max()) < small
+
+
+@pytest.mark.parametrize("kernel", [ATTN_BWD, ATTN_BWD_SIMT], ids=label)
+def test_more_than_32_bits_of_elements(kernel: Any) -> None:
+    """Batches, rows or heads, whichever there are three of, lie gigabytes apart."""
+    apart = 1 << 30
+
+    def far(x: Any) -> Any:
+        strides = list(x.contiguous().stride())
+        strides[x.shape.index(3)] = apart
+        memory = torch.empty(2 * apart + (1 << 20), dtype=x.dtype, device="cuda")
+        return memory.as_strided(x.shape, strides).copy_(x)
+
+    for case in (Case("fp16", 3, 70, 90, 1, 1), Case("fp16", 1, 3, 3, 2, 1), Case("fp16", 1, 9, 90, 3, 3)):
+        call = Call(case, inputs=tuple(map(far, case.inputs("torch", "cuda"))))
+        call.do, call.o = far(call.do), far(call.o)
+        call.check(call.run(kernel, out=tuple(far(x) for x in (call.q, call.k, call.v))))
+
+
+# ---- whatever varies
+
+KINDS = [
+    (ATTN_BWD, Case("bf16", causal=True), True),
+    (ATTN_BWD, Case("fp16", head_dim=128, head_dim_v=128, window=(0, 0), softcap=1.0), False),
+    (ATTN_BWD_PAIR, Case("bf16", head_dim=192, head_dim_v=128, mask=Causal("top_left")), True),
+    (ATTN_BWD, Case("bf16", head_dim=128, head_dim_v=128, causal=True, lengths=(), sinks=True), True),
+    (ATTN_BWD_PAIR, Case("fp16", head_dim=256, head_dim_v=256, mask=Both(Causal("top_left"), Window(0, 0)), lengths=()), False),
+    (ATTN_BWD_SIMT, Case("fp32", causal=True, sinks=True), True),
+]
+
+
+@st.composite
+def varied(draw: Any, case: Case, longest: int = 400) -> Case:
+    """The case with other run-time values: the compiled kernels are the same."""
+    length = st.integers(0, longest) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 384])
+    pair = length.map(lambda n: (n, n)) | st.tuples(length, length)
+    side = st.none() | st.integers(0, longest)
+    kv_heads = draw(st.integers(1, 3))
+    changes: dict[str, Any] = {"heads": kv_heads * draw(st.sampled_from((1, 1, 2, 5))), "kv_heads": kv_heads}
+    if case.lengths is None:
+        changes["batch"], (changes["q_len"], changes["kv_len"]) = draw(st.integers(1, 3)), draw(pair)
+    else:
+        changes["lengths"] = tuple(draw(st.lists(pair, max_size=6)))
+    if case.window is not None:
+        changes["window"] = draw(st.tuples(side, side))
+    if isinstance(case.mask, Both):
+        changes["mask"] = Both(case.mask.a, Window(draw(side), draw(side)))
+    if case.softcap is not None:
+        changes["softcap"] = draw(st.sampled_from((0.3, 4.0, 50.0)))
+    changes["scale"] = draw(st.sampled_from((1e-3, 0.1, 0.3)))
+    return dataclasses.replace(case, layout=draw(st.sampled_from(LAYOUTS)), seed=draw(st.integers(0, 2**32 - 1)), **changes)
+
+
+@listed(KINDS)
+@hypothesis.settings(max_examples=30, derandomize=True)
+@hypothesis.given(data=st.data())
+def test_whatever_the_run_time_values(kernel: Any, case: Case, dlse: bool, data: Any) -> None:
+    check(data.draw(varied(case)), kernel, dlse)
+
+
+@hypothesis.settings(max_examples=12, derandomize=True)  # most compile three kernels
+@hypothesis.given(case=cases(dtypes=("bf16", "fp16"), layouts=LAYOUTS, head_dims=(8, 40, 64, 128, 256), sinks=None))
+def test_whatever_the_kinds(case: Case) -> None:
+    call = Call(case)
+    call.check(call.run())
+
+
+@listed([(ATTN_BWD, REPEATED[0][1], True), (ATTN_BWD_PAIR, REPEATED[2][1], False)])
+def test_kernels_against_each_other(kernel: Any, case: Case, dlse: bool) -> None:
+    """The plain kernel computes in float32 throughout: another may differ from it by what both may from the reference."""
+    call = Call(case, dlse)
+    allowed = expect_backward(call.do, call.q, call.k, call.v, **call.dlse, **call.options).errors
+    for name, x, y in zip(("dq", "dk", "dv"), call.run(kernel), call.run(ATTN_BWD_SIMT), strict=True):
+        assert (np.abs((x.double() - y.double()).cpu().numpy()) <= 2 * allowed[name]).all(), name

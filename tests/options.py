@@ -1,0 +1,79 @@
+"""Masks and scores that tests run beside the library's: an entry here runs in host tests and on the GPU.
+
+A mask or a score of one's own needs a CUDA file, a class with its definition, and an entry of ``MASKS`` or ``SCORES``: a strategy
+for its run-time values. Values that divide no tile find the most faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+
+from rawattn import testing
+from rawattn.program import Field, Fields
+from rawattn.variant import Option
+from rawattn.variant.mask import Both, Causal, Ints, Mask, Window
+from rawattn.variant.score import Score
+
+
+@dataclasses.dataclass(frozen=True)
+class Alibi(Option):
+    """Attention with linear biases (arXiv 2108.12409): head h has the slope 2^(-step (h + 1)); step is 8 / heads there."""
+
+    step: float
+    type: ClassVar[str] = "Alibi"
+    source: ClassVar[str] = "../tests/host/alibi.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("alibi_step", "Number"),)
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {"alibi_step": self.step}
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        slope = xp.asarray(2 ** (-self.step * (head + 1)), dtype=s.dtype)  # torch makes float32 of a float and integers
+        return s + slope * (kv - q)
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWindow(Option):
+    """A window to the left that is longer in each head: of first + step h keys before the query's own position."""
+
+    first: int
+    step: int
+    type: ClassVar[str] = "HeadWindow"
+    source: ClassVar[str] = "../tests/host/head_window.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("head_window_first", "i32"), Field("head_window_step", "i32"))
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {"head_window_first": self.first, "head_window_step": self.step}
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        return Window().interval(q, q_len, kv_len)
+
+    def of_head(self, head: int) -> Window:
+        return Window(left=self.first + self.step * head)
+
+
+HEAD_WINDOW = st.builds(HeadWindow, st.sampled_from([0, 1, 5, 31, 61, 127, 130]), st.sampled_from([0, 1, 17, 65, 97]))
+MASKS: dict[str, st.SearchStrategy[Mask]] = {
+    "head window": HEAD_WINDOW,
+    "head window, causal": st.builds(Both, HEAD_WINDOW, st.builds(Causal)),
+}
+SCORES: dict[str, st.SearchStrategy[Score]] = {"alibi": st.builds(Alibi, st.sampled_from([0.5, 1.0, 8 / 3]))}
+
+
+def cases(*given: Any, **options: Any) -> st.SearchStrategy[testing.Case]:
+    """``rawattn.testing.cases`` with these entries."""
+    return testing.cases(*given, masks=MASKS, scores=SCORES, **options)
