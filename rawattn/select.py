@@ -13,6 +13,7 @@ from .cpu import CPU, CPU_BACKWARD
 from .device import Device
 from .errors import ProblemError, SlowKernelWarning, UnsupportedError
 from .kernel.attn_bwd import ATTN_BWD
+from .kernel.attn_bwd_mma import ATTN_BWD_MMA
 from .kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from .kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from .kernel.attn_fwd import ATTN_FWD
@@ -22,7 +23,7 @@ from .operand import PLAIN
 from .operation import Backward, Forward, Operation
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
-KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_SIMT, CPU_BACKWARD)  # mma.sync goes before simt
+KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {Forward: KERNELS, Backward: KERNELS_BACKWARD}
 
 

@@ -15,6 +15,14 @@ __device__ inline u32 smem_address(const void* p) { return static_cast<u32>(__cv
 // The first lane's value, known to the compiler to be the same in the whole warp.
 __device__ inline u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// The thread's number in its warp, read anew: the compiler computes what follows from it where it is used, and does not keep it in
+// registers around a loop.
+__device__ inline u32 lane_id() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(x));
+    return x;
+}
+
 // 2^x, flushing subnormals: https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 __device__ inline float exp2(float x) {
     float y;

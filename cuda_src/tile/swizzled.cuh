@@ -33,16 +33,21 @@ struct alignas(128) SwizzledTile {
     }
 };
 
-// A lane's place in the 16 x 16 blocks of a tile that ldmatrix brings: matrices side by side are `columns` of the contraction (Q, K)
-// or of the result (V, transposed).
+// A lane's place in the 16 x 16 blocks of a tile that ldmatrix brings, from a row and a chunk on: matrices side by side are `columns`
+// of the contraction (Q, K) or of the result (V, transposed). Blocks may be every second, fourth, ... of a row's: a chunk is then the
+// first of one of those in between.
 template <class T>
 struct BlockReader {
     u32 address;  // of the lane's row of the first block
 
     // Matrices in the order of an mma's a, or of the transposed rows of its b: first down, then right.
-    __device__ static BlockReader down(const T& tile) { return of(tile, lane() % 16, lane() / 16); }
+    __device__ static BlockReader down(const T& tile, u32 row = 0, u32 chunk = 0, u32 lane = threadIdx.x % 32) {
+        return of(tile, row + lane % 16, chunk + lane / 16);
+    }
     // In the order of the b of two mma, eight columns of the result each: first right, then down.
-    __device__ static BlockReader right(const T& tile) { return of(tile, lane() / 16 * 8 + lane() % 8, lane() / 8 % 2); }
+    __device__ static BlockReader right(const T& tile, u32 row = 0, u32 chunk = 0, u32 lane = threadIdx.x % 32) {
+        return of(tile, row + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
+    }
 
     // The address in block (i, j) of a tile that lies `shift` bytes on.
     __device__ u32 block(int i, int j, u32 shift = 0) const {
@@ -50,6 +55,23 @@ struct BlockReader {
         return ((address + shift) ^ j % blocks * 32) + i * 16 * T::row_bytes + j / blocks * blocks * 32;
     }
 
-    __device__ static u32 lane() { return threadIdx.x % 32; }
     __device__ static BlockReader of(const T& tile, u32 row, u32 chunk) { return {ptx::smem_address(&tile) + T::offset(row, chunk)}; }
+};
+
+// A lane's place in the 16 x 16 blocks of a tile to which packed accumulators go, a word for two columns.
+template <class T>
+struct BlockWriter {
+    u32 offset;  // from the tile's beginning, in the first block
+
+    __device__ static BlockWriter of(u32 row, u32 chunk, u32 lane) {
+        return {T::offset(row + lane / 4, chunk) + lane % 4 * 4};
+    }
+    __device__ void store(T& tile, int i, int j, const u32 (&words)[4]) const {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int chunk = 2 * j + k / 2;
+            const u32 at = (offset ^ chunk % T::period * 16) + chunk / T::period * T::period * 16 + (16 * i + k % 2 * 8) * T::row_bytes;
+            *reinterpret_cast<u32*>(reinterpret_cast<unsigned char*>(&tile) + at) = words[k];
+        }
+    }
 };

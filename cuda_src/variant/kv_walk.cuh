@@ -15,6 +15,9 @@ struct Walk {
         : args(args), rows(rows), work(work), head(work.kv_head * args.heads_per_kv), last(head + args.heads_per_kv - 1) {
         enter();
     }
+    // At a step that it was at before.
+    __device__ Walk(const Args& args, const Rows& rows, const KvWorkTile& work, i32 head, i32 tile)
+        : args(args), rows(rows), work(work), head(head), last((work.kv_head + 1) * args.heads_per_kv - 1), tiles(tiles_of(head)), tile(tile) {}
 
     __device__ bool more() const { return head <= last; }
     __device__ bool is_full() const { return tiles.is_full(tile); }
@@ -26,10 +29,12 @@ struct Walk {
     // Goes to the first step of this head, or of the next one that has any.
     __device__ void enter() {
         for (; more(); ++head) {
-            const WorkTile of_head = {work.batch, head, 0, 0};
-            tiles = Mask(args, rows, of_head).q_tiles(work.kv_tile * cfg::tile_kv, (work.kv_tile + 1) * cfg::tile_kv);
+            tiles = tiles_of(head);
             tile = work.q_ascends ? tiles.begin : tiles.end - 1;
             if (tiles.begin < tiles.end) return;
         }
+    }
+    __device__ TileRange tiles_of(i32 head) const {
+        return Mask(args, rows, {work.batch, head, 0, 0}).q_tiles(work.kv_tile * cfg::tile_kv, (work.kv_tile + 1) * cfg::tile_kv);
     }
 };

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import Backward, Forward
-from ..program import Buffer, Field, Fields, Program
+from ..program import Buffer, Fields, Program
 from ..render import wgmma
 from ..variant import Option, clear, store, weight
 from ..variant.mask import Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
 from . import backward, tiling
-from .backward import BackwardKernel, FirstPass
+from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
@@ -145,14 +144,14 @@ class AttnBwd(BackwardKernel):
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
-        shared = backward.values(forward, config.tile_q, config.tile_kv)
+        kv_values = backward.values(forward, config.tile_q, config.tile_kv)
+        kv_values |= backward.kv_order(forward, config.tile_kv, device)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
-        kv_values = shared | backward.kv_order(forward, config.tile_kv, device)
         grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
-        launch = functools.partial(self.launch, op, config, device)
-        own = [launch("attn_bwd", kv_values, grid, _main)]
+        own = [self.launch(op, config, device, "attn_bwd", kv_values, grid, _main)]
         if config.store != "final" and forward.total_q:
-            own.append(launch("attn_bwd_convert", shared | backward.row_order(forward), blocks, _convert))
+            last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts)
+            own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
         first = FirstPass(config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()))
@@ -182,18 +181,6 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     loads = backward.loads(config.tile_q, config.tile_kv)
     fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
-
-
-def _convert(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
-    """The pass that makes dq of its sums."""
-    constants = {
-        **_of_dq(config), "tile_kv": config.tile_kv, "tile_q": config.tile_q, "q_block": config.tile_q, "head_dim": op.head_dim,
-        "threads": 128 * config.dq_parts, "scale_sign": -1 if op.scale < 0 else 1,
-    }  # fmt: skip
-    counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
-    fields = (store.DQ, store.DQ_SUM._replace(ctype="const float*"), *counts)
-    every = backward.options(op, Scheduler=tiling.lpt_scheduler(op, False))
-    return backward.rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 
 
 ATTN_BWD = AttnBwd()

@@ -22,7 +22,6 @@ from .tiling import kept_keys, most_tiles, tiles
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
 _CLOCK = 1.7e9  # per second, under load
-_FLOPS = {80: 2048, 90: 2560, 100: 2560}  # of mma.sync in a clock; 1024 on the others
 _EACH_STEP = 40.0  # that a block's step takes from the others: barriers, addresses
 _STEP = 1000.0  # that it takes a lone block: latencies
 _WORK = 4400.0  # of a block: its start, its first loads, and its store
@@ -180,7 +179,7 @@ class AttnFwdMma(OneLaunch):
         memory (128 bytes a clock), or the latencies of a lone block, whichever are more."""
         qk, v = columns(op)
         tile_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
-        products = 2 * tile_q * keys * (qk + v) / _FLOPS.get(device.capability, 1024)
+        products = 2 * tile_q * keys * (qk + v) / tiling.mma_flops(device)
         exponentials = tile_q * keys / 16
         reread = 1 - config.q_steps_in_registers / (qk // 16)
         read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written

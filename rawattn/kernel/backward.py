@@ -20,11 +20,14 @@ from ..variant.clear import ClearNothing
 from ..variant.dlse import GivenDlse, ZeroDlse
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
-from ..variant.store import DQ
+from ..variant.store import DQ, DQ_SUM
 from . import tiling
 from .base import Kernel
 
 OUTPUTS: Fields = (*(Field(name, "StridedOutput", View(name)) for name in ("dk", "dv")), DQ)
+READS: Fields = tuple(
+    Field("d_o" if name == "do" else name, "StridedTensor", View(name)) for name in ("q", "k", "v", "do")
+)  # without TMA
 STATISTICS: Fields = tuple(Field(name, "const Number*", Scratch(name)) for name in ("lse_log2", "delta"))
 HEADS: Fields = (Field("scale", "Number"), *(Field(name, "i32") for name in ("heads", "heads_per_kv", "q_blocks")))
 LSE = Field("lse", "const Number*", Pointer("lse"))
@@ -122,10 +125,10 @@ def row_order(op: Forward) -> dict[str, float]:
     return {"l2_head_group": op.heads, "last_group": max(0, op.batch - 1)}
 
 
-def kv_order(op: Forward, tile_kv: int, device: Device) -> dict[str, float]:
-    """Which key tiles are taken together: those of as many heads as give each multiprocessor one."""
+def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1) -> dict[str, float]:
+    """Which key tiles are taken together: those of as many heads as give each multiprocessor its blocks."""
     all_heads = op.kv_heads * op.batch
-    group = max(1, min(all_heads, -(-device.sm_count // max(1, -(-op.kv_len // tile_kv)))))
+    group = max(1, min(all_heads, -(-device.sm_count * ctas_per_sm // max(1, -(-op.kv_len // tile_kv)))))
     return {"l2_head_group": group, "last_group": max(0, all_heads // group - 1)}
 
 
@@ -142,6 +145,18 @@ class FirstPass:
     dlse: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class LastPass:
+    """The configuration of attn_bwd_convert.cu: rows of a block, keys of a tile of the kernel before, columns of each part of dq,
+    how many parts there are, and how many numbers of a thread follow each other in the sum."""
+
+    tile_q: int
+    tile_kv: int
+    dq_columns: int
+    dq_parts: int = 1
+    vector: int = 4
+
+
 class BackwardKernel(Kernel[Backward]):
     """What a kernel of the backward is made of: launches of its own, between those that all of them have."""
 
@@ -156,6 +171,12 @@ class BackwardKernel(Kernel[Backward]):
         """A launch, whose source and fields are made of the forward, the configuration and the architecture, once for a kind."""
         rendered = self._kept((name, op.kind, config, device.arch), lambda: make(op.forward, config, device.arch))
         return Launch(name, *rendered, values, grid)
+
+    def convert(self, op: Backward, last: LastPass, device: Device) -> Launch:
+        """The last pass, where a kernel leaves sums of dq."""
+        shared = values(op.forward, last.tile_q, last.tile_kv) | row_order(op.forward)
+        blocks = op.forward.heads * q_blocks(op.forward, last.tile_q)
+        return self.launch(op, last, device, "attn_bwd_convert", shared, blocks, _convert)
 
     def program(
         self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = ()
@@ -191,6 +212,19 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
     writes = tuple(field._replace(ctype="Number*") for field in STATISTICS)
     counts = (Field("heads", "i32"), Field("q_blocks", "i32"))
     return rendered("attn_bwd_delta.cu", constants, (*reads, *writes, *counts), [], every, arch)
+
+
+def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
+    """The pass that makes dq of its sums."""
+    constants = {
+        "dq_parts": last.dq_parts, "dq_columns": last.dq_columns, "dq_vector": last.vector, "tile_kv": last.tile_kv,
+        "tile_q": last.tile_q, "q_block": last.tile_q, "head_dim": op.head_dim, "threads": 2 * last.tile_q * last.dq_parts,
+        "scale_sign": -1 if op.scale < 0 else 1,
+    }  # fmt: skip
+    counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
+    every = options(op, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch))
+    fields = (DQ, DQ_SUM._replace(ctype="const float*"), *counts)
+    return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 
 
 def _dsinks(op: Forward, q_block: int, arch: str) -> tuple[Source, Fields]:

@@ -72,6 +72,11 @@ def least_seconds(flops: int, device: Device) -> float:
     return flops / (4096 * device.sm_count * 1.755e9)
 
 
+def mma_flops(device: Device) -> int:
+    """FLOP of mma.sync in a clock of a multiprocessor."""
+    return {80: 2048, 90: 2560, 100: 2560}.get(device.capability, 1024)
+
+
 def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
     """The operations by which configurations are compared: one that fills a GPU many times over, one that fills it about twice,
     and one that does not. They have nothing that is a run-time value in the kernel: all that an operation of this kind may ever

@@ -86,3 +86,19 @@ class DqUnordered(Option):
     @property
     def fields(self) -> Fields:
         return (DQ_SUM,)
+
+
+@dataclasses.dataclass(frozen=True)
+class DqRedOrdered(DqOrdered):
+    """Parts of dq, added from registers to a sum in one order; a pass over the sums follows."""
+
+    type: ClassVar[str] = "DqRedOrdered"
+    source: ClassVar[str] = "variant/store/dq_red_ordered.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class DqRedUnordered(DqUnordered):
+    """Parts of dq, added from registers to a sum as they come: its last bits vary from run to run."""
+
+    type: ClassVar[str] = "DqRedUnordered"
+    source: ClassVar[str] = "variant/store/dq_red_unordered.cuh"

@@ -28,6 +28,7 @@ constexpr float minus_inf = -__builtin_inff();
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float max(float a, float b) { return fmaxf(a, b); }
@@ -163,6 +164,7 @@ static float wide(u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16);
 namespace ptx {
 static u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - raw); }
 static u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+static u32 lane_id() { return threadIdx.x % 32; }
 static float exp2(float x) {
     const float y = ::exp2f(x);
     return y < 1.1754944e-38f ? 0.f : y;
@@ -183,6 +185,12 @@ static void cp_async(u32 to, const void* from, u32 bytes = 16) {
 }
 static void cp_async_commit() {}
 template <int pending> void cp_async_wait() {}
+// Blocks run one after the other: a turn that has not come never will.
+static i32 load_acquire(const i32* from) { return yield(), *from; }
+static void store_release(i32* to, i32 x) { ++progress, *to = x; }
+template <int n> void red_add(float* to, const float (&x)[n]) {
+    for (int i = 0; i < n; ++i) to[i] += x[i];
+}
 static void wgmma_fence() {}
 static void wgmma_commit() {}
 template <int pending> void wgmma_wait() {}

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 10000,
     "perf": 3900,
-    "cuda_src": 4700,
+    "cuda_src": 5150,
     "tests": 16000,
 }
 FUNCTION_LINES = 60

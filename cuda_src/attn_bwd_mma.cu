@@ -1,0 +1,398 @@
+// Backward attention on any GPU from Ampere on, with mma.sync and cp.async, keys stationary. With p the weights of the forward:
+//
+//   p = exp2(scale_log2 score(q k') - lse_log2)    dp = do v'    ds = p score' (dp - delta)
+//   dv = p' do    dk = scale ds' q    dq = scale ds k
+//
+// A block owns cfg::tile_kv keys of one head of k and v and goes over the query tiles that keep any of them, for each query head of
+// the group: dk and dv stay in registers, whole, without atomics. cfg::sharing warps have the same 16 * cfg::m_tiles_per_warp keys.
+// S and dP are transposed (a row is a key), and each of these warps computes them for its part of the queries. Then each computes
+// dk and dv of its part of the columns, for all of the tile's queries: alone, a warp has P' and dS' as left operands in its registers;
+// several meet in shared memory. dq needs dS of all keys, and is shared out again; its parts go from registers to the sum of their
+// tile in scratch, where Store sets the order. Every thread loads: K and V once, Q and dO a step ahead.
+// NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
+//
+//   barrier                  arrives        waits          protects
+//   copy group of a step     its copies     its thread     a thread's part of Q, dO, lse, delta (of K and V) until it is there
+//   __syncthreads, first     every thread   every thread   all parts until they are there; of the step before: Q, dO, dS, P until
+//                                                          read, its part of dq until added
+//   __syncthreads, second    every thread   every thread   dS, P, smem.turn until written; smem.steps of this step until read;
+//                                                          where a warp has keys alone: Q and dO until read
+//   __syncthreads, third     every thread   every thread   dO until read, where it has one stage and several warps share keys
+//   __syncthreads, fourth    every thread   every thread   Q likewise
+//   args.turns[tile]         first thread   first thread   a dq tile: key tiles add in one order
+//
+// A turn is passed on a step later, when the adds are long under way: the fence before it then has little to wait for.
+
+#include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options
+                       // Element, Rows, Mask, Score, Weight, Scheduler, Store, Launch
+#include "tile/facts.cuh"
+#include "tile/swizzled.cuh"
+#include "tile/warp_sums.cuh"
+#include "variant/kv_walk.cuh"
+#include "variant/store/dq_red_interface.cuh"
+
+using KTile = SwizzledTile<cfg::tile_kv, cfg::head_dim>;
+using VTile = SwizzledTile<cfg::tile_kv, cfg::head_dim_v>;
+using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
+using DoTile = SwizzledTile<cfg::tile_q, cfg::head_dim_v>;
+using PTile = SwizzledTile<cfg::tile_kv, cfg::tile_q>;  // a row is a key
+
+// One of a block's steps: a query tile that keeps keys of the block's, of one query head; head < 0: none is left.
+struct Step {
+    i32 head, tile, full;
+};
+struct Smem {
+    KTile k;
+    VTile v;
+    QTile q[cfg::q_stages];
+    DoTile d_o[cfg::do_stages];
+    PTile ds[cfg::sharing > 1 ? 2 : 1];  // and P
+    alignas(16) float lse_log2[2][cfg::tile_q], delta[2][cfg::tile_q];
+    Step steps[2];    // this one and the next
+    i32 place, turn;  // of the step's dq tile
+    KvWorkTile work;  // here to free registers, as the sequence
+    alignas(8) unsigned char rows[sizeof(Rows)];
+};
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct QTilesOption<Mask>;
+template struct ScoreOption<Score>;
+template struct WeightOption<Weight>;
+template struct KvSchedulerOption<Scheduler>;
+template struct DqRedOption<Store>;
+template struct LaunchOption<Launch>;
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
+
+constexpr int warp_count = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
+constexpr int chunk_q = cfg::chunk_q, part_q = cfg::tile_q / cfg::sharing, chunks = part_q / chunk_q;  // of a warp's queries
+constexpr int blocks = QTile::chunks / 2, v_blocks = DoTile::chunks / 2;                                // of 16 columns
+constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v_blocks, cfg::sharing);
+constexpr int dq_column_warps = warp_count / cfg::dq_row_warps;
+constexpr int dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
+static_assert(cfg::tile_kv * cfg::sharing == warp_count * 16 * m_tiles && chunks * chunk_q == part_q && chunk_q % 16 == 0);
+static_assert(warp_count % cfg::dq_row_warps == 0 && dq_m_tiles * cfg::dq_row_warps * 16 == cfg::tile_q);
+
+// Pairs of queries and keys: what they are weighed by, and this thread's first of each.
+struct Pairs {
+    const Mask& mask;
+    const Score& score;
+    const Weight& weight;
+    const i32 q, kv;
+};
+// What a step has of its queries.
+struct Stage {
+    const QTile& q;
+    const DoTile& d_o;
+    const float *lse_log2, *delta;
+};
+using Sums = float[m_tiles][8];  // of 16 columns, and this warp's keys
+using Words = u32[m_tiles][4];   // the same as A operands
+
+// A thread's numbers for the queries of a block: lse_log2 or delta, four of them.
+struct QueryStatistics {
+    float x[4];
+
+    __device__ explicit QueryStatistics(const float* of) {
+        const float2 low = *reinterpret_cast<const float2*>(of), high = *reinterpret_cast<const float2*>(of + 8);
+        x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+    }
+    __device__ float operator[](int i) const { return x[i / 4 * 2 + i % 2]; }  // for a thread's i-th number of a block
+};
+
+// From dot products to weights, of which s keeps the score's derivative times them. `cut`: the mask drops pairs of this tile.
+template <bool cut, int n>
+__device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const float* lse_log2) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+        const QueryStatistics lse(lse_log2 + 16 * j);
+#pragma unroll
+        for (int i = 0; i < m_tiles; ++i) {
+            float w[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const i32 q = pairs.q + 16 * j + block_column(e), kv = pairs.kv + 16 * i + block_row(e);
+                const float x = s[j][i][e] * cfg::scale_sign;
+                const float exponent = __fmaf_rn(pairs.score(x, q, kv), pairs.score.scale_log2, -lse[e]);
+                const bool dropped = cut && !pairs.mask.row(q, pairs.kv).keep(16 * i + block_row(e));
+                const float weight = ptx::exp2(dropped ? minus_inf : exponent);
+                w[e] = pairs.weight(weight, q, kv);
+                s[j][i][e] = weight * pairs.score.derivative(x, q, kv);
+            }
+            pack_block(p[j][i], w);
+        }
+    }
+}
+// ds, of s and of the gradients of weights.
+template <int n>
+__device__ void differentiate(const Sums (&s)[n], const Sums (&dp)[n], Words (&ds)[n], const Pairs& pairs, const float* delta) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+        const QueryStatistics d(delta + 16 * j);
+#pragma unroll
+        for (int i = 0; i < m_tiles; ++i) {
+            float x[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const i32 q = pairs.q + 16 * j + block_column(e), kv = pairs.kv + 16 * i + block_row(e);
+                x[e] = s[j][i][e] * (pairs.weight(dp[j][i][e], q, kv) - d[e]);
+            }
+            pack_block(ds[j][i], x);
+        }
+    }
+}
+
+// What a warp computes. Its part of the columns is every cfg::sharing-th block of 16, or of dq every dq_column_warps-th.
+struct Warp {
+    Smem& smem;
+    const u32 warp = ptx::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    const u32 member = warp % cfg::sharing;  // of those that share keys
+    const u32 first_key = warp / cfg::sharing * (16 * m_tiles);
+    Sums dk[dk_blocks], dv[dv_blocks];
+
+    __device__ explicit Warp(Smem& smem) : smem(smem) {
+        clear(dk);
+        clear(dv);
+    }
+
+    // sums = a b' of this warp's keys and queries from first_q on.
+    template <int steps, class A, class B>
+    __device__ void multiply_columns(Sums (&sums)[chunk_q / 16], const A& a, const B& b, u32 first_q) const {
+        const auto keys = BlockReader<A>::down(a, first_key);
+        const auto queries = BlockReader<B>::right(b, first_q);
+        clear(sums);
+        multiply<steps>(sums, [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); }, [&](u32(&to)[4], int step, int j) { ptx::ldmatrix(to, queries.block(j, step)); });
+    }
+    // sums += a b over queries from first_q on, for this warp's part of the columns.
+    template <int steps, int columns, class A, class B>
+    __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
+        const auto queries = BlockReader<B>::down(b, first_q, 2 * member, lane);
+        multiply<steps>(sums, a, [&](u32(&to)[4], int step, int j) {
+            ptx::ldmatrix_transposed(to, queries.block(step, j * cfg::sharing));
+        });
+    }
+    template <int columns, class B>
+    __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
+        multiply_queries<chunk_q / 16>(sums, [&](u32(&to)[4], int step, int i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) to[k] = a[step][i][k]; }, b, first_q, ptx::lane_id());
+    }
+    template <int columns, class B>
+    __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {
+        const auto keys = BlockReader<PTile>::down(a, first_key);
+        const auto load = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
+        multiply_queries<cfg::tile_q / 16>(sums, load, b, 0, lane);
+    }
+    __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
+        const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8, ptx::lane_id());
+#pragma unroll
+        for (int j = 0; j < chunk_q / 16; ++j)
+#pragma unroll
+            for (int i = 0; i < m_tiles; ++i) writer.store(to, i, j, words[j][i]);
+    }
+
+    // P and dS of this warp's keys and chunk_q queries.
+    __device__ void weigh_chunk(const Stage& stage, const Pairs& pairs, bool full, u32 first_q) {
+        Sums s[chunk_q / 16], dp[chunk_q / 16];
+        Words words[chunk_q / 16];
+        multiply_columns<blocks>(s, smem.k, stage.q, first_q);
+        const float* lse_log2 = stage.lse_log2 + first_q + lane % 4 * 2;
+        if (full) weigh<false>(s, words, pairs, lse_log2);
+        else weigh<true>(s, words, pairs, lse_log2);
+        if (cfg::sharing == 1) multiply_own(dv, words, stage.d_o, first_q);
+        else leave(smem.ds[cfg::sharing > 1], words, first_q);
+        multiply_columns<v_blocks>(dp, smem.v, stage.d_o, first_q);
+        if (cfg::sharing > 1) __syncwarp();  // else NVRTC 13.0 goes on in the midst of the product, and spills
+        differentiate(s, dp, words, pairs, stage.delta + first_q + lane % 4 * 2);
+        leave(smem.ds[0], words, first_q);
+        if (cfg::sharing == 1) multiply_own(dk, words, stage.q, first_q);
+    }
+    // Adds this block's part of dq to its sum, which lies as accumulators of 16 x 8 do: those of 16 rows after each other, then those
+    // of the next eight columns; of each the lanes' first numbers, where cfg::dq_vector is 1, or all four of a lane.
+    __device__ void add_dq(float* sum, bool first) const {
+        float dq[dq_blocks][dq_m_tiles][8];
+        const u32 column = warp % dq_column_warps, row_block = warp / dq_column_warps * dq_m_tiles;
+        const u32 lane = ptx::lane_id();
+        const auto queries = BlockReader<PTile>::right(smem.ds[0], 0, 2 * row_block, lane);
+        const auto keys = BlockReader<KTile>::down(smem.k, 0, 2 * column, lane);
+        clear(dq);
+        const auto load_ds = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix_transposed(to, queries.block(step, i)); };
+        const auto load_k = [&](u32(&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, keys.block(step, j * dq_column_warps)); };
+        multiply<cfg::tile_kv / 16>(dq, load_ds, load_k);
+        constexpr int n = cfg::dq_vector, lanes = 2 * cfg::tile_q;
+        using Numbers = Vector<float, n>;
+        Numbers* to = reinterpret_cast<Numbers*>(sum) + column * (8 * lanes / n) + row_block * 32 + lane;
+#pragma unroll
+        for (int j = 0; j < dq_blocks; ++j)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (8 * (2 * (j * dq_column_warps + column) + half) >= cfg::head_dim) continue;
+#pragma unroll
+                for (int i = 0; i < dq_m_tiles; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; e += n) {
+                        Numbers numbers;
+#pragma unroll
+                        for (int k = 0; k < n; ++k) numbers.x[k] = dq[j][i][4 * half + e + k];
+                        Store::add(to + ((2 * j * dq_column_warps + half) * 4 + e) * lanes / n + i * 32, numbers, first);
+                    }
+            }
+    }
+};
+
+// A block at its work.
+struct Block {
+    const Args& args;
+    Smem& smem;
+    const KvWorkTile& work;
+    const Rows& rows;
+    Warp& warp;
+    u32 count = 0;  // of steps
+
+    __device__ i32 kv_begin() const { return work.kv_tile * cfg::tile_kv; }
+    __device__ i32 first_key() const { return kv_begin() + i32(warp.first_key + warp.lane / 4); }  // of this thread
+
+    __device__ void load_kv() {
+        smem.k.fill(matrix_of(args.k, rows.kv, work.kv_head), kv_begin(), rows.kv_len - 1);
+        smem.v.fill(matrix_of(args.v, rows.kv, work.kv_head), kv_begin(), rows.kv_len - 1);
+    }
+    // Q and lse of the block's step of this number, if there is one; dO and delta.
+    __device__ void load_q(u32 number) {
+        const Step step = smem.steps[number % 2];
+        if (step.head < 0) return;
+        smem.q[number % cfg::q_stages].fill(matrix_of(args.q, rows.q, step.head), step.tile * cfg::tile_q, rows.q_len - 1);
+        load_statistics(smem.lse_log2[number % 2], args.lse_log2, step);
+    }
+    __device__ void load_do(u32 number) {
+        const Step step = smem.steps[number % 2];
+        if (step.head < 0) return;
+        smem.d_o[number % cfg::do_stages].fill(matrix_of(args.d_o, rows.q, step.head), step.tile * cfg::tile_q, rows.q_len - 1);
+        load_statistics(smem.delta[number % 2], args.delta, step);
+    }
+    __device__ void load_statistics(float* to, const float* from, const Step& step) const {
+        if (threadIdx.x >= cfg::tile_q / 4) return;
+        const i64 first = i64(place_of(args, rows, step.head, step.tile)) * cfg::tile_q;
+        ptx::cp_async(ptx::smem_address(to + 4 * threadIdx.x), from + first + 4 * threadIdx.x);
+    }
+
+    // The first thread finds the steps: it goes on from the next one to that after it.
+    __device__ void keep_step(u32 number, const Walk& at) {
+        smem.steps[number % 2] = {at.more() ? at.head : -1, at.tile, at.is_full()};
+    }
+    __device__ void find_step() {
+        const Step next = smem.steps[(count + 1) % 2];
+        if (threadIdx.x != 0 || next.head < 0) return;
+        Walk at(args, rows, work, next.head, next.tile);
+        at.advance();
+        keep_step(count, at);
+    }
+    // The first thread's part in the order of adds.
+    __device__ void pass_turn() const {
+        if (threadIdx.x == 0) Store::release(args, smem.place, smem.turn);
+    }
+    __device__ void await_turn() {
+        if (threadIdx.x != 0) return;
+        const Step step = smem.steps[count % 2];
+        const i32 q_begin = step.tile * cfg::tile_q;
+        const TileRange keys = Mask(args, rows, work_tile(step)).kv_tiles(q_begin, min(q_begin + cfg::tile_q, rows.q_len));
+        smem.place = place_of(args, rows, step.head, step.tile);
+        smem.turn = work.kv_ascends ? work.kv_tile - keys.begin : keys.end - 1 - work.kv_tile;
+        Store::wait(args, smem.place, smem.turn);
+    }
+    __device__ WorkTile work_tile(const Step& step) const { return {work.batch, step.head, step.tile * cfg::tile_q, 0}; }
+
+    // P and dS of this warp's keys and queries.
+    __device__ void weigh(const Stage& stage) {
+        const Step step = smem.steps[count % 2];
+        const WorkTile own = work_tile(step);
+        const Mask mask(args, rows, own);
+        const Score score(args, rows, own);
+        const Weight weight(args, rows, own);
+#pragma unroll 1
+        for (int i = 0; i < chunks; ++i) {
+            const i32 first = i32(warp.member) * part_q + i * chunk_q;
+            const Pairs pairs = {mask, score, weight, own.q_begin + first + i32(warp.lane) % 4 * 2, first_key()};
+            warp.weigh_chunk(stage, pairs, step.full, first);
+        }
+    }
+    // What is loaded next takes the place of what was read for the last time.
+    __device__ void do_step() {
+        const u32 at = count % 2;
+        const Stage stage = {smem.q[count % cfg::q_stages], smem.d_o[count % cfg::do_stages], smem.lse_log2[at], smem.delta[at]};
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (count > 0) pass_turn();
+        if (cfg::q_stages == 2) load_q(count + 1);
+        if (cfg::do_stages == 2) load_do(count + 1);
+        ptx::cp_async_commit();
+        weigh(stage);
+        await_turn();
+        __syncthreads();
+        find_step();
+        if (cfg::sharing > 1) {
+            warp.multiply_shared(warp.dv, smem.ds[cfg::sharing > 1], stage.d_o);
+            if (cfg::do_stages == 1) __syncthreads();
+        }
+        if (cfg::q_stages == 1 && cfg::sharing == 1) load_q(count + 1);
+        if (cfg::do_stages == 1) load_do(count + 1);
+        warp.add_dq(args.dq_sum + i64(smem.place) * (cfg::tile_q * cfg::head_dim), smem.turn == 0);
+        if (cfg::sharing > 1) {
+            warp.multiply_shared(warp.dk, smem.ds[0], stage.q);
+            if (cfg::q_stages == 1) {
+                __syncthreads();
+                load_q(count + 1);
+            }
+        }
+        ptx::cp_async_commit();
+        ++count;
+    }
+    template <int n>
+    __device__ void store_sums(const StridedOutput& to, i32 chunks, const Sums (&sums)[n], float scale) const {
+        const RowsOut out = {to.rows(rows.kv, work.kv_head), to.row_bytes, rows.kv_len};
+        ::store_sums<cfg::sharing>(out, first_key(), warp.member, chunks, sums, scale);
+    }
+    __device__ void store() const {
+        store_sums(args.dk, cfg::head_dim / 8, warp.dk, args.scale * cfg::scale_sign);
+        store_sums(args.dv, cfg::head_dim_v / 8, warp.dv, 1.f);
+    }
+    __device__ void run() {
+        if (smem.steps[0].head >= 0) {
+            load_kv();
+            load_q(0);
+            load_do(0);
+            ptx::cp_async_commit();
+            do do_step();
+            while (smem.steps[count % 2].head >= 0);
+            __syncthreads();
+            pass_turn();
+        }
+        store();
+    }
+};
+
+__device__ void attend(const Args& args, Smem& smem, const KvWorkTile& work) {
+    Rows& rows = reinterpret_cast<Rows&>(smem.rows);
+    Warp warp(smem);
+    Block block{args, smem, smem.work, rows, warp};
+    if (threadIdx.x == 0) {
+        smem.work = work, rows = Rows(args, work.batch);
+        Walk at(args, rows, work);
+        block.keep_step(0, at);
+        if (at.more()) at.advance();
+        block.keep_step(1, at);
+    }
+    __syncthreads();
+    block.run();
+}
+
+extern "C" __global__ __launch_bounds__(cfg::threads, cfg::ctas_per_sm) void attn_bwd_mma(const __grid_constant__ Args args) {
+    extern __shared__ __align__(128) unsigned char raw[];
+    Launch::wait();
+    Launch::launch_dependents();
+    Scheduler scheduler(args);
+    const KvWorkTile work = scheduler.next();
+    if (!work.is_last()) attend(args, *reinterpret_cast<Smem*>(raw), work);
+    scheduler.finish();
+}

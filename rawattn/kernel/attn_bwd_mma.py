@@ -1,0 +1,193 @@
+"""attn_bwd_mma.cu: the gradients of attention on any GPU from Ampere on, in one kernel and a pass before and after it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..compiler import Source
+from ..device import Device
+from ..operand import Layout
+from ..operation import Backward, Forward
+from ..program import Buffer, Fields, Program
+from ..variant import Option, clear, store, weight
+from ..variant.scheduler import DIRECTIONS
+from ..variant.score import Softcap
+from . import backward, tiling
+from .backward import BackwardKernel, FirstPass, LastPass
+
+STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
+    "ordered": (store.DqRedOrdered(), clear.ClearTurns()),
+    "unordered": (store.DqRedUnordered(), clear.ClearDqSum()),
+}
+LEAST_ROWS = 32  # of a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Query rows of a step; warps; 16-row tiles of keys that a warp has; warps that share the same keys; queries whose S a warp
+    has at once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
+    many numbers of dq are added at once; how parts of dq meet ("ordered", "unordered"); in which direction blocks go ("" for what
+    the mask suggests)."""
+
+    tile_q: int = 64
+    warps: int = 8
+    m_tiles_per_warp: int = 2
+    sharing: int = 2
+    chunk_q: int = 32
+    q_stages: int = 2
+    do_stages: int = 2
+    dq_row_warps: int = 2
+    ctas_per_sm: int = 1
+    dq_vector: int = 4
+    store: str = "ordered"
+    direction: str = ""
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def tile_kv(self) -> int:
+        return 16 * self.m_tiles_per_warp * self.warps // self.sharing
+
+
+def config_of(op: Forward, device: Device) -> Config:
+    """The configuration for the head sizes and the shared memory of a multiprocessor: 227 KB, 163 KB, or 99 KB."""
+    widest = max(op.head_dim, op.head_dim_v)
+    large, least = device.smem_bytes > 200_000, device.smem_bytes < 110_000
+    if widest <= 64:
+        half = Config(warps=4, sharing=1, do_stages=1 + large, ctas_per_sm=2)
+        config = Config(m_tiles_per_warp=1, sharing=1) if least else half
+    elif widest <= 128:
+        config = Config(m_tiles_per_warp=1, do_stages=1) if least else Config()
+    elif least:
+        config = Config(tile_q=32, warps=4, m_tiles_per_warp=1, do_stages=1)
+    elif device.capability >= 100:
+        config = Config(m_tiles_per_warp=1, sharing=4)
+    else:
+        config = Config(sharing=4, q_stages=1 + large, do_stages=1 + large)
+    tight = config.m_tiles_per_warp == 2 and is_tight(op, device, config.sharing)
+    return dataclasses.replace(
+        config,
+        chunk_q=min(config.tile_q // config.sharing, 16 if tight else 32),
+        dq_row_warps=dq_row_warps(op, config),
+        dq_vector=4 if device.capability >= 90 else 1,
+        store="ordered" if op.spec.deterministic else "unordered",
+    )
+
+
+def is_tight(op: Forward, device: Device, sharing: int) -> bool:
+    """Says whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
+    if device.capability >= 100:
+        return True
+    return sharing == 2 and (isinstance(op.score, Softcap) or (op.head_dim | op.head_dim_v) % 16 != 0)
+
+
+def dq_row_warps(op: Forward, config: Config) -> int:
+    """How warps share out dq: so that the busiest has the fewest blocks of 16 x 16, and reads the least for them."""
+    blocks = -(-op.head_dim // 16)
+
+    def cost(rows: int) -> tuple[int, int, int]:
+        high, wide = config.tile_q // 16 // rows, -(-blocks // (config.warps // rows))
+        return high * wide, high + wide, -rows
+
+    return min((n for n in (1, 2, 4) if n <= min(config.warps, config.tile_q // 16)), key=cost)
+
+
+def smem_bytes(config: Config, op: Forward) -> int:
+    """Shared memory of a block: tiles of K, V, Q, dO and dS, and of P where warps share keys; statistics; the steps and the work."""
+    d, dv = (-(-columns // 16) * 16 for columns in (op.head_dim, op.head_dim_v))
+    tiles = config.tile_kv * (d + dv) + config.tile_q * (config.q_stages * d + config.do_stages * dv)
+    tiles += config.tile_q * config.tile_kv * (2 if config.sharing > 1 else 1)
+    return 2 * tiles + 16 * config.tile_q + 128
+
+
+def misshapen(config: Config) -> str | None:
+    """The reason why the kernel's parts do not fit together, whatever they are to compute."""
+    tile_q, warps, rows = config.tile_q, config.warps, config.dq_row_warps
+    if warps not in (4, 8) or config.m_tiles_per_warp not in (1, 2) or config.sharing not in (1, 2, 4):
+        found = f"warps is {warps}, m_tiles_per_warp {config.m_tiles_per_warp} and sharing {config.sharing}"
+        return f"{found}; they must be 4 or 8, 1 or 2, and 1, 2 or 4"
+    if tile_q not in (32, 64, 128) or config.tile_kv < LEAST_ROWS:
+        return f"tile_q is {tile_q} and tile_kv {config.tile_kv}; they must be 32, 64 or 128, and at least {LEAST_ROWS}"
+    if config.chunk_q < 16 or config.chunk_q % 16 or tile_q % (config.sharing * config.chunk_q):
+        part = tile_q // config.sharing
+        return f"chunk_q is {config.chunk_q}; it must be a multiple of 16 that divides the {part} queries of a warp"
+    if rows not in (1, 2, 4) or tile_q % (16 * rows):
+        return f"dq_row_warps is {rows}; it must be 1, 2 or 4, and 16 rows for each of them at most tile_q"
+    if config.q_stages not in (1, 2) or config.do_stages not in (1, 2) or not 1 <= config.ctas_per_sm <= 16:
+        found = f"q_stages is {config.q_stages}, do_stages {config.do_stages} and ctas_per_sm {config.ctas_per_sm}"
+        return f"{found}; they must be 1 or 2, 1 or 2, and from 1 to 16"
+    if config.store not in STORES or config.direction not in ("", *DIRECTIONS):
+        return f"store is {config.store!r} and direction {config.direction!r}; they must be of {[*STORES]} and {[*DIRECTIONS]}"
+    return None
+
+
+class AttnBwdMma(BackwardKernel):
+    """The kernel and its launches."""
+
+    name = "attn_bwd_mma"
+    config_type = Config
+
+    def runs_on(self, device: Device) -> bool:
+        return device.capability >= 80
+
+    def meant_for(self, op: Backward, device: Device) -> bool:
+        return self.runs_on(device) and device.capability != 90
+
+    def supports(self, op: Backward, device: Device) -> list[str]:
+        found, forward = [], op.forward
+        if not self.runs_on(device):
+            found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
+        found += tiling.tensor_core_reasons(forward)
+        return found + backward.reasons(op, LEAST_ROWS, LEAST_ROWS) + tiling.reasons(self.layout_reason(op.layout))
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return layout.unaligned
+
+    def legal(self, config: Config, op: Backward, device: Device) -> str | None:
+        if reason := misshapen(config):
+            return reason
+        if config.dq_vector not in ((1, 4) if device.capability >= 90 else (1,)):
+            return f"dq_vector is {config.dq_vector}; it must be 1, or 4 from compute capability 9.0 on"
+        if config.store == "unordered" and op.forward.spec.deterministic:
+            return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
+
+    def candidates(self, op: Backward, device: Device) -> list[Config]:
+        """The one that was found for the head sizes: in order, or where ``deterministic`` is False out of it, which is 5 to 18 %
+        faster on an H200 (perf/notes/attn_bwd_mma.md)."""
+        return [each for each in (config_of(op.forward, device),) if self.legal(each, op, device) is None]
+
+    def cost(self, config: Config, op: Backward, device: Device) -> float:
+        """What its products take at half the rate of mma.sync, about what it reaches on an H200."""
+        return 2 * op.flops / (tiling.mma_flops(device) * device.sm_count * 1.7e9)
+
+    def lower(self, op: Backward, config: Config, device: Device) -> Program:
+        forward = op.forward
+        kv_values = backward.values(forward, config.tile_q, config.tile_kv)
+        kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm)
+        grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
+        dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
+        last = LastPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector)
+        own = [self.launch(op, config, device, "attn_bwd_mma", kv_values, grid, _main)]
+        own += [self.convert(op, last, device)] * (forward.total_q > 0)
+        blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
+        scratch = [Buffer("dq_sum", blocks * config.tile_q * forward.head_dim * 4)]
+        scratch += [Buffer("turns", blocks * 4)] * (config.store == "ordered")
+        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv, 8, clears, dq), own, tuple(scratch))
+
+
+def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+    constants = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int) and name != "warps"}
+    constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}
+    constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
+    every = backward.options(
+        op, Score=backward.exact_score(op), Weight=weight.Identity(), Store=STORES[config.store][0],
+        Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
+    )  # fmt: skip
+    fields = (*backward.READS, *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
+    return backward.rendered("attn_bwd_mma.cu", constants, fields, [], every, arch)
+
+
+ATTN_BWD_MMA = AttnBwdMma()
