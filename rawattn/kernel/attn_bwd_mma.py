@@ -24,8 +24,8 @@ LEAST_ROWS = 32  # of a tile
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Query rows of a step; warps; 16-row tiles of keys that a warp has; warps that share the same keys; queries whose S a warp
-    has at once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
+    """Query rows of a step; warps; 16-row tiles of keys that a warp has; warps that have the same keys; queries whose S it has at
+    once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
     many numbers of dq are added at once; how parts of dq meet ("ordered", "unordered"); in which direction blocks go ("" for what
     the mask suggests)."""
 
@@ -95,7 +95,7 @@ def dq_row_warps(op: Forward, config: Config) -> int:
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
-    """Shared memory of a block: tiles of K, V, Q, dO and dS, and of P where warps share keys; statistics; the steps and the work."""
+    """Shared memory of a block: tiles of K, V, Q, dO and dS, of P where warps share keys; statistics; the steps and the work."""
     d, dv = (-(-columns // 16) * 16 for columns in (op.head_dim, op.head_dim_v))
     tiles = config.tile_kv * (d + dv) + config.tile_q * (config.q_stages * d + config.do_stages * dv)
     tiles += config.tile_q * config.tile_kv * (2 if config.sharing > 1 else 1)

@@ -20,8 +20,9 @@ from rawattn import api, cpu, render
 from rawattn.device import TYPICAL
 from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, UnsupportedError
-from rawattn.kernel import attn_bwd, attn_bwd_pair, attn_bwd_simt, backward
+from rawattn.kernel import attn_bwd, attn_bwd_mma, attn_bwd_pair, attn_bwd_simt, backward
 from rawattn.kernel.attn_bwd import ATTN_BWD
+from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operand import Layout
@@ -289,6 +290,12 @@ SELECTED: list[tuple[dict[str, Any], str, str, bool]] = [  # changes, architectu
     ({"head_dim": 264}, "sm_90a", "attn_bwd_simt", True),
     ({"element": FP32}, "sm_90a", "attn_bwd_simt", True),
     ({"element": FP64}, "sm_75", "attn_bwd_simt", False),
+    ({}, "sm_75", "attn_bwd_simt", False),
+    ({}, "sm_80", "attn_bwd_mma", False),
+    ({"deterministic": False}, "sm_89", "attn_bwd_mma", False),
+    ({"head_dim": 256, "head_dim_v": 136}, "sm_120", "attn_bwd_mma", False),
+    ({"head_dim": 100}, "sm_100", "attn_bwd_simt", True),
+    ({"element": FP32}, "sm_86", "attn_bwd_simt", True),
     ({}, "cpu", "cpu", False),
 ]
 
@@ -302,9 +309,10 @@ def test_selection(changes: dict[str, Any], arch: str, kernel: str, slow: bool) 
 
 def test_layouts() -> None:
     """What only a copy would mend is said, and not computed by a slower kernel unless that is asked for."""
-    for layout in (Layout("do has a row stride of 4 bytes", None), Layout(None, "o has an address")):
+    slower = {Layout("do has a row stride of 4 bytes", None): "'attn_bwd_mma' or ", Layout(None, "o has an address"): ""}
+    for layout, others in slower.items():
         op = changed(OP, layout=layout)
-        with pytest.raises(UnsupportedError, match=r"attn_bwd: (do|o) has .*kernel='attn_bwd_simt'"):
+        with pytest.raises(UnsupportedError, match=rf"attn_bwd: (do|o) has .*kernel={others}'attn_bwd_simt'"):
             selected(op)
         assert selected(op, kernel="attn_bwd_simt").kernel is ATTN_BWD_SIMT
     with pytest.raises(UnsupportedError, match="attn_bwd_pair: do has"):
@@ -316,6 +324,10 @@ def test_configs() -> None:
     with pytest.raises(ProblemError, match="deterministic=False"):
         selected(OP, config=unordered)
     assert selected(changed(OP, deterministic=False), config=unordered).config == unordered
+    stores = [selected(changed(OP, deterministic=each), kernel="attn_bwd_mma").config.store for each in (True, False)]
+    assert stores == ["ordered", "unordered"]
+    with pytest.raises(ProblemError, match="deterministic=False"):
+        selected(OP, config=attn_bwd_mma.Config(store="unordered"), kernel="attn_bwd_mma")
     with pytest.raises(ProblemError, match=r"attn_bwd_pair takes a rawattn\.kernel\.attn_bwd_pair\.Config"):
         selected(OP, kernel="attn_bwd_pair", config=attn_bwd.Config())
 
@@ -333,13 +345,22 @@ def test_configs() -> None:
         (attn_bwd_pair.Config(q_block=64), "q_block is 64"),
         (attn_bwd_pair.Config(q_consumer_registers=240), "a block has 504"),
         (attn_bwd_pair.Config(tile_kv=256), "bytes of shared memory"),
+        (attn_bwd_mma.Config(warps=6), "warps is 6"),
+        (attn_bwd_mma.Config(tile_q=16), "tile_q is 16"),
+        (attn_bwd_mma.Config(warps=4, m_tiles_per_warp=1, sharing=4), "tile_kv 16"),
+        (attn_bwd_mma.Config(chunk_q=64), "divides the 32 queries"),
+        (attn_bwd_mma.Config(tile_q=32, chunk_q=16, dq_row_warps=4), "dq_row_warps is 4"),
+        (attn_bwd_mma.Config(q_stages=3), "q_stages is 3"),
+        (attn_bwd_mma.Config(store="late"), "store is 'late'"),
+        (attn_bwd_mma.Config(dq_vector=2), "dq_vector is 2"),
+        (attn_bwd_mma.Config(), "bytes of shared memory"),
         (attn_bwd_simt.Config(chunk=8), "chunk is 8"),
         (attn_bwd_simt.Config(tile_q=512), "bytes of shared memory"),
     ],
     ids=str,
 )
 def test_illegal_configs(config: Any, message: str) -> None:
-    kernel: Any = next(k for k in (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_SIMT) if isinstance(config, k.config_type))
+    kernel: Any = next(k for k in (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT) if isinstance(config, k.config_type))
     op = changed(OP, head_dim=128, head_dim_v=128) if kernel is ATTN_BWD else changed(OP, head_dim=256, head_dim_v=256)
     reason = kernel.legal(config, op, H200)
     assert reason is not None and message in reason
@@ -347,7 +368,7 @@ def test_illegal_configs(config: Any, message: str) -> None:
 
 def test_more_tiles_than_can_be_counted() -> None:
     """The number of a tile, and of a place in scratch, fits an int32."""
-    for kernel, rows, places in ((ATTN_BWD, 64, 2), (ATTN_BWD_PAIR, 128, 2), (ATTN_BWD_SIMT, 16, 1)):
+    for kernel, rows, places in ((ATTN_BWD, 64, 2), (ATTN_BWD_PAIR, 128, 2), (ATTN_BWD_MMA, 32, 1), (ATTN_BWD_SIMT, 16, 1)):
         most = backward.tiling.MOST_TILES // places
         fits = operations.backward((64, 64), batch=most, q_len=rows, kv_len=1, heads=1, kv_heads=1)
         assert kernel.supports(fits, H200) == []  # type: ignore[attr-defined]
@@ -442,3 +463,19 @@ def test_stores() -> None:
         config = attn_bwd.config_of(OP.forward, store)
         made = ATTN_BWD.lower(OP, config, H200)
         assert len(made.launches) == entries and ("turns" in {each.name for each in made.scratch}) == (store == "final")
+
+
+def test_scratch_of_mma() -> None:
+    """Sums of dq for whole blocks of rows, and turns where they are added in order."""
+    for deterministic, name in ((True, "turns"), (False, None)):
+        op = changed(OP, deterministic=deterministic)
+        found = select(op, TYPICAL["sm_80"])
+        made = found.kernel.lower(op, found.config, TYPICAL["sm_80"])
+        assert [launch.entry for launch in made.launches] == ["attn_bwd_delta", "attn_bwd_mma", "attn_bwd_convert"]
+        sizes = {each.name: each.bytes for each in made.scratch}
+        assert sizes.pop("dq_sum") == 4 * 64 * 4 * 2 * 320 and sizes.pop("turns", None) == (4 * 4 * 2 * 5 if name else None)
+        assert [*sizes] == ["lse_log2", "delta"]
+        assert not any(isinstance(field.fill, Counter) for field in made.launches[1].fields)
+    packed = ATTN_BWD_MMA.lower(VARLEN, attn_bwd_mma.config_of(VARLEN.forward, H200), H200).launches
+    assert [each.entry for each in packed][1:] == ["attn_bwd_delta", "attn_bwd_mma", "attn_bwd_convert", "attn_bwd_dsinks"]
+    assert attn_bwd_mma.config_of(OP.forward, TYPICAL["sm_89"]).dq_vector == 1, "red of four numbers is from sm_90 on"

@@ -1,5 +1,5 @@
-"""The kernels of the backward, run thread by thread on the host (tests/host_threads.py), against autograd in float64.
-Outputs and scratch hold NaN before; turns hold anything."""
+"""The kernels of the backward, run thread by thread on the host (tests/host_threads.py; mma.sync by tests/emulator), against
+autograd in float64. Outputs and scratch hold NaN before; turns hold anything."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import pytest
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
+from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, Config
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Forward
-from rawattn.program import Program
+from rawattn.program import Launch, Program, Value, View
 from rawattn.variant.element import ELEMENTS, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
-from tests import host_threads
+from tests import emulator, host_threads
 from tests.operations import backward
 
 torch = pytest.importorskip("torch")
@@ -40,6 +41,7 @@ class Case:
     varlen: bool = False
     dlse: bool = False
     simt: bool = False
+    mma: Config | None = None
     store: str = "ordered"
     direction: str = ""
     chains: int = 1
@@ -85,7 +87,39 @@ HOPPER = {
     "256, no keys": Case((256, 256), {}, ((70, 0),), sinks=True),
     "192 and 128, packed": Case((192, 128), {"mask": Window(40, 30), "score": Softcap(2.0)}, PACKED, varlen=True, dlse=True),
 }
+LONE = Config(warps=4, sharing=1, ctas_per_sm=2)  # a warp has its keys alone
+PAIRS = Config()
+FOURS = Config(sharing=4, chunk_q=16)
+SMALL = Config(m_tiles_per_warp=1, do_stages=1, dq_row_warps=4, dq_vector=1)
+ONE_STAGE = Config(warps=4, sharing=1, q_stages=1, do_stages=1, dq_vector=1)
+LEAST = Config(tile_q=32, warps=4, m_tiles_per_warp=1, chunk_q=16, do_stages=1)
+MMA: dict[str, tuple[Config, Case]] = {
+    "64": (LONE, Case((64, 64), {}, ((100, 140),))),
+    "64, one stage, heads of a group": (ONE_STAGE, Case((64, 64), {"mask": Causal()}, ((150, 200),), heads=(4, 2))),
+    "64, window, softcap": (
+        LONE, Case((64, 64), {"mask": Window(40, 10), "score": Softcap(2.0)}, ((200, 300),), heads=(1, 1), dlse=True),
+    ),
+    "40 and 24, packed": (
+        LONE, Case((40, 24), {"mask": Causal("top_left"), "scale": -0.3}, PACKED, varlen=True, dlse=True, sinks=True),
+    ),
+    "8 and 72, one stage": (Config(warps=4, dq_row_warps=4, do_stages=1), Case((8, 72), {}, ((70, 70),))),
+    "64, offsets": (LONE, Case((64, 64), {"mask": Causal(), "q_offset": 40, "kv_offset": 9}, ((100, 140),), sinks=True)),
+    "64, no keys": (LONE, Case((64, 64), {}, ((70, 0),))),
+    "64, no queries": (LONE, Case((64, 64), {}, ((0, 70),))),
+    "128, causal": (PAIRS, Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((150, 260),))),
+    "128, longest first": (PAIRS, Case((128, 128), {"mask": Causal()}, ((150, 260),), direction="LongestFirst")),
+    "128, small tiles": (SMALL, Case((128, 128), {"mask": Causal()}, ((130, 100),), heads=(2, 2))),
+    "96 and 128, packed": (PAIRS, Case((96, 128), {"mask": Both(Causal(), Window(60))}, PACKED, heads=(1, 1), varlen=True)),
+    "80 and 112, unordered": (SMALL, Case((80, 112), {}, ((70, 150),), heads=(1, 1), store="unordered")),
+    "256": (FOURS, Case((256, 256), {"mask": Causal()}, ((130, 100),), heads=(1, 1))),
+    "192 and 136, softcap": (FOURS, Case((192, 136), {"mask": Window(70), "score": Softcap(2.0)}, ((80, 150),), heads=(2, 1))),
+    "256, one stage": (
+        Config(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
+    ),
+    "256, least memory": (LEAST, Case((256, 256), {}, ((70, 40),), heads=(1, 1))),
+}  # fmt: skip
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
+CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
 
 
 def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward) -> tuple[Array, ...]:
@@ -96,7 +130,7 @@ def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, 
     s = q @ k.repeat_interleave(group, 0).transpose(-1, -2) * op.scale
     if isinstance(op.score, Softcap):
         s = torch.tanh(s / op.score.cap) * op.score.cap
-    begin, end = op.mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
+    begin, end = op.spec.placed_mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
     keys = np.arange(k.shape[1])
     keep = torch.from_numpy((keys >= begin[:, None]) & (keys < end[:, None]))
     e = torch.where(keep, s, -torch.inf).exp()  # logits are small
@@ -126,6 +160,18 @@ def scratch(count: int, dtype: Any, value: Any) -> Array:
     found = space[start : start + count * np.dtype(dtype).itemsize].view(dtype)
     found[...] = value
     return found
+
+
+def emulate(launch: Launch, folder: pathlib.Path, memory: dict[str, Array]) -> None:
+    """Issues a launch of mma.sync and cp.async on the CPU (tests/emulator), one block after the other."""
+    values: dict[str, Any] = dict(launch.values)
+    for field in launch.fields:
+        if isinstance(field.fill, View):
+            x = memory[field.fill.operand]
+            values[field.name] = emulator.strided(x if x.ndim == 4 else x[None])
+        elif not isinstance(field.fill, Value):
+            values[field.name] = memory[getattr(field.fill, "name", None) or getattr(field.fill, "operand", "")]
+    emulator.Kernel(launch.source, launch.fields, folder / launch.entry)(launch.grid, values)
 
 
 class Call:
@@ -164,22 +210,30 @@ class Call:
             found.append(tuple(grads))
         return found
 
-    def run(self, folder: pathlib.Path) -> Program:
-        case = self.case
+    def program(self) -> Program:
+        case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 else ATTN_BWD
+        if case.mma:
+            config = dataclasses.replace(case.mma, store=case.store, direction=case.direction)
+            reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
+            assert reason is None or (case.store == "unordered" and "deterministic=False" in reason)
+            return ATTN_BWD_MMA.lower(self.op, config, TYPICAL["sm_90a"])
         if case.simt:
-            kernel: Any = ATTN_BWD_SIMT
-        else:
-            kernel = ATTN_BWD_PAIR if max(case.size) > 128 else ATTN_BWD
-        device = TYPICAL["sm_75" if case.simt else "sm_90a"]
-        config = kernel.candidates(self.op, device)[0]
+            return ATTN_BWD_SIMT.lower(self.op, ATTN_BWD_SIMT.candidates(self.op, TYPICAL["sm_75"])[0], TYPICAL["sm_75"])
+        found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
         if kernel is ATTN_BWD:
-            config = dataclasses.replace(attn_bwd.config_of(self.op.forward, case.store), dq_chains=case.chains)
-        config = config if case.simt else dataclasses.replace(config, direction=case.direction)
-        program = kernel.lower(self.op, config, device)
+            found = dataclasses.replace(attn_bwd.config_of(self.op.forward, case.store), dq_chains=case.chains)
+        found = dataclasses.replace(found, direction=case.direction)
+        return kernel.lower(self.op, found, TYPICAL["sm_90a"])
+
+    def run(self, folder: pathlib.Path) -> Program:
+        case, program = self.case, self.program()
         buffers = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
         self.arrays["counter"] = scratch(2, np.int32, 0)
         for launch in program.launches:
-            host_threads.run(launch, folder, self.arrays | buffers, number=self.op.number, together=case.grid)
+            if launch.entry == "attn_bwd_mma":
+                emulate(launch, folder, self.arrays | buffers)
+            else:
+                host_threads.run(launch, folder, self.arrays | buffers, number=self.op.number, together=case.grid)
         return program
 
 

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import driver
-from rawattn.device import Device
+from rawattn.device import TYPICAL, Device
+from rawattn.kernel import attn_bwd_mma
 from rawattn.kernel.attn_bwd import ATTN_BWD, Config, config_of
+from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.kernel.base import Kernel
@@ -106,18 +108,18 @@ def equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def sizes(head_dim: int, head_dim_v: int) -> tuple[Any, Case, bool]:
+def sizes(head_dim: int, head_dim_v: int, kernel: Any = None) -> tuple[Any, Case, bool]:
     """A case in which all of memory beside the heads is NaN, and dtype, mask and dlse alternate with the size."""
     dtype, causal = "fp16" if head_dim % 16 else "bf16", head_dim_v % 24 == 0
     case = Case(dtype, 2, 200, 333, 4, 2, head_dim, head_dim_v, causal=causal, layout="padded")
-    return fitting(case), case, head_dim % 24 == 0
+    return kernel or fitting(case), case, head_dim % 24 == 0
 
 
 SIZES = [(d, d) for d in (8, 16, 40, 56, 64, 72, 96, 112, 120, 128, 136, 192, 200, 248, 256)]
 UNEQUAL = [(128, 64), (64, 128), (8, 128), (96, 72), (192, 128), (128, 192), (256, 8), (8, 256)]
 
 
-@listed(sizes(*each) for each in SIZES + UNEQUAL)
+@listed(sizes(*each, kernel) for kernel in (None, ATTN_BWD_MMA) for each in SIZES + UNEQUAL)
 def test_head_dims(kernel: Any, case: Case, dlse: bool) -> None:
     check(case, kernel, dlse)
 
@@ -125,7 +127,16 @@ def test_head_dims(kernel: Any, case: Case, dlse: bool) -> None:
 @listed(
     (kernel, Case(dtype, 1, *lengths, 3, 1, size, size, **mask), False)
     for (kernel, dtype, size), mask, lengths in itertools.product(
-        [(ATTN_BWD, "bf16", 64), (ATTN_BWD, "fp16", 128), (ATTN_BWD_PAIR, "bf16", 256)], MASKS, LENGTHS
+        [
+            (ATTN_BWD, "bf16", 64),
+            (ATTN_BWD, "fp16", 128),
+            (ATTN_BWD_PAIR, "bf16", 256),
+            (ATTN_BWD_MMA, "bf16", 64),
+            (ATTN_BWD_MMA, "fp16", 128),
+            (ATTN_BWD_MMA, "bf16", 256),
+        ],
+        MASKS,
+        LENGTHS,
     )
     if size == 128 or mask in MASKS[:4]
 )
@@ -135,7 +146,7 @@ def test_masks_and_lengths(kernel: Any, case: Case, dlse: bool) -> None:
 
 @listed(
     (kernel, Case("bf16", batch, 170, 300, heads, kv_heads, size, size, causal=True), True)
-    for kernel, size in ((ATTN_BWD, 64), (ATTN_BWD_PAIR, 192))
+    for kernel, size in ((ATTN_BWD, 64), (ATTN_BWD_PAIR, 192), (ATTN_BWD_MMA, 64), (ATTN_BWD_MMA, 192))
     for batch, heads, kv_heads in ((2, 4, 4), (2, 8, 2), (3, 6, 1), (1, 1, 1), (2, 40, 8), (0, 2, 2), (9, 16, 16))
 )
 def test_batches_and_heads(kernel: Any, case: Case, dlse: bool) -> None:
@@ -144,7 +155,7 @@ def test_batches_and_heads(kernel: Any, case: Case, dlse: bool) -> None:
 
 @listed(
     (kernel, Case("fp16", 1, 300, 300, 2, 2, size, size, causal=True, softcap=softcap, scale=scale), True)
-    for kernel, size in ((ATTN_BWD, 128), (ATTN_BWD_PAIR, 256))
+    for kernel, size in ((ATTN_BWD, 128), (ATTN_BWD_PAIR, 256), (ATTN_BWD_MMA, 128), (ATTN_BWD_MMA, 256))
     for softcap, scale in ((None, -0.1), (None, 0.0), (None, 1.0), (30.0, None), (0.5, None), (5.0, -1.0), (50.0, 1.0))
 )
 def test_scores(kernel: Any, case: Case, dlse: bool) -> None:
@@ -154,14 +165,20 @@ def test_scores(kernel: Any, case: Case, dlse: bool) -> None:
 @listed(
     (kernel, Case("bf16", heads=4, kv_heads=2, head_dim=size, head_dim_v=size, lengths=lengths, **mask), True)
     for (kernel, size), mask, lengths in itertools.product(
-        [(ATTN_BWD, 64), (ATTN_BWD, 128), (ATTN_BWD_PAIR, 256)], [MASKS[0], MASKS[1], MASKS[3]], PACKED
+        [(ATTN_BWD, 64), (ATTN_BWD, 128), (ATTN_BWD_PAIR, 256), *((ATTN_BWD_MMA, size) for size in (64, 128, 256))],
+        [MASKS[0], MASKS[1], MASKS[3]],
+        PACKED,
     )
 )
 def test_packed_sequences(kernel: Any, case: Case, dlse: bool) -> None:
     check(case, kernel, dlse)
 
 
-@listed((ATTN_BWD, Case(lengths=tuple((1 + n % 65, n) for n in range(200)), **mask), False) for mask in MASKS[:2])
+@listed(
+    (kernel, Case(lengths=tuple((1 + n % 65, n) for n in range(200)), **mask), False)
+    for kernel in (ATTN_BWD, ATTN_BWD_MMA)
+    for mask in MASKS[:2]
+)
 def test_every_length(kernel: Any, case: Case, dlse: bool) -> None:
     check(case, kernel, dlse)
 
@@ -203,7 +220,7 @@ def test_no_sink_and_an_infinite_one() -> None:
 @listed(
     (kernel, Case("bf16", 2, 150, 200, 4, 2, size, 64, causal=True, layout=layout, lengths=lengths), True)
     for (kernel, size), layout, lengths in itertools.product(
-        [(ATTN_BWD, 64), (ATTN_BWD_PAIR, 192)], LAYOUTS, [None, ((150, 200), (0, 5), (70, 64))]
+        [(ATTN_BWD, 64), (ATTN_BWD_PAIR, 192), (ATTN_BWD_MMA, 64)], LAYOUTS, [None, ((150, 200), (0, 5), (70, 64))]
     )
 )
 def test_layouts(kernel: Any, case: Case, dlse: bool) -> None:
@@ -234,7 +251,9 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
-@listed([(ATTN_BWD, Case(batch=2, q_len=130, kv_len=200, heads=4, kv_heads=2, causal=True), True)])
+@listed(
+    (kernel, Case(batch=2, q_len=130, kv_len=200, heads=4, kv_heads=2, causal=True), True) for kernel in (ATTN_BWD, ATTN_BWD_MMA)
+)
 def test_gradients_of_any_layout(kernel: Any, case: Case, dlse: bool, kind: str) -> None:
     call = Call(case, dlse)
     call.do = GRADIENTS[kind](call.do)
@@ -269,11 +288,18 @@ class Narrow:
         return (self.lower(op, config, device),)
 
 
-REPEATED = [
+PERSISTENT = [
     (ATTN_BWD, Case("bf16", 2, 1000, 1000, 4, 2, 64, 64, causal=True), True),
     (ATTN_BWD, Case("bf16", 1, 2000, 2000, 8, 8, 128, 128), False),
     (ATTN_BWD_PAIR, Case("bf16", 1, 900, 1500, 4, 1, 256, 256, causal=True), False),
     (ATTN_BWD, Case("bf16", heads=4, kv_heads=2, head_dim=128, head_dim_v=128, causal=True, lengths=PACKED[2], sinks=True), True),
+]
+REPEATED = [
+    *PERSISTENT,
+    (ATTN_BWD_MMA, Case("bf16", 2, 1000, 1000, 4, 2, 64, 64, causal=True), True),
+    (ATTN_BWD_MMA, Case("fp16", 1, 2000, 2000, 8, 8, 128, 128), False),
+    (ATTN_BWD_MMA, Case("bf16", 1, 900, 1500, 4, 1, 256, 256, causal=True), False),
+    (ATTN_BWD_MMA, Case("bf16", heads=4, kv_heads=2, head_dim=128, causal=True, lengths=PACKED[2], sinks=True), True),
 ]
 
 
@@ -286,7 +312,7 @@ def test_repeats_are_equal(kernel: Any, case: Case, dlse: bool) -> None:
 
 
 @pytest.mark.parametrize("grid", [1, 7, 61])
-@listed(REPEATED)
+@listed(PERSISTENT)
 def test_other_grids_give_the_same_bits(kernel: Any, case: Case, dlse: bool, grid: int) -> None:
     call = Call(case, dlse)
     plan = rawattn.plan_backward(**call.given, **call.options, kernel=kernel.name)
@@ -341,10 +367,28 @@ def test_configs(kernel: Any, case: Case, dlse: bool, store: str, chains: int, d
     assert equal(call.run(kernel, config=config), found)
 
 
-def test_unordered() -> None:
+@listed(
+    (ATTN_BWD_MMA, Case(batch=2, q_len=300, kv_len=400, heads=4, kv_heads=2, head_dim=size, head_dim_v=size, causal=True), True)
+    for size in (64, 128, 256)
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "sm_120"])
+def test_configs_of_other_architectures(kernel: Any, case: Case, dlse: bool, arch: str) -> None:
+    call = Call(case, dlse)
+    config = attn_bwd_mma.config_of(case.op, TYPICAL[arch])
+    found = call.run(kernel, config=config)
+    call.check(found)
+    assert equal(call.run(kernel, config=config), found)
+
+
+@pytest.mark.parametrize("kernel", [ATTN_BWD, ATTN_BWD_MMA], ids=label)
+def test_unordered(kernel: Any) -> None:
     call = Call(Case(batch=2, q_len=500, kv_len=400, heads=4, kv_heads=2, causal=True))
-    config = config_of(call.case.op, "unordered")
-    call.check(call.run(ATTN_BWD, config=config, deterministic=False))
+    config = config_of(call.case.op, "unordered") if kernel is ATTN_BWD else None
+    call.check(call.run(kernel, config=config, deterministic=False))
+    if config is None:
+        asked = call.given | call.options | {"kernel": kernel.name}
+        stores = [rawattn.plan_backward(**asked, deterministic=each).config.store for each in (True, False)]
+        assert stores == ["ordered", "unordered"]
 
 
 @listed(
@@ -393,7 +437,7 @@ def test_reversed_rows() -> None:
     expect_backward(do, q, k, v, dlse=dlse, causal=True).check(*found)
 
 
-@listed([(ATTN_BWD, Case(heads=2, lengths=((100, 100), (70, 30)), sinks=True), True)])
+@listed((kernel, Case(heads=2, lengths=((100, 100), (70, 30)), sinks=True), True) for kernel in (ATTN_BWD, ATTN_BWD_MMA))
 def test_rows_after_the_last_sequence(kernel: Any, case: Case, dlse: bool) -> None:
     """They belong to nobody: what they hold is not read, and their gradients are 0."""
     call = Call(case, dlse)
@@ -409,7 +453,10 @@ def test_rows_after_the_last_sequence(kernel: Any, case: Case, dlse: bool) -> No
     assert torch.equal(dsinks, wanted[3])
 
 
-@listed([(ATTN_BWD, Case("bf16", heads=4, kv_heads=2, causal=True, lengths=((100, 100), (130, 270), (65, 200))), False)])
+@listed(
+    (kernel, Case("bf16", heads=4, kv_heads=2, causal=True, lengths=((100, 100), (130, 270), (65, 200))), False)
+    for kernel in (ATTN_BWD, ATTN_BWD_MMA)
+)
 def test_sequences_do_not_meet(kernel: Any, case: Case, dlse: bool) -> None:
     """All of one sequence NaN: the others' gradients are the same bits."""
     call = Call(case, dlse)
@@ -438,7 +485,7 @@ def test_many_heads(shape: tuple[int, int]) -> None:
     assert float(dq.abs().max()) < small and float(dk.abs().max()) < small
 
 
-@pytest.mark.parametrize("kernel", [ATTN_BWD, ATTN_BWD_SIMT], ids=label)
+@pytest.mark.parametrize("kernel", [ATTN_BWD, ATTN_BWD_MMA, ATTN_BWD_SIMT], ids=label)
 def test_more_than_32_bits_of_elements(kernel: Any) -> None:
     """Batches, rows or heads, whichever there are three of, lie gigabytes apart."""
     apart = 1 << 30
@@ -464,6 +511,9 @@ KINDS = [
     (ATTN_BWD, Case("bf16", head_dim=128, head_dim_v=128, causal=True, lengths=(), sinks=True), True),
     (ATTN_BWD_PAIR, Case("fp16", head_dim=256, head_dim_v=256, mask=Both(Causal("top_left"), Window(0, 0)), lengths=()), False),
     (ATTN_BWD_SIMT, Case("fp32", causal=True, sinks=True), True),
+    (ATTN_BWD_MMA, Case("bf16", causal=True, sinks=True), True),
+    (ATTN_BWD_MMA, Case("fp16", head_dim=128, head_dim_v=96, window=(0, 0), softcap=1.0, lengths=()), True),
+    (ATTN_BWD_MMA, Case("bf16", head_dim=256, head_dim_v=256, mask=Causal("top_left")), False),
 ]
 
 
@@ -503,7 +553,7 @@ def test_whatever_the_kinds(case: Case) -> None:
     call.check(call.run())
 
 
-@listed([(ATTN_BWD, REPEATED[0][1], True), (ATTN_BWD_PAIR, REPEATED[2][1], False)])
+@listed([(ATTN_BWD, REPEATED[0][1], True), (ATTN_BWD_PAIR, REPEATED[2][1], False), *REPEATED[4:7]])
 def test_kernels_against_each_other(kernel: Any, case: Case, dlse: bool) -> None:
     """The plain kernel computes in float32 throughout: another may differ from it by what both may from the reference."""
     call = Call(case, dlse)
