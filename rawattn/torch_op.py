@@ -35,6 +35,10 @@ from .spec import Spec
 from .variant import Option
 from .variant.element import ELEMENTS
 
+NO_CONSTANT_TIME = (
+    "constant_time=True was given and an input requires grad, but no gradient is shown to take the same time for all numbers; "
+    "call under torch.no_grad(), or on detached inputs."
+)
 NO_TANGENT = "an input has a forward-mode tangent, and there is no formula for it; give its primal."
 NO_SECOND = (
     "a second derivative was asked for, that of attention_backward, and there is no formula for it; leave out create_graph=True, "
@@ -395,8 +399,10 @@ def differentiable(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
-    if type(options["return_lse"]) is not bool:
+    if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**options)  # raises where it is none
+        if options["constant_time"]:
+            raise ProblemError(NO_CONSTANT_TIME)
     both, options["return_lse"] = options["return_lse"], True
     if isinstance(options["window"], list):  # which may be another one until the backward
         options["window"] = tuple(options["window"])
@@ -413,6 +419,8 @@ def _autograd(
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
     _check_followed(given)
     if _grad_enabled() and _any_requires_grad(*given):
+        if _options(spec)["constant_time"]:
+            raise ProblemError(NO_CONSTANT_TIME)
         return _followed(_apply, q, k, v, sinks, given, (spec, lengths, True))
     with torch._C._AutoDispatchBelowAutograd():
         return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec)

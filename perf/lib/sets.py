@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.operation import Forward
+from rawattn.operation import Backward
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
 
@@ -129,10 +129,11 @@ def flops(case: Case) -> int:
     return 2 * columns * case.heads * sum(kept[pair] for pair in lengths)
 
 
-def operation(case: Case, constant_time: bool = False) -> Forward:
-    """The operation that a plain call of the case computes; ``Case.op`` is the one with lse."""
+def operation(case: Case, constant_time: bool = False) -> Any:
+    """The operation that a plain call of the case computes, or of its gradients; ``Case.op`` is the forward with lse."""
     spec = dataclasses.replace(case.op.spec, return_lse=False, constant_time=constant_time)
-    return dataclasses.replace(case.op, spec=spec)
+    forward = dataclasses.replace(case.op, spec=spec)
+    return Backward(forward) if is_backward(case) else forward
 
 
 def pick(text: str) -> Case:

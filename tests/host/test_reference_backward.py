@@ -56,7 +56,8 @@ def by_autograd(case: Case, score: Any, with_dlse: bool) -> list[Any]:
         begin, end = case.op.spec.placed_mask.interval(np.arange(len(q_i)), len(q_i), len(k_i))
         kept = (others >= torch.from_numpy(begin)[:, None]) & (others < torch.from_numpy(end)[:, None])
         for h in range(case.heads):
-            s = score.logit(torch, case.op.scale * q_i[:, h] @ k_i[:, h].T, i, h, positions, others)
+            at = positions + (case.q_offset or 0), others + (case.kv_offset or 0)
+            s = score.logit(torch, case.op.scale * q_i[:, h] @ k_i[:, h].T, i, h, *at)
             s = torch.where(kept, s, -INF)
             full = torch.cat([s, sinks[h].expand(len(s), 1)], 1)
             some = full.isfinite().any(1)

@@ -683,3 +683,11 @@ def test_training_is_as_exact_as_torch_s(cast: Any, one_thread: None) -> None:
     attend = functools.partial(rawattn.attention, causal=True)
     ours, torch_s = ((losses(each, torch.float32, cast) - exact).square().mean().sqrt() for each in (attend, sdpa))
     assert 0 < ours <= 1.5 * torch_s
+
+
+def test_constant_time_has_no_gradient() -> None:
+    """It is refused before anything is computed, with and without the operator."""
+    q, k, v = make()
+    for run in (rawattn.attention, compiled(rawattn.attention)[0]):
+        with pytest.raises((ProblemError, torch._dynamo.exc.TorchRuntimeError), match="no gradient is shown to take"):
+            run(q, k, v, constant_time=True)
