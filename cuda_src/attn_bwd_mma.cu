@@ -163,7 +163,9 @@ struct Warp {
         const auto keys = BlockReader<A>::down(a, first_key);
         const auto queries = BlockReader<B>::right(b, first_q);
         clear(sums);
-        multiply<steps>(sums, [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); }, [&](u32(&to)[4], int step, int j) { ptx::ldmatrix(to, queries.block(j, step)); });
+        const auto load_keys = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
+        const auto load_queries = [&](u32(&to)[4], int step, int j) { ptx::ldmatrix(to, queries.block(j, step)); };
+        multiply<steps>(sums, load_keys, load_queries);
     }
     // sums += a b over queries from first_q on, for this warp's part of the columns.
     template <int steps, int columns, class A, class B>
@@ -175,9 +177,11 @@ struct Warp {
     }
     template <int columns, class B>
     __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
-        multiply_queries<chunk_q / 16>(sums, [&](u32(&to)[4], int step, int i) {
+        const auto load = [&](u32(&to)[4], int step, int i) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) to[k] = a[step][i][k]; }, b, first_q, ptx::lane_id());
+            for (int k = 0; k < 4; ++k) to[k] = a[step][i][k];
+        };
+        multiply_queries<chunk_q / 16>(sums, load, b, first_q, ptx::lane_id());
     }
     template <int columns, class B>
     __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {

@@ -60,7 +60,7 @@ def attention(
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
             softcap. The time still follows from shapes, strides, options and packed sequences' lengths. Not covered: a score of
             your own, power, which constants such as 0 save, clocks, and the L2 cache. ``perf.prove`` tests the time.
-        deterministic: accepted for flash-attn's users; results are always the same bits.
+        deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
         q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
             scores then see positions, and no alignment applies. Where one is given the other is 0.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
@@ -152,8 +152,8 @@ def attention_backward(
         causal, window, softcap, scale, mask, score, q_offset, kv_offset: the options of the forward. A score of your own needs
             ``slope`` in Python and ``derivative`` in CUDA, its derivative.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
-        deterministic: True for the same bits on every run, the default. False allows configurations that give others, which are
-            taken only if ``config`` asks for one.
+        deterministic: True for the same bits on every run, the default. False allows configurations that give others:
+            ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
         out: a tuple (dq, dk, dv), with sinks (dq, dk, dv, dsinks), of arrays that receive the results, None for one to be made.
         kernel, config: instead of what ``rawattn.explain_backward`` shows.
 

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 10000,
+    "rawattn": 10100,
     "perf": 3900,
     "cuda_src": 5150,
-    "tests": 16000,
+    "tests": 16300,
 }
 FUNCTION_LINES = 60
 

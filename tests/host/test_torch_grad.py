@@ -214,6 +214,22 @@ def test_kernel_and_config_are_the_forward_s() -> None:
     assert same(found, gradients(lambda *given: loss(rawattn.attention(*given)), given))
 
 
+@pytest.mark.parametrize("compile_it", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, compile_it: bool, deterministic: bool) -> None:
+    """The kernel that gives the gradients may be chosen by it."""
+    seen, own = [], api.run
+
+    def run(given: Any, options: Any, lengths: Any, *rest: Any) -> Any:
+        seen.append((Backward in rest, options["deterministic"]))
+        return own(given, options, lengths, *rest)
+
+    monkeypatch.setattr(api, "run", run)
+    function = functools.partial(rawattn.attention, deterministic=deterministic)
+    gradients(lambda *given: loss((compiled(function)[0] if compile_it else function)(*given)), make())
+    assert seen == [(False, deterministic), (True, deterministic)]
+
+
 # ---- what is kept
 
 
