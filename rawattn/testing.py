@@ -272,6 +272,8 @@ class _Sizes(reference.Formula):
         q_n, k_n, v_n, do_n, o_n = (abs(x) ** n for x in (q, k, v, do, self.total(p, v, kept)))
         delta = self._root(self.xp.sum(do_n * o_n, axis=-1, keepdims=True)) + abs(dlse)
         slope = self.slope(dot, place, tile)
+        if n == 1 and slope is not None:  # of a cap: 1 - t^2 errs by 2 |t| times what t does, however small it is itself
+            slope = abs(slope) + 2 * self.xp.sqrt(self.xp.where(slope < 1, 1 - slope, 0.0))
         ds = self.scale * p * (self._root(do_n @ v_n.T) + delta)
         ds_n = self.xp.where(kept, abs(ds if slope is None else ds * slope) ** n, 0.0)
         return self.total(ds_n, k_n, kept), self.total(ds_n.T, q_n, kept.T), self.total((p**n).T, do_n, kept.T), lse, delta[:, 0]
