@@ -1,4 +1,4 @@
-// Last pass of the backward where attn_bwd.cu leaves sums: dq = scale times the sum, from accumulator fragments to rows.
+// Last pass of the backward where attn_bwd.cu or attn_bwd_mma.cu leaves sums: dq = scale times the sum, from accumulators to rows.
 //
 // A block converts a tile of cfg::tile_q rows of one head, as many warps as it has 16 rows each of cfg::dq_parts parts of its columns.
 // A tile whose rows keep no key has no sum: its dq is 0.
