@@ -7,13 +7,16 @@
 from . import reference
 from .api import Explanation, attention, attention_varlen, explain, plan, warm_up
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
-from .operation import Forward
+from .operation import Append, AttentionKVCache, Forward
 from .plans import Plan
+from .serving import KVCache, Rotary, Step
+from .serving.api import append, attention_append, attention_kvcache
 from .spec import Spec
 from .variant import mask, score
 
 __version__ = "0.1.0"
 __all__ = [
-    "CompileError", "DeviceError", "Explanation", "Forward", "Plan", "ProblemError", "RawattnError", "SlowKernelWarning", "Spec",
-    "UnsupportedError", "attention", "attention_varlen", "explain", "mask", "plan", "reference", "score", "warm_up",
+    "Append", "AttentionKVCache", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache", "Plan", "ProblemError",
+    "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append", "attention", "attention_append",
+    "attention_kvcache", "attention_varlen", "explain", "mask", "plan", "reference", "score", "warm_up",
 ]  # fmt: skip

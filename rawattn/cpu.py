@@ -256,21 +256,25 @@ def _in_threads(threads: int, units: list[Any], compute: Callable[[Any], None]) 
         future.result()
 
 
-class _Sequence(NamedTuple):
-    """Arrays without their batch dimension, and which keys each query keeps."""
+class Sequence(NamedTuple):
+    """Arrays without their batch dimension, and which keys each query keeps. Key j is in row j % page_size of the page
+    pages[j // page_size] of k and v, (pages, page_size, kv_heads, columns); an array of one sequence is a page."""
 
     batch: int
     q: Array
     k: Array
     v: Array
+    pages: Array
+    kv_len: int
     o: Array
     lse: Array | None  # (heads, q_len)
+    mask: Mask
     begin: Array
     end: Array
 
 
 class _Unit(NamedTuple):
-    sequence: _Sequence
+    sequence: Sequence
     kv_head: int
     queries: slice
     keys: int  # that it visits, more or less
@@ -293,22 +297,35 @@ def run_forward(
 
     Raises ProblemError where cu_seqlens do not describe sequences of these arrays.
     """
-    group, units = q.shape[-2] // k.shape[-2], []
-    step = max(1, config.tile_q // group)
     interval = functools.cache(lambda q_len, kv_len: mask.interval(np.arange(q_len), q_len, kv_len))
+    sequences = []
     for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
-        lse_i = None if lse is None else lse[at]
-        sequence = _Sequence(i, q[rows], k[keys], v[keys], o[rows], lse_i, *interval(len(q[rows]), len(k[keys])))
+        kv_len, out = len(k[keys]), (o[rows], None if lse is None else lse[at])
+        bounds = interval(len(q[rows]), kv_len)
+        sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, mask, *bounds))
+    run_sequences(sequences, q.shape[-2], score, scale, sinks, config)
+
+
+ONE_PAGE = np.zeros(1, np.int32)
+
+
+def run_sequences(sequences: list[Sequence], heads: int, score: Score, scale: float, sinks: Array | None, config: Config) -> None:
+    """Computes attention of sequences of one number format, each by its own mask."""
+    units: list[_Unit] = []
+    if not sequences:
+        return
+    kv_heads = sequences[0].k.shape[-2]
+    step = max(1, config.tile_q // (heads // kv_heads))
+    for sequence in sequences:
         for first in range(0, len(sequence.q), step):
             last = min(first + step, len(sequence.q))
             visits = int(sequence.end[last - 1] - sequence.begin[first])
-            units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(k.shape[-2])]
+            units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
     units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
-    element, cap = _element(q), _cap(score)
-    sink_logits = _sink_logits(sinks, q.shape[-2], element.lse_dtype)
+    element, cap = _element(sequences[0].q), _cap(score)
+    sink_logits = _sink_logits(sinks, heads, element.lse_dtype)
     if cap is None:
-        formula = _formula(element, mask, score, scale)
-        _in_threads(config.threads, units, functools.partial(_compute_by_formula, formula, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, score, scale, sink_logits))
     else:
         attend = load(element).loops if units else None
         factors = (scale / cap if cap else scale, cap, config.tile_kv, _table(element))
@@ -317,13 +334,13 @@ def run_forward(
 
 def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Array, unit: _Unit) -> None:
     sequence, kv_head, queries, _ = unit
-    group, number, storage = len(sinks) // sequence.k.shape[1], element.lse_dtype, _storage(element)
+    group, number, storage = len(sinks) // sequence.k.shape[2], element.lse_dtype, _storage(element)
     heads = slice(kv_head * group, (kv_head + 1) * group)
     q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, sequence.q.shape[-1])
-    k, v = (x[:, kv_head].view(storage) for x in (sequence.k, sequence.v))
+    k, v = (x[:, :, kv_head].view(storage) for x in (sequence.k, sequence.v))
     begin, end = (np.repeat(bound[queries], group) for bound in (sequence.begin, sequence.end))
     o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
-    attend(q, k, v, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
+    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
     if sequence.lse is not None:
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
@@ -334,11 +351,24 @@ def _formula(element: Element, mask: Mask, score: Score, scale: float) -> refere
     return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale)
 
 
-def _compute_by_formula(formula: reference.Formula, sinks: Array, unit: _Unit) -> None:
+def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
+    """A head's keys or values of a sequence in order, (kv_len, 1, columns); those that no query keeps are zeros if they are
+    several pages."""
+    if sequence.kv_len <= x.shape[1] and x.shape[0] == 1:
+        return x[0, : sequence.kv_len, kv_head, None]
+    some = sequence.begin < sequence.end
+    kept = np.arange(sequence.begin[some].min(initial=sequence.kv_len), sequence.end[some].max(initial=0))
+    found = np.zeros((sequence.kv_len, 1, x.shape[3]), x.dtype)
+    found[kept, 0] = x[sequence.pages[kept // x.shape[1]], kept % x.shape[1], kv_head]
+    return found
+
+
+def _compute_by_formula(element: Element, score: Score, scale: float, sinks: Array, unit: _Unit) -> None:
     sequence, kv_head, queries, _ = unit
-    group = len(sinks) // sequence.k.shape[1]
+    formula = _formula(element, sequence.mask, score, scale)
+    group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
-    q, k, v = sequence.q[:, heads], sequence.k[:, kv_head, None], sequence.v[:, kv_head, None]
+    q, k, v = sequence.q[:, heads], *(_gathered(sequence, x, kv_head) for x in (sequence.k, sequence.v))
     lse = np.repeat(sinks[heads, None], len(sequence.q), axis=1)
     o, origin = sequence.o[:, heads], (sequence.batch, heads.start)
     o[queries] = 0

@@ -60,6 +60,17 @@ def check_contiguous(name: str, array: Array) -> None:
         raise ProblemError(f"{name} has a stride of {array.strides[-1]} in its last dimension; it must be 1 (contiguous).")
 
 
+def check_like(name: str, array: Array, first: str, like: Array) -> None:
+    """Raises ProblemError where an array is of another library or on another device than ``like``, the argument ``first``."""
+    if array.library != like.library:
+        raise ProblemError(
+            f"{name} is a {array.library} array but {first} a {like.library} one; give all arrays from one library."
+        )
+    if array.device != like.device:
+        places = ["the CPU" if x.is_cpu else f"GPU {x.device}" for x in (array, like)]
+        raise ProblemError(f"{name} is on {places[0]} but {first} is on {places[1]}; put all arrays on one device.")
+
+
 def check_output(name: str, array: Array, alignment: int, inputs: Iterable[tuple[str, Array | None]]) -> None:
     """Raises ProblemError where an output of the caller cannot be written: where its elements share memory with each other or
     with an input, or lie at other places than multiples of ``alignment`` bytes."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..arrays import DTYPES, Array
 from ..errors import ProblemError
-from ..operand import PLAIN, Layout, Operand, check_contiguous, layout_of
+from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec
 from ..variant import mask as masks
 from ..variant import score as scores
@@ -240,7 +240,7 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != rank:
             raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have {rank}, {order}.")
-        _check_like(name, array, q)
+        check_like(name, array, "q", q)
         if array.dtype not in ELEMENTS:
             raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
         if array.dtype != q.dtype:
@@ -257,16 +257,8 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
     _check_heads(q.shape[-2], k.shape[-2])
 
 
-def _check_like(name: str, array: Array, q: Array) -> None:
-    if array.library != q.library:
-        raise ProblemError(f"{name} is a {array.library} array but q a {q.library} one; give all arrays from one library.")
-    if array.device != q.device:
-        places = ["the CPU" if x.is_cpu else f"GPU {x.device}" for x in (array, q)]
-        raise ProblemError(f"{name} is on {places[0]} but q is on {places[1]}; put all arrays on one device.")
-
-
 def _check_sinks(sinks: Array, q: Array, element: str) -> None:
-    _check_like("sinks", sinks, q)
+    check_like("sinks", sinks, "q", q)
     if sinks.dtype != element or tuple(sinks.shape) != (q.shape[-2],):
         raise ProblemError(
             f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}; it must be {element} of shape ({q.shape[-2]},), one for each "
@@ -281,7 +273,7 @@ def _check_cu_seqlens(arrays: dict[str, Array]) -> None:
         if name not in arrays:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
         array = arrays[name]
-        _check_like(name, array, arrays["q"])
+        check_like(name, array, "q", arrays["q"])
         if array.dtype != "int32":
             way = f"{name}.int() in torch, {name}.astype('int32') elsewhere" if "int64" in array.dtype else "an int32 array"
             raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32: {way}.")

@@ -196,6 +196,29 @@ class SplitMask(Wrapper):
         return (*self.base.fields, Field("split_keys", "i32"))
 
 
+@dataclasses.dataclass(frozen=True)
+class FromKey(Option):
+    """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
+
+    base: Mask
+    first: int
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        begin, end = self.base.interval(q, q_len, kv_len)
+        return np.maximum(begin, self.first), end
+
+
+def causal_and(mask: Mask) -> Mask:
+    """The mask without the keys behind the query's own position, which a step asks for besides."""
+    parts = [mask]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Causal):
+            raise ProblemError(f"mask is {mask}, and the step is causal besides; make the step with causal=False.")
+        parts += [part.a, part.b] if isinstance(part, Both) else []
+    return Causal() if isinstance(mask, Full) else Both(Causal(), mask)
+
+
 def kept_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     """Number of (query, key) pairs that the mask keeps; long sequences are sampled at 4096 queries."""
     if q_len == 0:

@@ -1,0 +1,260 @@
+"""The public calls over caches."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .. import arrays, memory
+from ..arrays import Array
+from ..errors import ProblemError, UnsupportedError
+from ..operand import check_output
+from ..operation import Append, AttentionKVCache
+from ..plans import NO_GRAD, device_of
+from ..spec import Spec, Window
+from ..variant.mask import Mask, causal_and
+from ..variant.score import Score
+from .cache import LAYOUTS, KVCache
+from .rotary import Rotary
+from .step import Step
+
+
+def attention_kvcache(
+    q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: Mask | None = None, score: Score | None = None, sinks: Any = None, split: str | int = "auto", out: Any = None,
+    return_lse: bool = False, lse: Any = None, kernel: str | None = None, config: Any = None,
+) -> Any:  # fmt: skip
+    """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
+
+    >>> o = rawattn.attention_kvcache(q, cache, step)
+
+    Args:
+        q: (batch, q_len, heads, head_dim), or (total_q, heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype,
+            library and device. heads is a multiple of the cache's kv_heads, query head h reads head h // (heads / kv_heads).
+        cache: a ``rawattn.KVCache``; its pages are read where they lie.
+        step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
+            of a sequence stands at its last key.
+        window, softcap, scale, score, sinks: as in ``rawattn.attention``.
+        mask: a mask instead of ``window``. Where the step is causal, a key counts that both keep.
+        split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length. Results
+            differ in their rounding alone.
+        out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
+        return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
+        kernel, config: instead of what would be chosen.
+
+    Returns:
+        o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
+        (heads, total_q). Rows of q that belong to no sequence are left as they are.
+
+    A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
+    sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
+    and page_table's entries for it are not read.
+
+    Raises:
+        ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are
+            on the device, where nothing beyond the cache is read.
+        UnsupportedError: no kernel computes this on the arrays' device.
+
+    The pages are those of PagedAttention (arXiv 2309.06180, section 4.1); the specification in array operations is
+    ``rawattn.reference.attention_kvcache``.
+    """
+    check_objects(cache, step)
+    spec, split_keys = spec_of(step, window, softcap, scale, mask, score, return_lse), _split_keys(split)
+    named = {"q": q, "sinks": sinks, **{name: getattr(step, name) for name in step.arrays}}
+    if (operators := _operators(q)) is not None:
+        refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
+        return operators.attention_kvcache(named, cache, step, spec, split_keys)
+    found = {"q": arrays.read(q, "q"), "k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"], **step.arrays}
+    if sinks is not None:
+        found["sinks"] = arrays.read(sinks, "sinks")
+    if arrays.requires_grad(q, cache.k, cache.v, sinks):
+        raise ProblemError(NO_GRAD)
+    op = AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys)
+    results = compute(op, found, {"o": out, "lse": lse}, cache.layout, kernel, config)
+    return (results["o"], results["lse"]) if return_lse else results["o"]
+
+
+def append(
+    cache: KVCache, step: Step | None, k: Any, v: Any, *, slots: Any = None, rotary: Rotary | None = None, q: Any = None,
+    q_out: Any = None,
+) -> Any:  # fmt: skip
+    """Writes new keys and values into a cache, in one launch, and rotates q on the way.
+
+    >>> q = rawattn.append(cache, step, k, v, rotary=rotary, q=q)
+
+    Args:
+        cache: a ``rawattn.KVCache``, written in place.
+        step: a ``rawattn.Step`` whose kv_lens count the new rows too: row j of a sequence's n new ones is key kv_len - n + j. A
+            sequence with kv_len 0 takes no part. None where ``slots`` say where rows go and ``rotary`` has positions or is None.
+        k: (batch, n, kv_heads, head_dim), or (total, kv_heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype.
+        v: the same with head_dim_v; None where the cache's v is a view of its k.
+        slots: int64, k's shape without its last two dimensions: where each row goes instead, page * page_size + row of the page;
+            a negative one is skipped. The order of rows with one slot is not defined.
+        rotary: a ``rawattn.Rotary`` that is applied to k, and to q.
+        q: (..., heads, head_dim) with the rows of k, to be rotated.
+        q_out: receives the rotated q; q itself may be given. Rows of sequences that take no part are left as they are.
+
+    Returns:
+        The rotated q, where q is given; else None.
+
+    A page that several sequences share must not be written: no order is kept between them.
+
+    Raises:
+        ProblemError: an argument is wrong. On the CPU so are lengths, pages and slots that the cache does not have; on a GPU
+            they are on the device, where nothing beyond the cache is written.
+        UnsupportedError: no kernel does this on the arrays' device.
+
+    The specification is ``rawattn.reference.append``.
+    """
+    check_objects(cache, step, rotary, optional=slots is not None)
+    if cache.v_in_k and v is not None:
+        raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
+    if not cache.v_in_k and v is None:
+        raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
+    named = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
+    of_step = {} if step is None else {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
+    of_rotary = {} if rotary is None else rotary.arrays
+    if (operators := _operators(k)) is not None:
+        refuse_where_traced(q_out=q_out)
+        return operators.append(named, cache, step, rotary)
+    found = arrays.named(tuple(named), tuple(named.values())) | of_step | of_rotary
+    found |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
+    if arrays.requires_grad(cache.k, cache.v, *named.values()):
+        raise ProblemError(NO_GRAD)
+    style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
+    bounds = (None, None) if step is None else (step.max_q_len, step.max_kv_len)
+    op = Append.of(found, style, *bounds)
+    _check_writable(cache, found)
+    return compute(op, found, {"q_out": q_out}, cache.layout).get("q_out")
+
+
+def attention_append(q: Any, k: Any, v: Any, cache: KVCache, step: Step, *, rotary: Rotary | None = None, **options: Any) -> Any:
+    """``append`` of k and v, and ``attention_kvcache`` of q over the cache that holds them then.
+
+    >>> o = rawattn.attention_append(q, k, v, cache, step, rotary=rotary)
+
+    Arguments as in ``append``, and ``options`` as in ``attention_kvcache``, which also says what is given back. With ``rotary`` q
+    is rotated too, and stays as it was.
+    """
+    rotated = append(cache, step, k, v, rotary=rotary, q=None if rotary is None else q)
+    return attention_kvcache(q if rotary is None else rotated, cache, step, **options)
+
+
+def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
+    """Raises ProblemError where an argument is of another class than it must be."""
+    if not isinstance(cache, KVCache):
+        raise ProblemError(f"cache is a {type(cache).__name__}; it must be a rawattn.KVCache.")
+    if not isinstance(step, Step) and not (step is None and optional):
+        raise ProblemError(f"step is {'None' if step is None else f'a {type(step).__name__}'}; it must be a rawattn.Step.")
+    if rotary is not None and not isinstance(rotary, Rotary):
+        raise ProblemError(f"rotary is a {type(rotary).__name__}; it must be a rawattn.Rotary, or None.")
+
+
+def spec_of(step: Step, window: Any, softcap: Any, scale: Any, mask: Any, score: Any, return_lse: Any) -> Spec:
+    """The options of a call; the mask is without what ``step.causal`` says of each sequence, if it is an array."""
+    causal = "causal" not in step.arrays and bool(step.causal)
+    spec = Spec.of(
+        causal=causal and mask is None, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=return_lse
+    )
+    if mask is None or not causal:
+        return spec
+    return Spec(causal_and(mask), spec.score, spec.scale, spec.return_lse)
+
+
+def _split_keys(split: Any) -> int:
+    """The keys of a split, 0 for "auto"."""
+    if isinstance(split, str) and split == "auto":
+        return 0
+    if isinstance(split, bool) or not isinstance(split, int) or split < 64 or split & (split - 1):
+        raise ProblemError(f"split is {split!r}; it must be 'auto' or a power of two from 64.")
+    return split
+
+
+def _operators(first: Any) -> Any:
+    """The module of torch's operators where torch must see one; None where it need not."""
+    if "torch" not in sys.modules:
+        return None
+    from .. import torch_op
+
+    if not torch_op.intercepts((first,)):
+        return None
+    from .. import torch_serving
+
+    return torch_serving
+
+
+def refuse_where_traced(**given: Any) -> None:
+    """Raises ProblemError for an argument that torch's operators do not have."""
+    for name, value in given.items():
+        if value is not None:
+            raise ProblemError(f"{name} was given where torch traces, transforms or casts the call; the operator has no {name}.")
+
+
+def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
+    """Raises ProblemError where the cache cannot be written in place."""
+    for name in ("k", "v"):
+        pool, array = getattr(cache, name), cache.arrays[name]
+        if array.object is not pool:
+            raise ProblemError(f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place.")
+        if array.is_cpu and array.library == "numpy" and not pool.flags.writeable:
+            raise ProblemError(f"the cache's {name} is read-only; make the cache of a writable array.")
+        if memory.overlap(array, array):
+            raise ProblemError(f"several elements of the cache's {name} share one place in memory; make it of a whole array.")
+        for other in ("k", "v", "q", "q_out"):
+            if other in found and memory.overlap(array, found[other]):
+                raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
+
+
+def compute(
+    op: AttentionKVCache | Append, found: dict[str, Array], outs: dict[str, Any], layout: str, kernel: str | None = None,
+    config: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Computes an operation on arrays that were checked; the results by name, new ones or those that were given."""
+    first = found["q" if "q" in found else "k"]
+    device = device_of(first)
+    if not device.is_cpu:
+        raise UnsupportedError(f"{op} has no kernel on {device.name} yet; it is computed for arrays on the CPU.")
+    if kernel not in (None, "cpu") or config is not None:
+        raise UnsupportedError(f"kernel={kernel!r}, config={config!r}: on the CPU there is the kernel cpu, without a choice.")
+    from . import cpu
+
+    results, made = {}, {}
+    for operand in op.outputs:
+        out = outs.get(operand.name)
+        if operand.role == "inout":
+            continue
+        results[operand.name] = arrays.maker(first, operand.shape, operand.element)(first.object) if out is None else out
+        made[operand.name] = arrays.read(results[operand.name], _argument(operand.name))
+        if out is not None:
+            _check_given(operand, made[operand.name], out, first, found)
+    for name, out in outs.items():
+        if out is not None and name not in results:
+            raise ProblemError(f"{_argument(name)} was given, but the call gives none.")
+    views = {name: arrays.as_numpy(array) for name, array in (*found.items(), *made.items())}
+    for name in ("k_cache", "v_cache"):  # as (pages, page_size, kv_heads, columns)
+        views[name] = views[name].transpose(LAYOUTS[layout])
+    if isinstance(op, Append):
+        cpu.append(op, views)
+    else:
+        cpu.attend(op, views, views["o"], views.get("lse"))
+    for name in results:
+        arrays.written(outs.get(name))
+    return {name: x if x is outs.get(name) else arrays.to_library(x, first.object) for name, x in results.items()}
+
+
+def _argument(name: str) -> str:
+    return "out" if name == "o" else name
+
+
+def _check_given(operand: Any, array: Array, out: Any, first: Array, found: dict[str, Array]) -> None:
+    """Raises ProblemError where an array of the caller cannot receive a result."""
+    name = _argument(operand.name)
+    operand._replace(name=name).check(array, first.library, first.device)
+    if array.object is not out:
+        raise ProblemError(f"{name} is a {type(out).__name__}, which cannot be written in place; call without {name}.")
+    if array.library == "numpy" and not out.flags.writeable:
+        raise ProblemError(f"{name} is read-only; give a writable array.")
+    if arrays.requires_grad(out):
+        raise ProblemError(NO_GRAD)
+    inputs = [(other, x) for other, x in found.items() if not (name == "q_out" and x.object is out)]
+    check_output(name, array, 1, inputs)
