@@ -383,18 +383,23 @@ def append(
     new_k, new_v, new_q = (None if x is None else _numpy(x) for x in (k, v, q))
     assert new_k is not None
     q_out = None if new_q is None else np.full(new_q.shape, np.nan)
-    for at, i, place in _new_rows(cache, step, new_k.shape[:-2]):
-        rows = [new_k[at], None if new_v is None else new_v[at]]
+    in_sequences = {} if step is None else _new_rows(cache, step, new_k.shape[:-2])
+    for at in np.ndindex(new_k.shape[:-2]):
+        i, place = in_sequences.get(at, (-1, -1))
+        row_k = new_k[at]
         if rotary is not None:
             position = place if rotary.positions is None else int(_numpy(rotary.positions)[at])
-            rows[0] = _rotated(new_k[at], rotary, position)
+            if position < 0:
+                continue
+            row_k = _rotated(new_k[at], rotary, position)
             if q_out is not None and new_q is not None:
                 q_out[at] = _rotated(new_q[at], rotary, position)
+        page, row = -1, 0
         if slots is not None:
             page, row = divmod(int(_numpy(slots)[at]), cache.page_size)
-        elif step is not None:
+        elif step is not None and place >= 0:
             page, row = _pages(cache, step, i)[1](place)
-        for pool, x in zip(pools, rows, strict=True):
+        for pool, x in zip(pools, (row_k, None if new_v is None else new_v[at]), strict=True):
             if x is not None and page >= 0:
                 _row(pool, cache.layout, page, row)[...] = x
     if cache.v_in_k:
@@ -403,16 +408,15 @@ def append(
     return tuple(pools) if q_out is None else (*pools, q_out)
 
 
-def _new_rows(cache: KVCache, step: Step | None, shape: tuple[int, ...]) -> Iterator[tuple[Any, int, int]]:
-    """Where each new row is in k, the number of its sequence, and its place there; of sequences that take part."""
-    if step is None:
-        yield from ((at, -1, -1) for at in np.ndindex(shape))
-        return
+def _new_rows(cache: KVCache, step: Step, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, int]]:
+    """The sequence of each new row and its place there, of sequences that take part."""
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
     for i, (own, _) in enumerate(_step_rows(step)):
         n = shape[1] if isinstance(own, int) else own.stop - own.start
         kv_len, _ = _pages(cache, step, i)
         for j in range(n if kv_len > 0 else 0):
-            yield ((i, j) if isinstance(own, int) else own.start + j), i, kv_len - n + j
+            found[(i, j) if isinstance(own, int) else (own.start + j,)] = (i, kv_len - n + j)
+    return found
 
 
 def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, Any]:

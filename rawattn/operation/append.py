@@ -13,6 +13,7 @@ from ..operand import Operand, check_contiguous, check_like
 from ..variant.element import ELEMENTS, Element
 from . import kvcache
 
+LONGEST = (1 << 30) - 1  # keys of a sequence
 ROTARIES = ("", "neox", "interleaved")
 
 
@@ -76,10 +77,10 @@ class Append:
         k, pool = arrays["k"], arrays["k_cache"]
         ragged = len(k.shape) == 3
         lengths = kvcache.form_of(arrays) if has_lengths else ""
-        form, table = ("slots", 1) if "slots" in arrays else (lengths, kvcache.table_of(arrays))
+        form, table = "slots" if "slots" in arrays else lengths, kvcache.table_of(arrays)
         total = math.prod(k.shape[:-2])
         q_len = k.shape[0] if ragged else k.shape[1]
-        room = table * pool.shape[1]
+        room = LONGEST if form == "slots" and lengths != "indptr" else table * pool.shape[1]
         cos = arrays.get("cos")
         return cls(
             ELEMENTS[k.dtype], kvcache.batch_of(arrays) if has_lengths else k.shape[0], total,

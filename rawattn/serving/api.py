@@ -92,7 +92,8 @@ def append(
             a negative one is skipped. The order of rows with one slot is not defined.
         rotary: a ``rawattn.Rotary`` that is applied to k, and to q.
         q: (..., heads, head_dim) with the rows of k, to be rotated.
-        q_out: receives the rotated q; q itself may be given. Rows of sequences that take no part are left as they are.
+        q_out: receives the rotated q; q itself may be given. Rows without a position, such as those of sequences that take no
+            part, are left as they are.
 
     Returns:
         The rotated q, where q is given; else None.

@@ -36,12 +36,10 @@ def _places(op: AttentionKVCache | Append, views: Views, q_len: int) -> Iterator
     """The sequences of a step, of ``q_len`` rows where they are not ragged. Raises ProblemError where a length is wrong."""
     starts = views.get("cu_seqlens_q")
     if starts is not None:
-        rows = op.total_q if isinstance(op, AttentionKVCache) else op.total
-        if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > rows:
+        total = op.total_q if isinstance(op, AttentionKVCache) else op.total
+        if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > total:
             found = np.array2string(starts, threshold=8)
-            raise ProblemError(
-                f"cu_seqlens_q is {found}; it must begin with 0, never fall, and end with at most {rows}, the rows."
-            )
+            raise ProblemError(f"cu_seqlens_q is {found}; it must begin with 0, never fall, and end with at most {total}.")
     kv_lens, batch = kv_lens_of(op, views), op.batch
     most = op.kv_len
     if ((kv_lens < 0) | (kv_lens > most)).any():
@@ -154,15 +152,15 @@ def append(op: Append, views: Views) -> None:
         slots = views["slots"]
         if (slots >= op.pages * size).any():
             raise ProblemError(f"slots has {slots.max()}; it must be below {op.pages * size}, pages times page_size, or -1.")
-    q_out = views.get("q_out")
+    written, q_out = slots >= 0, views.get("q_out")
     if op.rotary:
         positions = views.get("positions", positions)
+        written &= positions >= 0
         if (positions >= op.max_positions).any():
             raise ProblemError(f"a row has position {positions.max()}; cos and sin have {op.max_positions} positions.")
         k = _rotated(op, views, k, positions)
         if q_out is not None:
             q_out[positions >= 0] = _rotated(op, views, views["q"], positions)[positions >= 0]
-    written = slots >= 0
     pages, at = slots[written] // size, slots[written] % size
     views["k_cache"][pages, at] = k[written]
     if op.v:
