@@ -39,6 +39,7 @@ struct Smem {
     ptx::Mbarrier work_full[2], work_empty[2];
     WorkTile work[2];
 };
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;

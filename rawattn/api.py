@@ -7,19 +7,18 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import arrays, driver
 from .arrays import Array
 from .device import Device
 from .errors import ProblemError
-from .operation import Forward
+from .operation import Forward, Operation, from_json
 from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
-from .select import FEW_ROWS, Selection, select, three_bits, warn_once
-from .spec import Spec, Window
-from .tma import ALIGNMENT, readable
+from .select import Selection, select, warn_once
+from .spec import Window
 from .variant.mask import Mask
 from .variant.score import Score
 
@@ -142,7 +141,7 @@ def plan(
     NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    return _plan(arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
+    return _plan(Forward, arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
 
 
 def explain(
@@ -153,26 +152,34 @@ def explain(
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    found = arrays.named(Forward.names, (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks))
-    op = Forward.of(found, Spec.of(**options), max_seqlen_q, max_seqlen_kv)
-    return explain_operation(op, device_of(found["q"]), kernel, config)
+    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    return _explain(Forward, given, options, lengths, kernel, config)
 
 
-def explain_operation(op: Forward, device: Device, kernel: str | None = None, config: Any = None) -> Explanation:
+def _explain(
+    operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
+    kernel: str | None, config: Any,
+) -> Explanation:  # fmt: skip
+    found = arrays.named(operation.input_names(len(given)), given)
+    op = operation.of_call(found, options, lengths)
+    return explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
+
+
+def explain_operation(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Explanation:
     """``explain`` of an operation on a device, which need not be here."""
     selection = select(op, device, kernel, config)
     program = None if device.is_cpu else selection.kernel.lower(op, selection.config, device)
     return Explanation(op, device, selection, program)
 
 
-def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int = 0) -> int:
+def warm_up(operations: Iterable[Operation] | str | os.PathLike[str], device: int = 0) -> int:
     """Compiles and loads all that these operations need on a GPU, so that nothing compiles when they are called; gives their
     number.
 
     >>> rawattn.warm_up("operations.jsonl")
 
     Args:
-        operations: ``Forward`` operations, or the path of a file that RAWATTN_LOG named in an earlier run.
+        operations: operations such as ``rawattn.Forward``, or the path of a file that RAWATTN_LOG named in an earlier run.
         device: the number of the GPU.
 
     Raises:
@@ -187,9 +194,9 @@ def warm_up(operations: Iterable[Forward] | str | os.PathLike[str], device: int 
     return len(found)
 
 
-def _from_line(line: str) -> Forward:
+def _from_line(line: str) -> Operation:
     try:
-        return Forward.from_json(json.loads(line))
+        return from_json(json.loads(line))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"operations has the line {line[:80]!r}, which is no operation ({error}).") from None
 
@@ -198,7 +205,7 @@ def _from_line(line: str) -> Forward:
 class Explanation:
     """An operation and what was selected for it; ``str`` of it is for people. ``program`` is None on the CPU."""
 
-    op: Forward
+    op: Operation
     device: Device
     selection: Selection
     program: Program | None
@@ -227,9 +234,9 @@ def options_of(
     }  # fmt: skip
 
 
-def _key(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Any:
+def _key(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any) -> Any:
     """A key for options, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
-    window = options["window"]
+    window = options.get("window")
     if isinstance(window, (tuple, list)):
         options = {**options, "window": (*window, *map(type, window))}
     values = (*options.values(), *lengths, kernel, config)
@@ -257,22 +264,24 @@ _load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None = None, config: Any = None,
-    out: Any = None,
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None = None, config: Any = None,
+    out: Any = None, operation: type[Operation] = Forward,
 ) -> Any:  # fmt: skip
-    """Computes a call on arrays that have memory; ``options`` are those that ``options_of`` gives."""
+    """Computes a call on arrays that have memory, which are those of ``operation.input_names``; ``options`` and ``lengths`` are
+    what its ``of_call`` takes, for attention what ``options_of`` gives."""
     signatures = arrays.signatures(given)
     try:
-        key: Any = (signatures, _key(options, lengths, kernel, config))
+        key: Any = (signatures, _key(options, lengths, kernel, config), operation)
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed is a wrong one
         key = call = None
     if call is None:
-        family = None if key is None else _family(signatures, key[1])
+        family = None if key is None else operation.family(signatures)
+        family = family and (family, *key[1:])
         plan = _families.get(family)
         if plan is None:
-            found = arrays.named(Forward.names, given)
-            plan = _plan(found, options, lengths, kernel, config)
+            found = arrays.named(operation.input_names(len(given)), given)
+            plan = _plan(operation, found, options, lengths, kernel, config)
             bound = plan.bind(found)
             if family is not None and not plan.device.is_cpu:
                 cache_put(_families, family, plan, KEPT_PLANS)
@@ -284,39 +293,17 @@ def run(
     return one_or_all(call(given[0], out))
 
 
-def _family(signatures: tuple[Any, ...], options: Any) -> Any:
-    """A key that calls share which differ in places, and in lengths that one selection serves; None where they must be looked at.
-
-    A decode loop, whose keys grow at every step, costs the host a fifth of a first call by it.
-    """
-    if len(signatures) != 3 or None in signatures:
-        return None
-    (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
-    for _, dtype_each, shape, strides, device, _ in signatures:
-        plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
-        if not plain or not readable(shape, strides, dtype.itemsize, 0):
-            return None
-    (batch, q_len), kv_len = q_sizes, k_shape[1]
-    if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
-        return None
-    if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
-        return None
-    sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
-    return (dtype, signatures[0][4:], sizes, options)
-
-
 def _resized(plan: Plan, signatures: tuple[Any, ...]) -> GpuCall:
     """The call of a plan of the same family on arrays of other lengths or in other places."""
-    q, k, v = map(arrays.of_signature, signatures)
-    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
-    if (batch, q_len, kv_len) != (plan.op.batch, plan.op.q_len, plan.op.kv_len):
-        plan = plan.resized(plan.op.resized(batch, q_len, kv_len))
-    return GpuCall(plan, {"q": q, "k": k, "v": v})
+    names = plan.op.input_names(len(signatures))
+    found = dict(zip(names, map(arrays.of_signature, signatures), strict=False))
+    op = plan.op.resized_to(found)
+    return GpuCall(plan if op is plan.op else plan.resized(op), found)
 
 
 def _plan(
-    found: dict[str, Array], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any,
-    on_compile: Callable[[], None] | None = None,
+    operation: type[Operation], found: dict[str, Array], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None,
+    config: Any, on_compile: Callable[[], None] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for these arrays, found or made."""
     if arrays.requires_grad(*(array.object for array in found.values())):
@@ -324,23 +311,26 @@ def _plan(
     try:
         # All that a plan depends on: strides and alignment decide whether a kernel refuses.
         places = [(*array[:5], array.pointer % 16) for array in found.values()]
-        key: Any = (_key(options, lengths, kernel, config), *places, *found)
+        key: Any = (operation, _key(options, lengths, kernel, config), *places, *found)
         plan = _plans.get(key)
     except TypeError:
         key = plan = None
     if plan is None:
-        op, device = Forward.of(found, Spec.of(**options), *lengths), device_of(found["q"])
+        first = next(iter(found.values()), None)
+        op = operation.of_call(found, options, lengths)
+        assert first is not None, "of_call raises where there is no array"
+        device = device_of(first)
         selection = select(op, device, kernel, config)
         if selection.slow is not None:
             warn_once(selection.slow)
         _log(op)
-        plan = Plan(op, device, selection, found["q"].library, on_compile)
+        plan = Plan(op, device, selection, first.library, on_compile)
         if key is not None:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan
 
 
-def _log(op: Forward) -> None:
+def _log(op: Operation) -> None:
     """Appends the operation to the file that the environment variable RAWATTN_LOG names, once."""
     path = os.environ.get("RAWATTN_LOG")
     if not path:

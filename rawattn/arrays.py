@@ -232,7 +232,7 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
     """A function that makes new, contiguous arrays in ``like``'s library and on its device, given an array that lies there."""
     if like.library == "torch":
         torch, torch_dtype = sys.modules["torch"], _torch_tables["dtypes"][dtype]
-        if like.dtype == dtype and like.shape == shape and tuple(like.strides) == _contiguous(shape):
+        if like.dtype == dtype and like.shape == shape and tuple(like.strides) == contiguous_strides(shape):
             return torch.empty_like  # takes half as long as torch.empty
         return lambda beside: beside.new_empty(shape, dtype=torch_dtype)
     if like.library == "cupy":
@@ -240,7 +240,7 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
     return lambda beside: np.empty(shape, DTYPES[dtype])
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
@@ -249,9 +249,9 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def made(x: Any, shape: tuple[int, ...]) -> Array:
+def made(x: Any, shape: tuple[int, ...], dtype: str) -> Array:
     """An array that ``maker`` made, of which only the address is not known."""
-    return Array("", CPU, "", shape, _contiguous(shape), address(x), None)
+    return Array("", CPU, dtype, shape, contiguous_strides(shape), address(x), None)
 
 
 def of_signature(signature: tuple[Any, ...]) -> Array:

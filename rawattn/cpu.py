@@ -523,6 +523,7 @@ class Cpu:
 
     name = name
     alignment = 1
+    has_records = False
     config_type = Config
     runs_on = staticmethod(runs_on)
     legal = staticmethod(legal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .arrays import CPU, Array
+from .arrays import CPU, Array, contiguous_strides
 from .errors import ProblemError
 from .memory import overlap
 from .tma import readable, tma_unsupported_reason, unaligned_reason
@@ -36,12 +36,14 @@ def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
 
 
 class Operand(NamedTuple):
-    """One array argument of an operation. ``element`` is a name such as "bf16" or "int32", ``role`` "in" or "out"."""
+    """One array argument of an operation. ``element`` is a name such as "bf16" or "int32", ``role`` "in" or "out". One that is
+    ``contiguous`` has its elements side by side, in order."""
 
     name: str
     element: str
     shape: tuple[int, ...]
     role: str = "in"
+    contiguous: bool = False
 
     def check(self, array: Array | None, library: str, device: int) -> None:
         """Raises ProblemError where the array is not this operand, in this library and on this device."""
@@ -52,12 +54,26 @@ class Operand(NamedTuple):
             wanted = describe(library, device, self.element, self.shape)
             raise ProblemError(f"{self.name} is {found}; it must be {wanted}.")
         check_contiguous(self.name, array)
+        if self.contiguous:
+            check_whole(self.name, array)
 
 
 def check_contiguous(name: str, array: Array) -> None:
     """Raises ProblemError where the last dimension of an array is not contiguous."""
     if array.shape and array.shape[-1] > 1 and array.strides[-1] != 1 and 0 not in array.shape:
         raise ProblemError(f"{name} has a stride of {array.strides[-1]} in its last dimension; it must be 1 (contiguous).")
+
+
+def check_whole(name: str, array: Array) -> None:
+    """Raises ProblemError where the elements of an array do not lie side by side, in order."""
+    wanted = contiguous_strides(array.shape)
+    if 0 not in array.shape and any(n > 1 and a != b for n, a, b in zip(array.shape, array.strides, wanted, strict=True)):
+        raise ProblemError(f"{name} has strides {tuple(array.strides)}; it must be contiguous, {wanted}: {fix(name)}.")
+
+
+def fix(name: str) -> str:
+    """What makes an array contiguous."""
+    return f"{name}.contiguous() in torch, numpy.ascontiguousarray({name}) or CuPy's elsewhere"
 
 
 def check_like(name: str, array: Array, first: str, like: Array) -> None:

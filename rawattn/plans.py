@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -14,8 +14,8 @@ from .arrays import Array
 from .device import Device
 from .device import cpu as this_cpu
 from .errors import BinaryError, ProblemError
-from .operand import check_output, describe, layout_of
-from .operation import Forward
+from .operand import Operand, check_output
+from .operation import Operation
 from .program import Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
 from .select import Selection
 from .variant.element import ELEMENTS
@@ -40,7 +40,7 @@ class Plan:
     """
 
     def __init__(
-        self, op: Forward, device: Device, selection: Selection, library: str, on_compile: Callable[[], None] | None = None
+        self, op: Operation, device: Device, selection: Selection, library: str, on_compile: Callable[[], None] | None = None
     ) -> None:
         self.op, self.device, self.library, self.config = op, device, library, selection.config
         self.kernel: str = selection.kernel.name
@@ -52,7 +52,7 @@ class Plan:
             self.program = selection.kernel.lower(op, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
 
-    def resized(self, op: Forward) -> Plan:
+    def resized(self, op: Operation) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
         found, program = object.__new__(Plan), self._kernel.lower(op, self.config, self.device)
         found.__dict__ |= self.__dict__ | {"op": op, "program": program, "_calls": {}}
@@ -64,10 +64,11 @@ class Plan:
         return tuple(loaded.binary for loaded in self._loaded)
 
     def run(self, *given: Any, out: Any = None, **named: Any) -> Any:
-        """Computes the operation on these arrays: o, or (o, lse) where the plan was made with ``return_lse=True``.
+        """Computes the operation on these arrays: its only output, or all of ``op.outputs``, such as (o, lse) where the plan was
+        made with ``return_lse=True``.
 
-        Inputs come in the order of ``op.inputs``, or by name. ``out`` receives o if given. Raises ProblemError where an array is
-        not what the plan was made for.
+        Inputs come in the order of ``op.inputs``, or by name. ``out`` receives the first output; a tuple has one for each, None
+        for one to be made. Raises ProblemError where an array is not what the plan was made for.
         """
         if named:
             given = self._in_order(given, named)
@@ -105,7 +106,7 @@ class Plan:
         """The arrays by name. Raises ProblemError where one is not what the plan was made for."""
         inputs = self.op.inputs
         if len(given) > len(inputs):
-            extra = Forward.names[len(inputs)] if len(inputs) < len(Forward.names) else "one more array"
+            extra = (*self.op.input_names(len(given)), *["one more array"] * len(given))[len(inputs)]
             raise ProblemError(f"{extra} was given; this plan takes {', '.join(operand.name for operand in inputs)}.")
         found = {}
         place = arrays.CPU if self.device.is_cpu else self.device.index
@@ -117,7 +118,7 @@ class Plan:
         if arrays.requires_grad(*given):
             raise ProblemError(NO_GRAD)
         if not self.device.is_cpu:
-            reason = self._kernel.layout_reason(layout_of((name, found[name]) for name in "qkv"))
+            reason = self._kernel.layout_reason(self.op.layout_of(found))
             if reason is not None:
                 raise ProblemError(f"{reason}.")
         return found
@@ -132,7 +133,7 @@ class Plan:
         self.__reduce__()
 
 
-def load_all(op: Forward, selection: Selection, device: Device) -> None:
+def load_all(op: Operation, selection: Selection, device: Device) -> None:
     """Compiles and loads all that operations of this kind may need."""
     for config in (selection.config, *selection.compiled_with):
         for program in selection.kernel.programs(op, config, device):
@@ -149,8 +150,8 @@ class _Loaded(NamedTuple):
     open: tuple[tuple[Field, str, int], ...]  # with format and offset
 
     @classmethod
-    def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Forward) -> _Loaded:
-        layout, outputs = render.layout(launch.fields, op.element.lse_name), {operand.name for operand in op.outputs}
+    def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Operation) -> _Loaded:
+        layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
         late = [f for f in launch.fields if isinstance(f.fill, (Counter, Scratch)) or getattr(f.fill, "operand", None) in outputs]
         return cls(binary, function, layout, tuple((f, layout.formats[f.name], layout.offsets[f.name]) for f in late))
 
@@ -159,7 +160,7 @@ _kernels: dict[tuple[str, int], _Loaded] = {}
 _loading = threading.Lock()
 
 
-def _load(launch: Launch, op: Forward, selection: Selection, device: Device, on_compile: Callable[[], None] | None) -> _Loaded:
+def _load(launch: Launch, op: Operation, selection: Selection, device: Device, on_compile: Callable[[], None] | None) -> _Loaded:
     """The kernel of a launch; plans that share it load it once."""
     key = launch.source.key, device.index
     found = _kernels.get(key)
@@ -207,12 +208,19 @@ class GpuCall:
 
     def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library."""
-        first, *rest = self._makers
-        results = (first(like) if out is None else out, *(make(like) for make in rest))
+        given: tuple[Any, ...] = ()
+        if out is None:
+            results = tuple([make(like) for make in self._makers])
+            places = list(map(arrays.address, results))
+        elif len(self._makers) == 1 and not isinstance(out, tuple):
+            results = given = (out,)
+            places = [self._place(out)]
+        else:
+            given = given_outputs(out, self._plan.op.outputs)
+            results = tuple([make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)])
+            places = [arrays.address(x) if y is None else self._place(y) for x, y in zip(results, given, strict=True)]
         stream = self._stream(self._device)
         stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream, self._device)
-        places = [arrays.address(x) for x in results[1:]]
-        places.append(arrays.address(results[0]) if out is None else self._place(out))
         scratch = None
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
@@ -220,32 +228,29 @@ class GpuCall:
         key = (stream_id, *places)
         launches = self._launches.get(key)
         if launches is None or capturing:
-            launches = self._prepare(results, out, scratch, stream, stream_id, capturing)
+            launches = self._prepare(results, given, scratch, stream, stream_id, capturing)
             if None not in places and not capturing:
                 cache_put(self._launches, key, launches, KEPT_LAUNCHES)
         for launch in launches:
             launch()
+        for x in given:
+            arrays.written(x)
         if self._is_torch:
-            if out is not None:
-                arrays.written(out)
             return results
-        return tuple(x if x is out else arrays.to_library(x, like) for x in results)
+        return to_libraries(results, given, like)
 
     def _place(self, out: Any) -> Any:
         """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
         return arrays.signatures((out,))[0] if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
 
     def _prepare(
-        self, results: Sequence[Any], out: Any, scratch: Any, stream: int, stream_id: int, capturing: bool
+        self, results: Sequence[Any], given: Sequence[Any], scratch: Any, stream: int, stream_id: int, capturing: bool
     ) -> tuple[driver.Launch, ...]:
         """The launches on a stream, with all that was open filled in."""
-        found = {operand.name: arrays.made(x, operand.shape) for operand, x in zip(self._plan.op.outputs, results, strict=True)}
-        if out is not None:
-            first = self._plan.op.outputs[0]
-            found[first.name] = arrays.read(out, "out")
-            check_out(found[first.name], out, self._given["q"], first.shape)
-            if self._program.launches:
-                check_output("out", found[first.name], self._plan._kernel.alignment, self._given.items())
+        outputs = self._plan.op.outputs
+        found = {each.name: arrays.made(x, each.shape, each.element) for each, x in zip(outputs, results, strict=True)}
+        if given:
+            found |= read_outputs(given, self._plan, self._device, self._given.items(), bool(self._program.launches))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
         launches = []
@@ -277,7 +282,7 @@ class GpuCall:
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
         if 0 in array.shape:  # it is never read, but a map must be of something
-            array = self._given["q"]
+            array = next(x for x in self._given.values() if x.dtype == array.dtype and 0 not in x.shape)
         shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
         encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
@@ -305,40 +310,60 @@ class CpuCall:
 
     def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
         """Computes; as ``GpuCall``."""
-        op, first = self._plan.op, self._plan.op.outputs[0]
-        results = [make(like) for make in self._makers[1:]]
-        results.insert(0, self._makers[0](like) if out is None else out)
-        found = {operand.name: arrays.read(x, "out") for operand, x in zip(op.outputs, results, strict=True)}
-        if out is not None:
-            check_out(found[first.name], out, self._given["q"], first.shape)
-            check_output("out", found[first.name], op.element.itemsize, self._given.items())
+        op = self._plan.op
+        given = () if out is None else given_outputs(out, op.outputs)
+        wanted = given or (None,) * len(self._makers)
+        results = [make(like) if x is None else x for make, x in zip(self._makers, wanted, strict=True)]
+        found = {each.name: arrays.read(x, "out") for each, x in zip(op.outputs, results, strict=True)}
+        found |= read_outputs(given, self._plan, arrays.CPU, self._given.items())
         views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *found.items())}
-        for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * op.varlen]:
-            _check_starts(name, views[name], tensor, len(views[tensor]))
+        op.check_numbers(views)
         self._plan._kernel.run(op, self._plan.config, **views)
-        if out is not None:
-            arrays.written(out)
-        return tuple(x if x is out else arrays.to_library(x, like) for x in results)
+        for x in given:
+            arrays.written(x)
+        return to_libraries(results, given, like)
 
 
-def check_out(o: Array, out: Any, q: Array, shape: tuple[int, ...]) -> None:
-    """Raises ProblemError where ``out`` cannot receive the result."""
-    found, wanted = (o.library, o.device, o.dtype, tuple(o.shape)), (q.library, q.device, q.dtype, shape)
-    if found != wanted:
-        raise ProblemError(f"out is {describe(*found)}; it must be {describe(*wanted)}.")
-    if o.object is not out:
-        raise ProblemError(f"out is a {type(out).__name__}, which cannot be written in place; call without out.")
-    if isinstance(o.object, np.ndarray) and not o.object.flags.writeable:
-        raise ProblemError("out is read-only; give a writable array.")
-    if arrays.requires_grad(out):
-        raise ProblemError(NO_GRAD)
+def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
+    """What ``out`` gives for each output, None where one is to be made. One array is for the first. Raises ProblemError for a
+    tuple of another length."""
+    if not isinstance(out, tuple):
+        return (out, *(None,) * (len(outputs) - 1))
+    if len(out) != len(outputs):
+        names = ", ".join(operand.name for operand in outputs)
+        raise ProblemError(f"out has {len(out)} arrays; it must have one for each of {names}, None for one to be made.")
+    return out
 
 
-def _check_starts(name: str, starts: Any, tensor: str, rows: int) -> None:
-    """Raises where ``starts`` are not the first rows of sequences; on a GPU that cannot be seen without waiting."""
-    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > rows:
-        found = np.array2string(starts, threshold=8)
-        raise ProblemError(f"{name} is {found}; it must begin with 0, never fall, and end with at most {rows}, {tensor}'s rows.")
+def read_outputs(
+    given: Sequence[Any], plan: Plan, device: int, inputs: Iterable[tuple[str, Array]], is_written: bool = True
+) -> dict[str, Array]:
+    """The outputs of the caller by name. Raises ProblemError where one cannot receive its result, or overlaps an input or another
+    output."""
+    found: dict[str, Array] = {}
+    apart: list[tuple[str, Array | None]] = [*inputs]
+    for operand, x in zip(plan.op.outputs, given, strict=False):
+        if x is None:
+            continue
+        name = "out" if x is given[0] and all(y is None for y in given[1:]) else f"out ({operand.name})"
+        array = found[operand.name] = arrays.read(x, name)
+        operand._replace(name=name).check(array, plan.library, device)
+        if array.object is not x:
+            raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without out.")
+        if isinstance(x, np.ndarray) and not x.flags.writeable:
+            raise ProblemError(f"{name} is read-only; give a writable array.")
+        if arrays.requires_grad(x):
+            raise ProblemError(NO_GRAD)
+        if is_written:
+            size = arrays.DTYPES[operand.element].itemsize
+            check_output(name, array, size if operand.contiguous else max(size, plan._kernel.alignment), apart)
+        apart.append((name, array))
+    return found
+
+
+def to_libraries(results: Sequence[Any], given: Sequence[Any], like: Any) -> tuple[Any, ...]:
+    """The results as arrays of the library that ``like`` came from; those of the caller as they are."""
+    return tuple(x if any(x is y for y in given) else arrays.to_library(x, like) for x in results)
 
 
 def one_or_all(results: tuple[Any, ...]) -> Any:

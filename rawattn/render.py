@@ -25,6 +25,7 @@ FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") i
 CTYPES = {
     "TmaTensor": (192, 64, "192s"),
     "StridedTensor": (32, 8, "32s"),
+    "StridedOutput": (32, 8, "32s"),
     "PartList": (1024, 8, "1024s"),
     "Element*": (8, 8, "Q"),
     "Number*": (8, 8, "Q"),
@@ -40,6 +41,7 @@ _NUMBERS = {"fp32": (4, 4, "f"), "fp64": (8, 8, "d")}  # what "Number" is
 TENSORS = {  # C++ type -> its file
     "TmaTensor": "tile/tma_tensor.cuh",
     "StridedTensor": "tile/strided_tensor.cuh",
+    "StridedOutput": "tile/strided_tensor.cuh",
     "PartList": "tile/part_list.cuh",
 }
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)

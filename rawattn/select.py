@@ -16,9 +16,10 @@ from .kernel.attn_fwd import ATTN_FWD
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .operand import PLAIN
-from .operation import Forward
+from .operation import Forward, Operation
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
+KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {Forward: KERNELS}  # of each operation
 
 
 class Selection(NamedTuple):
@@ -36,7 +37,7 @@ class Selection(NamedTuple):
     compiled_with: tuple[Any, ...] = ()
 
 
-def select(op: Forward, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
+def select(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
     """The first kernel that supports the operation, in the configuration that serves the most similar of this kind's tuning
     shapes best: by the device's record where that is of these sources, else by the cost model. ``kernel`` and ``config``
     override.
@@ -44,22 +45,18 @@ def select(op: Forward, device: Device, kernel: str | None = None, config: Any =
     Raises UnsupportedError with every kernel's reasons, or where a better kernel would compute the operation but for the strides
     of the arrays; ProblemError for an override that does not fit.
     """
-    names = [k.name for k in KERNELS]
+    kernels = KERNELS_OF[type(op)]
+    names = [k.name for k in kernels]
     if kernel is not None and kernel not in names:
         raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
-    if config is not None and not isinstance(config, tuple(k.config_type for k in KERNELS)):
-        classes = " or ".join(f"{type(k).__module__}.Config" for k in KERNELS)
+    if config is not None and not isinstance(config, tuple(k.config_type for k in kernels)):
+        classes = " or ".join(dict.fromkeys(_config_name(k) for k in kernels))
         raise ProblemError(f"config is {config!r}; it must be None or {classes}.")
-    sizes = op.batch, op.q_len, op.kv_len, op.total_q, op.total_kv
-    if op.total_q * op.heads < FEW_ROWS:
-        sizes = tuple(map(three_bits, sizes))  # type: ignore[assignment]
-    key = (op.kind, op.spec, op.layout, op.heads, op.kv_heads, sizes, device, kernel, config)
+    key = (op.selection_key, device, kernel, config)
     found = _selections.get(key)
     if found is None:
-        batch, q_len, kv_len, total_q, total_kv = sizes
-        rounded = dataclasses.replace(op, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
         try:
-            found = _select(rounded, device, kernel, config)
+            found = _select(op.rounded(), device, kernel, config)
         except UnsupportedError:
             return _select(op, device, kernel, config)  # its message has the sizes that were given
         if len(_selections) >= KEPT_SELECTIONS:
@@ -69,7 +66,6 @@ def select(op: Forward, device: Device, kernel: str | None = None, config: Any =
 
 
 KEPT_SELECTIONS = 4096
-FEW_ROWS = 1 << 27  # of all heads: from here on, near the limits, every row counts
 _selections: dict[Any, Selection] = {}
 
 
@@ -79,18 +75,16 @@ def forget() -> None:
     config_set.cache_clear()
 
 
-def three_bits(n: int) -> int:
-    """The next number from ``n`` up that has three significant bits, so that lengths of nearly the same size, such as those of
-    the steps of a decode loop, share one selection. A number near the limit of a length stays."""
-    step = 1 << max(0, n.bit_length() - 3)
-    return n if n >= 1 << 29 else -(-n // step) * step
+def _config_name(kernel: Any) -> str:
+    return f"{kernel.config_type.__module__}.{kernel.config_type.__name__}"
 
 
-def _select(op: Forward, device: Device, kernel: str | None, config: Any) -> Selection:
+def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
-    places = {each: place + 1.5 * (not each.prefers(op)) for place, each in enumerate(KERNELS)}  # 1.5: behind the next one
-    ordered = sorted(KERNELS, key=places.__getitem__)
+    kernels = KERNELS_OF[type(op)]
+    places = {each: place + 1.5 * (not each.prefers(op)) for place, each in enumerate(kernels)}  # 1.5: behind the next one
+    ordered = sorted(kernels, key=places.__getitem__)
     for candidate in (each for each in ordered if kernel in (None, each.name)):
         reasons = candidate.supports(op, device)
         if not reasons:
@@ -102,16 +96,16 @@ def _select(op: Forward, device: Device, kernel: str | None, config: Any) -> Sel
         if candidate.runs_on(device):
             slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
             if kernel is None and not candidate.supports(dataclasses.replace(op, layout=PLAIN), device):
-                slower = [repr(k.name) for k in KERNELS if not k.supports(op, device)]
+                slower = [repr(k.name) for k in kernels if not k.supports(op, device)]
                 raise UnsupportedError(f"{candidate.name}: {reason}; or ask for a slower kernel: kernel={' or '.join(slower)}.")
     lines = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {op} on {device.name}:{lines}")
 
 
-def _configure(kernel: Any, op: Forward, device: Device, config: Any) -> tuple[Any, str, tuple[Any, ...]]:
+def _configure(kernel: Any, op: Any, device: Device, config: Any) -> tuple[Any, str, tuple[Any, ...]]:
     if config is not None:
         if not isinstance(config, kernel.config_type):
-            raise ProblemError(f"config is {config!r}; kernel {kernel.name} takes a {type(kernel).__module__}.Config.")
+            raise ProblemError(f"config is {config!r}; kernel {kernel.name} takes a {_config_name(kernel)}.")
         reason = kernel.legal(config, op, device)
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
@@ -130,14 +124,14 @@ def _configure(kernel: Any, op: Forward, device: Device, config: Any) -> tuple[A
 class Tuned(NamedTuple):
     """The configuration that serves those operations of a kind that are most like one of its tuning shapes."""
 
-    like: Forward
+    like: Any
     modelled: Any  # the cheapest configuration by the cost model
     config: Any  # the recorded one where there is one, else the modelled
     date: str  # of the record; empty for none
 
 
 @functools.lru_cache(maxsize=256)
-def config_set(kernel: Any, shapes: tuple[Forward, ...], device: Device) -> tuple[Tuned, ...]:
+def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tuned, ...]:
     """All that operations of a kind may run in: one for each of the kind's tuning shapes, but for those that the cost model tells
     not apart."""
     found: dict[Any, Tuned] = {}
@@ -145,12 +139,12 @@ def config_set(kernel: Any, shapes: tuple[Forward, ...], device: Device) -> tupl
         costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
         modelled = min(costs, key=costs.__getitem__, default=None)
         if modelled is not None and modelled not in found:
-            record = records.find(kernel, op, device)
+            record = records.find(kernel, op, device) if kernel.has_records else None
             found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
     return tuple(found.values())
 
 
-def nearest(kernel: Any, members: tuple[Tuned, ...], op: Forward, device: Device) -> tuple[Tuned, float]:
+def nearest(kernel: Any, members: tuple[Tuned, ...], op: Any, device: Device) -> tuple[Tuned, float]:
     """Returns the member that serves an operation, and the seconds that the cost model expects of its own configuration for it.
     That one finds the member, so that a record changes what a kind runs in, not which operations are of that kind."""
     costs = [kernel.cost(member.modelled, op, device) for member in members]

@@ -33,9 +33,16 @@ __device__ inline float reciprocal(float x) {
 __device__ inline double exp2(double x) { return ::exp2(x); }
 __device__ inline double reciprocal(double x) { return 1 / x; }
 
-// Registers of a warpgroup: https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
+// Registers of a warpgroup, which come from its block's: setmaxnreg_inc waits for what the block does not have, and for ever if no
+// other warpgroup gives it up. https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int count> __device__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count> __device__ void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
+// Whether a block has registers for a producer's warpgroup and its consumers'. It starts with as many for each thread, a multiple of
+// eight, as a multiprocessor's 65536 allow. The numbers are those of the two instructions.
+constexpr bool has_registers(int producer, int consumer, int consumers) {
+    const int warpgroups = 1 + consumers, each = 65536 / (128 * warpgroups) / 8 * 8;
+    return producer <= each && consumer >= each && producer + consumers * consumer <= warpgroups * each;
+}
 
 // A launch may begin while the one before it in its stream still runs, and waits here until that one's writes are seen:
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol

@@ -11,6 +11,15 @@ struct StridedTensor {
     __device__ const unsigned char* rows(RowSpan at, i32 head) const { return data + at.first * row_bytes + head * head_bytes; }
 };
 
+// A tensor that threads write, likewise.
+struct StridedOutput {
+    unsigned char* data;
+    i64 batch_bytes, row_bytes, head_bytes;
+
+    __device__ unsigned char* rows(BatchEntry at, i32 head) const { return data + at.index * batch_bytes + head * head_bytes; }
+    __device__ unsigned char* rows(RowSpan at, i32 head) const { return data + at.first * row_bytes + head * head_bytes; }
+};
+
 // A head's rows in a sequence.
 struct Matrix {
     const unsigned char* data;

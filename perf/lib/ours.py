@@ -94,7 +94,7 @@ def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], A
     return lambda: plan.run(*inputs, out=out)
 
 
-def plan_of(task: Task, kernel: Kernel, config: Any, constant_time: bool = False) -> Plan:
+def plan_of(task: Task, kernel: Kernel[Any], config: Any, constant_time: bool = False) -> Plan:
     """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
     device = driver.device(task.q.get_device())
     return Plan(operation(task.case, constant_time), device, Selection(kernel, config, ""), "torch")

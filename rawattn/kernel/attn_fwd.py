@@ -18,7 +18,7 @@ from ..variant import Option, kv, order, softmax, store
 from ..variant.mask import Full
 from ..variant.score import Scale
 from . import tiling
-from .base import Kernel
+from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
@@ -82,7 +82,7 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
     return max(busy)
 
 
-class AttnFwd(Kernel):
+class AttnFwd(OneLaunch):
     """The kernel and its cost model."""
 
     name = "attn_fwd"

@@ -17,7 +17,7 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
 from . import combine, tiling
-from .base import Kernel
+from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
@@ -108,7 +108,7 @@ def _larger(a: float, b: float) -> float:
     return float((a**4 + b**4) ** 0.25)
 
 
-class AttnFwdMma(Kernel):
+class AttnFwdMma(OneLaunch):
     """The kernel and its cost model."""
 
     name = "attn_fwd_mma"

@@ -12,7 +12,7 @@ from ..program import Field, Fields, View
 from ..render import config_header, source
 from ..variant import Option, element, softmax, store
 from . import tiling
-from .base import Kernel
+from .base import OneLaunch
 from .tiling import most_tiles
 
 
@@ -50,7 +50,7 @@ def registers(config: Config, op: Forward) -> int:
     return words * rows_each * (sums + columns_each + 2) + 4 * (rows_each + keys_each) + 52
 
 
-class AttnFwdSimt(Kernel):
+class AttnFwdSimt(OneLaunch):
     """The kernel and its cost model."""
 
     name = "attn_fwd_simt"

@@ -5,38 +5,42 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
-from ..operation import Forward
+from ..operation import Forward, Operation
 from ..program import Fields, Launch, Program
 from ..variant import Option
 from . import tiling
 
+Op = TypeVar("Op", bound=Operation)
 
-class Kernel(abc.ABC):
-    """One file of ``cuda_src/`` and all that the host knows about it. Nothing about a kernel is known elsewhere.
 
-    ``config_type`` is a frozen dataclass of compile-time options. ``alignment`` is what outputs need, in bytes. Two kernels share
-    by the functions of ``tiling.py``, never by importing each other. An ablation is a subclass.
+class Kernel(abc.ABC, Generic[Op]):
+    """The files of ``cuda_src/`` that compute an operation, and all that the host knows about them. Nothing about a kernel is
+    known elsewhere.
+
+    ``config_type`` is a frozen dataclass of compile-time options. ``alignment`` is what outputs need, in bytes. ``has_records``
+    says whether configurations are measured and recorded. Two kernels share by functions of modules beside them, never by
+    importing each other. An ablation is a subclass.
     """
 
     name: ClassVar[str]
-    file: ClassVar[str]
     alignment: ClassVar[int] = 16
     config_type: ClassVar[type[Any]]
+    has_records: ClassVar[bool] = False
 
     @abc.abstractmethod
     def runs_on(self, device: Device) -> bool:
         """Says whether the device has the instructions."""
 
     @abc.abstractmethod
-    def supports(self, op: Forward, device: Device) -> list[str]:
+    def supports(self, op: Op, device: Device) -> list[str]:
         """The reasons why this kernel does not compute the operation on the device; none where it does."""
 
-    def prefers(self, op: Forward) -> bool:
+    def prefers(self, op: Op) -> bool:
         """Says whether it comes first for an operation that it supports; where it does not, another kernel goes before it."""
         return True
 
@@ -45,19 +49,52 @@ class Kernel(abc.ABC):
         """The reason why it cannot read arrays that lie so, which a copy would mend; None where it can."""
 
     @abc.abstractmethod
-    def legal(self, config: Any, op: Forward, device: Device) -> str | None:
+    def legal(self, config: Any, op: Op, device: Device) -> str | None:
         """The reason why the configuration cannot be compiled and run for the operation; None where it can."""
 
     @abc.abstractmethod
-    def candidates(self, op: Forward, device: Device) -> list[Any]:
+    def candidates(self, op: Op, device: Device) -> list[Any]:
         """The legal configurations worth comparing."""
 
     @abc.abstractmethod
-    def cost(self, config: Any, op: Forward, device: Device) -> float:
+    def cost(self, config: Any, op: Op, device: Device) -> float:
         """The estimated seconds of a configuration, to compare it with others."""
 
-    def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
+    @abc.abstractmethod
+    def tuning_shapes(self, op: Op) -> tuple[Op, ...]:
         """The operations of one kind by which configurations are compared."""
+
+    @abc.abstractmethod
+    def lower(self, op: Op, config: Any, device: Device) -> Program:
+        """The launches that compute the operation; none where nothing is computed."""
+
+    def programs(self, op: Op, config: Any, device: Device) -> tuple[Program, ...]:
+        """The program, and others that operations of this kind may need in this configuration: they are compiled together, so
+        that a new length compiles nothing."""
+        return (self.lower(op, config, device),)
+
+    def _kept(self, key: Any, make: Callable[[], tuple[Source, Fields]]) -> tuple[Source, Fields]:
+        """A source and its fields, made once for each key."""
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = make()
+        return found
+
+    @functools.cached_property
+    def _cache(self) -> dict[Any, tuple[Source, Fields]]:
+        return {}
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class OneLaunch(Kernel[Forward]):
+    """A kernel of the forward that is one file and one launch."""
+
+    file: ClassVar[str]
+    has_records = True
+
+    def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
         return tiling.tuning_shapes(op)
 
     @abc.abstractmethod
@@ -88,24 +125,6 @@ class Kernel(abc.ABC):
         values, grid = self.values(op, config, device), self.grid(op, config, device)
         return Program((Launch(self.name, source, fields, values, grid),))
 
-    def programs(self, op: Forward, config: Any, device: Device) -> tuple[Program, ...]:
-        """The program, and others that operations of this kind may need in this configuration: they are compiled together, so
-        that a new length compiles nothing."""
-        return (self.lower(op, config, device),)
-
     def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
         """``render`` and ``fields``, made once for each kind."""
         return self._kept((op.kind, config, arch), lambda: (self.render(op, config, arch), self.fields(op, config)))
-
-    def _kept(self, key: Any, make: Callable[[], tuple[Source, Fields]]) -> tuple[Source, Fields]:
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = make()
-        return found
-
-    @functools.cached_property
-    def _cache(self) -> dict[Any, tuple[Source, Fields]]:
-        return {}
-
-    def __repr__(self) -> str:
-        return self.name

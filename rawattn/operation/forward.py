@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..arrays import DTYPES, Array
+import numpy as np
+
+from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec
+from ..tma import ALIGNMENT, readable
 from ..variant import mask as masks
 from ..variant import score as scores
 from ..variant.element import ELEMENTS, Element
+from .base import FEW_ROWS, Operation, three_bits
 
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class Forward(Operation):
     """o = softmax(mask(score(scale q k^T))) v, for each batch and head.
 
     Lengths are rows: of every sequence when dense, bounds on the longest one when ``varlen``. ``total_q`` and ``total_kv`` are
@@ -81,6 +85,16 @@ class Forward:
             k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        """All inputs, in order."""
+        return cls.names
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Forward:
+        """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
+        return cls.of(arrays, Spec.of(**options), *lengths)
+
     def resized(self, batch: int, q_len: int, kv_len: int) -> Forward:
         """The operation with other lengths, which are not checked again; for dense sequences."""
         found = object.__new__(Forward)
@@ -119,10 +133,71 @@ class Forward:
         """The arrays that it writes, in order."""
         batch, rows = ((), self.total_q) if self.varlen else ((self.batch,), self.q_len)
         o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
-        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out")
+        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
         return (o, lse) if self.spec.return_lse else (o,)
 
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        """The facts of q, k and v."""
+        return layout_of((name, arrays[name]) for name in "qkv")
+
+    def check_numbers(self, arrays: Mapping[str, Any]) -> None:
+        """Raises ProblemError where cu_seqlens do not say where the sequences of q and of k begin."""
+        for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * self.varlen]:
+            starts, rows = arrays[name], len(arrays[tensor])
+            if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > rows:
+                found = np.array2string(starts, threshold=8)
+                raise ProblemError(
+                    f"{name} is {found}; it must begin with 0, never fall, and end with at most {rows}, {tensor}'s rows."
+                )
+
+    # ---- operations of nearly the same size
+
+    def _sizes(self) -> tuple[int, ...]:
+        sizes = self.batch, self.q_len, self.kv_len, self.total_q, self.total_kv
+        return tuple(map(three_bits, sizes)) if self.total_q * self.heads < FEW_ROWS else sizes
+
+    @property
+    def selection_key(self) -> Any:
+        """Its kind, options and heads, and its lengths to three significant bits."""
+        return (self.kind, self.spec, self.layout, self.heads, self.kv_heads, self._sizes())
+
+    def rounded(self) -> Forward:
+        """The operation whose lengths are rounded up so."""
+        batch, q_len, kv_len, total_q, total_kv = self._sizes()
+        return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
+
+    @classmethod
+    def family(cls, signatures: tuple[Any, ...]) -> Any:
+        """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
+        a first call by it."""
+        if len(signatures) != 3 or None in signatures:
+            return None
+        (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
+        for _, dtype_each, shape, strides, device, _ in signatures:
+            plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
+            if not plain or not readable(shape, strides, dtype.itemsize, 0):
+                return None
+        (batch, q_len), kv_len = q_sizes, k_shape[1]
+        if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
+            return None
+        if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
+            return None
+        sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
+        return (dtype, signatures[0][4:], sizes)
+
+    def resized_to(self, arrays: Mapping[str, Array]) -> Forward:
+        """The operation on q, k and v of the same family: itself where their lengths are its own."""
+        q_shape, kv_len = arrays["q"].shape, arrays["k"].shape[1]
+        batch, q_len = q_shape[0], q_shape[1]
+        if batch == self.batch and q_len == self.q_len and kv_len == self.kv_len:
+            return self
+        return self.resized(batch, q_len, kv_len)
+
     # ---- its options, as kernels read them
+
+    @property
+    def number(self) -> str:
+        return self.element.lse_name
 
     @property
     def mask(self) -> masks.Mask:
@@ -171,11 +246,6 @@ class Forward:
     def flops(self) -> int:
         """Multiplications and additions of both products over the kept pairs."""
         return 2 * (self.head_dim + self.head_dim_v) * self.batch * self.heads * self.pairs
-
-    @property
-    def bytes(self) -> int:
-        """Fewest bytes that must cross device memory: each input read once, each output written once."""
-        return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
 
     # ---- as text
 

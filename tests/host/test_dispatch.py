@@ -19,6 +19,7 @@ from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import PLAIN, Layout
 from rawattn.operation import Forward
+from rawattn.operation.base import three_bits
 from rawattn.variant.element import BF16, ELEMENTS, FP32
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Softcap
@@ -144,13 +145,13 @@ def test_constant_time() -> None:
 # ---- what is kept of a selection -----------------------------------------------------------------------------------------
 
 
-def testthree_bits() -> None:
-    assert [select.three_bits(n) for n in (0, 1, 7, 8, 9, 10, 11, 15, 16, 17, 20, 21, 100, 1000)] == [
+def test_three_bits() -> None:
+    assert [three_bits(n) for n in (0, 1, 7, 8, 9, 10, 11, 15, 16, 17, 20, 21, 100, 1000)] == [
         0, 1, 7, 8, 10, 10, 12, 16, 16, 20, 20, 24, 112, 1024
     ]  # fmt: skip
     for n in (1 << 29, (1 << 29) + 1, (1 << 30) - 1):
-        assert select.three_bits(n) == n
-    assert select.three_bits((1 << 29) - 1) == 1 << 29
+        assert three_bits(n) == n
+    assert three_bits((1 << 29) - 1) == 1 << 29
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_89", "sm_75"])

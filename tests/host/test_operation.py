@@ -244,8 +244,8 @@ def test_operands() -> None:
         Operand("v", "bf16", (11, 2, 16)),
         *starts,
     )
-    assert VARLEN.outputs == (Operand("o", "bf16", (9, 4, 16), "out"), Operand("lse", "fp32", (4, 9), "out"))
-    assert replace(DENSE, element=FP64, return_lse=True).outputs[1] == Operand("lse", "fp64", (2, 4, 5), "out")
+    assert VARLEN.outputs == (Operand("o", "bf16", (9, 4, 16), "out"), Operand("lse", "fp32", (4, 9), "out", True))
+    assert replace(DENSE, element=FP64, return_lse=True).outputs[1] == Operand("lse", "fp64", (2, 4, 5), "out", True)
     for op in (DENSE, VARLEN, replace(DENSE, sinks=True), replace(VARLEN, sinks=True)):
         names = [operand.name for operand in op.inputs]
         assert names == [name for name in Forward.names if name in names]

@@ -1,0 +1,356 @@
+// Backward attention on Hopper for head sizes up to 128, keys stationary. With p the weights of the forward:
+//
+//   p = exp2(scale_log2 score(q k') - lse_log2)    dp = do v'    ds = p score' (dp - delta)
+//   dv = p' do    dk = scale ds' q    dq = scale ds k
+//
+// A block owns cfg::tile_kv keys of one head of k and v, 64 of them each of cfg::consumers warpgroups. It goes over the query tiles
+// that keep any of them, for each query head of the group: dk and dv stay in registers, whole, without atomics. S and dP are computed
+// transposed (a row is a key), so that P' and dS' are at once the left operands of dv and dk. Only dS goes to shared memory: dq
+// needs it of all keys. Parts of dq go through shared memory to the sum of their tile in scratch, in an order that Store sets.
+// NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
+//
+// Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
+// A step of a consumer, and what its tensor cores have to do meanwhile, in FlashAttention 3's order (hopper/mainloop_bwd_sm90_*.hpp):
+//
+//   start S, dP | tell of dq | wait S | P  | wait dP | dS | start dv | wait dS | start dq, dk | wait dv, dq | store dq | wait dk
+//    S            S                     dP   dP        -    dv         dv        dv dq dk                     dk
+//
+// The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
+// (2 to 4 % of the kernel). dq is shared out by columns (cfg::dq_parts == consumers), or each warpgroup has all of it in turn (1).
+//
+//   barrier              arrives                        waits                    protects
+//   work_full[i]         lane 0 of the producer         consumers and writers    smem.work[i] until read
+//   work_empty[i]        one lane per such warp         producer                 the same until written again
+//   kv_full              copy engine (K and V)          each consumer            smem.k, smem.v until read
+//   kv_empty             one lane per consumer warp     producer                 the same until refilled
+//   q_full[s]            copy engine (Q, lse)           each consumer            smem.q[s], smem.lse_log2[s] until read
+//   q_empty[s]           one lane per consumer warp     producer                 the same until refilled
+//   do_full[s], do_empty[s]: the same for dO and delta
+//   ds_full[s]           one lane per consumer warp     who computes dq          smem.ds[s] until read
+//   ds_empty[s]          one lane per warp of those     each consumer            the same until written again
+//   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
+//   dq_empty[t][c]       writer                         who computes dq          the same until written again
+//   dq_sum[t][c]         writer (or copy engine)        who computes dq          the sum in smem.dq[t], where Store finishes dq
+//   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
+
+#include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
+                       // Element, Rows, Mask, Score, Weight, Scheduler, Store
+#include "ptx/stmatrix.cuh"
+#include "tile/facts.cuh"
+#include "tile/tile.cuh"
+#include "variant/kv_producer.cuh"
+#include "variant/store/dq_interface.cuh"
+#include "variant/store/rows.cuh"
+
+using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
+using VTile = Tile<cfg::tile_kv, cfg::head_dim_v>;
+using QTile = Tile<cfg::tile_q, cfg::head_dim>;
+using DoTile = Tile<cfg::tile_q, cfg::head_dim_v>;
+using DsTile = Tile<cfg::tile_q, cfg::tile_kv>;  // a row is a query
+
+struct Smem {
+    KTile k;
+    VTile v;
+    QTile q[2];
+    DoTile d_o[2];
+    DsTile ds[2];
+    float4 dq[cfg::dq_stages][cfg::dq_parts][DqMma::accumulators / 4][128];
+    alignas(128) float lse_log2[2][cfg::tile_q];
+    alignas(128) float delta[2][cfg::tile_q];
+    ptx::Mbarrier work_full[2], work_empty[2], kv_full, kv_empty;
+    ptx::Mbarrier q_full[2], q_empty[2], do_full[2], do_empty[2], ds_full[2], ds_empty[2];
+    ptx::Mbarrier dq_full[cfg::dq_stages][cfg::dq_chains], dq_empty[cfg::dq_stages][cfg::dq_chains];
+    ptx::Mbarrier dq_sum[cfg::dq_stages][cfg::dq_chains];
+    KvWorkTile work[2];
+};
+constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
+// A writer has a stage or a chain of its own: with two for one stage both would wait for its buffer.
+constexpr u32 writers = cfg::dq_chains > 1 ? cfg::dq_chains : cfg::dq_stages;
+
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct QTilesOption<Mask>;
+template struct ScoreOption<Score>;
+template struct WeightOption<Weight>;
+template struct KvSchedulerOption<Scheduler>;
+template struct DqStoreOption<Store>;
+static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers <= 3);
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
+
+__device__ inline Turn turn_of(const Rows& rows, const Mask& mask, const KvWorkTile& work, i32 q_tile) {
+    const TileRange keys = mask.kv_tiles(q_tile * cfg::tile_q, min((q_tile + 1) * cfg::tile_q, rows.q_len));
+    return {work.kv_ascends ? work.kv_tile - keys.begin : keys.end - 1 - work.kv_tile, keys.end - 1 - keys.begin};
+}
+
+// One lane: takes the parts of dq of its chain, or of every other step, to their sums.
+struct Writer {
+    const Args& args;
+    Smem& smem;
+    const u32 index;
+    Step step{};
+
+    __device__ void add(const KvWorkTile& work) {
+        const Rows rows(args, work.batch);
+        for (Walk at(args, rows, work); at.more(); at.advance(), ++step.count) {
+            const u32 t = step.stage(cfg::dq_stages), chain = cfg::dq_chains > 1 ? index : 0;
+            if (cfg::dq_chains == 1 && t != index) continue;
+            float4* part = smem.dq[t][chain * parts_in_chain][0];
+            const i32 place = place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain;
+            const u32 parity = step.parity(cfg::dq_stages);
+            const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], parity};
+            Store::add(args, place, turn_of(rows, Mask(args, rows, at.work_tile()), work, at.tile), slot);
+        }
+    }
+};
+
+__device__ void write(const Args& args, Smem& smem, u32 index) {
+    Writer writer{args, smem, index};
+    Ring<2> ring;
+    for (KvWorkTile work = next_work(smem, ring); !work.is_last(); work = next_work(smem, ring)) {
+        if (threadIdx.x % 32 == 0) writer.add(work);
+        __syncwarp();
+    }
+}
+
+struct Consumer {
+    const Args& args;
+    Smem& smem;
+    const u32 index, lane;                                // of this warpgroup, of this thread in it
+    const SmemDescriptor<KTile> k_keys, k_rows;           // of this warpgroup's keys for S; contracted over all keys for dq
+    const SmemDescriptor<VTile> v_keys;
+    const SmemDescriptor<QTile> q_columns, q_rows;
+    const SmemDescriptor<DoTile> do_columns, do_rows;
+    const SmemDescriptor<DsTile> ds_columns;
+    const u32 ds_address;
+    Step step{};
+    Ring<1> kv{};
+    u32 untold = 0;    // 1 + the stage of dq that the writer has not been told of
+    u32 until = index; // steps until this warpgroup computes dq
+    float s[SMma::accumulators], dp[SMma::accumulators], dk[DkMma::accumulators], dv[DvMma::accumulators], dq[DqMma::accumulators];
+    u32 p[SMma::accumulators / 2], ds[SMma::accumulators / 2];
+
+    __device__ Consumer(const Args& args, Smem& smem)
+        : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
+          k_keys(SmemDescriptor<KTile>::of_columns(&smem.k).rows_from(index * 64)), k_rows(SmemDescriptor<KTile>::of_rows(&smem.k)),
+          v_keys(SmemDescriptor<VTile>::of_columns(&smem.v).rows_from(index * 64)), q_columns(SmemDescriptor<QTile>::of_columns(smem.q)),
+          q_rows(SmemDescriptor<QTile>::of_rows(smem.q)), do_columns(SmemDescriptor<DoTile>::of_columns(smem.d_o)),
+          do_rows(SmemDescriptor<DoTile>::of_rows(smem.d_o)), ds_columns(SmemDescriptor<DsTile>::of_columns(smem.ds)),
+          ds_address(ptx::smem_address(smem.ds) + place_in_ds()) {}
+
+    // Where this lane's row of the transposed 8 x 8 blocks lies: query lane % 8 of the first 16, eight keys of this warp.
+    __device__ u32 place_in_ds() const {
+        const u32 row = lane % 8 + lane % 32 / 16 * 8, chunk = lane / 32 * 2 + lane % 16 / 8;
+        return index * DsTile::panel_bytes + row * 128 + (chunk ^ row % 8) * 16;
+    }
+    // Said by each warp when it has read, or written.
+    __device__ void arrive(ptx::Mbarrier& barrier) const {
+        if (lane % 32 == 0) barrier.arrive();
+    }
+    __device__ u32 chain() const { return cfg::dq_chains > 1 ? index : 0; }
+
+    __device__ void start_s() {
+        const SmemDescriptor<QTile> b = q_columns.stage(step.stage());
+        smem.q_full[step.stage()].wait(step.parity());
+        ptx::wgmma_discard(s);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < (cfg::head_dim + 15) / 16; ++i) SMma::multiply(s, k_keys.columns(i), b.columns(i), i > 0);
+        ptx::wgmma_commit();
+    }
+    __device__ void start_dp() {
+        const SmemDescriptor<DoTile> b = do_columns.stage(step.stage());
+        smem.do_full[step.stage()].wait(step.parity());
+        ptx::wgmma_discard(dp);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < (cfg::head_dim_v + 15) / 16; ++i) DpMma::multiply(dp, v_keys.columns(i), b.columns(i), i > 0);
+        ptx::wgmma_commit();
+    }
+    __device__ void start_dv() {
+        const SmemDescriptor<DoTile> b = do_rows.stage(step.stage());
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::tile_q / 16; ++i) DvMma::multiply(dv, p + 4 * i, b.rows(i), true);
+        ptx::wgmma_commit();
+    }
+    __device__ void start_dk() {
+        const SmemDescriptor<QTile> b = q_rows.stage(step.stage());
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::tile_q / 16; ++i) DkMma::multiply(dk, ds + 4 * i, b.rows(i), true);
+        ptx::wgmma_commit();
+    }
+    __device__ void start_dq() {
+        const SmemDescriptor<DsTile> a = ds_columns.stage(step.stage());
+        const SmemDescriptor<KTile> b = {k_rows.low + (cfg::dq_parts > 1 ? index * (KTile::panel_bytes / 16) : 0)};
+        smem.ds_full[step.stage()].wait(step.parity());
+        ptx::wgmma_discard(dq);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::tile_kv / 16; ++i) DqMma::multiply(dq, a.columns(i), b.rows(i), i > 0);
+        ptx::wgmma_commit();
+    }
+
+    // From gradients of weights to those of dot products.
+    __device__ void differentiate(const Weight& weight, i32 q_first, i32 key) {
+        const float* delta = smem.delta[step.stage()] + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < SMma::accumulators; i += 4) {
+            const float2 d = *reinterpret_cast<const float2*>(delta + fragment_column(i));
+            float x[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float gradient = weight(dp[i + j], q_first + fragment_column(i + j), key + 8 * fragment_row(j));
+                x[j] = s[i + j] * (gradient - (j % 2 ? d.y : d.x));
+            }
+            ds[i / 2] = Element::pack(x[0], x[1]), ds[i / 2 + 1] = Element::pack(x[2], x[3]);
+        }
+    }
+    // For dq, transposed.
+    __device__ void leave_ds() const {
+        const u32 to = ds_address + step.stage() * DsTile::bytes;
+#pragma unroll
+        for (int i = 0; i < SMma::accumulators / 2; i += 4) ptx::stmatrix_transposed(to + i * 512, ds + i);
+        ptx::fence_async_smem();
+        __syncwarp();
+        arrive(smem.ds_full[step.stage()]);
+    }
+
+    // Leaves this warpgroup's part of dq for the writer, who is told by tell_dq.
+    __device__ void leave_dq() {
+        const u32 t = step.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
+#pragma unroll
+        for (int i = 0; i < DqMma::accumulators; i += 4)
+            smem.dq[t][part][i / 4][lane] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        untold = t + 1;
+    }
+    __device__ void tell_dq() {
+        if (untold == 0) return;
+        ptx::fence_async_smem();
+        __syncwarp();
+        arrive(smem.dq_full[untold - 1][chain()]);
+        untold = 0;
+    }
+    // The last contributor's: adds the sum of the others, which the writer brings, and stores rows of dq.
+    __device__ void finish_dq(const Rows& rows, const Walk& at, Turn turn) {
+        const u32 t = step.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
+        smem.dq_sum[t][chain()].wait(step.parity(cfg::dq_stages));
+        if (turn.number > 0) {
+#pragma unroll
+            for (int i = 0; i < DqMma::accumulators; i += 4) {
+                const float4 x = smem.dq[t][part][i / 4][lane];
+                dq[i] += x.x, dq[i + 1] += x.y, dq[i + 2] += x.z, dq[i + 3] += x.w;
+            }
+        }
+        __syncwarp();
+        arrive(smem.dq_full[t][chain()]);
+        const i32 row = at.tile * cfg::tile_q + lane / 32 * 16 + lane % 32 / 4;
+        unsigned char* to = args.dq.rows(rows.q, at.head) + part * (cfg::dq_columns * sizeof(Element));
+        const i32 columns = cfg::head_dim - i32(part) * cfg::dq_columns;
+        store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, dq, args.scale * SMma::sign);
+    }
+
+    __device__ void do_step(const Rows& rows, const KvWorkTile& work, const Walk& at, i32 key) {
+        const WorkTile own = at.work_tile();
+        const Mask mask(args, rows, own);
+        const Score score(args, rows, own);
+        const Weight weight(args, rows, own);
+        const u32 stage = step.stage();
+        const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
+        start_s();
+        start_dp();
+        tell_dq();
+        ptx::wgmma_wait<1>();
+        const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
+        if (at.is_full()) weigh_transposed<false>(s, p, score, weight, mask, lse_log2, q_first, key);
+        else weigh_transposed<true>(s, p, score, weight, mask, lse_log2, q_first, key);
+        ptx::wgmma_wait<0>();
+        smem.ds_empty[stage].wait(step.parity() ^ 1);
+        differentiate(weight, q_first, key);
+        leave_ds();
+        start_dv();
+        if (cfg::dq_parts > 1 || until == 0) {
+            start_dq();
+            start_dk();
+            ptx::wgmma_wait<1>();
+            arrive(smem.do_empty[stage]);
+            arrive(smem.ds_empty[stage]);
+            smem.dq_empty[step.stage(cfg::dq_stages)][chain()].wait(step.parity(cfg::dq_stages) ^ 1);
+            const Turn turn = turn_of(rows, mask, work, at.tile);
+            if (Store::finishes(turn)) finish_dq(rows, at, turn);
+            else leave_dq();
+        } else {
+            start_dk();
+            ptx::wgmma_wait<1>();
+            arrive(smem.do_empty[stage]);
+        }
+        ptx::wgmma_wait<0>();
+        arrive(smem.q_empty[stage]);
+        ++step.count;
+        until = until == 0 ? cfg::consumers - 1 : until - 1;
+    }
+
+    __device__ void attend(const KvWorkTile& work) {
+        const Rows rows(args, work.batch);
+        const i32 key = work.kv_tile * cfg::tile_kv + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;  // this thread's upmost
+        Walk at(args, rows, work);
+#pragma unroll
+        for (float& x : dv) x = 0.f;
+#pragma unroll
+        for (float& x : dk) x = 0.f;
+        if (at.more()) {
+            smem.kv_full.wait(kv.parity);
+            kv.advance();
+            for (; at.more(); at.advance()) do_step(rows, work, at, key);
+            tell_dq();
+            arrive(smem.kv_empty);
+        }
+        const float scale = args.scale * SMma::sign;
+        store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, scale);
+        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, 1.f);
+        __syncwarp();
+    }
+};
+
+__device__ void consume(const Args& args, Smem& smem) {
+    ptx::setmaxnreg_inc<cfg::consumer_registers>();
+    Consumer consumer(args, smem);
+    Ring<2> ring;
+    for (KvWorkTile work = next_work(smem, ring); !work.is_last(); work = next_work(smem, ring)) consumer.attend(work);
+}
+
+__device__ void init_barriers(Smem& smem) {
+    constexpr u32 readers = 4 * cfg::consumers;
+    smem.kv_full.init(1), smem.kv_empty.init(readers);
+    for (int i = 0; i < 2; ++i) {
+        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers);
+        smem.q_full[i].init(1), smem.q_empty[i].init(readers);
+        smem.do_full[i].init(1), smem.do_empty[i].init(readers);
+        smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts);
+    }
+    for (int i = 0; i < cfg::dq_stages; ++i)
+        for (int c = 0; c < cfg::dq_chains; ++c)
+            smem.dq_full[i][c].init(4 * parts_in_chain), smem.dq_empty[i][c].init(1), smem.dq_sum[i][c].init(1);
+    ptx::fence_mbarrier_init();
+}
+
+extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn_bwd(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Smem& smem = *reinterpret_cast<Smem*>(raw);
+    if (threadIdx.x == 0) {
+        ptx::prefetch(args.q.map), ptx::prefetch(args.k.map), ptx::prefetch(args.v.map), ptx::prefetch(args.d_o.map);
+        init_barriers(smem);
+    }
+    __syncthreads();
+    ptx::griddepcontrol_wait();
+    ptx::launch_dependents();
+    if (threadIdx.x >= 128) return consume(args, smem);
+    ptx::setmaxnreg_dec<cfg::producer_registers>();
+    const u32 warp = ptx::uniform(threadIdx.x / 32);
+    if (warp == 0) KvProducer<Smem>{args, smem}.run();
+    else if (warp <= writers) write(args, smem, warp - 1);
+}

@@ -1,0 +1,260 @@
+// dq alone on Hopper, for head sizes above 128: the second kernel of a pair, queries stationary. The formulas are attn_bwd.cu's.
+//
+// A block owns cfg::tile_q query rows of one head, 64 of them each of cfg::consumers warpgroups, and goes over the key tiles that
+// they keep, as the forward does. S and dP have a query in each row, so dS stays in registers, the left operand of dq += dS K.
+//
+//   start dq of the tile before, S, dP | wait S (and that dq) | P | wait dP | dS
+//
+//   barrier            arrives                         waits             protects
+//   work_full[i]       lane 0 of the producer          each consumer     smem.work[i] until read
+//   work_empty[i]      one lane per consumer warp      producer          the same until written again
+//   q_full             copy engine (Q and dO)          each consumer     smem.q, smem.d_o until read
+//   q_empty            one lane per consumer warp      producer          the same until refilled
+//   k_full[s], k_empty[s], v_full, v_empty: the same for a tile of K (two stages) and of V (one)
+
+#include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DqMma, and the choices
+                       // Element, Rows, Mask, Score, Weight, Scheduler
+#include "tile/facts.cuh"
+#include "tile/fragment.cuh"
+#include "tile/ring.cuh"
+#include "tile/tile.cuh"
+#include "tile/tma_tensor.cuh"
+#include "variant/interfaces_bwd.cuh"
+#include "variant/store/rows.cuh"
+
+using QTile = Tile<cfg::tile_q, cfg::head_dim>;
+using DoTile = Tile<cfg::tile_q, cfg::head_dim_v>;
+using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
+using VTile = Tile<cfg::tile_kv, cfg::head_dim_v>;
+
+struct Smem {
+    QTile q;
+    DoTile d_o;
+    KTile k[2];
+    VTile v;
+    ptx::Mbarrier work_full[2], work_empty[2], q_full, q_empty, k_full[2], k_empty[2], v_full, v_empty;
+    WorkTile work[2];
+};
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct WeightOption<Weight>;
+template struct SchedulerOption<Scheduler>;
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
+
+__device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin) {
+    if (q_begin >= rows.q_len) return {0, 0, 0, 0};
+    return mask.kv_tiles(q_begin, min(q_begin + cfg::tile_q, rows.q_len));
+}
+
+struct Producer {
+    const Args& args;
+    Smem& smem;
+    Ring<1> q{}, v{};
+    Ring<2> k{};
+
+    // One lane: every tile of one work.
+    __device__ void load(const WorkTile& work) {
+        const Rows rows(args, work.batch);
+        const TileRange tiles = tiles_of(Mask(args, rows, work), rows, work.q_begin);
+        if (tiles.begin >= tiles.end) return;
+        const i32 kv_head = work.head / args.heads_per_kv;
+        smem.q_empty.wait(q.parity ^ 1);
+        q.advance();
+        smem.q_full.arrive_expect(QTile::bytes + DoTile::bytes);
+        load_tile(args.q, smem.q, smem.q_full, rows.q, work.q_begin, work.head);
+        load_tile(args.d_o, smem.d_o, smem.q_full, rows.q, work.q_begin, work.head);
+        for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile, k.advance(), v.advance()) {
+            smem.k_empty[k.stage].wait(k.parity ^ 1);
+            smem.k_full[k.stage].arrive_expect(KTile::bytes);
+            load_tile(args.k, smem.k[k.stage], smem.k_full[k.stage], rows.kv, tile * cfg::tile_kv, kv_head);
+            smem.v_empty.wait(v.parity ^ 1);
+            smem.v_full.arrive_expect(VTile::bytes);
+            load_tile(args.v, smem.v, smem.v_full, rows.kv, tile * cfg::tile_kv, kv_head);
+        }
+    }
+};
+
+__device__ void produce(const Args& args, Smem& smem) {
+    ptx::setmaxnreg_dec<cfg::producer_registers>();
+    if (threadIdx.x >= 32) return;
+    Scheduler scheduler(args);
+    Producer producer{args, smem};
+    Ring<2> ring;
+    WorkTile work;
+    do {
+        work = scheduler.next();
+        smem.work_empty[ring.stage].wait(ring.parity ^ 1);
+        if (threadIdx.x == 0) {
+            smem.work[ring.stage] = work;
+            smem.work_full[ring.stage].arrive();
+            if (!work.is_last()) producer.load(work);
+        }
+        __syncwarp();
+        ring.advance();
+    } while (!work.is_last());
+    scheduler.finish();
+}
+
+struct Consumer {
+    const Args& args;
+    Smem& smem;
+    const u32 index, lane;  // of this warpgroup, of this thread in it
+    const SmemDescriptor<QTile> q_rows;
+    const SmemDescriptor<DoTile> do_rows;
+    const SmemDescriptor<KTile> k_columns, k_rows;
+    const SmemDescriptor<VTile> v_columns;
+    Ring<1> q{}, v{};
+    Ring<2> k{};
+    float lse_log2[2], delta[2];  // of this thread's rows
+    float s[SMma::accumulators], dp[SMma::accumulators], dq[DqMma::accumulators];
+    u32 ds[SMma::accumulators / 2];
+
+    __device__ Consumer(const Args& args, Smem& smem)
+        : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
+          q_rows(SmemDescriptor<QTile>::of_columns(&smem.q).rows_from(index * 64)),
+          do_rows(SmemDescriptor<DoTile>::of_columns(&smem.d_o).rows_from(index * 64)),
+          k_columns(SmemDescriptor<KTile>::of_columns(smem.k)),
+          k_rows(SmemDescriptor<KTile>::of_rows(smem.k)), v_columns(SmemDescriptor<VTile>::of_columns(&smem.v)) {}
+
+    // Said by each warp when it has read a stage.
+    __device__ void release(ptx::Mbarrier& empty) const {
+        if (lane % 32 == 0) empty.arrive();
+    }
+
+    __device__ void start_s() {
+        const SmemDescriptor<KTile> b = k_columns.stage(k.stage);
+        smem.k_full[k.stage].wait(k.parity);
+        ptx::wgmma_discard(s);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < (cfg::head_dim + 15) / 16; ++i) SMma::multiply(s, q_rows.columns(i), b.columns(i), i > 0);
+        ptx::wgmma_commit();
+    }
+    __device__ void start_dp() {
+        smem.v_full.wait(v.parity);
+        ptx::wgmma_discard(dp);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < (cfg::head_dim_v + 15) / 16; ++i) DpMma::multiply(dp, do_rows.columns(i), v_columns.columns(i), i > 0);
+        ptx::wgmma_commit();
+    }
+    __device__ void start_dq(u32 stage) {
+        const SmemDescriptor<KTile> b = k_rows.stage(stage);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::tile_kv / 16; ++i) DqMma::multiply(dq, ds + 4 * i, b.rows(i), true);
+        ptx::wgmma_commit();
+    }
+
+    // From dot products to weights times the score's derivative.
+    template <bool cut>
+    __device__ void weigh(const Mask& mask, const Score& score, i32 tile, i32 row) {
+        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
+        KeptKeys kept[2]{};
+        if (cut) kept[0] = mask.row(row, first), kept[1] = mask.row(row + 8, first);
+#pragma unroll
+        for (int i = 0; i < SMma::accumulators; ++i) {
+            const int r = fragment_row(i), c = fragment_column(i);
+            const float t = score(s[i], row + 8 * r, first + c), exponent = __fmaf_rn(t, score.scale_log2, -lse_log2[r]);
+            s[i] = ptx::exp2(cut && !kept[r].keep(c) ? minus_inf : exponent) * score.derivative(s[i], row + 8 * r, first + c);
+        }
+    }
+    __device__ void differentiate(const Weight& weight, i32 tile, i32 row) {
+        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < SMma::accumulators; i += 2) {
+            const i32 r = fragment_row(i), kv = first + fragment_column(i);
+            const float low = weight(dp[i], row + 8 * r, kv), high = weight(dp[i + 1], row + 8 * r, kv + 1);
+            ds[i / 2] = Element::pack(s[i] * (low - delta[r]), s[i + 1] * (high - delta[r]));
+        }
+    }
+    // S and dP of the tile at hand, and dS; where `later`, dq of the tile before runs beside them.
+    template <bool later>
+    __device__ void step(const Mask& mask, const Score& score, const Weight& weight, const TileRange& tiles, i32 tile, i32 row) {
+        const u32 before = k.stage;
+        if (later) {
+            start_dq(before);
+            k.advance(), v.advance();
+        }
+        start_s();
+        start_dp();
+        ptx::wgmma_wait<1>();
+        if (later) release(smem.k_empty[before]);
+        if (tiles.is_full(tile)) weigh<false>(mask, score, tile, row);
+        else weigh<true>(mask, score, tile, row);
+        ptx::wgmma_wait<0>();
+        release(smem.v_empty);
+        differentiate(weight, tile, row);
+    }
+
+    __device__ void attend(const WorkTile& work) {
+        const Rows rows(args, work.batch);
+        const Mask mask(args, rows, work);
+        const Score score(args, rows, work);
+        const Weight weight(args, rows, work);
+        const i32 row = work.q_begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;
+        const TileRange tiles = tiles_of(mask, rows, work.q_begin);
+#pragma unroll
+        for (float& x : dq) x = 0.f;
+        if (tiles.begin < tiles.end) {
+            load_statistics(rows, work, row);
+            smem.q_full.wait(q.parity);
+            q.advance();
+            step<false>(mask, score, weight, tiles, tiles.end - 1, row);
+            for (i32 tile = tiles.end - 2; tile >= tiles.begin; --tile) step<true>(mask, score, weight, tiles, tile, row);
+            release(smem.q_empty);
+            start_dq(k.stage);
+            ptx::wgmma_wait<0>();
+            release(smem.k_empty[k.stage]);
+            k.advance(), v.advance();
+        }
+        store_rows(args.dq.rows(rows.q, work.head), args.dq.row_bytes, row, rows.q_len, cfg::head_dim, dq, args.scale * SMma::sign);
+        __syncwarp();
+    }
+    __device__ void load_statistics(const Rows& rows, const WorkTile& work, i32 row) {
+        const i64 first = i64(place_of(args, rows, work.head, 0)) * cfg::tile_q;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) lse_log2[r] = args.lse_log2[first + row + 8 * r], delta[r] = args.delta[first + row + 8 * r];
+    }
+};
+
+__device__ void consume(const Args& args, Smem& smem) {
+    ptx::setmaxnreg_inc<cfg::consumer_registers>();
+    Consumer consumer(args, smem);
+    Ring<2> ring;
+    while (true) {
+        smem.work_full[ring.stage].wait(ring.parity);
+        const WorkTile& slot = smem.work[ring.stage];
+        const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin)), 0};
+        __syncwarp();
+        consumer.release(smem.work_empty[ring.stage]);
+        ring.advance();
+        if (work.is_last()) return;
+        consumer.attend(work);
+    }
+}
+
+extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn_bwd_dq(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Smem& smem = *reinterpret_cast<Smem*>(raw);
+    if (threadIdx.x == 0) {
+        constexpr u32 readers = 4 * cfg::consumers;
+        ptx::prefetch(args.q.map), ptx::prefetch(args.k.map), ptx::prefetch(args.v.map), ptx::prefetch(args.d_o.map);
+        smem.q_full.init(1), smem.q_empty.init(readers), smem.v_full.init(1), smem.v_empty.init(readers);
+        for (int i = 0; i < 2; ++i) {
+            smem.work_full[i].init(1), smem.work_empty[i].init(readers);
+            smem.k_full[i].init(1), smem.k_empty[i].init(readers);
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    ptx::griddepcontrol_wait();
+    ptx::launch_dependents();
+    if (threadIdx.x < 128) produce(args, smem);
+    else consume(args, smem);
+}

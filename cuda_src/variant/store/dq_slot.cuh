@@ -1,0 +1,17 @@
+#pragma once
+// A part of dq in shared memory on its way to the sum of its tile in scratch: an accumulator fragment as it is, thread by thread, so
+// that neither side has bank conflicts and the tile is one copy.
+#include "ptx/bulk.cuh"
+
+constexpr int dq_floats = cfg::tile_q * cfg::dq_columns * cfg::dq_parts / cfg::dq_chains;  // of a part
+
+struct DqSlot {
+    float4* data;
+    ptx::Mbarrier &full, &empty, &sum;
+    u32 parity;  // of this use
+};
+
+// Whose turn it is to add to a tile: contributors 0 to `last`, in the order of their key tiles.
+struct Turn {
+    i32 number, last;
+};

@@ -1,0 +1,111 @@
+"""What plans, the selection and the public calls ask of every operation. They know no operation by its class, and no array by its
+name."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..arrays import DTYPES, Array
+from ..operand import Layout, Operand
+
+FEW_ROWS = 1 << 27  # of all heads: from here on, near the limits, every row counts
+
+
+def three_bits(n: int) -> int:
+    """The next number from ``n`` up that has three significant bits, so that lengths of nearly the same size, such as those of
+    the steps of a decode loop, share one selection. A number near the limit of a length stays."""
+    step = 1 << max(0, n.bit_length() - 3)
+    return n if n >= 1 << 29 else -(-n // step) * step
+
+
+class Operation(abc.ABC):
+    """What is asked for, as a frozen, hashable value without pointers or devices; it is checked when it is made.
+
+    A subclass is a frozen dataclass. Its inputs and outputs are any number of operands.
+    """
+
+    layout: Layout  # what kernels may ask of how the inputs lie in memory
+
+    @classmethod
+    @abc.abstractmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        """The names of the arrays that a call may give, in order, where it gives ``count`` of them or None in their place."""
+
+    @classmethod
+    @abc.abstractmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Operation:
+        """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
+
+    @property
+    @abc.abstractmethod
+    def inputs(self) -> tuple[Operand, ...]:
+        """The arrays that it reads, in order."""
+
+    @property
+    @abc.abstractmethod
+    def outputs(self) -> tuple[Operand, ...]:
+        """The arrays that it writes, in order."""
+
+    @property
+    @abc.abstractmethod
+    def number(self) -> str:
+        """The name of the format that is computed in, "fp32" or "fp64"."""
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> tuple[Any, ...]:
+        """Returns what compiled kernels depend on."""
+
+    @property
+    @abc.abstractmethod
+    def flops(self) -> int:
+        """Multiplications and additions of its matrix products."""
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes that must cross device memory: each input read once, each output written once."""
+        return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
+
+    @abc.abstractmethod
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        """The facts of those inputs whose strides are free."""
+
+    def check_numbers(self, arrays: Mapping[str, Any]) -> None:
+        """Raises ProblemError where NumPy arrays, by name, hold numbers that make no operation. On a GPU nobody can see that
+        without waiting."""
+        return
+
+    # ---- operations of nearly the same size
+
+    @property
+    @abc.abstractmethod
+    def selection_key(self) -> Any:
+        """A key that operations share for which one kernel in one configuration is selected."""
+
+    @abc.abstractmethod
+    def rounded(self) -> Operation:
+        """The operation by which that is selected: the largest with this key."""
+
+    @classmethod
+    def family(cls, signatures: tuple[Any, ...]) -> Any:
+        """A key that torch tensors share, by their signatures, whose calls one plan serves with other places and lengths; None
+        where they must be looked at."""
+        return None
+
+    def resized_to(self, arrays: Mapping[str, Array]) -> Any:
+        """The operation on tensors of the same family: itself where their lengths are its own."""
+        raise NotImplementedError
+
+    # ---- as text
+
+    @abc.abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON can hold them; "operation" is the class's name."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_json(cls, fields: dict[str, Any]) -> Operation:
+        """The inverse of ``to_json``."""

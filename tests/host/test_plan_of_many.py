@@ -1,0 +1,194 @@
+"""Plans of an operation that has as many inputs as a call gives, and several outputs: nothing between the public calls and the
+launch knows an operand by its name. No GPU is needed, as in ``test_plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import api, plans, select
+from rawattn.arrays import Array
+from rawattn.compiler import Source
+from rawattn.device import Device
+from rawattn.errors import ProblemError
+from rawattn.kernel.base import Kernel
+from rawattn.operand import PLAIN, Layout, Operand, layout_of
+from rawattn.operation import OPERATIONS, Operation, from_json
+from rawattn.program import Buffer, Field, Launch, Pointer, Program, Scratch, View
+from tests.host.test_plan import LAUNCHED, gpu
+
+torch = pytest.importorskip("torch")
+fixture = gpu  # its fixture, for this file too
+
+
+@dataclasses.dataclass(frozen=True)
+class Extremes(Operation):
+    """The least and the largest of ``count`` arrays, element by element."""
+
+    count: int
+    shape: tuple[int, ...]
+    layout: Layout = PLAIN
+
+    number, flops, selection_key = "fp32", 0, ("extremes",)
+
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        return tuple(f"parts[{i}]" for i in range(count))
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Extremes:
+        if not arrays:
+            raise ProblemError("parts is empty; give one array at least.")
+        return cls(len(arrays), tuple(arrays["parts[0]"].shape), layout_of(arrays.items()))
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        return tuple(Operand(name, "fp32", self.shape) for name in self.input_names(self.count))
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        return tuple(Operand(name, "fp32", self.shape, "out", contiguous=True) for name in ("least", "largest"))
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return (type(self), self.count)
+
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        return layout_of(arrays.items())
+
+    def rounded(self) -> Extremes:
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return {"operation": "Extremes", "count": self.count, "shape": list(self.shape)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Extremes:
+        return cls(fields["count"], tuple(fields["shape"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    pass
+
+
+class Fold(Kernel[Extremes]):
+    name, config_type = "fold", Config
+
+    def runs_on(self, device: Device) -> bool:
+        return not device.is_cpu
+
+    def supports(self, op: Extremes, device: Device) -> list[str]:
+        return [] if self.runs_on(device) else ["it needs a GPU"]
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return layout.unaligned
+
+    def legal(self, config: Config, op: Extremes, device: Device) -> str | None:
+        return None
+
+    def candidates(self, op: Extremes, device: Device) -> list[Config]:
+        return [Config()]
+
+    def cost(self, config: Config, op: Extremes, device: Device) -> float:
+        return 1e-6
+
+    def tuning_shapes(self, op: Extremes) -> tuple[Extremes, ...]:
+        return (op,)
+
+    def lower(self, op: Extremes, config: Config, device: Device) -> Program:
+        reads = tuple(Field(f"x{i}", "StridedTensor", View(each.name)) for i, each in enumerate(op.inputs))
+        scratch = (Field("scratch", "float*", Scratch("partial")),)
+        writes = (Field("least", "StridedOutput", View("least")), Field("largest", "Number*", Pointer("largest")))
+        source = Source("fold.cu", "", (), device.arch)
+        launches = (Launch("first", source, (*reads, *scratch), {}, 1), Launch("second", source, (*scratch, *writes), {}, 1))
+        return Program(launches, (Buffer("partial", 1000),))
+
+
+class FoldOnCpu(Fold):
+    name, alignment = "cpu", 1
+
+    def runs_on(self, device: Device) -> bool:
+        return device.is_cpu
+
+    def run(self, op: Extremes, config: Config, least: Any, largest: Any, **parts: Any) -> None:
+        least[...], largest[...] = (fold(list(parts.values()), axis=0) for fold in (np.min, np.max))
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(select.KERNELS_OF, Extremes, (Fold(), FoldOnCpu()))
+    monkeypatch.setitem(OPERATIONS, "Extremes", Extremes)
+
+
+def extremes(*parts: Any, out: Any = None) -> Any:
+    return api.run(parts, {}, (), out=out, operation=Extremes)
+
+
+def test_on_the_cpu() -> None:
+    for count in (1, 2, 5):
+        parts = [np.random.default_rng(i).standard_normal((2, 3, 4, 8), np.float32) for i in range(count)]
+        least, largest = extremes(*parts)
+        assert (least == np.min(parts, 0)).all() and (largest == np.max(parts, 0)).all()
+        for given in (np.empty_like(least), (None, np.empty_like(least)), (np.empty_like(least), np.empty_like(least))):
+            found = extremes(*parts, out=given)
+            assert (found[0] == least).all() and (found[1] == largest).all()
+            for x, y in zip(given if isinstance(given, tuple) else (given,), found, strict=False):
+                assert x is None or x is y
+
+
+def test_launches() -> None:
+    """Each array's address is where it belongs, in cold and in warm calls, as are the outputs' and the scratch memory's."""
+    parts = [torch.randn(2, 3, 4, 8) for _ in range(3)]
+    least, largest = torch.empty(2, 3, 4, 8), torch.empty(2, 3, 4, 8)
+    for out in ((least, largest), (least, largest), (None, largest), (least, None), least, None):
+        found = extremes(*parts, out=out)
+        (first, _), (second, _) = LAUNCHED[-2:]
+        views = [struct.unpack_from("<4q", first, 32 * i) for i in range(3)]
+        assert views == [(x.data_ptr(), 4 * 96, 4 * 32, 4 * 8) for x in parts]
+        partial = struct.unpack_from("<Q", first, 96)[0]
+        assert struct.unpack_from("<Q4qQ", second) == (partial, found[0].data_ptr(), 384, 128, 32, found[1].data_ptr())
+        for x, y in zip(out if isinstance(out, tuple) else (out, None), found, strict=True):
+            assert x is None or x is y
+    extremes(*parts[:2])
+    assert len(LAUNCHED) == 14 and len(api._plans) == 2, "another number of arrays is another operation"
+
+
+OUT = torch.empty(2, 3, 4, 8)
+WRONG: dict[str, tuple[Any, str]] = {
+    "number": ((OUT,), "out has 1 arrays; it must have one for each of least, largest, None for one to be made"),
+    "shape": ((None, OUT[:1]), r"out \(largest\) is a torch fp32 array of shape \(1, 3, 4, 8\)"),
+    "both one": ((OUT, OUT), r"out \(largest\) overlaps out \(least\) in memory"),
+    "strides": ((None, OUT.new_empty(2, 4, 3, 8).transpose(1, 2)), r"out \(largest\) has strides .* contiguous"),
+}
+
+
+@pytest.mark.parametrize("out, message", WRONG.values(), ids=WRONG)
+def test_wrong_outputs(out: Any, message: str) -> None:
+    parts = [torch.randn(2, 3, 4, 8) for _ in range(2)]
+    for _ in range(2):
+        extremes(*parts)
+        with pytest.raises(ProblemError, match=message):
+            extremes(*parts, out=out)
+    with pytest.raises(ProblemError, match=r"out \(largest\) overlaps parts\[1\]"):
+        extremes(*parts, out=(None, parts[1]))
+
+
+def test_plan() -> None:
+    parts = [torch.randn(2, 3, 4, 8) for _ in range(2)]
+    found = {f"parts[{i}]": api.arrays.read(x, "x") for i, x in enumerate(parts)}
+    plan = api._plan(Extremes, found, {}, (), None, None)
+    plan.run(*parts), plan.run(**{"parts[1]": parts[1], "parts[0]": parts[0]})
+    assert LAUNCHED[0] == LAUNCHED[2]
+    for given, message in (((*parts, parts[0]), r"parts\[2\] was given"), (parts[:1], r"parts\[1\] is missing")):
+        with pytest.raises(ProblemError, match=message):
+            plan.run(*given)
+    with pytest.raises(ProblemError, match="parts is empty"):
+        extremes()
+    assert from_json(plan.op.to_json()) == plan.op and isinstance(plan, plans.Plan)
+    assert "Extremes" in str(api.explain_operation(plan.op, plan.device))

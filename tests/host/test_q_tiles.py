@@ -1,0 +1,184 @@
+"""The query tiles that visit a key tile, as the backward asks for them: exactly the inverse of the key tiles that a query tile
+visits, or blocks that add to dq in turn would wait for ever. And blocks take key tiles in the order of their turns."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from rawattn.variant.mask import Mask
+from tests import native
+from tests.host.test_masks import LENGTHS, TEXT, TYPES, masks
+
+QUESTIONS = """\
+extern "C" void kv_tiles_{index}(const Args* args, const Rows* rows, i32 q_begin, i32 q_end, TileRange* found) {{
+    *found = {type}(*args, *rows, WorkTile()).kv_tiles(q_begin, q_end);
+}}
+extern "C" void q_tiles_{index}(const Args* args, const Rows* rows, i32 kv_begin, i32 kv_end, TileRange* found) {{
+    *found = {type}(*args, *rows, WorkTile()).q_tiles(kv_begin, kv_end);
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    text = TEXT + "".join(QUESTIONS.format(index=index, type=name) for index, name in enumerate(TYPES))
+    return native.library(text, tmp_path_factory.mktemp("q_tiles"))
+
+
+class Asked:
+    """A mask of the CUDA files, for one sequence and one pair of tile sizes."""
+
+    def __init__(self, cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
+        for name, value in {"tile_q": tile_q, "tile_kv": tile_kv, **mask.constants}.items():
+            ctypes.c_int.in_dll(cuda, name).value = value
+        index, values = TYPES.index(mask.cuda_type), {"window_left": 0, "window_right": 0, **mask.values}
+        self._asked = {"kv_tiles": getattr(cuda, f"kv_tiles_{index}"), "q_tiles": getattr(cuda, f"q_tiles_{index}")}
+        self._given = (ctypes.c_int * 2)(*values.values()), (ctypes.c_int * 4)(q_len, kv_len, 0, 0)
+        self._limits = {"kv_tiles": (tile_q, q_len), "q_tiles": (tile_kv, kv_len)}
+
+    def __call__(self, which: str, index: int) -> list[int]:
+        """begin, full_begin, full_end, end of what tile ``index`` visits."""
+        (size, length), found = self._limits[which], (ctypes.c_int * 4)()
+        self._asked[which](*self._given, index * size, min((index + 1) * size, length), found)
+        return list(found)
+
+
+def check(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
+    asked = Asked(cuda, mask, q_len, kv_len, tile_q, tile_kv)
+    q_tiles, kv_tiles = -(-q_len // tile_q), -(-kv_len // tile_kv)
+    begin, end = mask.interval(np.arange(q_len), q_len, kv_len)
+    kept = (np.arange(kv_len) >= begin[:, None]) & (np.arange(kv_len) < end[:, None])
+    visits, inverse = np.zeros((2, q_tiles, kv_tiles), bool)
+    for t in range(q_tiles):
+        first, _, _, last = asked("kv_tiles", t)
+        visits[t, first:last] = True
+    for n in range(kv_tiles):
+        first, full_first, full_last, last = asked("q_tiles", n)
+        assert first >= last or (first >= 0 and last <= q_tiles), "a query tile that does not exist is visited"
+        inverse[first:last, n] = True
+        keys = slice(n * tile_kv, (n + 1) * tile_kv)
+        for t in range(first, last):
+            whole = kept[t * tile_q : (t + 1) * tile_q, keys].all()
+            assert (full_first <= t < full_last) == whole, "a tile is taken for full that is not, or the reverse"
+    assert (visits == inverse).all(), "a tile is visited from one side only"
+
+
+def test_every_small_case(cuda: ctypes.CDLL) -> None:
+    for mask in masks([None, 0, 1, 4]):
+        for q_len, kv_len, (tile_q, tile_kv) in itertools.product(range(8), range(8), ((2, 3), (3, 2), (1, 4))):
+            check(cuda, mask, q_len, kv_len, tile_q, tile_kv)
+
+
+@hypothesis.settings(max_examples=400, derandomize=True)
+@hypothesis.given(
+    st.sampled_from(masks([None, 0, 1, 63, 64, 100, 1000])), LENGTHS, LENGTHS,
+    st.sampled_from([64, 128]), st.sampled_from([64, 128, 192]),
+)  # fmt: skip
+def test_real_sizes(cuda: ctypes.CDLL, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
+    check(cuda, mask, q_len, kv_len, tile_q, tile_kv)
+
+
+def test_longest_sequences(cuda: ctypes.CDLL) -> None:
+    """Nothing overflows: from both sides, at both ends and in the middle of the longest sequences that a problem may have."""
+    longest, tile = (1 << 30) - 1, 128
+    for mask, (q_len, kv_len) in itertools.product(masks([None, 0, 5]), [(longest, longest), (longest, 300), (300, longest)]):
+        asked = Asked(cuda, mask, q_len, kv_len, tile, tile)
+        q_last, kv_last = (q_len - 1) // tile, (kv_len - 1) // tile
+        places = {*itertools.product({0, 1, q_last // 2, q_last - 1, q_last}, {0, 1, kv_last // 2, kv_last - 1, kv_last})}
+        for t, n in places:
+            (begin, _, _, end), (q_begin, _, _, q_end) = asked("kv_tiles", t), asked("q_tiles", n)
+            assert (begin <= n < end) == (q_begin <= t < q_end), (mask, q_len, kv_len, t, n)
+
+
+SCHEDULES = """\
+#include <thread>
+#include <vector>
+namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
+struct Args { i32 heads, heads_per_kv, batches, kv_tiles, l2_head_group, last_group; const i32* cu_seqlens_kv; i32* counter; };
+#include "variant/scheduler/alternating.cuh"
+#include "variant/scheduler/ascending.cuh"
+#include "variant/scheduler/dynamic_persistent.cuh"
+#include "variant/scheduler/kv_lpt.cuh"
+#include "variant/scheduler/kv_lpt_varlen.cuh"
+#include "variant/scheduler/longest_first.cuh"
+
+// The works that one block's producer warp finds, until it finds no more.
+template <class Scheduler>
+i32 run(const Args& args, KvWorkTile* found, i32 most) {
+    std::vector<std::thread> warp;
+    i32 count = 0;  // lane 0 writes it
+    for (i32 lane = 0; lane < 32; ++lane)
+        warp.emplace_back([=, &args, &count] {
+            threadIdx.x = lane, gridDim.x = 1, blockIdx.x = 0;
+            Scheduler scheduler(args);
+            for (i32 mine = 0; mine < most; ++mine) {
+                const KvWorkTile work = scheduler.next();
+                if (work.is_last()) break;
+                if (lane == 0) found[count++] = work;
+            }
+            scheduler.finish();
+        });
+    for (auto& lane : warp) lane.join();
+    return count;
+}
+"""
+SCHEDULE = """\
+extern "C" i32 dense_{0}(const Args* args, KvWorkTile* found, i32 most) {{
+    return run<KvScheduler<DynamicPersistent, {0}>>(*args, found, most);
+}}
+extern "C" i32 packed_{0}(const Args* args, KvWorkTile* found, i32 most) {{
+    return run<KvVarlenScheduler<DynamicPersistent, {0}>>(*args, found, most);
+}}
+"""
+DIRECTIONS = ("Ascending", "Alternating", "LongestFirst")
+
+
+class Args(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("heads", "heads_per_kv", "batches", "kv_tiles", "l2_head_group", "last_group")),
+        ("cu_seqlens_kv", ctypes.c_void_p), ("counter", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def schedules(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    text = SCHEDULES + "".join(SCHEDULE.format(name) for name in DIRECTIONS)
+    return native.library(text, tmp_path_factory.mktemp("kv_schedules"))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("kind, lengths", [
+    *(("dense", (n,) * batch) for n in (1, 64, 700) for batch in (1, 3)),
+    *(("packed", lengths) for lengths in ((), (0,), (0, 0, 129, 0), tuple(range(0, 400, 7)), (0,) * 70 + (5,) + (0,) * 70)),
+])  # fmt: skip
+def test_key_tiles_are_taken_in_the_order_of_their_turns(
+    schedules: ctypes.CDLL, direction: str, kind: str, lengths: tuple[int, ...]
+) -> None:
+    """Each once, and a block waits only for tiles that were taken before its own."""
+    tile = 64
+    ctypes.c_int.in_dll(schedules, "tile_kv").value = tile
+    counter, starts = np.zeros(2, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
+    for heads, group in ((2, 1), (12, 2), (12, 5), (12, 100)):
+        kv_heads = heads // 2
+        wanted = [(b, h, n) for b, length in enumerate(lengths) for h in range(kv_heads) for n in range(-(-length // tile))]
+        group = min(group, max(1, kv_heads * len(lengths)))
+        args = Args(
+            heads, 2, len(lengths), -(-max(lengths, default=0) // tile), group, max(0, kv_heads * len(lengths) // group - 1),
+            starts.ctypes.data, counter.ctypes.data,
+        )  # fmt: skip
+        found = np.zeros((len(wanted) + 1, 5), np.int32)
+        call = getattr(schedules, f"{kind}_{direction}")
+        count = call(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found))
+        works = found[:count].tolist()
+        assert sorted(tuple(work[:3]) for work in works) == wanted
+        assert not counter.any(), "the counter is not ready for the next launch"
+        before: dict[tuple[int, int], int] = {}
+        for b, h, n, kv_ascends, _ in works:
+            assert n == before.get((b, h), -1) + 1 if kv_ascends else n == before.get((b, h), -(-lengths[b] // tile)) - 1
+            before[b, h] = n

@@ -1,0 +1,432 @@
+"""Kernels compiled for the host and run thread by thread: what the files of ``cuda_src/ptx/`` do is done here in C++, at once
+where a GPU does it later. That checks layouts, barriers, schedules and formulas without a GPU; it cannot find a missing fence or
+wait."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import render, tma
+from rawattn.compiler import Source
+from tests import backward
+
+BASE = r"""
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+using std::max, std::min;
+constexpr float minus_inf = __builtin_bit_cast(float, 0xff800000u);
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct Index { i32 x; };
+inline thread_local Index threadIdx, blockIdx, gridDim;
+
+struct HostWarp {
+    std::barrier<> meeting{32};
+    u64 words[32][8];
+};
+struct HostPhase {  // of an mbarrier
+    std::mutex mutex;
+    std::condition_variable changed;
+    i64 expected = -1, pending = 0, bytes = 0;
+    u32 number = 0;
+};
+constexpr u32 host_smem_bytes = 232448;
+constexpr int host_patience = 60;  // seconds
+struct HostBlock {
+    unsigned char* raw = static_cast<unsigned char*>(std::aligned_alloc(1024, host_smem_bytes));
+    std::vector<HostPhase> phases = std::vector<HostPhase>(host_smem_bytes / 8);
+    std::vector<std::unique_ptr<HostWarp>> warps;
+    std::barrier<> all;
+    explicit HostBlock(i32 threads) : all(threads) {
+        std::memset(raw, 0xff, host_smem_bytes);
+        for (i32 i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<HostWarp>());
+    }
+    ~HostBlock() { std::free(raw); }
+};
+inline thread_local HostBlock* host_block;
+inline HostWarp& host_warp() { return *host_block->warps[threadIdx.x / 32]; }
+inline u32 host_lane() { return threadIdx.x % 32; }
+inline void host_fail(const char* what) { std::fprintf(stderr, "%s\n", what), std::fflush(stderr), std::_Exit(3); }
+inline void __syncthreads() { host_block->all.arrive_and_wait(); }
+inline void __syncwarp() { host_warp().meeting.arrive_and_wait(); }
+
+// What each lane of a warp gives, for all of them to read.
+template <class T, class Read>
+auto host_exchange(const T& mine, Read read) {
+    static_assert(sizeof(T) <= sizeof(host_warp().words[0]));
+    std::memcpy(host_warp().words[host_lane()], &mine, sizeof(T));
+    __syncwarp();
+    const auto got = read([](u32 from) {
+        T x;
+        std::memcpy(&x, host_warp().words[from], sizeof(T));
+        return x;
+    });
+    __syncwarp();
+    return got;
+}
+template <class T> T __shfl_sync(u32, T x, u32 from) { return host_exchange(x, [=](auto of) { return of(from); }); }
+template <class T> T __shfl_xor_sync(u32, T x, u32 bit) {
+    return host_exchange(x, [=](auto of) { return of(host_lane() ^ bit); });
+}
+template <class T> T __shfl_up_sync(u32, T x, u32 by) {
+    return host_exchange(x, [=](auto of) { return of(host_lane() < by ? host_lane() : host_lane() - by); });
+}
+inline u32 __ballot_sync(u32, bool vote) {
+    return host_exchange(vote, [](auto of) {
+        u32 all = 0;
+        for (u32 i = 0; i < 32; ++i) all |= u32(of(i)) << i;
+        return all;
+    });
+}
+inline bool __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline i32 __ffs(u32 x) { return __builtin_ffs(i32(x)); }
+inline i32 atomicAdd(i32* at, i32 x) { return std::atomic_ref(*at).fetch_add(x); }
+inline u32 atomicInc(u32* at, u32 last) {
+    std::atomic_ref counter(*at);
+    u32 old = counter.load();
+    while (!counter.compare_exchange_weak(old, old >= last ? 0 : old + 1)) {}
+    return old;
+}
+inline void __threadfence() {}
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
+inline u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
+
+namespace ptx {
+inline u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - host_block->raw); }
+inline u32 uniform(u32 x) { return __shfl_sync(0, x, 0); }
+inline float exp2(float x) { return std::exp2(x); }
+inline double exp2(double x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1 / x; }
+inline double reciprocal(double x) { return 1 / x; }
+template <int count> void setmaxnreg_dec() {}
+template <int count> void setmaxnreg_inc() {}
+constexpr bool has_registers(int, int, int) { return true; }
+inline void griddepcontrol_wait() {}
+inline void launch_dependents() {}
+}
+"""
+MBARRIER = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+struct Mbarrier {
+    u64 state;
+
+    HostPhase& phase() { return host_block->phases[smem_address(this) / 8]; }
+    void init(u32 arrivals) { phase().expected = phase().pending = arrivals; }
+    void change(i64 arrivals, i64 bytes) {
+        HostPhase& p = phase();
+        const std::lock_guard lock(p.mutex);
+        if (p.expected < 0) host_fail("a barrier is used that was not made");
+        p.pending -= arrivals, p.bytes += bytes;
+        if (p.pending < 0) host_fail("a barrier got more arrivals than it expects");
+        if (p.pending > 0 || p.bytes != 0) return;
+        p.pending = p.expected, ++p.number;
+        p.changed.notify_all();
+    }
+    void arrive() { change(1, 0); }
+    void arrive_expect(u32 bytes) { change(0, bytes), change(1, 0); }
+    void complete(u32 bytes) { change(0, -i64(bytes)); }
+    void wait(u32 parity) {
+        HostPhase& p = phase();
+        std::unique_lock lock(p.mutex);
+        if (p.changed.wait_for(lock, std::chrono::seconds(host_patience), [&] { return (p.number & 1) != parity; })) return;
+        std::fprintf(stderr, "block %d thread %d waits for parity %u of the barrier at %u: phase %u, "
+                             "%lld arrivals and %lld bytes are missing\n",
+                     blockIdx.x, threadIdx.x, parity, smem_address(this), p.number, (long long)p.pending, (long long)p.bytes);
+        std::fflush(stderr);
+        std::this_thread::sleep_for(std::chrono::seconds(2));  // for others to say what they wait for
+        std::_Exit(3);
+    }
+};
+inline void fence_mbarrier_init() {}
+}
+"""
+BULK = r"""
+#pragma once
+#include "ptx/mbarrier.cuh"
+namespace ptx {
+inline std::mutex adding;
+inline void check_aligned(const void* a, const void* b, u32 bytes) {
+    if ((u64(a) | u64(b) | bytes) % 16) host_fail("a bulk copy is not aligned to 16 bytes");
+}
+inline void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& full) {
+    check_aligned(to, from, bytes), std::memcpy(to, from, bytes), full.complete(bytes);
+}
+inline void bulk_store(float* to, const void* from, u32 bytes) { check_aligned(to, from, bytes), std::memcpy(to, from, bytes); }
+inline void bulk_add(float* to, const void* from, u32 bytes) {
+    check_aligned(to, from, bytes);
+    const std::lock_guard lock(adding);
+    for (u32 i = 0; i < bytes / 4; ++i) to[i] += static_cast<const float*>(from)[i];
+}
+inline void bulk_commit() {}
+inline void bulk_wait_read() {}
+inline void bulk_wait() {}
+inline void fence_async_smem() {}
+inline void fence_async_gmem() {}
+}
+"""
+TURN = r"""
+#pragma once
+#include "ptx/base.cuh"
+#include <thread>
+namespace ptx {
+inline i32 load_acquire(const i32* from) {
+    std::this_thread::yield();
+    return std::atomic_ref(*const_cast<i32*>(from)).load();
+}
+inline void store_release(i32* to, i32 x) { std::atomic_ref(*to).store(x); }
+}
+"""
+TMA = r"""
+#pragma once
+#include "ptx/mbarrier.cuh"
+struct alignas(64) TensorMap { u64 data, sizes[5], strides[5], box_rows; };  // fits CUtensorMap's 128 bytes
+namespace ptx {
+inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4 = 0) {
+    const u64 start[5] = {u64(c0), u64(c1), u64(c2), u64(c3), u64(c4)};
+    for (u64 r = 0; r < map.box_rows; ++r)
+        for (u64 c = 0; c < 64; ++c) {
+            const u64 at[5] = {start[0] + c, start[1] + r, start[2], start[3], start[4]};
+            u64 address = map.data;
+            bool inside = true;
+            for (int i = 0; i < 5; ++i) address += at[i] * map.strides[i], inside &= at[i] < map.sizes[i];
+            u16 x = 0;
+            if (inside) std::memcpy(&x, reinterpret_cast<const void*>(address), 2);
+            const u32 place = smem_address(to) + r * 128 + c * 2;
+            std::memcpy(host_block->raw + (place ^ (place >> 7 & 7) << 4), &x, 2);
+        }
+    full.complete(map.box_rows * 128);
+}
+inline void prefetch(const TensorMap&) {}
+}
+"""
+STMATRIX = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+inline void stmatrix_transposed(u32 address, const u32* words) {
+    struct Given { u32 address, words[4]; };
+    Given mine{address, {words[0], words[1], words[2], words[3]}};
+    host_exchange(mine, [&](auto of) {
+        for (u32 m = 0; m < 4; ++m)
+            for (u32 e = 0; e < 2; ++e) {
+                const u16 x = u16(words[m] >> 16 * e);
+                std::memcpy(host_block->raw + of(8 * m + host_lane() % 4 * 2 + e).address + host_lane() / 4 * 2, &x, 2);
+            }
+        return 0;
+    });
+}
+}
+"""
+WGMMA = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+// A warp executes these together, and releases what its products read after them.
+inline void wgmma_fence() { __syncwarp(); }
+inline void wgmma_commit() { __syncwarp(); }
+template <int pending> void wgmma_wait() { __syncwarp(); }
+template <int n> void wgmma_discard(float (&x)[n]) { for (float& each : x) each = __builtin_nanf(""); }
+}
+"""
+ELEMENT = r"""
+#pragma once
+#include "ptx/base.cuh"
+struct Element {
+    using Number = float;
+    u16 bits;
+    static float widen(Element x) { return __uint_as_float(u32(x.bits) << 16); }
+    static Element narrow(float x) {
+        const u32 bits = __float_as_uint(x);
+        return {u16(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+    }
+    static u32 pack(float low, float high) { return narrow(low).bits | u32(narrow(high).bits) << 16; }
+    static void multiply(float*, const u32*, const u32*) {}
+};
+"""
+# A warpgroup's product, each thread its own part; an operand is read where its descriptor and the 128-byte swizzle put it.
+PRODUCT = r"""
+struct HostProduct {
+    static float read(u64 descriptor, u32 panel, u32 row, u32 column) {
+        const u32 start = (descriptor & 0x3fff) * 16 + panel * (descriptor >> 16 & 0x3fff) * 16;
+        const u32 place = start + row / 8 * 1024 + row % 8 * 128 + column * 2;
+        if (place + 2 > host_smem_bytes) host_fail("a descriptor points outside of shared memory");
+        if (descriptor >> 32 != 0x40000040) host_fail("a descriptor says another swizzle");
+        u16 bits;
+        std::memcpy(&bits, host_block->raw + (place ^ (place >> 7 & 7) << 4), 2);
+        return Element::widen({bits});
+    }
+    template <bool b_by_rows, int accumulators, class A>
+    static void multiply(float (&d)[accumulators], A a, u64 b, bool add, float sign) {
+        for (int i = 0; i < accumulators; ++i) {
+            const u32 row = i / 2 % 2, n = i / 4 * 8 + host_lane() % 4 * 2 + i % 2;
+            double sum = 0;
+            for (u32 k = 0; k < 16; ++k) sum += double(a(row, k)) * (b_by_rows ? read(b, n / 64, k, n % 64) : read(b, 0, n, k));
+            d[i] = (add ? d[i] : 0.f) + sign * float(sum);
+        }
+    }
+    static u32 row_of(u32 row) { return threadIdx.x % 128 / 32 * 16 + host_lane() / 4 + 8 * row; }
+};
+"""
+STRUCT = r"""
+struct {name} {{
+    static constexpr int accumulators = {accumulators};
+    static constexpr float sign = {sign}.f;
+    static void multiply(float (&d)[{accumulators}], {kind}, u64 b, bool add) {{
+        {body}
+    }}
+}};
+"""
+FROM_SMEM = """\
+const auto read = [=](u32 row, u32 k) {{ return HostProduct::read(a, 0, HostProduct::row_of(row), k); }};
+        HostProduct::multiply<{by_rows}>(d, read, b, add, sign);"""
+FROM_REGISTERS = """\
+struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
+        host_exchange(mine, [&](auto of) {{
+            float rows[2][16];
+            for (u32 k = 0; k < 16; ++k)
+                for (u32 row = 0; row < 2; ++row) {{
+                    const u32 word = of(host_lane() / 4 * 4 + k % 8 / 2).x[k / 8 * 2 + row];
+                    rows[row][k] = Element::widen({{u16(word >> 16 * (k % 2))}});
+                }}
+            HostProduct::multiply<{by_rows}>(d, [&](u32 row, u32 k) {{ return rows[row][k]; }}, b, add, sign);
+            return 0;
+        }});"""
+RENDERED = re.compile(
+    r"struct (\w+) \{\n    static constexpr int accumulators = (\d+);\n    static constexpr float sign = (-?1)\.f;\n"
+    r"    __device__ static void multiply\(float \(&d\)\[\d+\], (.*?), u64 b, bool add\) \{"
+    r".*?, (-?1), 1(?:, 0)?, ([01]); \}\".*?\n\};\n",
+    re.DOTALL,
+)
+LAUNCH = r"""
+#include <thread>
+extern "C" int args_bytes() { return sizeof(Args); }
+// `together` blocks at a time.
+extern "C" void launch(const Args* args, int blocks, int together) {
+    for (int first = 0; first < blocks; first += together) {
+        std::vector<std::unique_ptr<HostBlock>> made;
+        std::vector<std::thread> threads;
+        for (int b = first; b < min(first + together, blocks); ++b) {
+            made.push_back(std::make_unique<HostBlock>(facts.threads));
+            for (u32 thread = 0; thread < facts.threads; ++thread)
+                threads.emplace_back([=, own = made.back().get()] {
+                    host_block = own, threadIdx.x = thread, blockIdx.x = b, gridDim.x = blocks;
+                    KERNEL(*args);
+                });
+        }
+        for (auto& thread : threads) thread.join();
+    }
+}
+"""
+STUBS = {
+    "ptx/base.cuh": BASE, "ptx/mbarrier.cuh": MBARRIER, "ptx/bulk.cuh": BULK, "ptx/turn.cuh": TURN, "ptx/tma.cuh": TMA,
+    "ptx/stmatrix.cuh": STMATRIX, "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
+}  # fmt: skip
+
+
+def product(found: re.Match[str]) -> str:
+    """A rendered product in C++."""
+    name, accumulators, sign, kind, factor, by_rows = found.groups()
+    assert sign == factor
+    body = (FROM_REGISTERS if "*" in kind else FROM_SMEM).format(by_rows="true" if by_rows == "1" else "false")
+    return STRUCT.format(name=name, accumulators=accumulators, sign=sign, kind=kind, body=body)
+
+
+def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
+    """A kernel as a shared library of the host."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        missing = pytest.fail if os.environ.get("CI") else pytest.skip
+        missing("needs a C++ compiler for the host: c++ or g++")
+    name, headers = source.name.removesuffix(".cu"), dict(source.headers)
+    config, count = RENDERED.subn(product, headers["config.cuh"])
+    if count:
+        config = config.replace("using Number = Element::Number;\n", "using Number = Element::Number;\n" + PRODUCT)
+    text = re.sub(
+        r"extern __shared__ __align__\(\d+\) unsigned char raw\[\];", "unsigned char* raw = host_block->raw;", source.text
+    )
+    text = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;', "d = u64(0x40000040) << 32 | low_word;", text)
+    own = folder / source.key[:16]
+    for path, content in {**headers, "config.cuh": config, "host.cpp": text + LAUNCH.replace("KERNEL", name), **STUBS}.items():
+        if path == "tile/tile.cuh":
+            content = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;\n', "d = u64(0x40000040) << 32 | low_word;\n", content)
+        (own / path).parent.mkdir(parents=True, exist_ok=True)
+        (own / path).write_text(content)
+    command = [compiler, "-std=c++20", "-O2", "-w", "-pthread", "-shared", "-fPIC", "-I.", "-o", "host.so", "host.cpp"]
+    ran = subprocess.run(command, cwd=own, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[:3000]
+    return ctypes.CDLL(str(own / "host.so"))
+
+
+def tensor_map(x: np.ndarray[Any, Any], box_rows: int) -> bytes:
+    """A TmaTensor, as the stub of ptx/tma.cuh reads it."""
+    made = tma.geometry(x.shape, tuple(step // 2 for step in x.strides), 2, box_rows)
+    pad = 5 - len(made.sizes)
+    numbers = [x.ctypes.data, *made.sizes, *[1] * pad, 2, *made.strides, *[0] * pad, box_rows]
+    return (
+        np.array(numbers, np.uint64).tobytes().ljust(128, b"\0")
+        + np.array([made.head_step, made.batch_step], np.int32).tobytes()
+        + bytes(56)
+    )
+
+
+def run(
+    source: Source, folder: pathlib.Path, values: Mapping[str, Any], blocks: int, *,
+    number: str = "fp32", together: int = 1, boxes: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
+    """Launches a kernel on the host. ``values`` are the fields of Args, arrays for pointers, views and tensor maps."""
+    cuda, fields = library(source, folder), backward.fields_of(source)
+    layout = render.layout(fields, number)
+    size = layout.pack.size
+    assert cuda.args_bytes() == size, "the host lays Args out as the compiler does"
+    space = np.zeros(size + 64, np.uint8)
+    start = -space.ctypes.data % 64
+    for name, ctype, _ in fields:
+        at, form, value = layout.offsets[name], layout.formats[name], values[name]
+        if ctype == "TmaTensor":
+            data = tensor_map(value, (boxes or {})[name])
+        elif ctype.startswith("Strided"):
+            steps = value.strides if value.ndim == 4 else (0, *value.strides)
+            data = np.array([value.ctypes.data, *steps[:3]], np.int64).tobytes()
+        else:
+            data = struct.pack(form, value.ctypes.data if isinstance(value, np.ndarray) else value)
+        space[start + at : start + at + len(data)] = np.frombuffer(data, np.uint8)
+    if blocks:
+        cuda.launch(ctypes.c_void_p(space.ctypes.data + start), blocks, together)
