@@ -16,7 +16,7 @@ from .device import cpu as this_cpu
 from .errors import BinaryError, ProblemError
 from .operand import Operand, check_output
 from .operation import Operation
-from .program import Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
+from .program import Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, Violations, offsets
 from .select import Selection
 from .variant.element import ELEMENTS
 
@@ -26,7 +26,7 @@ NO_GRAD = (
     "an input requires grad, and there is no backward yet; call under torch.no_grad(), or detach the inputs yourself. "
     "Nothing is detached silently."
 )
-_AXES = {"batch": -4, "row": -3, "head": -2}
+_AXES = {"batch": -4, "row": -3, "head": -2, "line": -2}
 
 
 class Plan:
@@ -275,6 +275,8 @@ class GpuCall:
         fill = field.fill
         if type(fill) is Value:
             return launch.values[field.name]
+        if type(fill) is Violations:
+            return driver.violations(self._device)
         array = self._given.get(getattr(fill, "operand", ""))
         if array is None:
             return b"" if type(fill) is View else 0

@@ -21,7 +21,8 @@ class Pointer(NamedTuple):
 
 
 class Stride(NamedTuple):
-    """A stride of an operand in elements: "batch", "row" or "head". Packed sequences have a batch stride of 0."""
+    """A stride of an operand in elements: "batch", "row" or "head", or "line" of a matrix. Packed sequences have a batch stride
+    of 0."""
 
     operand: str
     axis: str
@@ -50,7 +51,11 @@ class Counter(NamedTuple):
     """The address of two zeros that launches which may run at once do not share, and that the kernel sets back to zero."""
 
 
-Fill = Value | Pointer | Stride | View | TensorMap | Scratch | Counter
+class Violations(NamedTuple):
+    """The address of the device's word of what launches found violated: lengths and pages that a cache has not."""
+
+
+Fill = Value | Pointer | Stride | View | TensorMap | Scratch | Counter | Violations
 
 
 class Field(NamedTuple):

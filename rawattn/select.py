@@ -12,14 +12,17 @@ from . import records
 from .cpu import CPU
 from .device import Device
 from .errors import ProblemError, SlowKernelWarning, UnsupportedError
+from .kernel.append import APPEND
 from .kernel.attn_fwd import ATTN_FWD
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .operand import PLAIN
-from .operation import Forward, Operation
+from .operation import Append, AttentionKVCache, Forward, Operation
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
-KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {Forward: KERNELS}  # of each operation
+KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
+    Forward: KERNELS, Append: (APPEND,), AttentionKVCache: (),
+}  # fmt: skip
 
 
 class Selection(NamedTuple):

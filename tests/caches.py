@@ -103,7 +103,8 @@ class Cached:
         else:
             found["kv_lens"] = np.array([kv for _, kv in self.lengths], np.int32)
         if self.form == "table":
-            found["page_table"] = np.full((len(pages), max(self.counts(), default=0) + 2), NONSENSE, np.int32)
+            more = 2 if self.page_size & (self.page_size - 1) == 0 else 0
+            found["page_table"] = np.full((len(pages), max(self.counts(), default=0) + more), NONSENSE, np.int32)
             for row, own in zip(found["page_table"], pages, strict=True):
                 row[: len(own)] = own
         if self.ragged:

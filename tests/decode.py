@@ -79,7 +79,9 @@ def smem_bytes(op: Decode, config: Config) -> int:
     """Shared memory of a block, about."""
     quads = ceil_div(op.head_dim_v // 8, 4) * config.m_tiles_per_warp
     tile = 2 * config.tile_kv * (op.head_dim + op.head_dim_v)
-    fixed = 2 * config.tile_q * op.head_dim + 8192 * quads // config.merge_passes + 4 * quads * 1024 + 8192 * config.m_tiles_per_warp
+    fixed = (
+        2 * config.tile_q * op.head_dim + 8192 * quads // config.merge_passes + 4 * quads * 1024 + 8192 * config.m_tiles_per_warp
+    )
     return config.stages * (tile + 24) + fixed + 1500
 
 

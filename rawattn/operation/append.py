@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..arrays import Array
 from ..errors import ProblemError
-from ..operand import Operand, check_contiguous, check_like
+from ..operand import PLAIN, Layout, Operand, check_like, check_whole
 from ..variant.element import ELEMENTS, Element
 from . import kvcache
+from .base import Operation
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 ROTARIES = ("", "neox", "interleaved")
 
 
 @dataclasses.dataclass(frozen=True)
-class Append:
+class Append(Operation):
     """The rows of new keys, rotated by their positions, and of values go to their places in a cache; queries are rotated beside.
 
     ``total`` are the rows of all sequences, ``q_len`` a bound on those of one, and ``kv_len`` one on its keys. ``form`` says how
@@ -50,7 +52,9 @@ class Append:
     width: int = 1
     lengths: str = ""
     angles: Element | None = None
+    in_place: bool = False
     storage: Element | None = None
+    layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
         "k", "v", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q", "slots",
@@ -88,15 +92,42 @@ class Append:
             k.shape[-2], k.shape[-1], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
             arrays["q"].shape[-2] if "q" in arrays else 0, "v" in arrays, rotary, 0 if cos is None else 2 * cos.shape[1],
             "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary),
-            lengths, None if cos is None else ELEMENTS[cos.dtype], ELEMENTS[pool.dtype],
+            lengths, None if cos is None else ELEMENTS[cos.dtype],
+            "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, ELEMENTS[pool.dtype],
         )  # fmt: skip
+
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        return cls.names
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Append:
+        return cls.of(arrays, options["rotary"], *lengths)
+
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        return PLAIN
+
+    @property
+    def number(self) -> str:
+        return self.element.lse_name
+
+    @property
+    def selection_key(self) -> Any:
+        return self
+
+    def rounded(self) -> Append:
+        return self
 
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
-        """The arrays that it reads, in order; those of the cache as (pages, page_size, kv_heads, columns)."""
+        """The arrays that it reads, in order, and the cache, which it writes; as (pages, page_size, kv_heads, columns)."""
+        assert self.storage is not None
+        pool = self.pages, self.page_size, self.kv_heads
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
         found = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))]
         found += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
+        found += [Operand("k_cache", self.storage.name, (*pool, self.head_dim), "inout")]
+        found += [Operand("v_cache", self.storage.name, (*pool, self.head_dim_v), "inout")]
         if self.lengths:
             found += kvcache.length_operands(self.lengths, self.batch, self.table)
             found += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
@@ -104,25 +135,24 @@ class Append:
         if self.angles is not None:
             found += [Operand(name, self.angles.name, (self.max_positions, self.rotary_dim // 2)) for name in ("cos", "sin")]
         found += [Operand("positions", "int64", rows)] * self.positions
-        return (*found, *[Operand("q", self.element.name, (*rows, self.heads, self.head_dim))] * (self.heads > 0))
+        q = Operand("q", self.element.name, (*rows, self.heads, self.head_dim), "inout" if self.in_place else "in")
+        return (*found, *[q] * (self.heads > 0))
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
-        """The arrays that it writes, in order: the cache, in place, and the rotated queries."""
-        assert self.storage is not None
+        """The arrays that it makes: the rotated queries, unless they are written over q."""
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
-        pool = self.pages, self.page_size, self.kv_heads
-        found = [Operand("k_cache", self.storage.name, (*pool, self.head_dim), "inout")]
-        found += [Operand("v_cache", self.storage.name, (*pool, self.head_dim_v), "inout")] * self.v
-        return (*found, *[Operand("q_out", self.element.name, (*rows, self.heads, self.head_dim), "out")] * (self.heads > 0))
+        q_out = Operand("q_out", self.element.name, (*rows, self.heads, self.head_dim), "out")
+        return (q_out,) * (self.heads > 0 and not self.in_place)
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Returns what a compiled kernel depends on."""
         assert self.storage is not None
-        own = self.element.name, self.storage.name, self.head_dim, self.head_dim_v, self.width, self.v, self.heads > 0
+        own = self.element.name, self.storage.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0
         angles = None if self.angles is None else self.angles.name
-        return (type(self), *own, self.form, self.lengths, self.ragged, self.rotary, self.rotary_dim, angles, self.positions)
+        rotary = self.rotary, self.rotary_dim, angles, self.positions, self.in_place
+        return (type(self), *own, self.form, self.lengths, self.ragged, *rotary)
 
     @property
     def flops(self) -> int:
@@ -134,8 +164,8 @@ class Append:
         """Fewest bytes that must cross device memory: each row read once and written once, and what says where it goes."""
         assert self.storage is not None
         rows = self.total * self.kv_heads * (self.head_dim + self.head_dim_v * self.v) * self.storage.itemsize
-        read = [each for each in self.inputs if each.name not in ("cos", "sin")]
-        return rows + kvcache.bytes_of([*read, *(each for each in self.outputs if each.role == "out")])
+        read = [each for each in self.inputs if each.name not in ("k_cache", "v_cache", "cos", "sin")]
+        return rows + kvcache.bytes_of([*read, *[each for each in read if each.name == "q"]])
 
     def to_json(self) -> dict[str, Any]:
         """The fields that are not the defaults, as JSON can hold them."""
@@ -191,7 +221,7 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
             found = f"{name} is {arrays[name].dtype} of shape {tuple(arrays[name].shape)}"
             raise ProblemError(f"{found}; it must be int64 of shape {rows}, one for each row of k.")
         if name in arrays:
-            check_contiguous(name, arrays[name])
+            check_whole(name, arrays[name])
     _check_rotary(arrays, rotary, has_lengths)
 
 
@@ -201,8 +231,9 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
         assert cos is not None
         if 2 * cos.shape[1] > k.shape[-1]:
             raise ProblemError(f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head; k has head_dim {k.shape[-1]}.")
-        if cos.dtype not in (k.dtype, "fp32"):
-            raise ProblemError(f"cos has dtype {cos.dtype}; it must be float32, or {k.dtype} as the cache.")
+        number = ELEMENTS[k.dtype].lse_name
+        if cos.dtype not in (k.dtype, number):
+            raise ProblemError(f"cos has dtype {cos.dtype}; it must be {number}, or {k.dtype} as the cache.")
         if not has_lengths and "positions" not in arrays:
             raise ProblemError("step is None and rotary has no positions; give one of them.")
     if "q" in arrays:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..arrays import DTYPES, Array
@@ -14,6 +15,7 @@ from ..spec import Spec
 from ..variant.element import ELEMENTS, Element
 from ..variant.mask import Mask, causal_and, kept_pairs
 from ..variant.score import Score
+from .base import Operation
 
 FORMS = {  # how pages are given -> the arrays that say so
     "dense": ("kv_lens",), "table": ("kv_lens", "page_table"), "indptr": ("indptr", "indices", "last_page_len"),
@@ -21,7 +23,7 @@ FORMS = {  # how pages are given -> the arrays that say so
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionKVCache:
+class AttentionKVCache(Operation):
     """o = softmax(mask(score(scale q k^T))) v, where k and v are a sequence's keys in the pages of a cache.
 
     ``q_len`` and ``kv_len`` are bounds on the longest sequence; the lengths themselves are on the device. ``storage`` is the
@@ -89,7 +91,30 @@ class AttentionKVCache:
             PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        return cls.names
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> AttentionKVCache:
+        max_q_len, max_kv_len = lengths
+        return cls.of(arrays, options["spec"], max_q_len, max_kv_len, options.get("split_keys", 0))
+
     # ---- its arrays
+
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        return layout_of((name, arrays[name]) for name in ("q", "k_cache", "v_cache"))
+
+    @property
+    def number(self) -> str:
+        return self.element.lse_name
+
+    @property
+    def selection_key(self) -> Any:
+        return self
+
+    def rounded(self) -> AttentionKVCache:
+        return self
 
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:

@@ -91,6 +91,7 @@ class CacheRows(Option):
 
     varlen: bool = False
     type: ClassVar[str] = "CacheRows"
+
     @property
     def cuda_type(self) -> str:
         return f"{self.type}<{'PackedQueries' if self.varlen else 'SameQueries'}>"

@@ -111,7 +111,7 @@ def appends(draw: Any) -> tuple[Cached, dict[str, Any]]:
     half = draw(st.integers(1, case.head_dim // 2))
     return case, {
         "rotary": draw(st.booleans()), "half": half, "interleaved": draw(st.booleans()), "positions": draw(st.booleans()),
-        "slots": draw(st.booleans()), "q": draw(st.booleans()), "angles": draw(st.sampled_from((case.dtype, "fp32"))),
+        "slots": draw(st.booleans()), "q": draw(st.booleans()), "angles": draw(st.sampled_from((case.dtype, ELEMENTS[case.dtype].lse_name))),
     }  # fmt: skip
 
 

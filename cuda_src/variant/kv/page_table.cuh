@@ -1,7 +1,7 @@
 #pragma once
 // A page table: args.page_table, (batch, pages of a sequence). Entries beyond a sequence's length are never read. An entry that is
 // no page of the pool reads as zeros, and is said so.
-#include "variant/rows/cache.cuh"
+#include "tile/violated.cuh"
 #include "variant/work_tile.cuh"
 
 struct PageTable {

@@ -3,10 +3,7 @@
 // one query after the other, as in variant/rows/pack_gqa.cuh. A length beyond what the host knows of is cut, and said so.
 #include "tile/sequence.cuh"
 #include "tile/range.cuh"
-
-namespace violated {
-constexpr u32 kv_len = 1, q_len = 2, page = 4;
-}
+#include "tile/violated.cuh"
 
 struct QuerySpan {
     i32 batch, first, length;  // in (batch, length, heads, columns)
