@@ -10,7 +10,7 @@ from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowK
 from .operation import Append, AttentionKVCache, Forward
 from .plans import Plan
 from .serving import KVCache, Rotary, Step
-from .serving.api import append, attention_append, attention_kvcache
+from .serving.api import append, attention_append, attention_kvcache, violations
 from .spec import Spec
 from .variant import mask, score
 
@@ -18,5 +18,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Append", "AttentionKVCache", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache", "Plan", "ProblemError",
     "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append", "attention", "attention_append",
-    "attention_kvcache", "attention_varlen", "explain", "mask", "plan", "reference", "score", "warm_up",
+    "attention_kvcache", "attention_varlen", "explain", "mask", "plan", "reference", "score", "violations",
+    "warm_up",
 ]  # fmt: skip

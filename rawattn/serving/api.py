@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from .. import arrays, memory
+from .. import arrays, driver, memory
 from ..arrays import Array
 from ..errors import ProblemError, UnsupportedError
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache
-from ..plans import NO_GRAD, device_of
+from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, to_libraries
+from ..select import KERNELS_OF, select
 from ..spec import Spec, Window
 from ..variant.mask import Mask, causal_and
 from ..variant.score import Score
@@ -62,16 +64,18 @@ def attention_kvcache(
     spec, split_keys = spec_of(step, window, softcap, scale, mask, score, return_lse), _split_keys(split)
     named = {"q": q, "sinks": sinks, **{name: getattr(step, name) for name in step.arrays}}
     if (operators := _operators(q)) is not None:
-        refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
+        _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
         return operators.attention_kvcache(named, cache, step, spec, split_keys)
     found = {"q": arrays.read(q, "q"), "k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"], **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
     if arrays.requires_grad(q, cache.k, cache.v, sinks):
         raise ProblemError(NO_GRAD)
+    if lse is not None and not return_lse:
+        raise ProblemError("lse was given without return_lse=True.")
     op = AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys)
-    results = compute(op, found, {"o": out, "lse": lse}, cache.layout, kernel, config)
-    return (results["o"], results["lse"]) if return_lse else results["o"]
+    call = _call_of(op, found, cache.layout, kernel, config)
+    return one_or_all(call(q, (out, lse) if return_lse and (out is not None or lse is not None) else out))
 
 
 def append(
@@ -108,25 +112,47 @@ def append(
     The specification is ``rawattn.reference.append``.
     """
     check_objects(cache, step, rotary, optional=slots is not None)
-    if cache.v_in_k and v is not None:
-        raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
-    if not cache.v_in_k and v is None:
-        raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
-    named = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
-    of_step = {} if step is None else {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
-    of_rotary = {} if rotary is None else rotary.arrays
+    given = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
     if (operators := _operators(k)) is not None:
-        refuse_where_traced(q_out=q_out)
-        return operators.append(named, cache, step, rotary)
-    found = arrays.named(tuple(named), tuple(named.values())) | of_step | of_rotary
-    found |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
-    if arrays.requires_grad(cache.k, cache.v, *named.values()):
+        _refuse_where_traced(q_out=q_out)
+        return operators.append(given, cache, step, rotary)
+    signatures = arrays.signatures(tuple(given.values()))
+    key = (signatures, cache.serial, None if step is None else step.serial, None if rotary is None else rotary.serial)
+    call: GpuCall | CpuCall | None = _calls.get(key)
+    if call is None:
+        op, found = _append_of(cache, step, rotary, given)
+        call = _call_of(op, found, cache.layout)
+        if isinstance(call, GpuCall) and None not in signatures:
+            cache_put(_calls, key, call, KEPT_CALLS)
+    in_place = q is not None and q_out is q
+    results = call(k, None if in_place else q_out)
+    for pool in (cache.k, cache.v):
+        arrays.written(pool)
+    return q_out if in_place else results[0] if results else None
+
+
+def _append_of(
+    cache: KVCache, step: Step | None, rotary: Rotary | None, given: dict[str, Any]
+) -> tuple[Append, dict[str, Array]]:
+    """The operation and its arrays. Raises ProblemError for a wrong argument."""
+    if cache.v_in_k and given["v"] is not None:
+        raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
+    if not cache.v_in_k and given["v"] is None:
+        raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
+    if arrays.requires_grad(cache.k, cache.v, *given.values()):
         raise ProblemError(NO_GRAD)
+    found = arrays.named(tuple(given), tuple(given.values()))
+    if step is not None:
+        found |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
+    found |= {} if rotary is None else rotary.arrays
+    found |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
-    bounds = (None, None) if step is None else (step.max_q_len, step.max_kv_len)
-    op = Append.of(found, style, *bounds)
+    op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)))
     _check_writable(cache, found)
-    return compute(op, found, {"q_out": q_out}, cache.layout).get("q_out")
+    q_out = found.pop("q_out", None)
+    if op.in_place and q_out is not None:
+        check_written("q_out", q_out, given["q_out"], 1, ((name, x) for name, x in found.items() if name != "q"))
+    return op, found
 
 
 def attention_append(q: Any, k: Any, v: Any, cache: KVCache, step: Step, *, rotary: Rotary | None = None, **options: Any) -> Any:
@@ -184,7 +210,7 @@ def _operators(first: Any) -> Any:
     return torch_serving
 
 
-def refuse_where_traced(**given: Any) -> None:
+def _refuse_where_traced(**given: Any) -> None:
     """Raises ProblemError for an argument that torch's operators do not have."""
     for name, value in given.items():
         if value is not None:
@@ -206,56 +232,90 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
                 raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
 
 
-def compute(
-    op: AttentionKVCache | Append, found: dict[str, Array], outs: dict[str, Any], layout: str, kernel: str | None = None,
-    config: Any = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Computes an operation on arrays that were checked; the results by name, new ones or those that were given."""
-    first = found["q" if "q" in found else "k"]
+KEPT_CALLS = 1024
+_calls: dict[Any, GpuCall] = {}
+_plans: dict[Any, Plan] = {}
+
+
+def _call_of(
+    op: AttentionKVCache | Append, found: dict[str, Array], layout: str, kernel: str | None = None, config: Any = None
+) -> GpuCall | CpuCall:
+    """The operation on arrays that were checked."""
+    first = next(iter(found.values()))
     device = device_of(first)
-    if not device.is_cpu:
+    if device.is_cpu:
+        if kernel not in (None, "cpu") or config is not None:
+            raise UnsupportedError(f"kernel={kernel!r}, config={config!r}: on the CPU there is the kernel cpu, without a choice.")
+        return CpuCall(op, found, layout)
+    if not KERNELS_OF[type(op)]:
         raise UnsupportedError(f"{op} has no kernel on {device.name} yet; it is computed for arrays on the CPU.")
-    if kernel not in (None, "cpu") or config is not None:
-        raise UnsupportedError(f"kernel={kernel!r}, config={config!r}: on the CPU there is the kernel cpu, without a choice.")
-    from . import cpu
-
-    results, made = {}, {}
-    for operand in op.outputs:
-        out = outs.get(operand.name)
-        if operand.role == "inout":
-            continue
-        results[operand.name] = arrays.maker(first, operand.shape, operand.element)(first.object) if out is None else out
-        made[operand.name] = arrays.read(results[operand.name], _argument(operand.name))
-        if out is not None:
-            _check_given(operand, made[operand.name], out, first, found)
-    for name, out in outs.items():
-        if out is not None and name not in results:
-            raise ProblemError(f"{_argument(name)} was given, but the call gives none.")
-    views = {name: arrays.as_numpy(array) for name, array in (*found.items(), *made.items())}
-    for name in ("k_cache", "v_cache"):  # as (pages, page_size, kv_heads, columns)
-        views[name] = views[name].transpose(LAYOUTS[layout])
-    if isinstance(op, Append):
-        cpu.append(op, views)
-    else:
-        cpu.attend(op, views, views["o"], views.get("lse"))
-    for name in results:
-        arrays.written(outs.get(name))
-    return {name: x if x is outs.get(name) else arrays.to_library(x, first.object) for name, x in results.items()}
+    key = (op, device, first.library, kernel, config)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(op, device, select(op, device, kernel, config), first.library)
+        cache_put(_plans, key, plan, KEPT_CALLS)
+    return plan.bind(found)  # type: ignore[return-value]
 
 
-def _argument(name: str) -> str:
-    return "out" if name == "o" else name
+class CpuCall:
+    """An operation over a cache on arrays in this machine's memory."""
+
+    def __init__(self, op: AttentionKVCache | Append, given: dict[str, Array], layout: str) -> None:
+        self._op, self._given, self._layout = op, given, layout
+
+    def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
+        """Computes; ``out`` and the results are those of the operation's outputs."""
+        from . import cpu
+
+        op, first = self._op, next(iter(self._given.values()))
+        wanted = (None,) * len(op.outputs) if out is None else given_outputs(out, op.outputs)
+        results, made = [], {}
+        for operand, x in zip(op.outputs, wanted, strict=True):
+            results.append(arrays.maker(first, operand.shape, operand.element)(first.object) if x is None else x)
+            name = "out" if operand.name == "o" else operand.name
+            made[operand.name] = arrays.read(results[-1], name)
+            if x is not None:
+                operand._replace(name=name).check(made[operand.name], first.library, first.device)
+                check_written(name, made[operand.name], x, 1, self._given.items())
+        views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *made.items())}
+        for name in ("k_cache", "v_cache"):  # as (pages, page_size, kv_heads, columns)
+            views[name] = views[name].transpose(LAYOUTS[self._layout])
+        if isinstance(op, Append):
+            cpu.append(op, views | ({"q_out": views["q"]} if op.in_place else {}))
+        else:
+            cpu.attend(op, views, views["o"], views.get("lse"))
+        for x in wanted:
+            arrays.written(x)
+        return to_libraries(results, wanted, like)
 
 
-def _check_given(operand: Any, array: Array, out: Any, first: Array, found: dict[str, Array]) -> None:
-    """Raises ProblemError where an array of the caller cannot receive a result."""
-    name = _argument(operand.name)
-    operand._replace(name=name).check(array, first.library, first.device)
-    if array.object is not out:
-        raise ProblemError(f"{name} is a {type(out).__name__}, which cannot be written in place; call without {name}.")
-    if array.library == "numpy" and not out.flags.writeable:
+def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Iterable[tuple[str, Array | None]]) -> None:
+    """Raises ProblemError where an array of the caller cannot be written."""
+    if array.object is not x:
+        raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without {name}.")
+    if array.library == "numpy" and not x.flags.writeable:
         raise ProblemError(f"{name} is read-only; give a writable array.")
-    if arrays.requires_grad(out):
+    if arrays.requires_grad(x):
         raise ProblemError(NO_GRAD)
-    inputs = [(other, x) for other, x in found.items() if not (name == "q_out" and x.object is out)]
-    check_output(name, array, 1, inputs)
+    check_output(name, array, alignment, inputs)
+
+
+def violations(device: int = 0) -> tuple[str, ...]:
+    """Says what launches on a GPU found wrong since the last call: lengths, pages and slots that a cache does not have.
+
+    >>> rawattn.violations()
+    ('kv_len: a sequence is longer than its bound, its pages, or shorter than its new rows',)
+
+    It waits for the device. What was wrong was left out: nothing beyond the cache was read or written.
+    """
+    found = driver.take_violations(device)
+    return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if found >> bit & 1)
+
+
+VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
+    "kv_len": "a sequence is longer than its bound, its pages, or shorter than its new rows",
+    "q_len": "a sequence has more rows of q than its bound, or cu_seqlens_q lies outside of them",
+    "page": "a sequence has a page that is none of the cache's",
+    "position": "a row has a position that cos and sin do not have",
+    "slot": "a slot is none of the cache's",
+}

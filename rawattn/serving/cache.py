@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from .. import arrays
@@ -46,6 +47,7 @@ class KVCache:
     layout: str = "NHD"
     k_scale: float = 1.0
     v_scale: float = 1.0
+    serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # "k" and "v" as (pages, page_size, kv_heads, head_dim)
     v_in_k: bool = dataclasses.field(init=False, repr=False)
 

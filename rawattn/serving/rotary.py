@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from .. import arrays
@@ -33,6 +34,7 @@ class Rotary:
     sin: Any
     interleaved: bool = False
     positions: Any = None
+    serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:

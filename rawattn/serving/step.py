@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class Step:
     indptr: Any = dataclasses.field(default=None, kw_only=True)
     indices: Any = dataclasses.field(default=None, kw_only=True)
     last_page_len: Any = dataclasses.field(default=None, kw_only=True)
+    serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:

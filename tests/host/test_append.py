@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn import KVCache, Rotary, Step, arrays, compiler, reference
+import rawattn
+from rawattn import KVCache, Rotary, Step, arrays, compiler, driver, plans, program, reference
 from rawattn.device import TYPICAL
 from rawattn.kernel.append import APPEND, Config
 from rawattn.operation import Append
 from rawattn.operation.append import width_of
 from rawattn.program import Pointer, Stride, View
+from rawattn.serving import api
 from rawattn.variant.element import ELEMENTS
 from tests import emulator
 from tests.caches import NONSENSE, Cached
@@ -24,11 +27,14 @@ Array = npt.NDArray[Any]
 VIOLATED = {"kv_len": 1, "q_len": 2, "page": 4, "position": 8, "slot": 16}
 
 
+CASE = Cached(((3, 9), (0, 5), (4, 0), (1, 1), (2, 30)), heads=4, kv_heads=2)
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call of append over a case's pools. ``half`` are the angles of a row, 0 for no rotary; ``width`` narrows the accesses."""
 
-    case: Cached = Cached(((3, 9), (0, 5), (4, 0), (1, 1), (2, 30)), heads=4, kv_heads=2)
+    case: Cached = CASE
     half: int = 0
     interleaved: bool = False
     angles: str = "fp32"
@@ -42,29 +48,35 @@ class Call:
     positions_count: int = 40
 
 
-CASE = Call().case
 DENSE = dataclasses.replace(CASE, lengths=((2, 5), (2, 0), (2, 2)), ragged=False)
 CALLS = {
     "plain": Call(),
     "dense": Call(dataclasses.replace(DENSE, form="dense", page_size=11, layout="HND"), half=8, q=True),
-    "one column": Call(dataclasses.replace(DENSE, page_size=50)),
     "pages end to end": Call(dataclasses.replace(CASE, form="indptr", page_size=1, pool="interleaved"), half=3, interleaved=True),
     "v in k": Call(dataclasses.replace(CASE, pool="shared", head_dim_v=8), half=4, q=True, in_place=True),
     "bf16": Call(dataclasses.replace(CASE, dtype="bf16", head_dim=64, head_dim_v=40, layout="HND"), half=32, q=True),
     "bf16 angles": Call(dataclasses.replace(CASE, dtype="bf16", head_dim=32), half=8, angles="bf16", interleaved=True, q=True),
     "narrow": Call(dataclasses.replace(CASE, dtype="bf16", head_dim=18, head_dim_v=7), half=9, q=True, in_place=True),
     "by elements": Call(half=5, interleaved=True, q=True, width=1),
-    "fp64": Call(dataclasses.replace(CASE, dtype="fp64", head_dim=80), half=40, angles="fp64", q=True),
     "wide": Call(dataclasses.replace(CASE, lengths=((2, 3),), head_dim=600, head_dim_v=300), half=300, q=True, in_place=True),
-    "slots": Call(slots=(5, -1, 0, 9, 2, 44, 3, -7, 1, 11), half=8, q=True, positions=(3, 0, 39, -1, 4, 5, 6, 7, 8, 9)),
+    "slots": Call(
+        dataclasses.replace(CASE, dtype="fp64"),
+        angles="fp64",
+        slots=(5, -1, 0, 9, 2, 44, 3, -7, 1, 11),
+        half=8,
+        q=True,
+        positions=(3, 0, 39, -1, 4, 5, 6, 7, 8, 9),
+    ),
     "slots alone": Call(slots=(5, -1, 0, 9, 2, 44, 3, -7, 1, 11), lengths=False),
     "slots and lengths": Call(slots=(5, -1, 0, 9, 2, 44, 3, -7, 1, 11), half=2),
     "dense slots": Call(dataclasses.replace(DENSE, layout="HND"), slots=(5, -1, 0, 9, 2, 4), lengths=False),
-    "rows of no sequence": Call(padded=3, half=4, q=True),
     "many sequences": Call(
         dataclasses.replace(CASE, lengths=((1, 1), (0, 3), (2, 2)) * 24, heads=1, kv_heads=1, head_dim=4), half=2
     ),
 }
+
+
+KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
 
 
 def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary | None]:
@@ -113,8 +125,7 @@ def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = Non
     elif q_out is not None:
         named["q_out"] = arrays.read(q_out, "q_out")
     violations = np.zeros(1, np.uint32)
-    program = APPEND.lower(op, Config(64), TYPICAL["sm_90a"])
-    launch = program.launches[0]
+    (launch,) = APPEND.lower(op, Config(64), TYPICAL["sm_90a"]).launches
     values: dict[str, Any] = {"violations": violations, **launch.values}
     for field in launch.fields:
         fill = field.fill
@@ -126,8 +137,19 @@ def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = Non
         elif isinstance(fill, Stride):
             assert fill.axis == "line"
             values[field.name] = named[fill.operand].strides[0]
-    emulator.Kernel(launch.source, launch.fields, folder, op.number)(launch.grid, values)
+    kernel = emulated(launch, op, folder)
+    kernel(launch.grid, values)
     return cache, q_out, int(violations[0])
+
+
+def emulated(launch: program.Launch, op: Append, folder: pathlib.Path) -> emulator.Kernel:
+    """The kernel of a launch on the CPU, made once."""
+    found = KERNELS.get(launch.source.key)
+    if found is None:
+        own = folder / f"kernel{len(KERNELS)}"
+        own.mkdir()
+        found = KERNELS[launch.source.key] = emulator.Kernel(launch.source, launch.fields, own, op.number)
+    return found
 
 
 def words(array: arrays.Array) -> bytes:
@@ -179,6 +201,59 @@ def test_what_the_cache_does_not_have(call: Call, changes: dict[str, Array], sai
         assert np.isnan(x).all() or rows is None or x.tobytes() in rows
 
 
+class Launch:
+    """A launch that the emulator runs."""
+
+    def __init__(self, function: Any, grid: int, args: bytes, stream: int) -> None:
+        self.kernel, self.grid, self.args = function, grid, args
+
+    def __call__(self) -> None:
+        self.kernel.launch(self.grid, self.args)
+
+
+@pytest.mark.parametrize("form", ["table", "indptr", "dense"])
+def test_public_call(form: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tensors on the CPU stand for those on a GPU: from the call to the bytes that the kernel gets, and what it writes."""
+    torch = pytest.importorskip("torch")
+    gpu, word = dataclasses.replace(TYPICAL["sm_90a"], index=-1), np.zeros(2, np.uint32)
+
+    def load(launch: Any, op: Any, *_: Any) -> Any:
+        return plans._Loaded.of(None, emulated(launch, op, tmp_path), launch, op)
+
+    for owner, name, value in (
+        (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
+        (driver, "Launch", Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
+        (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    case = dataclasses.replace(CASE, form=form, page_size=32 if form == "dense" else 4, layout="HND")
+    call = Call(case, half=4, q=True)
+    given, _, _, angles = inputs(call)
+    tensors = {name: torch.from_numpy(x) for name, x in given.items()}
+    assert angles is not None
+    rotary = Rotary(torch.from_numpy(angles.cos.copy()), torch.from_numpy(angles.sin.copy()))
+    cache, step = case.made(*case.pools(), "torch"), case.step("torch")
+    wanted = reference.append(cache, step, **tensors, rotary=rotary)
+    before = cache.k._version
+    for q_out in (None, torch.full_like(tensors["q"], np.nan), tensors["q"]):
+        found = rawattn.append(cache, step, **tensors, rotary=rotary, q_out=q_out)
+        kept = len(api._calls)
+        if q_out is not tensors["q"]:
+            assert (rawattn.append(cache, step, **tensors, rotary=rotary, q_out=q_out) is q_out) == (q_out is not None)
+        assert len(api._calls) == kept
+        assert found is q_out or q_out is None
+        np.testing.assert_allclose(found.numpy()[~np.isnan(wanted[2])], wanted[2][~np.isnan(wanted[2])], atol=1e-5)
+        if q_out is not tensors["q"]:
+            np.testing.assert_allclose(cache.k.numpy(), wanted[0], atol=1e-5)
+            np.testing.assert_allclose(cache.v.numpy(), wanted[1])
+    assert cache.k._version > before and rawattn.violations() == ()
+    word[0] = 1 | 4 | 16
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page", "slot"]
+    with pytest.raises(rawattn.UnsupportedError, match=r"AttentionKVCache .* has no kernel on H200"):
+        rawattn.attention_kvcache(tensors["q"], cache, step)
+
+
 SHAPES: dict[str, Call] = {
     "llama": Call(
         dataclasses.replace(CASE, dtype="bf16", head_dim=128, head_dim_v=128, heads=32, kv_heads=8, page_size=16), 64, q=True
@@ -194,16 +269,15 @@ SHAPES: dict[str, Call] = {
 @pytest.mark.parametrize("arch", TYPICAL)
 def test_compiles(arch: str) -> None:
     """No spills, no advisories, and rows move 16 bytes at a time."""
-    for call in SHAPES.values():
+    for name, call in SHAPES.items() if arch == "sm_90a" else [("llama", SHAPES["llama"])]:
         given, cache, step, rotary = inputs(call)
         named = {name: arrays.read(x, name) for name, x in given.items()} | ({} if rotary is None else rotary.arrays)
         named |= {} if step is None else {n: x for n, x in step.arrays.items() if n != "causal"}
         named |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
-        op = dataclasses.replace(operation(named, call), width=16 // ELEMENTS[call.case.dtype].itemsize)
-        if call.half % op.width:
-            op = dataclasses.replace(op, width=2)
+        op = dataclasses.replace(operation(named, call), width=2 if call.half == 10 else 16 // ELEMENTS[call.case.dtype].itemsize)
         (launch,) = APPEND.lower(op, Config(), TYPICAL[arch]).launches
         binary = compiler.compile(launch.source)
         assert not binary.spill_bytes and not binary.advisories
-        text = compiler.disassemble(binary.cubin, "-c")
-        assert op.width == 2 or ("STG.E.128" in text and "LDG.E.128" in text)
+        if name == "llama":
+            text = compiler.disassemble(binary.cubin, "-c")
+            assert "STG.E.128" in text and "LDG.E.128" in text

@@ -108,10 +108,10 @@ def test_shared_pages() -> None:
 @st.composite
 def appends(draw: Any) -> tuple[Cached, dict[str, Any]]:
     case = draw(caches(new=True))
-    half = draw(st.integers(1, case.head_dim // 2))
+    half, angles = draw(st.integers(1, case.head_dim // 2)), (case.dtype, ELEMENTS[case.dtype].lse_name)
     return case, {
         "rotary": draw(st.booleans()), "half": half, "interleaved": draw(st.booleans()), "positions": draw(st.booleans()),
-        "slots": draw(st.booleans()), "q": draw(st.booleans()), "angles": draw(st.sampled_from((case.dtype, ELEMENTS[case.dtype].lse_name))),
+        "slots": draw(st.booleans()), "q": draw(st.booleans()), "angles": draw(st.sampled_from(angles)),
     }  # fmt: skip
 
 
@@ -262,7 +262,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("mask of each", {"mask": MASK, "step": Step(LENS, TABLE, causal=lens(0, 1))}, "and the step is causal besides"),
     ("out's shape", {"out": np.zeros((2, 1, 4, 9), np.float32)}, "out is a numpy fp32 array of shape (2, 1, 4, 9) on the CPU; i"),
     ("out is q", {"out": Q}, "out overlaps q in memory; give an array of its own."),
-    ("lse alone", {"lse": np.zeros((2, 4, 1), np.float32)}, "lse was given, but the call gives none."),
+    ("lse alone", {"lse": np.zeros((2, 4, 1), np.float32)}, "lse was given without return_lse=True."),
     ("kernel", {"kernel": "attn_decode"}, "kernel='attn_decode', config=None: on the CPU there is the kernel cpu"),
     ("long", {"step": Step(lens(3, 13), TABLE)}, "kv_lens[1] is 13; it must be from 0 to 12, what max_kv_len and the pages of a"),
     ("negative", {"step": Step(lens(-1, 3), TABLE)}, "kv_lens[0] is -1; it must be from 0 to 12"),
@@ -299,7 +299,7 @@ APPENDS: list[tuple[str, dict[str, Any], str]] = [
     ("no positions", {"step": None, "slots": SLOTS, "rotary": Rotary(COS, COS)}, "step is None and rotary has no positions; giv"),
     ("rotary", {"rotary": COS}, "rotary is a ndarray; it must be a rawattn.Rotary, or None."),
     ("angles", {"rotary": Rotary(pool(9, 5), pool(9, 5))}, "cos has 5 columns, for 10 of a head; k has head_dim 8."),
-    ("angles' dtype", {"rotary": Rotary(COS.astype(np.float16), COS.astype(np.float16))}, "cos has dtype fp16; it must be float"),
+    ("angles' dtype", {"rotary": Rotary(COS.astype(np.float16), COS.astype(np.float16))}, "cos has dtype fp16; it must be fp32"),
     ("positions", {"rotary": Rotary(COS, COS, positions=SLOTS[0])}, "positions is int64 of shape (1,); it must be int64 of shap"),
     ("slots' dtype", {"slots": LENS}, "slots is int32 of shape (2,); it must be int64 of shape (2, 1), one for each row of k."),
     ("slot", {"slots": SLOTS + 23}, "slots has 24; it must be below 24, pages times page_size, or -1."),
@@ -343,6 +343,7 @@ def test_a_gpu_has_no_kernel_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     from rawattn.device import TYPICAL
 
     monkeypatch.setattr("rawattn.serving.api.device_of", lambda array: TYPICAL["sm_90a"])
+    monkeypatch.setattr("rawattn.serving.api.KERNELS_OF", {AttentionKVCache: (), Append: ()})
     with pytest.raises(UnsupportedError, match=r"AttentionKVCache fp32 batch 2.* has no kernel on H200"):
         rawattn.attention_kvcache(Q, CACHE, STEP)
     with pytest.raises(UnsupportedError, match=r"Append fp32 2 rows in 2 sequences.* has no kernel on H200"):
@@ -369,8 +370,9 @@ def test_operations_as_values() -> None:
     rotary = Rotary(COS, COS)
     new = Append.of(given | rotary.arrays, "neox")
     assert Append.from_json(new.to_json()) == new
-    assert [x.name for x in new.inputs] == ["k", "v", "kv_lens", "page_table", "cos", "sin", "q"]
-    assert [(x.name, x.role) for x in new.outputs] == [("k_cache", "inout"), ("v_cache", "inout"), ("q_out", "out")]
+    assert [x.name for x in new.inputs] == ["k", "v", "k_cache", "v_cache", "kv_lens", "page_table", "cos", "sin", "q"]
+    assert [x.name for x in new.inputs if x.role == "inout"] == ["k_cache", "v_cache"]
+    assert [x.name for x in new.outputs] == ["q_out"] and not dataclasses.replace(new, in_place=True).outputs
     assert new.flops == 3 * 2 * 6 * 8 and new.bytes == 4 * (2 * 64 + 2 * 64 + 2 + 6)
     assert str(new) == "Append fp32 2 rows in 2 sequences, kv_heads 2, head_dim 8, 6 pages of 4, neox rotary of 8, q with 4 heads"
     for wrong in ({"form": "list"}, {"form": "table", "page_size": 3}):
