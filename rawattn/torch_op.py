@@ -218,6 +218,7 @@ def _fake(
 
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "int32"}
+_NAMES[torch.int64] = "int64"
 
 
 def _described(x: Any) -> Array:

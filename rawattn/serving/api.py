@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -60,22 +61,31 @@ def attention_kvcache(
     The pages are those of PagedAttention (arXiv 2309.06180, section 4.1); the specification in array operations is
     ``rawattn.reference.attention_kvcache``.
     """
-    check_objects(cache, step)
-    spec, split_keys = spec_of(step, window, softcap, scale, mask, score, return_lse), _split_keys(split)
-    named = {"q": q, "sinks": sinks, **{name: getattr(step, name) for name in step.arrays}}
-    if (operators := _operators(q)) is not None:
+    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
+    if _load_torch_serving() and _torch_op.intercepts((q,)):
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        return operators.attention_kvcache(named, cache, step, spec, split_keys)
+        o, total = _torch_serving.attention_kvcache(q, cache, step, options, sinks, split)
+        return (o, total) if return_lse else o
+    check_objects(cache, step)
+    spec = spec_of("causal" not in step.arrays and bool(step.causal), options, return_lse)
+    return one_or_all(attend(q, cache, step, spec, split_keys_of(split), sinks, out, lse, kernel, config))
+
+
+def attend(
+    q: Any, cache: KVCache, step: Step, spec: Spec, split_keys: int, sinks: Any = None, out: Any = None, lse: Any = None,
+    kernel: str | None = None, config: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes attention over a cache on arrays that have memory."""
     found = {"q": arrays.read(q, "q"), "k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"], **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
     if arrays.requires_grad(q, cache.k, cache.v, sinks):
         raise ProblemError(NO_GRAD)
-    if lse is not None and not return_lse:
+    if lse is not None and not spec.return_lse:
         raise ProblemError("lse was given without return_lse=True.")
     op = AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys)
     call = _call_of(op, found, cache.layout, kernel, config)
-    return one_or_all(call(q, (out, lse) if return_lse and (out is not None or lse is not None) else out))
+    return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out)
 
 
 def append(
@@ -111,11 +121,19 @@ def append(
 
     The specification is ``rawattn.reference.append``.
     """
-    check_objects(cache, step, rotary, optional=slots is not None)
-    given = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
-    if (operators := _operators(k)) is not None:
+    if _load_torch_serving() and _torch_op.intercepts((k,)):
         _refuse_where_traced(q_out=q_out)
-        return operators.append(given, cache, step, rotary)
+        return _torch_serving.append(cache, step, k, v, slots, rotary, q)
+    return write(cache, step, k, v, slots, rotary, q, q_out)
+
+
+def write(
+    cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any = None, rotary: Rotary | None = None, q: Any = None,
+    q_out: Any = None,
+) -> Any:  # fmt: skip
+    """Computes ``append`` on arrays that have memory."""
+    check_objects(cache, step, rotary, optional=True)
+    given = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
     signatures = arrays.signatures(tuple(given.values()))
     key = (signatures, cache.serial, None if step is None else step.serial, None if rotary is None else rotary.serial)
     call: GpuCall | CpuCall | None = _calls.get(key)
@@ -177,18 +195,14 @@ def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = Fa
         raise ProblemError(f"rotary is a {type(rotary).__name__}; it must be a rawattn.Rotary, or None.")
 
 
-def spec_of(step: Step, window: Any, softcap: Any, scale: Any, mask: Any, score: Any, return_lse: Any) -> Spec:
-    """The options of a call; the mask is without what ``step.causal`` says of each sequence, if it is an array."""
-    causal = "causal" not in step.arrays and bool(step.causal)
-    spec = Spec.of(
-        causal=causal and mask is None, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=return_lse
-    )
-    if mask is None or not causal:
-        return spec
-    return Spec(causal_and(mask), spec.score, spec.scale, spec.return_lse)
+def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
+    """The options of a call; ``causal`` is what the step says of all sequences."""
+    mask = options["mask"]
+    spec = Spec.of(causal=causal and mask is None, return_lse=return_lse, **options)
+    return dataclasses.replace(spec, mask=causal_and(mask)) if causal and mask is not None else spec
 
 
-def _split_keys(split: Any) -> int:
+def split_keys_of(split: Any) -> int:
     """The keys of a split, 0 for "auto"."""
     if isinstance(split, str) and split == "auto":
         return 0
@@ -197,17 +211,21 @@ def _split_keys(split: Any) -> int:
     return split
 
 
-def _operators(first: Any) -> Any:
-    """The module of torch's operators where torch must see one; None where it need not."""
-    if "torch" not in sys.modules:
-        return None
-    from .. import torch_op
+_torch_op: Any = None  # the modules of torch's operators, from the first call on where torch is loaded
+_torch_serving: Any = None
 
-    if not torch_op.intercepts((first,)):
-        return None
-    from .. import torch_serving
 
-    return torch_serving
+def _load_torch_serving() -> bool:
+    """Imports torch_serving once torch is loaded, and tells whether it is there."""
+    global _torch_op, _torch_serving
+    if _torch_serving is None and "torch" in sys.modules:
+        from .. import torch_op as _torch_op
+        from .. import torch_serving as _torch_serving
+    return _torch_serving is not None
+
+
+# Dynamo calls it while it traces, so that the import is done when it reads the modules and guards on them.
+_load_torch_serving._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_where_traced(**given: Any) -> None:
@@ -319,3 +337,6 @@ VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
     "position": "a row has a position that cos and sin do not have",
     "slot": "a slot is none of the cache's",
 }
+
+
+_load_torch_serving()  # torch.ops.rawattn: saved programs may name its operators before any call

@@ -48,6 +48,7 @@ class Call:
     positions_count: int = 40
 
 
+FP64, SLOTS = dataclasses.replace(CASE, dtype="fp64"), (5, -1, 0, 9, 2, 44, 3, -7, 1, 11)
 DENSE = dataclasses.replace(CASE, lengths=((2, 5), (2, 0), (2, 2)), ragged=False)
 CALLS = {
     "plain": Call(),
@@ -62,13 +63,13 @@ CALLS = {
     "slots": Call(
         dataclasses.replace(CASE, dtype="fp64"),
         angles="fp64",
-        slots=(5, -1, 0, 9, 2, 44, 3, -7, 1, 11),
+        slots=SLOTS,
         half=8,
         q=True,
         positions=(3, 0, 39, -1, 4, 5, 6, 7, 8, 9),
     ),
-    "slots alone": Call(slots=(5, -1, 0, 9, 2, 44, 3, -7, 1, 11), lengths=False),
-    "slots and lengths": Call(slots=(5, -1, 0, 9, 2, 44, 3, -7, 1, 11), half=2),
+    "slots alone": Call(slots=SLOTS, lengths=False),
+    "slots and lengths": Call(slots=SLOTS, half=2),
     "dense slots": Call(dataclasses.replace(DENSE, layout="HND"), slots=(5, -1, 0, 9, 2, 4), lengths=False),
     "many sequences": Call(
         dataclasses.replace(CASE, lengths=((1, 1), (0, 3), (2, 2)) * 24, heads=1, kv_heads=1, head_dim=4), half=2

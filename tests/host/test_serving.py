@@ -295,7 +295,7 @@ APPENDS: list[tuple[str, dict[str, Any], str]] = [
     ("k's heads", {"k": NEW[:, :, :1]}, "k has shape (2, 1, 1, 8); it must be (2, 1, 2, 8), by the cache and the rows of k."),
     ("v's rows", {"v": NEW[:1]}, "v has shape (1, 1, 2, 8); it must be (2, 1, 2, 8)"),
     ("k's dtype", {"k": NEW.astype(np.float64)}, "k has dtype fp64 but the cache has fp32; they must be the same."),
-    ("no step", {"step": None}, "step is None; it must be a rawattn.Step."),
+    ("no step", {"step": None}, "step is None; it must be a rawattn.Step, or slots must say where each row goes."),
     ("no positions", {"step": None, "slots": SLOTS, "rotary": Rotary(COS, COS)}, "step is None and rotary has no positions; giv"),
     ("rotary", {"rotary": COS}, "rotary is a ndarray; it must be a rawattn.Rotary, or None."),
     ("angles", {"rotary": Rotary(pool(9, 5), pool(9, 5))}, "cos has 5 columns, for 10 of a head; k has head_dim 8."),

@@ -29,7 +29,9 @@ ARROWS = {"ptx": ["ptx"], "tile": ["ptx", "tile"], "variant": ["ptx", "tile", "v
 IMPORTERS = {
     r"(.*\.)?nvrtc": {"compiler.py"},
     r"cuda(\..*)?": {"driver.py"},
-    r"(torch|cupy)(\..*)?": {"arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py", "torch_op.py"},
+    r"(torch|cupy)(\..*)?": {
+        "arrays.py", "reference.py", "testing.py", "__main__.py", "compiler.py", "torch_op.py", "torch_serving.py"
+    },
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))
