@@ -7,17 +7,17 @@
 from . import reference
 from .api import Explanation, attention, attention_varlen, explain, plan, warm_up
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
-from .operation import Append, AttentionKVCache, Forward
+from .operation import Append, AttentionKVCache, Combine, Forward
 from .plans import Plan
 from .serving import KVCache, Rotary, Step
-from .serving.api import append, attention_append, attention_kvcache, violations
+from .serving.api import append, attention_append, attention_kvcache, merge_states, violations
 from .spec import Spec
 from .variant import mask, score
 
 __version__ = "0.1.0"
 __all__ = [
-    "Append", "AttentionKVCache", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache", "Plan", "ProblemError",
-    "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append", "attention", "attention_append",
-    "attention_kvcache", "attention_varlen", "explain", "mask", "plan", "reference", "score", "violations",
-    "warm_up",
+    "Append", "AttentionKVCache", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache", "Plan",
+    "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append", "attention",
+    "attention_append", "attention_kvcache", "attention_varlen", "explain", "mask", "merge_states", "plan", "reference", "score",
+    "violations", "warm_up",
 ]  # fmt: skip

@@ -55,7 +55,13 @@ class Violations(NamedTuple):
     """The address of the device's word of what launches found violated: lengths and pages that a cache has not."""
 
 
-Fill = Value | Pointer | Stride | View | TensorMap | Scratch | Counter | Violations
+class Parts(NamedTuple):
+    """A PartList of so many operands o_0, lse_0, o_1 and so on: their addresses, and their strides in elements."""
+
+    number: int
+
+
+Fill = Value | Pointer | Stride | View | TensorMap | Scratch | Counter | Violations | Parts
 
 
 class Field(NamedTuple):

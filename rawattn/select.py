@@ -16,12 +16,13 @@ from .kernel.append import APPEND
 from .kernel.attn_fwd import ATTN_FWD
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from .kernel.combine import COMBINE
 from .operand import PLAIN
-from .operation import Append, AttentionKVCache, Forward, Operation
+from .operation import Append, AttentionKVCache, Combine, Forward, Operation
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Append: (APPEND,), AttentionKVCache: (),
+    Forward: KERNELS, Append: (APPEND,), AttentionKVCache: (), Combine: (COMBINE,),
 }  # fmt: skip
 
 

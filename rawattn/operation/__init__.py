@@ -6,11 +6,12 @@ from typing import Any
 
 from .append import Append
 from .base import Operation
+from .combine import Combine
 from .forward import Forward
 from .kvcache import AttentionKVCache
 
-__all__ = ["OPERATIONS", "Append", "AttentionKVCache", "Forward", "Operation", "from_json"]
-OPERATIONS: dict[str, type[Operation]] = {cls.__name__: cls for cls in (Forward, AttentionKVCache, Append)}
+__all__ = ["OPERATIONS", "Append", "AttentionKVCache", "Combine", "Forward", "Operation", "from_json"]
+OPERATIONS: dict[str, type[Operation]] = {cls.__name__: cls for cls in (Forward, AttentionKVCache, Append, Combine)}
 
 
 def from_json(fields: dict[str, Any]) -> Operation:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import arrays, driver, memory
 from ..arrays import Array
 from ..errors import ProblemError, UnsupportedError
 from ..operand import check_output
-from ..operation import Append, AttentionKVCache
+from ..operation import Append, AttentionKVCache, Combine
 from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, to_libraries
 from ..select import KERNELS_OF, select
 from ..spec import Spec, Window
@@ -185,6 +185,46 @@ def attention_append(q: Any, k: Any, v: Any, cache: KVCache, step: Step, *, rota
     return attention_kvcache(q if rotary is None else rotated, cache, step, **options)
 
 
+def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: Any = None) -> tuple[Any, Any]:
+    """Attention over the union of several sets of keys, from o and lse over each of them.
+
+    >>> o, lse = rawattn.merge_states([(o_prefix, lse_prefix), (o_rest, lse_rest)])
+
+    lse = log(sum_p exp(lse_p) + exp(sink)) and o = sum_p exp(lse_p - lse) o_p, added in the order of the parts.
+
+    Args:
+        parts: pairs (o, lse) as ``attention``, ``attention_varlen`` and ``attention_kvcache`` give them, of the same queries over
+            keys that no two parts share: o (batch, q_len, heads, head_dim_v) or (total_q, heads, head_dim_v), lse
+            (batch, heads, q_len) or (heads, total_q), natural logarithms, float32 (float64 for fp64). Strides are free but for
+            o's last dimension. A GPU takes up to 16.
+        sinks: (heads,), as in ``attention``: given here once, and not to the parts.
+        out: receives o.
+
+    Returns:
+        o in the parts' dtype, and lse.
+
+    A part with lse = -inf takes no part, whatever its o holds; a row without any has o = 0 and lse = -inf, or its sink.
+
+    Raises:
+        ProblemError: an argument is wrong.
+        UnsupportedError: no kernel does this on the arrays' device.
+
+    The formula is that of FlashAttention's splits (arXiv 2307.08691, section 3.1).
+    """
+    given: dict[str, Any] = {}
+    for i, part in enumerate(parts):
+        if not isinstance(part, (tuple, list)) or len(part) != 2:
+            raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")
+        given |= {f"o_{i}": part[0], f"lse_{i}": part[1]}
+    given |= {} if sinks is None else {"sinks": sinks}
+    if arrays.requires_grad(*given.values()):
+        raise ProblemError(NO_GRAD)
+    found = {name: arrays.read(x, name) for name, x in given.items()}
+    op = Combine.of_call(found, {}, ())
+    o, lse = _call_of(op, found, "NHD")(given["o_0"], None if out is None else (out, None))
+    return o, lse
+
+
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
     """Raises ProblemError where an argument is of another class than it must be."""
     if not isinstance(cache, KVCache):
@@ -256,7 +296,7 @@ _plans: dict[Any, Plan] = {}
 
 
 def _call_of(
-    op: AttentionKVCache | Append, found: dict[str, Array], layout: str, kernel: str | None = None, config: Any = None
+    op: AttentionKVCache | Append | Combine, found: dict[str, Array], layout: str, kernel: str | None = None, config: Any = None
 ) -> GpuCall | CpuCall:
     """The operation on arrays that were checked."""
     first = next(iter(found.values()))
@@ -278,7 +318,7 @@ def _call_of(
 class CpuCall:
     """An operation over a cache on arrays in this machine's memory."""
 
-    def __init__(self, op: AttentionKVCache | Append, given: dict[str, Array], layout: str) -> None:
+    def __init__(self, op: AttentionKVCache | Append | Combine, given: dict[str, Array], layout: str) -> None:
         self._op, self._given, self._layout = op, given, layout
 
     def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
@@ -296,9 +336,11 @@ class CpuCall:
                 operand._replace(name=name).check(made[operand.name], first.library, first.device)
                 check_written(name, made[operand.name], x, 1, self._given.items())
         views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *made.items())}
-        for name in ("k_cache", "v_cache"):  # as (pages, page_size, kv_heads, columns)
+        for name in {"k_cache", "v_cache"} & set(views):  # as (pages, page_size, kv_heads, columns)
             views[name] = views[name].transpose(LAYOUTS[self._layout])
-        if isinstance(op, Append):
+        if isinstance(op, Combine):
+            cpu.combine(op, views)
+        elif isinstance(op, Append):
             cpu.append(op, views | ({"q_out": views["q"]} if op.in_place else {}))
         else:
             cpu.attend(op, views, views["o"], views.get("lse"))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .. import cpu
 from ..device import cpu as this_cpu
 from ..errors import ProblemError, UnsupportedError
-from ..operation import Append, AttentionKVCache
+from ..operation import Append, AttentionKVCache, Combine
 from ..variant.mask import FromKey, Mask, causal_and
 
 Array = npt.NDArray[Any]
@@ -177,3 +177,21 @@ def _rotated(op: Append, views: Views, x: Array, positions: Array) -> Array:
     with np.errstate(all="ignore"):
         found[..., pairs[0]], found[..., pairs[1]] = a * cos - b * sin, b * cos + a * sin
     return found
+
+
+def combine(op: Combine, views: Views) -> None:
+    """Merges the parts, in their order, into o and lse."""
+    number, o = op.element.lse_dtype, views["o"]
+    parts = [(views[f"o_{i}"].astype(number), views[f"lse_{i}"]) for i in range(op.count)]
+    with np.errstate(all="ignore"):
+        logits = [lse for _, lse in parts] + ([np.broadcast_to(views["sinks"][:, None], parts[0][1].shape)] if op.sinks else [])
+        top = functools.reduce(np.maximum, logits)
+        weights = [np.where(x == top, np.where(x == -np.inf, 0, 1), np.exp(x - top)).astype(number) for x in logits]
+        total = functools.reduce(np.add, weights)
+        found = np.zeros(o.shape, number)
+        for (part, lse), weight in zip(parts, weights, strict=False):
+            rows = np.swapaxes(lse, -1, -2)[..., None] != -np.inf
+            found += np.where(rows, part * np.swapaxes(weight, -1, -2)[..., None], 0)
+        divisor = np.swapaxes(np.where(total == 0, 1, total), -1, -2)[..., None]
+        views["lse"][...] = np.where(total == 0, -np.inf, top + np.log(total))
+    o[...] = found / divisor

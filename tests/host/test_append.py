@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 from typing import Any
@@ -12,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn import KVCache, Rotary, Step, arrays, compiler, driver, plans, program, reference
+from rawattn import KVCache, Rotary, Step, arrays, compiler, reference
 from rawattn.device import TYPICAL
 from rawattn.kernel.append import APPEND, Config
 from rawattn.operation import Append
@@ -20,8 +19,8 @@ from rawattn.operation.append import width_of
 from rawattn.program import Pointer, Stride, View
 from rawattn.serving import api
 from rawattn.variant.element import ELEMENTS
-from tests import emulator
 from tests.caches import NONSENSE, Cached
+from tests.emulator.gpu import emulated, stand_in
 
 Array = npt.NDArray[Any]
 VIOLATED = {"kv_len": 1, "q_len": 2, "page": 4, "position": 8, "slot": 16}
@@ -75,9 +74,6 @@ CALLS = {
         dataclasses.replace(CASE, lengths=((1, 1), (0, 3), (2, 2)) * 24, heads=1, kv_heads=1, head_dim=4), half=2
     ),
 }
-
-
-KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
 
 
 def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary | None]:
@@ -138,19 +134,9 @@ def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = Non
         elif isinstance(fill, Stride):
             assert fill.axis == "line"
             values[field.name] = named[fill.operand].strides[0]
-    kernel = emulated(launch, op, folder)
+    kernel = emulated(launch, op.number, folder)
     kernel(launch.grid, values)
     return cache, q_out, int(violations[0])
-
-
-def emulated(launch: program.Launch, op: Append, folder: pathlib.Path) -> emulator.Kernel:
-    """The kernel of a launch on the CPU, made once."""
-    found = KERNELS.get(launch.source.key)
-    if found is None:
-        own = folder / f"kernel{len(KERNELS)}"
-        own.mkdir()
-        found = KERNELS[launch.source.key] = emulator.Kernel(launch.source, launch.fields, own, op.number)
-    return found
 
 
 def words(array: arrays.Array) -> bytes:
@@ -202,32 +188,10 @@ def test_what_the_cache_does_not_have(call: Call, changes: dict[str, Array], sai
         assert np.isnan(x).all() or rows is None or x.tobytes() in rows
 
 
-class Launch:
-    """A launch that the emulator runs."""
-
-    def __init__(self, function: Any, grid: int, args: bytes, stream: int) -> None:
-        self.kernel, self.grid, self.args = function, grid, args
-
-    def __call__(self) -> None:
-        self.kernel.launch(self.grid, self.args)
-
-
 @pytest.mark.parametrize("form", ["table", "indptr", "dense"])
 def test_public_call(form: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch tensors on the CPU stand for those on a GPU: from the call to the bytes that the kernel gets, and what it writes."""
-    torch = pytest.importorskip("torch")
-    gpu, word = dataclasses.replace(TYPICAL["sm_90a"], index=-1), np.zeros(2, np.uint32)
-
-    def load(launch: Any, op: Any, *_: Any) -> Any:
-        return plans._Loaded.of(None, emulated(launch, op, tmp_path), launch, op)
-
-    for owner, name, value in (
-        (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
-        (driver, "Launch", Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
-        (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
-    ):  # fmt: skip
-        monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    torch, word = pytest.importorskip("torch"), stand_in(monkeypatch, tmp_path)
     case = dataclasses.replace(CASE, form=form, page_size=32 if form == "dense" else 4, layout="HND")
     call = Call(case, half=4, q=True)
     given, _, _, angles = inputs(call)
