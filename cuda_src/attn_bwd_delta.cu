@@ -46,7 +46,7 @@ __device__ inline Number part_of(const unsigned char* o, const unsigned char* d_
 
 // The sums of a tile's rows, for the threads that store them.
 __device__ void reduce(const Args& args, const Rows& rows, const WorkTile& work, Number (&sums)[cfg::tile_q]) {
-    const Matrix o = matrix_of(args.o, rows.q, work.head), d_o = matrix_of(args.d_o, rows.q, work.head);
+    const AnyMatrix o = any_matrix_of(args.o, rows.q, work.head), d_o = any_matrix_of(args.d_o, rows.q, work.head);
     const int lane = threadIdx.x % cfg::lanes, first = threadIdx.x / cfg::lanes;
     Number sum[cfg::tile_q / rows_at_once];  // all loads are on their way before the first is awaited: rows past the end are the last
 #pragma unroll

@@ -37,10 +37,10 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 256, false};
 
 // What a query head's rows are read from.
 struct QueryHead {
-    Matrix q, d_o;
+    AnyMatrix q, d_o;
 
     __device__ QueryHead(const Args& args, const Rows& rows, i32 head)
-        : q(matrix_of(args.q, rows.q, head)), d_o(matrix_of(args.d_o, rows.q, head)) {}
+        : q(any_matrix_of(args.q, rows.q, head)), d_o(any_matrix_of(args.d_o, rows.q, head)) {}
 };
 
 struct Block {
@@ -49,11 +49,11 @@ struct Block {
     const Rows rows;
     const Place at{};
     const i32 kv_begin;
-    const Matrix k, v;
+    const AnyMatrix k, v;
     Number dk[keys_each][chunks * cfg::chunk / 16] = {}, dv[keys_each][v_chunks * cfg::chunk / 16] = {};
 
     __device__ Block(const Args& args, Smem& smem, const KvWorkTile& work)
-        : args(args), smem(smem), rows(args, work.batch), kv_begin(work.kv_tile * cfg::tile_kv), k(matrix_of(args.k, rows.kv, work.kv_head)), v(matrix_of(args.v, rows.kv, work.kv_head)) {}
+        : args(args), smem(smem), rows(args, work.batch), kv_begin(work.kv_tile * cfg::tile_kv), k(any_matrix_of(args.k, rows.kv, work.kv_head)), v(any_matrix_of(args.v, rows.kv, work.kv_head)) {}
 
     // smem.p and smem.ds of a tile of queries.
     __device__ void weigh(const QueryHead& head, const WorkTile& work, const Number* lse_log2, const Number* delta) {

@@ -40,13 +40,13 @@ struct Block {
     const Weight weight;
     const Place at{};
     const i32 q_begin;
-    const Matrix q, k, v, d_o;
+    const AnyMatrix q, k, v, d_o;
     Number dq[q_each][chunks * cfg::chunk / 16] = {};
 
     __device__ Block(const Args& args, Smem& smem, const WorkTile& work)
         : args(args), smem(smem), rows(args, work.batch), mask(args, rows, work), score(args, rows, work), weight(args, rows, work), q_begin(work.q_begin),
-          q(matrix_of(args.q, rows.q, work.head)), k(matrix_of(args.k, rows.kv, work.head / args.heads_per_kv)),
-          v(matrix_of(args.v, rows.kv, work.head / args.heads_per_kv)), d_o(matrix_of(args.d_o, rows.q, work.head)) {}
+          q(any_matrix_of(args.q, rows.q, work.head)), k(any_matrix_of(args.k, rows.kv, work.head / args.heads_per_kv)),
+          v(any_matrix_of(args.v, rows.kv, work.head / args.heads_per_kv)), d_o(any_matrix_of(args.d_o, rows.q, work.head)) {}
 
     // smem.ds of a tile of keys.
     __device__ void differentiate(i32 kv_begin, const Number* lse_log2, const Number* delta) {

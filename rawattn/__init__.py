@@ -5,9 +5,19 @@
 """
 
 from . import reference
-from .api import Explanation, attention, attention_varlen, explain, plan, warm_up
+from .api import (
+    Explanation,
+    attention,
+    attention_backward,
+    attention_varlen,
+    explain,
+    explain_backward,
+    plan,
+    plan_backward,
+    warm_up,
+)
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
-from .operation import Append, AttentionKVCache, Combine, Forward
+from .operation import Append, AttentionKVCache, Backward, Combine, Forward
 from .plans import Plan
 from .serving import KVCache, Rotary, Step
 from .serving.api import append, attention_append, attention_kvcache, merge_states, violations
@@ -16,8 +26,8 @@ from .variant import mask, score
 
 __version__ = "0.1.0"
 __all__ = [
-    "Append", "AttentionKVCache", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache", "Plan",
-    "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append", "attention",
-    "attention_append", "attention_kvcache", "attention_varlen", "explain", "mask", "merge_states", "plan", "reference", "score",
-    "violations", "warm_up",
+    "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
+    "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append",
+    "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen", "explain",
+    "explain_backward", "mask", "merge_states", "plan", "plan_backward", "reference", "score", "violations", "warm_up",
 ]  # fmt: skip

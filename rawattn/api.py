@@ -14,7 +14,7 @@ from . import arrays, driver
 from .arrays import Array
 from .device import Device
 from .errors import ProblemError
-from .operation import Forward, Operation, from_json
+from .operation import Backward, Forward, Operation, from_json
 from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
 from .select import Selection, select, warn_once
@@ -127,6 +127,88 @@ def attention_varlen(
     return _run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out)
 
 
+def attention_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
+    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
+    score: Score | None = None, constant_time: bool = False, deterministic: bool = True, out: Any = None,
+    kernel: str | None = None, config: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
+
+    >>> o, lse = rawattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = rawattn.attention_backward(do, q, k, v, o, lse, causal=True)
+
+    Args:
+        do: the loss's gradient by o, in o's shape, dtype and library. Where its last dimension is not contiguous, or a dimension
+            is expanded, as in what ``sum().backward()`` gives, do is copied first. No other array but dlse is ever copied.
+        q, k, v, sinks: what the forward was given.
+        o, lse: what it gave for them, with ``return_lse=True``: lse is contiguous, (batch, heads, q_len) or (heads, total_q), in
+            float32 (float64 for fp64 inputs).
+        dlse: the loss's gradient by lse, where it depends on lse; of lse's shape and dtype, copied where it is not contiguous.
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``attention_varlen``, for packed sequences.
+        causal, window, softcap, scale, mask, score: the options of the forward. A score of your own needs ``slope`` in Python and
+            ``derivative`` in CUDA, its derivative.
+        constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
+        deterministic: True for the same bits on every run, the default. False allows configurations that give others, which are
+            taken only if ``config`` asks for one.
+        out: a tuple (dq, dk, dv), with sinks (dq, dk, dv, dsinks), of arrays that receive the results, None for one to be made.
+        kernel, config: instead of what ``rawattn.explain_backward`` shows.
+
+    Returns:
+        (dq, dk, dv), like q, k and v, and where sinks are given (dq, dk, dv, dsinks). Keys and values that query heads share get
+        the sum of the gradients.
+
+    A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. A key that no query keeps has
+    dk = dv = 0, and rows of no sequence have gradients of 0. With a NaN or inf in an input, gradients of rows that lie near it in
+    a sequence may be NaN, even where the mask keeps them apart (0 x NaN is NaN).
+
+    Raises:
+        ProblemError: an argument is wrong; the message names it and what is needed.
+        UnsupportedError: no kernel computes this on the arrays' device; the message has every kernel's reason.
+
+    The formula is that of FlashAttention-2 (arXiv 2307.08691, algorithm 2), with dlse and sinks besides; the specification in
+    array operations is ``rawattn.reference.attention_backward``.
+    """
+    options = {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": False, "constant_time": constant_time, "deterministic": deterministic,
+    }  # fmt: skip
+    do = arrays.dense(do)
+    given: tuple[Any, ...] = (do, q, k, v, o, lse)
+    if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
+        given = (*given, None if dlse is None else arrays.dense(dlse, whole=True), cu_seqlens_q, cu_seqlens_kv, sinks)
+    found: tuple[Any, ...] = run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out, Backward)
+    return found
+
+
+def plan_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
+    config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
+) -> Plan:  # fmt: skip
+    """``plan`` for ``attention_backward``: ``plan.run(do, q, k, v, o, lse)`` gives the gradients.
+
+    A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
+    """
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    found, lengths = arrays.named(Backward.names, given), (max_seqlen_q, max_seqlen_kv)
+    return _plan(Backward, found, options_of(**options), lengths, kernel, config, on_compile)
+
+
+def explain_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
+    config: Any = None, **options: Any,
+) -> Explanation:  # fmt: skip
+    """``explain`` for ``attention_backward``. It says what would be copied, too."""
+    gradients = {"do": do, "dlse": dlse}
+    copies = {name: x if x is None else arrays.dense(x, whole=name == "dlse") for name, x in gradients.items()}
+    given = (copies["do"], q, k, v, o, lse, copies["dlse"], cu_seqlens_q, cu_seqlens_kv, sinks)
+    found = _explain(Backward, given, options, (max_seqlen_q, max_seqlen_kv), kernel, config)
+    return dataclasses.replace(found, copied=tuple(name for name, x in gradients.items() if copies[name] is not x))
+
+
 def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None,
@@ -203,12 +285,14 @@ def _from_line(line: str) -> Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """An operation and what was selected for it; ``str`` of it is for people. ``program`` is None on the CPU."""
+    """An operation and what was selected for it; ``str`` of it is for people. ``program`` is None on the CPU. ``copied`` are the
+    arrays that do not lie as is needed, and are copied before."""
 
     op: Operation
     device: Device
     selection: Selection
     program: Program | None
+    copied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         op, selection = self.op, self.selection
@@ -218,6 +302,7 @@ class Explanation:
         if self.program is not None:
             lines += [f"launch   {launch}" for launch in self.program.launches]
             lines += [f"scratch  {self.program.scratch_bytes} bytes"] if self.program.scratch_bytes else []
+        lines += [f"copied   {name}, which is expanded or not contiguous" for name in self.copied]
         lines += [f"work     {op.flops:.4g} FLOP, at least {op.bytes:.4g} bytes"]
         return "\n".join(lines)
 

@@ -260,6 +260,31 @@ def of_signature(signature: tuple[Any, ...]) -> Array:
     return Array("torch", device, _torch_names()[dtype], shape, strides, pointer, None)
 
 
+def dense(x: Any, whole: bool = False) -> Any:
+    """``x``, or a contiguous copy of a torch, CuPy or NumPy array of which a dimension is expanded (a stride of 0), or whose last
+    dimension is not contiguous, or, ``whole``, any. Gradients come so from autograd; nothing else is ever copied."""
+    root = type(x).__module__.partition(".")[0]
+    if isinstance(x, _tensor) or root == "torch":
+        try:
+            return x.contiguous() if _is_sparse(x.shape, x.stride(), whole) else x
+        except (AttributeError, NotImplementedError, RuntimeError):  # no tensor with plain memory: ``read`` says so
+            return x
+    if root in ("numpy", "cupy") and hasattr(x, "strides"):
+        strides = tuple(stride / x.dtype.itemsize for stride in x.strides)
+        return sys.modules[root].ascontiguousarray(x) if _is_sparse(x.shape, strides, whole) else x
+    return x
+
+
+def _is_sparse(shape: tuple[int, ...], strides: tuple[float, ...], whole: bool) -> bool:
+    if 0 in shape or (not whole and strides[-1:] == (1,) and 0 not in strides):
+        return False
+    last, wanted = len(shape) - 1, contiguous_strides(shape)
+    for i, (n, stride) in enumerate(zip(shape, strides, strict=True)):
+        if n > 1 and (stride != wanted[i] if whole or i == last else stride == 0):
+            return True
+    return False
+
+
 def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(device):

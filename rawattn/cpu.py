@@ -35,7 +35,7 @@ from .device import Device
 from .device import cpu as this_cpu
 from .errors import ProblemError, UnsupportedError
 from .operand import Layout
-from .operation import Forward
+from .operation import Backward, Forward
 from .variant.element import ELEMENTS, Element
 from .variant.mask import Mask, kept_pairs
 from .variant.score import Scale, Score, Softcap
@@ -444,8 +444,8 @@ def run_backward(
             units += [_KeyUnit(found, j, span, group * _pairs(begin, end, span)) for j, span in enumerate(spans)]
     units.sort(key=lambda unit: -unit.pairs)
     if threads is None:
-        seconds = sum(unit.pairs for unit in units) * 5 * (q.shape[-1] + v.shape[-1]) / PRODUCTS_PER_SECOND
-        threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * SECONDS_PER_THREAD)))
+        seconds = _backward_seconds(sum(unit.pairs for unit in units), q.shape[-1] + v.shape[-1])
+        threads = _backward_threads(seconds, this_cpu())
     if cap is None:
         compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale))
     else:
@@ -458,6 +458,16 @@ def run_backward(
     for x, ends in ((dq, cu_seqlens_q), (dk, cu_seqlens_kv), (dv, cu_seqlens_kv)):
         if ends is not None:
             x[int(ends[-1]) :] = 0
+
+
+def _backward_seconds(pairs: int, columns: int) -> float:
+    """About what a backward takes one thread."""
+    return pairs * 5 * columns / PRODUCTS_PER_SECOND
+
+
+def _backward_threads(seconds: float, device: Device) -> int:
+    """The threads that pay for themselves."""
+    return min(device.sm_count, 1 + int(seconds / (4 * SECONDS_PER_THREAD)))
 
 
 def _spans(kv_len: int, cuts: int) -> list[slice]:
@@ -540,7 +550,11 @@ class Cpu:
         reason = supports(op, device)
         return [] if reason is None else [reason]
 
-    def prefers(self, op: Forward) -> bool:
+    def meant_for(self, op: Any, device: Device) -> bool:
+        """Says whether this kernel computes on the device."""
+        return runs_on(device)
+
+    def prefers(self, op: Any) -> bool:
         """True: nothing goes before it on the CPU."""
         return True
 
@@ -549,4 +563,52 @@ class Cpu:
         return None
 
 
-CPU = Cpu()
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Threads."""
+
+    threads: int = 1
+
+
+class CpuBackward(Cpu):
+    """The backward on the CPU, likewise."""
+
+    config_type = BackwardConfig  # type: ignore[assignment]
+
+    def supports(self, op: Backward, device: Device) -> list[str]:  # type: ignore[override]
+        """The reasons why the CPU path does not compute the operation; none where it does."""
+        found, score = super().supports(op.forward, device), op.forward.score
+        if device.is_cpu and not hasattr(score, "slope"):
+            found.append(f"it needs the derivative of the score, slope(...), and {type(score).__name__} has none")
+        return found
+
+    @staticmethod
+    def legal(config: Any, op: Any, device: Device) -> str | None:
+        """None if the configuration can run the op, else the reason why not."""
+        return legal(config, op.forward, device)
+
+    @staticmethod
+    def candidates(op: Any, device: Device) -> list[Any]:
+        """As many threads as pay."""
+        return [BackwardConfig(_backward_threads(CpuBackward.cost(BackwardConfig(), op, device), device))]
+
+    @staticmethod
+    def cost(config: Any, op: Any, device: Device) -> float:
+        """Estimated seconds."""
+        forward = op.forward
+        seconds = _backward_seconds(forward.pairs * forward.batch * forward.heads, forward.head_dim + forward.head_dim_v)
+        return seconds / config.threads + config.threads * SECONDS_PER_THREAD
+
+    @staticmethod
+    def tuning_shapes(op: Any) -> tuple[Any, ...]:
+        """Only ``op``."""
+        return (op,)
+
+    @staticmethod
+    def run(op: Any, config: Any, **arrays: Any) -> None:  # type: ignore[override]
+        """Computes the operation on NumPy arrays, by name: ``run_backward``."""
+        forward = op.forward
+        run_backward(**arrays, mask=forward.mask, score=forward.score, scale=forward.scale, threads=config.threads)
+
+
+CPU, CPU_BACKWARD = Cpu(), CpuBackward()

@@ -9,20 +9,24 @@ import warnings
 from typing import Any, NamedTuple
 
 from . import records
-from .cpu import CPU
+from .cpu import CPU, CPU_BACKWARD
 from .device import Device
 from .errors import ProblemError, SlowKernelWarning, UnsupportedError
 from .kernel.append import APPEND
+from .kernel.attn_bwd import ATTN_BWD
+from .kernel.attn_bwd_pair import ATTN_BWD_PAIR
+from .kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from .kernel.attn_fwd import ATTN_FWD
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .kernel.combine import COMBINE
 from .operand import PLAIN
-from .operation import Append, AttentionKVCache, Combine, Forward, Operation
+from .operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
+KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_SIMT, CPU_BACKWARD)  # mma.sync goes before simt
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Append: (APPEND,), AttentionKVCache: (), Combine: (COMBINE,),
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (), Append: (APPEND,), Combine: (COMBINE,),
 }  # fmt: skip
 
 
@@ -97,7 +101,7 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
             return Selection(candidate, best, why, tuple(refusals), slow, others)
         reason = "; ".join(reasons)
         refusals.append((candidate.name, reason))
-        if candidate.runs_on(device):
+        if candidate.meant_for(op, device):
             slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
             if kernel is None and not candidate.supports(dataclasses.replace(op, layout=PLAIN), device):
                 slower = [repr(k.name) for k in kernels if not k.supports(op, device)]

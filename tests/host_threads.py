@@ -19,7 +19,7 @@ import pytest
 
 from rawattn import render, tma
 from rawattn.compiler import Source
-from tests import backward
+from rawattn.program import Counter, Launch, TensorMap, Value, View
 
 BASE = r"""
 #pragma once
@@ -408,25 +408,26 @@ def tensor_map(x: np.ndarray[Any, Any], box_rows: int) -> bytes:
 
 
 def run(
-    source: Source, folder: pathlib.Path, values: Mapping[str, Any], blocks: int, *,
-    number: str = "fp32", together: int = 1, boxes: Mapping[str, int] | None = None,
+    launch: Launch, folder: pathlib.Path, memory: Mapping[str, np.ndarray[Any, Any]], *, number: str = "fp32",
+    together: int | None = None,
 ) -> None:  # fmt: skip
-    """Launches a kernel on the host. ``values`` are the fields of Args, arrays for pointers, views and tensor maps."""
-    cuda, fields = library(source, folder), backward.fields_of(source)
-    layout = render.layout(fields, number)
-    size = layout.pack.size
+    """Issues a launch on the host. ``memory`` has the operands and the scratch buffers by name, and "counter". ``together``
+    blocks run at a time, one unless given; a kernel that draws its works from a counter gets no more blocks."""
+    cuda, layout = library(launch.source, folder), render.layout(launch.fields, number)
+    size, persistent = layout.pack.size, any(isinstance(field.fill, Counter) for field in launch.fields)
     assert cuda.args_bytes() == size, "the host lays Args out as the compiler does"
     space = np.zeros(size + 64, np.uint8)
     start = -space.ctypes.data % 64
-    for name, ctype, _ in fields:
-        at, form, value = layout.offsets[name], layout.formats[name], values[name]
-        if ctype == "TmaTensor":
-            data = tensor_map(value, (boxes or {})[name])
-        elif ctype.startswith("Strided"):
-            steps = value.strides if value.ndim == 4 else (0, *value.strides)
-            data = np.array([value.ctypes.data, *steps[:3]], np.int64).tobytes()
+    for field in launch.fields:
+        fill, at, form = field.fill, layout.offsets[field.name], layout.formats[field.name]
+        name = getattr(fill, "name", None) or getattr(fill, "operand", "counter")
+        if isinstance(fill, TensorMap):
+            data = tensor_map(memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"], fill.box_rows)
+        elif isinstance(fill, View):
+            steps = memory[name].strides if memory[name].ndim == 4 else (0, *memory[name].strides)
+            data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()
         else:
-            data = struct.pack(form, value.ctypes.data if isinstance(value, np.ndarray) else value)
+            data = struct.pack(form, launch.values[field.name] if isinstance(fill, Value) else memory[name].ctypes.data)
         space[start + at : start + at + len(data)] = np.frombuffer(data, np.uint8)
-    if blocks:
-        cuda.launch(ctypes.c_void_p(space.ctypes.data + start), blocks, together)
+    blocks = min(launch.grid, together or launch.grid) if persistent else launch.grid
+    cuda.launch(ctypes.c_void_p(space.ctypes.data + start), blocks, together or 1)

@@ -15,7 +15,7 @@ struct Numbers {
     // Every thread loads its share of rows [first, first + rows) of a head, from column `column` on. What is past the last row or
     // the last of `end` columns is 0.
     template <class E>
-    __device__ void load(const Matrix& matrix, i32 first, i32 row_end, int column, int end, Number factor = 1) {
+    __device__ void load(const AnyMatrix& matrix, i32 first, i32 row_end, int column, int end, Number factor = 1) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < rows * columns; i += 256) {
             const int r = i / columns, c = i % columns;

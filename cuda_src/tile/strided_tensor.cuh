@@ -29,3 +29,13 @@ struct Matrix {
 };
 template <class At>
 __device__ Matrix matrix_of(const StridedTensor& tensor, At at, i32 head) { return {tensor.rows(at, head), u32(tensor.row_bytes)}; }
+
+// The same with rows any number of bytes apart, backwards too.
+struct AnyMatrix {
+    const unsigned char* data;
+    i64 row_bytes;
+
+    __device__ const unsigned char* row(i32 i) const { return data + i * row_bytes; }
+};
+template <class At>
+__device__ AnyMatrix any_matrix_of(const StridedTensor& tensor, At at, i32 head) { return {tensor.rows(at, head), tensor.row_bytes}; }

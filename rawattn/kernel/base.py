@@ -40,6 +40,11 @@ class Kernel(abc.ABC, Generic[Op]):
     def supports(self, op: Op, device: Device) -> list[str]:
         """The reasons why this kernel does not compute the operation on the device; none where it does."""
 
+    def meant_for(self, op: Op, device: Device) -> bool:
+        """Says whether it is made for operations of this size there: a slower kernel that computes one in its place is worth a
+        warning."""
+        return self.runs_on(device)
+
     def prefers(self, op: Op) -> bool:
         """Says whether it comes first for an operation that it supports; where it does not, another kernel goes before it."""
         return True

@@ -37,14 +37,14 @@ def splits(op: Forward, device: Device) -> tuple[int, int]:
     return -(-op.kv_len // keys), keys
 
 
-def tensor_core_reasons(op: Forward) -> list[str]:
-    """The reasons why tensor cores do not compute the operation."""
+def tensor_core_reasons(op: Forward, widest: int = 256) -> list[str]:
+    """The reasons why tensor cores do not compute the operation, with heads of up to ``widest`` columns."""
     found = []
     if op.element not in (element.BF16, element.FP16):
         found.append(f"it takes bf16 and fp16, not {op.element.name}")
     for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
-        if size % 8 or not 8 <= size <= 256:
-            found.append(f"{which} is {size}; it takes multiples of 8 from 8 to 256")
+        if size % 8 or not 8 <= size <= widest:
+            found.append(f"{which} is {size}; it takes multiples of 8 from 8 to {widest}")
     return found
 
 
@@ -65,6 +65,11 @@ def too_much_smem(block: int, ctas_per_sm: int, device: Device) -> str | None:
     if needed <= device.smem_bytes + RESERVED_SMEM:
         return None
     return f"{ctas_per_sm} blocks need {needed} bytes of shared memory; there are {device.smem_bytes + RESERVED_SMEM}"
+
+
+def least_seconds(flops: int, device: Device) -> float:
+    """What products take on Hopper's tensor cores at their full rate: 4096 FLOP a clock of each multiprocessor, at 1.755 GHz."""
+    return flops / (4096 * device.sm_count * 1.755e9)
 
 
 def tuning_shapes(op: Forward) -> tuple[Forward, ...]:

@@ -170,7 +170,7 @@ class Forward(Operation):
     def family(cls, signatures: tuple[Any, ...]) -> Any:
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
-        if len(signatures) != 3 or None in signatures:
+        if len(signatures) != 3 or not all(signatures):
             return None
         (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
         for _, dtype_each, shape, strides, device, _ in signatures:

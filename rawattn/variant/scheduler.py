@@ -62,3 +62,48 @@ class StreamKScheduler(Option):
     @property
     def fields(self) -> Fields:
         return tuple(Field(name, "i32") for name in ("batches", "split_keys", "most_splits"))
+
+
+DIRECTIONS = {"Ascending": "ascending", "Alternating": "alternating", "LongestFirst": "longest_first"}
+
+
+@dataclasses.dataclass(frozen=True)
+class KvScheduler(Option):
+    """Key tiles of the backward: groups of heads that share L2, all heads of a key tile, then those of the next one.
+    ``direction`` says in which order key tiles and the query tiles of each are taken."""
+
+    direction: str = "Ascending"
+    persistent: bool = True
+    type: ClassVar[str] = "KvScheduler"
+    source: ClassVar[str] = "variant/scheduler/kv_lpt.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{'DynamicPersistent' if self.persistent else 'SingleTile'}, {self.direction}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        files = DIRECTIONS[self.direction], "dynamic_persistent" if self.persistent else "single_tile"
+        return (*(f"variant/scheduler/{file}.cuh" for file in files), self.source)
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.numbers, *(Field(name, "i32") for name in ("kv_tiles", "l2_head_group", "last_group")))
+
+    @property
+    def numbers(self) -> Fields:
+        """The fields from which the numbers of the works are drawn, and the batches."""
+        counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
+        return (*counter, Field("batches", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class KvVarlenScheduler(KvScheduler):
+    """The same for packed sequences, one after the other."""
+
+    type: ClassVar[str] = "KvVarlenScheduler"
+    source: ClassVar[str] = "variant/scheduler/kv_lpt_varlen.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return self.numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer, Scratch, Stride
+from ..program import Field, Fields, Pointer, Scratch, Stride, View
 from . import Option
 
 
@@ -46,3 +46,43 @@ class StorePartial(Option):
     def fields(self) -> Fields:
         parts = [Field(name, "Number*", Scratch(name)) for name in ("o_partial", "lse_partial")]
         return (*parts, Field("partial_rows", "i64"))
+
+
+# dq, its float32 sums in scratch, and how many blocks have added to each of these.
+DQ, DQ_SUM, TURNS = (
+    Field("dq", "StridedOutput", View("dq")),
+    Field("dq_sum", "float*", Scratch("dq_sum")),
+    Field("turns", "i32*", Scratch("turns")),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DqOrdered(Option):
+    """Parts of dq, added to a sum in one order; a pass over the sums follows."""
+
+    type: ClassVar[str] = "DqOrdered"
+    source: ClassVar[str] = "variant/store/dq_ordered.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (DQ_SUM, TURNS)
+
+
+@dataclasses.dataclass(frozen=True)
+class DqOrderedFinal(DqOrdered):
+    """The same, but the last contributor makes dq, and no pass follows."""
+
+    type: ClassVar[str] = "DqOrderedFinal"
+    source: ClassVar[str] = "variant/store/dq_ordered_final.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class DqUnordered(Option):
+    """Parts of dq, added to a sum as they come: its last bits vary from run to run."""
+
+    type: ClassVar[str] = "DqUnordered"
+    source: ClassVar[str] = "variant/store/dq_unordered.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (DQ_SUM,)

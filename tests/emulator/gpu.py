@@ -1,4 +1,4 @@
-"""torch tensors on the CPU stand for those on a GPU: calls go all the way to the bytes that a kernel gets, which the emulator runs."""
+"""torch tensors on the CPU stand for those on a GPU: a call goes all the way to a kernel's bytes, and the emulator runs it."""
 
 from __future__ import annotations
 

@@ -12,11 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_bwd
+from rawattn.kernel.attn_bwd import ATTN_BWD
+from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
+from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Forward
-from rawattn.variant.element import BF16, FP32, FP64
+from rawattn.program import Program
+from rawattn.variant.element import ELEMENTS, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
-from tests import backward, host_threads
+from tests import host_threads
+from tests.operations import backward
 
 torch = pytest.importorskip("torch")
 Array = npt.NDArray[Any]
@@ -37,8 +44,10 @@ class Case:
     direction: str = ""
     chains: int = 1
     grid: int = 2
+    sinks: bool = False
 
 
+PADDING = 3  # rows behind the last packed sequence
 PACKED = ((0, 5), (70, 64), (64, 200), (1, 1), (130, 0), (7, 150))
 SIMT = {
     "full": Case((24, 40), {"element": FP64}, ((70, 45),) * 2),
@@ -53,6 +62,11 @@ SIMT = {
         varlen=True,
         dlse=True,
     ),
+    "sinks": Case((24, 17), {"element": FP64, "mask": Causal()}, ((90, 70), (90, 70)), heads=(4, 2), dlse=True, sinks=True),
+    "sinks, packed": Case((8, 8), {"element": FP64, "mask": Causal()}, PACKED, varlen=True, dlse=True, sinks=True),
+    "no keys, sinks": Case((9, 5), {"element": FP64}, ((7, 0),), dlse=True, sinks=True),
+    "no queries": Case((9, 5), {"element": FP64}, ((0, 40),), sinks=True),
+    "fp64, wide": Case((200, 1), {"element": FP64}, ((20, 20),)),
     "fp32, two chunks": Case((72, 100), {"element": FP32, "mask": Causal()}, ((40, 40),)),
 }
 HOPPER = {
@@ -65,15 +79,19 @@ HOPPER = {
     "40, packed, final": Case((40, 24), {}, PACKED, varlen=True, store="final", direction="Alternating"),
     "96 and 64": Case((96, 64), {"mask": Window(20, 100, "top_left")}, ((90, 260),), heads=(1, 1), dlse=True),
     "256": Case((256, 256), {"mask": Causal()}, ((130, 150),)),
+    "64, sinks": Case((64, 64), {"mask": Causal()}, ((100, 70),), dlse=True, sinks=True),
+    "64, no keys": Case((64, 64), {}, ((70, 0),)),
+    "128, no queries": Case((128, 128), {}, ((0, 70),)),
+    "256, no keys": Case((256, 256), {}, ((70, 0),), sinks=True),
     "192 and 128, packed": Case((192, 128), {"mask": Window(40, 30), "score": Softcap(2.0)}, PACKED, varlen=True, dlse=True),
 }
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 
 
-def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, op: Forward) -> tuple[Array, ...]:
-    """o, lse, dq, dk, dv of one batch in float64, by torch."""
-    q, k, v, do, dlse = (torch.tensor(x.astype(np.float64)) for x in (q, k, v, do, dlse))
-    q, k, v = (x.transpose(-2, -3).requires_grad_() for x in (q, k, v))
+def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward) -> tuple[Array, ...]:
+    """o, lse, dq, dk, dv, dsinks of one batch in float64, by torch."""
+    q, k, v, do, dlse, sinks = (torch.tensor(x.astype(np.float64)) for x in (q, k, v, do, dlse, sinks))
+    q, k, v, sinks = (x.requires_grad_() for x in (*(x.transpose(-2, -3) for x in (q, k, v)), sinks))
     group = q.shape[0] // k.shape[0]
     s = q @ k.repeat_interleave(group, 0).transpose(-1, -2) * op.scale
     if isinstance(op.score, Softcap):
@@ -82,14 +100,15 @@ def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, op: Forward) -
     keys = np.arange(k.shape[1])
     keep = torch.from_numpy((keys >= begin[:, None]) & (keys < end[:, None]))
     e = torch.where(keep, s, -torch.inf).exp()  # logits are small
-    total = e.sum(-1, keepdim=True)
+    total = e.sum(-1, keepdim=True) + sinks[:, None, None].exp()
     kept = total > 0
     o = e / torch.where(kept, total, 1.0) @ v.repeat_interleave(group, 0)
     lse = torch.where(kept, torch.where(kept, total, 1.0).log(), 0.0)[..., 0]
     loss = (o * do.transpose(-2, -3)).sum() + (lse * dlse).sum()
-    grads = torch.autograd.grad(loss, (q, k, v)) if 0 not in s.shape else [torch.zeros_like(x) for x in (q, k, v)]
+    grads = torch.autograd.grad(loss, (q, k, v, sinks))
     lse = torch.where(kept[..., 0], lse, -torch.inf)
-    return o.transpose(-2, -3).detach().numpy(), lse.detach().numpy(), *(g.transpose(-2, -3).numpy() for g in grads)
+    gradients = (*(g.transpose(-2, -3).numpy() for g in grads[:3]), grads[3].numpy())
+    return o.transpose(-2, -3).detach().numpy(), lse.detach().numpy(), *gradients
 
 
 def split(x: Array, lengths: tuple[int, ...], varlen: bool) -> list[Array]:
@@ -110,105 +129,77 @@ def scratch(count: int, dtype: Any, value: Any) -> Array:
 
 
 class Call:
-    """A case's arrays, and its kernels on them."""
+    """A case's arrays, and its program on them."""
 
     def __init__(self, case: Case) -> None:
-        self.case, (d, dv), (heads, kv_heads) = case, case.size, case.heads
+        self.case, (heads, kv_heads) = case, case.heads
         self.q_lens, self.kv_lens = zip(*case.lengths, strict=True)
-        kinds = {"mask": Full(), "score": Scale(), "scale": 0.3, "element": BF16, **case.kinds}
-        shape = {"batch": len(case.lengths), "q_len": max(self.q_lens), "kv_len": max(self.kv_lens)}
-        op = backward.operation(case.size, heads=heads, kv_heads=kv_heads, varlen=case.varlen, **shape, **kinds)
+        kinds = {"mask": Full(), "score": Scale(), "scale": 0.3, **case.kinds}
+        shape = {"batch": len(case.lengths), "q_len": max(self.q_lens), "kv_len": max(self.kv_lens), "sinks": case.sinks}
         if case.varlen:
-            op = dataclasses.replace(op, total_q=sum(self.q_lens), total_kv=sum(self.kv_lens))
-        self.op, self.number = op, op.element.lse_dtype
-        random, dtype = np.random.default_rng(0), op.element.dtype
-        q_rows = (sum(self.q_lens),) if case.varlen else (op.batch, op.q_len)
-        kv_rows = (sum(self.kv_lens),) if case.varlen else (op.batch, op.kv_len)
-        shapes = {
-            "q": (*q_rows, heads, d),
-            "k": (*kv_rows, kv_heads, d),
-            "v": (*kv_rows, kv_heads, dv),
-            "d_o": (*q_rows, heads, dv),
-        }
-        self.arrays: dict[str, Array] = {name: random.standard_normal(s).astype(dtype) for name, s in shapes.items()}
-        self.arrays |= {name: np.full(shapes[name[1]], np.nan, dtype) for name in ("dq", "dk", "dv")}
-        lse = (heads, *q_rows) if case.varlen else (op.batch, heads, op.q_len)
-        self.arrays |= {"o": np.zeros(shapes["d_o"], dtype), "lse": np.zeros(lse, self.number)}
-        self.arrays["dlse"] = random.standard_normal(lse).astype(self.number) * self.number(case.dlse)
+            shape |= {"total_q": sum(self.q_lens) + PADDING, "total_kv": sum(self.kv_lens) + PADDING}
+        self.op = backward(case.size, heads=heads, kv_heads=kv_heads, varlen=case.varlen, dlse=case.dlse, **shape, **kinds)
+        forward, random = self.op.forward, np.random.default_rng(0)
+        dtypes = {"int32": np.int32, **{element.name: element.dtype for element in ELEMENTS.values()}}
+        self.number = forward.element.lse_dtype
+        self.arrays: dict[str, Array] = {}
+        for operand in self.op.inputs:
+            self.arrays[operand.name] = random.standard_normal(operand.shape).astype(dtypes[operand.element])
+        for name, lengths in (("cu_seqlens_q", self.q_lens), ("cu_seqlens_kv", self.kv_lens))[: 2 * case.varlen]:
+            self.arrays[name][...] = np.cumsum([0, *lengths])
+        self.arrays |= {each.name: np.full(each.shape, np.nan, dtypes[each.element]) for each in self.op.outputs}
+        self.arrays.setdefault("dlse", np.zeros_like(self.arrays["lse"]))
+        self.arrays.setdefault("sinks", np.full(heads, -np.inf, self.number))
 
     def wanted(self) -> list[tuple[Array, ...]]:
         """The gradients of each sequence; o and lse become those of the forward."""
         case, found = self.case, []
-        lengths = {"q": self.q_lens, "k": self.kv_lens, "v": self.kv_lens, "d_o": self.q_lens, "o": self.q_lens}
+        lengths = {"q": self.q_lens, "k": self.kv_lens, "v": self.kv_lens, "do": self.q_lens, "o": self.q_lens}
         parts = [split(self.arrays[name], n, case.varlen) for name, n in lengths.items()]
         for name in ("lse", "dlse"):
             x = self.arrays[name]
             parts.append([y.swapaxes(0, 1) for y in split(x.swapaxes(0, 1), self.q_lens, True)] if case.varlen else list(x))
         for q, k, v, do, o, lse, dlse in zip(*parts, strict=True):
-            o[...], lse[...], *grads = formula(q, k, v, do, dlse, self.op)
+            o[...], lse[...], *grads = formula(q, k, v, do, dlse, self.arrays["sinks"], self.op.forward)
             found.append(tuple(grads))
         return found
 
-    def values(self, tile_q: int, tile_kv: int, sums: int) -> dict[str, Any]:
-        """The fields of Args; ``tile_q``: of a block of rows in scratch."""
-        op, heads = self.op, self.op.heads
-        blocks = op.total_q // tile_q + op.batch if op.varlen else op.batch * -(-op.q_len // tile_q)
-        starts = [np.cumsum([0, *lengths], dtype=np.int32) for lengths in (self.q_lens, self.kv_lens)]
-        rows = heads * blocks * tile_q
-        return {
-            **self.arrays, "lse_log2": scratch(rows, self.number, np.nan), "delta": scratch(rows, self.number, np.nan),
-            "dq_sum": scratch(heads * blocks * sums, np.float32, np.nan), "turns": scratch(heads * blocks * 2, np.int32, 77),
-            "counter": scratch(2, np.int32, 0), "scale": abs(op.scale), "heads": heads, "heads_per_kv": op.heads_per_kv,
-            "q_blocks": blocks, "batches": op.batch, "q_len": op.q_len, "kv_len": op.kv_len,
-            "total_q": op.total_q,
-            "cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1], "q_tiles": -(-op.q_len // tile_q),
-            "kv_tiles": -(-op.kv_len // tile_kv), "l2_head_group": 1, **op.mask.values, **op.score.values,
-        }  # fmt: skip
-
-    def run(self, folder: pathlib.Path) -> dict[str, Any]:
-        case, op = self.case, self.op
+    def run(self, folder: pathlib.Path) -> Program:
+        case = self.case
         if case.simt:
-            config: Any = backward.simt_config(op)
-            kv_source, *q_sources = backward.simt(op, config)
-            shape, clear, sums = config, "pair", 1
-        elif max(case.size) > 128:
-            config, clear, sums = backward.pair_config(op), "pair", 1
-            shape = backward.Config(tile_q=config.q_block)
-            kv_source, *q_sources = backward.pair(op, config, case.direction)
+            kernel: Any = ATTN_BWD_SIMT
         else:
-            config = shape = dataclasses.replace(backward.config_of(op, case.store), dq_chains=case.chains)
-            clear, sums = case.store, config.tile_q * config.dq_columns * config.dq_parts
-            kv_source = backward.attn_bwd(op, config, case.store, case.direction)
-            q_sources = [] if case.store == "final" else [backward.attn_bwd_convert(op, config)]
-        tile_kv = config.tile_kv if not hasattr(config, "q_block") else 64
-        values = self.values(shape.tile_q, tile_kv, sums)
-        aligned, arch = (False, "sm_75") if case.simt else (True, "sm_90a")
-        delta = backward.attn_bwd_delta(op, shape, clear, dlse=case.dlse, aligned=aligned, arch=arch)
-        all_heads, all_kv = op.heads * op.batch, op.heads // op.heads_per_kv * op.batch
-        q_works = sum(-(-n // shape.tile_q) for n in self.q_lens) * op.heads
-        kv_works = sum(-(-n // tile_kv) for n in self.kv_lens) * op.heads // op.heads_per_kv
-        boxes = {"q": config.tile_q, "d_o": config.tile_q, "k": tile_kv, "v": tile_kv}
-        q_values, kv_values = values | {"last_group": all_heads - 1}, values | {"last_group": all_kv - 1}
-        host_threads.run(delta, folder, q_values, q_works, number=self.op.element.lse_name)
-        grid = kv_works if case.simt else min(case.grid, kv_works)
-        host_threads.run(kv_source, folder, kv_values, grid, number=self.op.element.lse_name, together=case.grid, boxes=boxes)
-        for source in q_sources:
-            grid = min(case.grid, q_works) if source.name == "attn_bwd_dq.cu" else q_works
-            boxes = {"q": shape.tile_q, "d_o": shape.tile_q, "k": config.tile_kv, "v": config.tile_kv}
-            host_threads.run(source, folder, q_values, grid, number=self.op.element.lse_name, together=case.grid, boxes=boxes)
-        return values
+            kernel = ATTN_BWD_PAIR if max(case.size) > 128 else ATTN_BWD
+        device = TYPICAL["sm_75" if case.simt else "sm_90a"]
+        (config,) = kernel.candidates(self.op, device)
+        if kernel is ATTN_BWD:
+            config = dataclasses.replace(attn_bwd.config_of(self.op.forward, case.store), dq_chains=case.chains)
+        config = config if case.simt else dataclasses.replace(config, direction=case.direction)
+        program = kernel.lower(self.op, config, device)
+        buffers = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
+        self.arrays["counter"] = scratch(2, np.int32, 0)
+        for launch in program.launches:
+            host_threads.run(launch, folder, self.arrays | buffers, number=self.op.number, together=case.grid)
+        return program
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
-    call = Call(CASES[name])
+    case = CASES[name]
+    call = Call(case)
     wanted = call.wanted()
-    values = call.run(tmp_path)
-    assert not values["counter"].any(), "the counter is not ready for the next launch"
+    call.run(tmp_path)
+    assert not call.arrays["counter"].any(), "the counter is not ready for the next launch"
     # bf16: p and ds are rounded before the products, as the results are. fp64: sums of some hundred terms.
-    bound = {"bf16": 1.2e-2, "fp32": 2e-6, "fp64": 1e-11}[call.op.element.name]
+    bound = {"bf16": 1.2e-2, "fp32": 2e-6, "fp64": 1e-11}[call.op.forward.element.name]
     for index, (which, lengths) in enumerate((("dq", call.q_lens), ("dk", call.kv_lens), ("dv", call.kv_lens))):
-        for sequence, part in enumerate(split(call.arrays[which], lengths, call.case.varlen)):
+        found = call.arrays[which]
+        for sequence, part in enumerate(split(found, lengths, case.varlen)):
             truth = wanted[sequence][index]
             error = np.abs(part.astype(np.float64) - truth).max(initial=0)
             assert error <= bound * np.abs(truth).max(initial=1e-3), f"{which} of sequence {sequence}: {error}"
+        if case.varlen:
+            assert not found[sum(lengths) :].any() and len(found) == sum(lengths) + PADDING, "rows of no sequence are not 0"
+    if case.sinks:
+        truth = sum(each[3] for each in wanted)
+        assert np.abs(call.arrays["dsinks"] - truth).max() <= bound * np.abs(truth).max()

@@ -15,11 +15,17 @@ import pytest
 
 from perf import sass
 from rawattn import compiler
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_bwd, attn_bwd_pair
+from rawattn.kernel.attn_bwd import ATTN_BWD
+from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
+from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
+from rawattn.operation import Backward
 from rawattn.variant.element import BF16, FP16, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
-from tests import backward
 from tests.host.test_compile_matrix import pairwise
+from tests.operations import backward
 
 SIZES = [(d, d) for d in range(8, 129, 8)] + [(128, 64), (64, 128), (8, 128), (128, 8), (96, 72)]
 PAIR_SIZES = [(d, d) for d in range(136, 257, 8)] + [(192, 128), (128, 192), (256, 8), (8, 256)]
@@ -48,23 +54,29 @@ CI = {
     ],
     **KINDS,
 }
-SMEM = f"\nstatic_assert(sizeof(Smem) <= {backward.SMEM_BYTES});\n"
+MAIN = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq")
+SMEM = f"\nstatic_assert(sizeof(Smem) <= {TYPICAL['sm_90a'].smem_bytes});\n"
+
+
+def lowered(op: Backward, config: Any) -> dict[str, compiler.Source]:
+    """The kernels that make the gradients on Hopper, by name."""
+    kernel: Any = ATTN_BWD if isinstance(config, attn_bwd.Config) else ATTN_BWD_PAIR
+    return {launch.entry: launch.source for launch in kernel.lower(op, config, TYPICAL["sm_90a"]).launches}
 
 
 def sources(row: dict[str, Any]) -> Iterator[compiler.Source]:
-    """The kernels that make the gradients of a combination, but for delta."""
+    """The kernels of a combination."""
     kinds = dict(row)
     size, store, direction = kinds.pop("size"), kinds.pop("store"), kinds.pop("direction")
-    op = backward.operation(size, **kinds)
-    if max(size) > 128:
-        made = backward.pair(op, backward.pair_config(op), direction)
-    else:
-        config = backward.config_of(op, store)
-        made = (backward.attn_bwd(op, config, store, direction),)
-    for source in made:
-        yield dataclasses.replace(source, text=source.text + SMEM)
-    if max(size) <= 128:
-        yield backward.attn_bwd_convert(op, config)
+    op = backward(size, **kinds)
+    small = max(size) <= 128
+    config: Any = attn_bwd.config_of(op.forward, store) if small else attn_bwd_pair.config_of(op.forward)
+    config = dataclasses.replace(config, direction=direction)
+    reason = (ATTN_BWD if small else ATTN_BWD_PAIR).legal(config, op, TYPICAL["sm_90a"])  # type: ignore[attr-defined]
+    assert reason is None or (small and store == "unordered" and "deterministic=False" in reason)
+    for name, source in lowered(op, config).items():
+        smem = SMEM if name in MAIN else ""
+        yield dataclasses.replace(source, text=source.text + smem)
 
 
 def faults(row: dict[str, Any]) -> str:
@@ -117,19 +129,23 @@ def test_registers_suffice() -> None:
     for size, mask, score, store in itertools.product(SIZES + PAIR_SIZES, KINDS["mask"], KINDS["score"], KINDS["store"]):
         row = {"size": size, "mask": mask, "score": score, "store": store, "direction": ""}
         for source in sources(row):
-            if source.name != "attn_bwd_convert.cu":
+            if source.name.removesuffix(".cu") in MAIN:
                 wanted, there = registers(source)
                 assert wanted <= there, f"{source.name} for {row}: {wanted} of {there}"
 
 
 @pytest.mark.parametrize("pair, suffices", [((32, 240), False), ((40, 240), False), ((24, 240), True), ((40, 232), True)])
 def test_kernels_refuse_what_would_hang(pair: tuple[int, int], suffices: bool) -> None:
-    config = dataclasses.replace(backward.Config(), registers=pair)
-    op = backward.operation((128, 128))
-    wide = backward.PairConfig(kv_registers=pair, q_registers=pair)
-    for source in (backward.attn_bwd(op, config), *backward.pair(backward.operation((256, 256)), wide)):
-        wanted, there = registers(source)
-        assert (wanted <= there) == suffices == has_registers(source)
+    producer, consumer = pair
+    op, wide = backward((128, 128)), backward((256, 256))
+    config: Any = attn_bwd.Config(producer_registers=producer, consumer_registers=consumer)
+    of_wide = attn_bwd_pair.Config(64, 64, 128, *pair, *pair)
+    assert (ATTN_BWD.legal(config, op, TYPICAL["sm_90a"]) is None) == suffices
+    assert (ATTN_BWD_PAIR.legal(of_wide, wide, TYPICAL["sm_90a"]) is None) == suffices
+    for name, source in (*lowered(op, config).items(), *lowered(wide, of_wide).items()):
+        if name in MAIN:
+            wanted, there = registers(source)
+            assert (wanted <= there) == suffices == has_registers(source)
 
 
 def test_nothing_spills_and_nothing_waits() -> None:
@@ -157,21 +173,21 @@ def listing(source: compiler.Source) -> list[str]:
 @pytest.mark.parametrize("store, instruction", [("ordered", "UBLKRED"), ("unordered", "UBLKRED")])
 def test_machine_code(store: str, instruction: str) -> None:
     """Products of the configured shapes, loads and adds by the copy engine, transposed stores of dS."""
-    op = backward.operation((128, 128), element=BF16, mask=Causal())
-    found = listing(backward.attn_bwd(op, backward.config_of(op), store))
+    op = backward((128, 128), element=BF16, mask=Causal())
+    found = listing(lowered(op, attn_bwd.config_of(op.forward, store))["attn_bwd"])
     for name in ("UTMALDG", "UBLKCP", instruction, "STSM.16.MT88.4", "HGMMA.64x64x16", "HGMMA.64x128x16"):
         assert any(each.startswith(name) for each in found), f"no {name}"
     assert sum(each.startswith("HGMMA") for each in found) == 8 + 8 + 4 + 4 + 8, "not one copy of a step"
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("element", [BF16, FP16, FP32, FP64], ids=lambda element: element.name)
-@pytest.mark.parametrize("head_dim_v", [1, 100, 512])
-def test_delta(arch: str, element: Any, head_dim_v: int) -> None:
-    """For every number format, head size and GPU."""
-    for varlen, dlse in ((False, True), (True, False)):
-        op = backward.operation((8, head_dim_v), element=element, mask=Causal(), varlen=varlen)
-        aligned = head_dim_v * element.itemsize % 16 == 0
-        source = backward.attn_bwd_delta(op, backward.Config(), dlse=dlse, aligned=aligned, arch=arch)
-        binary = compiler.compile(source)
-        assert binary.spill_bytes == 0
+@pytest.mark.parametrize("size", [(8, 1), (40, 100), (512, 512), (200, 1), (1, 8)], ids=str)
+def test_plain(arch: str, element: Any, size: tuple[int, int]) -> None:
+    """The kernels for every number format, head size and GPU, and the passes before and after, with and without packing."""
+    for kinds in ({"varlen": True, "sinks": True}, {"dlse": True, "mask": Causal(), "score": Softcap(2.0)}):
+        op = backward(size, element=element, **kinds)
+        (config,) = ATTN_BWD_SIMT.candidates(op, TYPICAL[arch])
+        for launch in ATTN_BWD_SIMT.lower(op, config, TYPICAL[arch]).launches:
+            binary = compiler.compile(launch.source)
+            assert binary.spill_bytes == 0, launch.entry

@@ -103,13 +103,13 @@ OUT, LSE = np.zeros((2, 3, 4, 8), np.float32), np.zeros((2, 4, 3), np.float32)
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("none", [], {}, "parts is empty; it must have at least one pair (o, lse)."),
     ("no pair", [OUT], {}, "part 0 is ndarray; it must be a pair (o, lse)."),
-    ("rank", [(OUT[0, 0], LSE)], {}, "o of part 0 is fp32 of shape (4, 8); it must be bf16, fp16, fp32 or fp64 of shape (batch,"),
-    ("shape", [(OUT, LSE), (OUT[:1], LSE)], {}, "o of part 1 is fp32 of shape (1, 3, 4, 8); it must be fp32 of shape (2, 3, 4, 8)."),
+    ("rank", [(OUT[0, 0], LSE)], {}, "o of part 0 is fp32 of shape (4, 8); it must be bf16, fp16, fp32"),
+    ("shape", [(OUT, LSE), (OUT[:1], LSE)], {}, "o of part 1 is fp32 of shape (1, 3, 4, 8); it must be fp32 of shape (2, 3, 4,"),
     ("lse", [(OUT, LSE.swapaxes(1, 2))], {}, "lse of part 0 is fp32 of shape (2, 3, 4); it must be fp32 of shape (2, 4, 3)."),
     ("lse's dtype", [(OUT, LSE.astype(np.float64))], {}, "lse of part 0 is fp64 of shape (2, 4, 3); it must be fp32"),
-    ("sinks", [(OUT, LSE)], {"sinks": LSE[0, 0]}, "sinks is fp32 of shape (3,); it must be fp32 of shape (4,)."),
+    ("sinks", [(OUT, LSE)], {"sinks": LSE[0, 0]}, "sinks is fp32 of shape (3,); it must be fp32"),
     ("out", [(OUT, LSE)], {"out": OUT}, "out overlaps o_0 in memory; give an array of its own."),
-    ("columns", [(np.zeros((2, 3, 4, 16), np.float32)[..., ::2], LSE)], {}, "o of part 0 has a stride of 2 in its last dimension"),
+    ("columns", [(np.zeros((2, 3, 4, 16), np.float32)[..., ::2], LSE)], {}, "o of part 0 has a stride of 2 in its last dimensi"),
 ]  # fmt: skip
 
 

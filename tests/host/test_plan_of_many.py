@@ -1,5 +1,5 @@
 """Plans of an operation that has as many inputs as a call gives, and several outputs: nothing between the public calls and the
-launch knows an operand by its name. No GPU is needed, as in ``test_plan``."""
+launch knows an operand by its name. And of the backward, which has three launches. No GPU is needed, as in ``test_plan``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import api, plans, select
+from rawattn import api, plans, render, select
 from rawattn.arrays import Array
 from rawattn.compiler import Source
 from rawattn.device import Device
@@ -20,7 +20,7 @@ from rawattn.kernel.base import Kernel
 from rawattn.operand import PLAIN, Layout, Operand, layout_of
 from rawattn.operation import OPERATIONS, Operation, from_json
 from rawattn.program import Buffer, Field, Launch, Pointer, Program, Scratch, View
-from tests.host.test_plan import LAUNCHED, gpu
+from tests.host.test_plan import LAUNCHED, forget, gpu
 
 torch = pytest.importorskip("torch")
 fixture = gpu  # its fixture, for this file too
@@ -184,7 +184,7 @@ def test_plan() -> None:
     found = {f"parts[{i}]": api.arrays.read(x, "x") for i, x in enumerate(parts)}
     plan = api._plan(Extremes, found, {}, (), None, None)
     plan.run(*parts), plan.run(**{"parts[1]": parts[1], "parts[0]": parts[0]})
-    assert LAUNCHED[0] == LAUNCHED[2]
+    assert LAUNCHED[0][0][:64] == LAUNCHED[2][0][:64]
     for given, message in (((*parts, parts[0]), r"parts\[2\] was given"), (parts[:1], r"parts\[1\] is missing")):
         with pytest.raises(ProblemError, match=message):
             plan.run(*given)
@@ -192,3 +192,61 @@ def test_plan() -> None:
         extremes()
     assert from_json(plan.op.to_json()) == plan.op and isinstance(plan, plans.Plan)
     assert "Extremes" in str(api.explain_operation(plan.op, plan.device))
+
+
+# ---- the backward
+
+
+def gradients(length: int = 80, sinks: bool = False) -> dict[str, Any]:
+    """What the backward reads."""
+    made = {name: torch.randn(2, length, 4, 64).bfloat16() for name in ("do", "q", "k", "v", "o")}
+    return {**made, "lse": torch.randn(2, 4, length), **({"sinks": torch.randn(4)} if sinks else {})}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_backward_is_the_same_cold_and_warm(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same launches for the same addresses, whether the call, its plan or its family was met before."""
+    memory, maker = torch.empty(1 << 23, dtype=torch.uint8), api.arrays.maker
+
+    def make(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
+        """Scratch memory is in one place."""
+        return (lambda beside: memory[: shape[0]]) if dtype == "uint8" else maker(like, shape, dtype)
+
+    monkeypatch.setattr(api.arrays, "maker", make)
+    given = []
+    for length in (80, 80, 79, 78):
+        call = gradients(length, sinks)
+        given.append({**call, "out": tuple(torch.empty_like(call[name]) for name in ("q", "k", "v", "sinks")[: 3 + sinks])})
+    plan = api.plan_backward(**{name: x for name, x in given[0].items() if name != "out"})
+    names = ["attn_bwd_delta", "attn_bwd", "attn_bwd_convert", "attn_bwd_dsinks"][: 3 + sinks]
+    assert plan.program is not None and [launch.entry for launch in plan.program.launches] == names
+
+    def launched(run: Any, call: dict[str, Any]) -> list[tuple[bytes, int]]:
+        LAUNCHED.clear()
+        found = run(**call)
+        assert all(x is y for x, y in zip(found, call["out"], strict=True)) and len(LAUNCHED) == len(names)
+        return list(LAUNCHED)
+
+    cold = []
+    for call in given:
+        forget()
+        cold.append(launched(api.attention_backward, call))
+    assert len({args for launches in cold for args, _ in launches}) == len(given) * len(names)
+    forget()
+    for _ in range(2):
+        assert [launched(api.attention_backward, call) for call in given] == cold
+    assert launched(plan.run, given[0]) == launched(plan.run, given[0]) == cold[0]
+    assert len(api._plans) == (1 if not sinks else 3), "a new length of the family makes no plan of its own"
+
+
+def test_what_the_backward_writes() -> None:
+    """Without ``out`` each gradient is new, in the shape and dtype of its array."""
+    call = gradients(sinks=True)
+    found = api.attention_backward(**call)
+    for x, name in zip(found, ("q", "k", "v", "sinks"), strict=True):
+        assert (x.shape, x.dtype) == (call[name].shape, call[name].dtype)
+    (kept,) = api._calls.values()
+    dq = next(field for field in kept._plan.program.launches[2].fields if field.name == "dq")
+    at = render.layout(kept._plan.program.launches[2].fields).offsets[dq.name]
+    args = [args for args, _ in LAUNCHED[-4:]]
+    assert struct.unpack_from("<4q", args[2], at) == (found[0].data_ptr(), 80 * 4 * 128, 4 * 128, 128)

@@ -1,0 +1,184 @@
+"""attn_bwd.cu: the gradients of attention on Hopper for head sizes up to 128, in one kernel and a pass before and after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from ..compiler import Source
+from ..device import Device
+from ..operand import Layout
+from ..operation import Backward, Forward
+from ..program import Buffer, Field, Fields, Program
+from ..render import wgmma
+from ..variant import Option, clear, store, weight
+from ..variant.mask import Causal, Full, Window
+from ..variant.scheduler import DIRECTIONS
+from ..variant.score import Scale, Softcap
+from . import backward, tiling
+from .backward import BackwardKernel, FirstPass
+
+WIDEST = 128  # columns
+STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
+    "ordered": (store.DqOrdered(), clear.ClearTurns()),
+    "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
+    "unordered": (store.DqUnordered(), clear.ClearDqSum()),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Consumer warpgroups, 64 keys each; query rows of a step; into how many parts of how many columns dq is cut, in how many
+    chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
+    how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests)."""
+
+    consumers: int = 2
+    tile_q: int = 64
+    dq_parts: int = 1
+    dq_columns: int = 128
+    dq_chains: int = 1
+    dq_stages: int = 2
+    producer_registers: int = 40
+    consumer_registers: int = 232
+    store: str = "ordered"
+    direction: str = ""
+
+    @property
+    def tile_kv(self) -> int:
+        return 64 * self.consumers
+
+
+def widest(op: Forward) -> int:
+    """The larger head size."""
+    return max(op.head_dim, op.head_dim_v)
+
+
+def config_of(op: Forward, store: str = "ordered") -> Config:
+    """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
+    window, nor to make dq themselves. A producer that loads for windows spills with fewer registers than here."""
+    size = widest(op)
+    tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
+    if size <= (56 if tight else 64):
+        producer, consumer = (56, 152) if size <= 56 else (32, 160)
+        return Config(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
+    if op.head_dim > 112:
+        window = isinstance(op.mask, Window) and isinstance(op.score, Scale) and size > 120
+        producer, consumer = (56, 224) if window else (40, 232)
+        return Config(dq_parts=2, dq_columns=64, producer_registers=producer, consumer_registers=consumer, store=store)
+    return Config(dq_columns=op.head_dim, store=store)
+
+
+def smem_bytes(config: Config, op: Forward) -> int:
+    """Shared memory of a block, at most: tiles of K, V, Q, dO and dS, parts of dq, statistics and barriers."""
+    panels = -(-op.head_dim // 64) - (-op.head_dim_v // 64)
+    tiles = 128 * ((config.tile_kv + 2 * config.tile_q) * panels + 2 * config.tile_q * config.consumers)
+    return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
+
+
+class AttnBwd(BackwardKernel):
+    """The kernel and its launches."""
+
+    name = "attn_bwd"
+    config_type = Config
+
+    def runs_on(self, device: Device) -> bool:
+        return device.arch == "sm_90a"
+
+    def meant_for(self, op: Backward, device: Device) -> bool:
+        return self.runs_on(device) and widest(op.forward) <= WIDEST
+
+    def supports(self, op: Backward, device: Device) -> list[str]:
+        found, forward = [], op.forward
+        if not self.runs_on(device):
+            found.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
+        found += tiling.tensor_core_reasons(forward, WIDEST)
+        return found + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return layout.tma_unsupported or layout.unaligned
+
+    def legal(self, config: Config, op: Backward, device: Device) -> str | None:
+        forward, columns = op.forward, config.dq_parts * config.dq_columns
+        if config.consumers not in (2, 3) or config.tile_q != 64:
+            return f"consumers is {config.consumers} and tile_q {config.tile_q}; they must be 2 or 3, and 64"
+        if config.dq_parts not in (1, config.consumers) or config.dq_chains not in (1, config.dq_parts):
+            return f"dq_parts is {config.dq_parts} and dq_chains {config.dq_chains}; each must be 1 or one for each of its makers"
+        if config.dq_columns % 8 or columns < forward.head_dim or config.dq_stages not in (1, 2):
+            return (
+                f"dq has {columns} columns in {config.dq_stages} stages; it needs {forward.head_dim}, in parts of 8, and 1 or 2"
+            )
+        if config.store not in STORES or config.direction not in ("", *DIRECTIONS):
+            return (
+                f"store is {config.store!r} and direction {config.direction!r}; they must be of {[*STORES]} and {[*DIRECTIONS]}"
+            )
+        if config.store == "unordered" and forward.spec.deterministic:
+            return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        threads = 128 * (1 + config.consumers)
+        if 128 * (config.producer_registers + config.consumers * config.consumer_registers) > 65536 // threads // 8 * 8 * threads:
+            return f"registers are {config.producer_registers} and {config.consumer_registers}; a block has not so many"
+        if smem_bytes(config, forward) > device.smem_bytes:
+            return f"it needs {smem_bytes(config, forward)} bytes of shared memory; a block has {device.smem_bytes}"
+        return None
+
+    def candidates(self, op: Backward, device: Device) -> list[Config]:
+        """The one that was found for the head sizes."""
+        return [each for each in (config_of(op.forward),) if self.legal(each, op, device) is None]
+
+    def cost(self, config: Config, op: Backward, device: Device) -> float:
+        """What its products take at the full rate of the tensor cores, which is a lower bound."""
+        return tiling.least_seconds(op.flops, device)
+
+    def lower(self, op: Backward, config: Config, device: Device) -> Program:
+        forward = op.forward
+        shared = backward.values(forward, config.tile_q, config.tile_kv)
+        blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
+        kv_values = shared | backward.kv_order(forward, config.tile_kv, device)
+        grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
+        launch = functools.partial(self.launch, op, config, device)
+        own = [launch("attn_bwd", kv_values, grid, _main)]
+        if config.store != "final" and forward.total_q:
+            own.append(launch("attn_bwd_convert", shared, blocks, _convert))
+        scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
+        scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
+        first = FirstPass(config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()))
+        return self.program(op, device, first, own, tuple(scratch))
+
+
+def _of_dq(config: Config) -> dict[str, int]:
+    names = ("dq_parts", "dq_columns", "dq_chains")
+    return {name: getattr(config, name) for name in names}
+
+
+def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+    numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
+    constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
+    constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    products = [
+        wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
+        wgmma("DpMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False),
+        wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
+        wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
+        wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
+    ]
+    every = backward.options(
+        op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=backward.kv_scheduler(op, config.direction),
+        Store=STORES[config.store][0],
+    )  # fmt: skip
+    loads = backward.loads(config.tile_q, config.tile_kv)
+    fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)
+    return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
+
+
+def _convert(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+    """The pass that makes dq of its sums."""
+    constants = {
+        **_of_dq(config), "tile_kv": config.tile_kv, "tile_q": config.tile_q, "q_block": config.tile_q, "head_dim": op.head_dim,
+        "threads": 128 * config.dq_parts, "scale_sign": -1 if op.scale < 0 else 1,
+    }  # fmt: skip
+    counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
+    fields = (store.DQ, store.DQ_SUM._replace(ctype="const float*"), *counts)
+    every = backward.options(op, Scheduler=tiling.lpt_scheduler(op, False))
+    return backward.rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
+
+
+ATTN_BWD = AttnBwd()

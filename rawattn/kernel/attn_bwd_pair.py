@@ -1,0 +1,145 @@
+"""attn_bwd_dkdv.cu and attn_bwd_dq.cu: the gradients of attention on Hopper for head sizes up to 256, in a pair of kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from ..compiler import Source
+from ..device import Device
+from ..operand import Layout
+from ..operation import Backward, Forward
+from ..program import Fields, Program
+from ..render import wgmma
+from ..variant import weight
+from ..variant.scheduler import DIRECTIONS
+from ..variant.store import DQ
+from . import backward, tiling
+from .backward import BackwardKernel, FirstPass
+
+KEYS = 64  # of a block of attn_bwd_dkdv.cu
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Query rows of a step of attn_bwd_dkdv.cu, keys of a step of attn_bwd_dq.cu and query rows of its blocks; registers of a
+    producer and of a consumer thread in each; in which direction blocks of the first go ("" for what the mask suggests)."""
+
+    tile_q: int = 64
+    tile_kv: int = 64
+    q_block: int = 128
+    kv_producer_registers: int = 40
+    kv_consumer_registers: int = 232
+    q_producer_registers: int = 40
+    q_consumer_registers: int = 232
+    direction: str = ""
+
+
+def config_of(op: Forward) -> Config:
+    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare."""
+    return Config(q_producer_registers=24, q_consumer_registers=240) if op.head_dim > 248 else Config()
+
+
+def smem_bytes(config: Config, op: Forward) -> int:
+    """Shared memory of a block, at most: the larger of the two kernels'."""
+    qk, v = -(-op.head_dim // 64), -(-op.head_dim_v // 64)
+    kv = (KEYS + 2 * config.tile_q) * (qk + v) * 128 + 8 * KEYS * config.tile_q // 2 + 16 * config.tile_q
+    q = (config.q_block * (qk + v) + config.tile_kv * (2 * qk + v)) * 128
+    return max(kv, q) + 1024
+
+
+class AttnBwdPair(BackwardKernel):
+    """The kernels and their launches."""
+
+    name = "attn_bwd_pair"
+    config_type = Config
+
+    def runs_on(self, device: Device) -> bool:
+        return device.arch == "sm_90a"
+
+    def meant_for(self, op: Backward, device: Device) -> bool:
+        return self.runs_on(device) and max(op.forward.head_dim, op.forward.head_dim_v) > 128
+
+    def supports(self, op: Backward, device: Device) -> list[str]:
+        found, forward = [], op.forward
+        if not self.runs_on(device):
+            found.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
+        found += tiling.tensor_core_reasons(forward)
+        return found + backward.reasons(op, 128, KEYS, places=2) + tiling.reasons(self.layout_reason(op.layout))
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return layout.tma_unsupported or layout.unaligned
+
+    def legal(self, config: Config, op: Backward, device: Device) -> str | None:
+        if config.q_block != 128 or config.tile_q not in (16, 32, 64, 128) or config.tile_kv % 16 or config.tile_kv < 16:
+            found = f"q_block is {config.q_block}, tile_q {config.tile_q}, tile_kv {config.tile_kv}"
+            return f"{found}; they must be 128, a power of 2 from 16 to 128, and a multiple of 16"
+        pairs = (
+            (config.kv_producer_registers, config.kv_consumer_registers),
+            (config.q_producer_registers, config.q_consumer_registers),
+        )
+        if any(producer + 2 * consumer > 504 for producer, consumer in pairs):
+            return f"registers are {pairs}; a block has 504 for three threads"
+        if config.direction not in ("", *DIRECTIONS):
+            return f"direction is {config.direction!r}; it must be one of {[*DIRECTIONS]}"
+        if smem_bytes(config, op.forward) > device.smem_bytes:
+            return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
+        return None
+
+    def candidates(self, op: Backward, device: Device) -> list[Config]:
+        """The one that was found for the head sizes."""
+        return [each for each in (config_of(op.forward),) if self.legal(each, op, device) is None]
+
+    def cost(self, config: Config, op: Backward, device: Device) -> float:
+        """What its products take at the full rate of the tensor cores, which is a lower bound; those of S and dP are computed
+        twice."""
+        forward = op.forward
+        columns = 4 * forward.head_dim + 3 * forward.head_dim_v
+        return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device)
+
+    def lower(self, op: Backward, config: Config, device: Device) -> Program:
+        forward, sms = op.forward, device.sm_count
+        shared = backward.values(forward, config.q_block, KEYS)
+        kv_values = shared | backward.kv_order(forward, KEYS, device)
+        kv_grid = min(sms, backward.kv_tiles(forward, KEYS)) if forward.total_kv else 0
+        q_grid = min(sms, forward.heads * backward.q_blocks(forward, config.q_block)) if forward.total_q else 0
+        launch = functools.partial(self.launch, op, config, device)
+        own = launch("attn_bwd_dkdv", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq", shared, q_grid, _dq)
+        return self.program(op, device, FirstPass(config.q_block, KEYS, 8), own)
+
+
+def _constants(op: Forward, config: Config, producer: int, consumer: int, **tiles: int) -> dict[str, int]:
+    registers = {"producer_registers": producer, "consumer_registers": consumer}
+    return {**tiles, "q_block": config.q_block, "consumers": 2, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **registers}
+
+
+def _products(op: Forward, n: int, **columns: int) -> list[str]:
+    """Those of S and dP with ``n`` columns, and the sums by name with theirs."""
+    made = [
+        wgmma("SMma", op.element, n, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
+        wgmma("DpMma", op.element, n, a_in_registers=False, b_by_rows=False),
+    ]
+    return made + [wgmma(name, op.element, each, a_in_registers=True, b_by_rows=True) for name, each in columns.items()]
+
+
+def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+    registers = config.kv_producer_registers, config.kv_consumer_registers
+    constants = _constants(op, config, *registers, tile_q=config.tile_q, tile_kv=KEYS)
+    fields = (*backward.loads(config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
+    plan = backward.kv_scheduler(op, config.direction)
+    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan)
+    products = _products(op, config.tile_q, DvMma=op.head_dim_v, DkMma=op.head_dim)
+    return backward.rendered("attn_bwd_dkdv.cu", constants, fields, products, every, arch)
+
+
+def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+    registers = config.q_producer_registers, config.q_consumer_registers
+    constants = _constants(op, config, *registers, tile_q=config.q_block, tile_kv=config.tile_kv)
+    fields = (*backward.loads(config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)
+    plan = tiling.lpt_scheduler(op, persistent=True)
+    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan)
+    products = _products(op, config.tile_kv, DqMma=op.head_dim)
+    return backward.rendered("attn_bwd_dq.cu", constants, fields, products, every, arch)
+
+
+ATTN_BWD_PAIR = AttnBwdPair()

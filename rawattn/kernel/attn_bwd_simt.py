@@ -1,0 +1,107 @@
+"""attn_bwd_dkdv_simt.cu and attn_bwd_dq_simt.cu: the gradients of attention of any number format, stride and GPU, in a pair of
+kernels in plain CUDA C."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from ..compiler import Source
+from ..device import Device
+from ..operand import Layout
+from ..operation import Backward, Forward
+from ..program import Field, Fields, Program, View
+from ..variant import Option, weight
+from . import backward, tiling
+from .backward import BackwardKernel, FirstPass
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile sizes in rows, columns that are in shared memory at a time."""
+
+    tile_q: int = 32
+    tile_kv: int = 32
+    chunk: int = 64
+
+
+def config_of(op: Forward) -> Config:
+    """The configuration for the head sizes. Wide heads of doubles take smaller tiles: a thread has tile / 16 times columns / 16
+    numbers of each gradient."""
+    widest = max(op.head_dim, op.head_dim_v)
+    tile = 16 if op.element.itemsize == 8 and widest > 128 else 32
+    return Config(tile, tile, min(64, -(-widest // 16) * 16))
+
+
+def smem_bytes(config: Config, op: Forward) -> int:
+    """Shared memory of a block: parts of two tiles, and P and dS."""
+    rows = (config.tile_q + config.tile_kv) * (config.chunk + 1)
+    return op.element.lse_bytes * (rows + 2 * config.tile_q * (config.tile_kv + 1))
+
+
+class AttnBwdSimt(BackwardKernel):
+    """The kernels and their launches."""
+
+    name = "attn_bwd_simt"
+    alignment = 1  # any
+    config_type = Config
+
+    def runs_on(self, device: Device) -> bool:
+        return device.capability >= 75
+
+    def supports(self, op: Backward, device: Device) -> list[str]:
+        found, forward = [], op.forward
+        if not self.runs_on(device):
+            found.append(f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}")
+        sizes = {"head_dim": forward.head_dim, "head_dim_v": forward.head_dim_v}
+        found += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
+        return found + backward.reasons(op, 16, 16)
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return None
+
+    def legal(self, config: Config, op: Backward, device: Device) -> str | None:
+        for which, value in dataclasses.asdict(config).items():
+            if value % 16 or value < 16:
+                return f"{which} is {value}; it must be a multiple of 16"
+        if smem_bytes(config, op.forward) > device.smem_bytes:
+            return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
+        return None
+
+    def candidates(self, op: Backward, device: Device) -> list[Config]:
+        """The one that was found for the head sizes."""
+        return [each for each in (config_of(op.forward),) if self.legal(each, op, device) is None]
+
+    def cost(self, config: Config, op: Backward, device: Device) -> float:
+        """What its products take at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""
+        return op.flops * 7 / 5 / (256 * device.sm_count * 1.5e9)
+
+    def lower(self, op: Backward, config: Config, device: Device) -> Program:
+        forward = op.forward
+        shared = backward.values(forward, config.tile_q, config.tile_kv)
+        kv_values = shared | backward.kv_order(forward, config.tile_kv, device)
+        kv_grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
+        q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
+        launch = functools.partial(self.launch, op, config, device)
+        own = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq_simt", shared, q_grid, _dq)
+        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own)
+
+
+def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+    plan = backward.kv_scheduler(op, persistent=False)
+    return _rendered("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], plan, arch)
+
+
+def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+    return _rendered("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], tiling.lpt_scheduler(op, persistent=False), arch)
+
+
+def _rendered(file: str, op: Forward, config: Config, outputs: Fields, plan: Option, arch: str) -> tuple[Source, Fields]:
+    constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    constants["scale_sign"] = -1 if op.scale < 0 else 1
+    loads = tuple(Field("d_o" if name == "do" else name, "StridedTensor", View(name)) for name in ("q", "k", "v", "do"))
+    every = backward.options(op, Score=op.score, Weight=weight.Identity(), Scheduler=plan)  # type: ignore[arg-type]
+    return backward.rendered(file, constants, (*loads, *outputs, *backward.STATISTICS, *backward.HEADS), [], every, arch)
+
+
+ATTN_BWD_SIMT = AttnBwdSimt()

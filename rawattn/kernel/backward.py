@@ -1,0 +1,202 @@
+"""What the kernels of the backward share: where rows lie in scratch memory, and the launches before and after their own.
+
+Scratch holds whole blocks of ``q_block`` query rows of each sequence, for each head: each row's number of ``lse_log2`` and of
+``delta``. Packed sequences leave gaps between them, so that each finds its place by itself (variant/rows/varlen.cuh).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..compiler import Source
+from ..device import Device
+from ..operation import Backward, Forward
+from ..program import Buffer, Field, Fields, Launch, Pointer, Program, Scratch, TensorMap, View
+from ..render import config_header, source
+from ..variant import Option, launch, rows, scheduler
+from ..variant.clear import ClearNothing
+from ..variant.dlse import GivenDlse, ZeroDlse
+from ..variant.mask import Full
+from ..variant.store import DQ
+from . import tiling
+from .base import Kernel
+
+OUTPUTS: Fields = (*(Field(name, "StridedOutput", View(name)) for name in ("dk", "dv")), DQ)
+STATISTICS: Fields = tuple(Field(name, "const Number*", Scratch(name)) for name in ("lse_log2", "delta"))
+HEADS: Fields = (Field("scale", "Number"), *(Field(name, "i32") for name in ("heads", "heads_per_kv", "q_blocks")))
+LSE = Field("lse", "const Number*", Pointer("lse"))
+NOTHING = ClearNothing()
+SINKS_THREADS = PADDING_THREADS = 512
+
+
+def reasons(op: Backward, q_block: int, tile_kv: int, places: int = 1) -> list[str]:
+    """The reasons why no kernel of the backward computes the operation, where the smallest tiles have these rows and a block of
+    ``q_block`` rows has ``places`` places that are counted."""
+    found, forward = [], op.forward
+    if not hasattr(forward.score, "slope"):
+        found.append(f"it needs the derivative of the score, slope(...), and {type(forward.score).__name__} has none")
+    if forward.constant_time:
+        found.append("its time is not shown to be independent of the data; constant_time is for the forward")
+    most = tiling.MOST_TILES // places
+    for count, size in ((q_blocks(forward, q_block) * forward.heads, q_block), (kv_tiles(forward, tile_kv), tile_kv)):
+        if count > most:
+            found.append(f"it counts up to {most} tiles of {size} rows, and here are {count}")
+    return found
+
+
+def q_blocks(op: Forward, rows: int) -> int:
+    """The blocks of query rows of a head in scratch."""
+    return op.total_q // rows + op.batch if op.varlen else op.batch * -(-op.q_len // rows)
+
+
+def kv_tiles(op: Forward, tile_kv: int) -> int:
+    """The key tiles of all heads, for packed sequences at most."""
+    each = op.total_kv // tile_kv + op.batch if op.varlen else op.batch * -(-op.kv_len // tile_kv)
+    return each * op.kv_heads
+
+
+def statistics(op: Forward, q_block: int) -> tuple[Buffer, ...]:
+    """The scratch memory of ``lse_log2`` and ``delta``."""
+    size = op.heads * q_blocks(op, q_block) * q_block * op.element.lse_bytes
+    return Buffer("lse_log2", size), Buffer("delta", size)
+
+
+def exact_score(op: Forward) -> Option:
+    """The score as exact as float32 is, for tensor cores: its short-cuts are for the forward, which rounds weights to 16 bits."""
+    score: Option = getattr(op.score, "constant_time", op.score)  # type: ignore[arg-type]
+    return score
+
+
+def options(op: Forward, **own: Option) -> dict[str, Option]:
+    """The option on each axis that all kernels of the backward have, and a kernel's own."""
+    where = rows.Varlen() if op.varlen else rows.Dense()
+    return {"Element": op.element, "Rows": where, "Mask": op.mask, **own}  # type: ignore[dict-item]
+
+
+def kv_scheduler(op: Forward, direction: str = "", persistent: bool = True) -> Option:
+    """The schedule of key tiles: in turns up and down where the mask makes some of them longer."""
+    direction = direction or ("Ascending" if isinstance(op.mask, Full) else "Alternating")
+    return (scheduler.KvVarlenScheduler if op.varlen else scheduler.KvScheduler)(direction, persistent)
+
+
+def launch_option(arch: str) -> Option:
+    """Whether kernels may begin before the launch in front of them has ended."""
+    return launch.Dependent() if arch == "sm_90a" else launch.Independent()
+
+
+def rendered(
+    file: str, constants: Mapping[str, int], own: Fields, products: Sequence[str], options: dict[str, Option], arch: str
+) -> tuple[Source, Fields]:
+    """A source and its fields, each of them once."""
+    fields = tuple(dict.fromkeys((*own, *(field for option in options.values() for field in option.fields))))
+    return source(file, config_header({"m_tiles_per_warp": 1, **constants}, fields, products, options), arch), fields
+
+
+def loads(tile_q: int, tile_kv: int) -> Fields:
+    """What TMA loads, in tiles of these rows."""
+    boxes = {"q": tile_q, "k": tile_kv, "v": tile_kv, "do": tile_q}
+    return tuple(Field("d_o" if name == "do" else name, "TmaTensor", TensorMap(name, rows)) for name, rows in boxes.items())
+
+
+# ---- values and launches
+
+
+def values(op: Forward, q_block: int, tile_kv: int) -> dict[str, float]:
+    """The run-time numbers of all launches. Query tiles are taken head by head."""
+    return {
+        "scale": abs(op.scale), "heads": op.heads, "heads_per_kv": op.heads_per_kv, "batches": op.batch,
+        "q_blocks": q_blocks(op, q_block), "q_len": op.q_len, "kv_len": op.kv_len, "total_q": op.total_q, "total_kv": op.total_kv,
+        "q_tiles": -(-op.q_len // q_block), "kv_tiles": -(-op.kv_len // tile_kv), "l2_head_group": 1,
+        "last_group": max(0, op.heads * op.batch - 1), **op.mask.values, **op.score.values,
+    }  # fmt: skip
+
+
+def kv_order(op: Forward, tile_kv: int, device: Device) -> dict[str, float]:
+    """Which key tiles are taken together: those of as many heads as give each multiprocessor one."""
+    all_heads = op.kv_heads * op.batch
+    group = max(1, min(all_heads, -(-device.sm_count // max(1, -(-op.kv_len // tile_kv)))))
+    return {"l2_head_group": group, "last_group": max(0, all_heads // group - 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstPass:
+    """The configuration of attn_bwd_delta.cu: rows of a block, keys of a tile of the kernel that follows, numbers of o and do
+    that are read at once; what it clears, and the constants of dq that this needs; whether lse has a gradient."""
+
+    q_block: int
+    tile_kv: int
+    vector: int = 1
+    clears: Option = NOTHING
+    of_dq: tuple[tuple[str, int], ...] = ()
+    dlse: bool = False
+
+
+class BackwardKernel(Kernel[Backward]):
+    """What a kernel of the backward is made of: launches of its own, between those that all of them have."""
+
+    def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
+        """Only ``op``: the configuration follows from its kind."""
+        return (op,)
+
+    def launch(
+        self, op: Backward, config: Any, device: Device, name: str, values: Mapping[str, float], grid: int,
+        make: Callable[[Any, Any, str], tuple[Source, Fields]],
+    ) -> Launch:  # fmt: skip
+        """A launch, whose source and fields are made of the forward, the configuration and the architecture, once for a kind."""
+        rendered = self._kept((name, op.kind, config, device.arch), lambda: make(op.forward, config, device.arch))
+        return Launch(name, *rendered, values, grid)
+
+    def program(
+        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = ()
+    ) -> Program:
+        """The launches of a backward, without those that have no block: the rows of no sequence, the first pass, ``own``, and the
+        sinks. ``scratch`` is what they need besides the statistics."""
+        forward, size = op.forward, first.q_block
+        shared = values(forward, size, first.tile_kv)
+        of_rows = forward.heads * q_blocks(forward, size) if forward.total_q else 0
+        first = dataclasses.replace(first, dlse=op.dlse)
+        found = [self.launch(op, first, device, "attn_bwd_delta", shared, of_rows, _delta), *own]
+        if forward.varlen:
+            grid = 2 * device.sm_count * (forward.total_q + forward.total_kv > 0)
+            found.insert(0, self.launch(op, None, device, "attn_bwd_padding", shared, grid, _padding))
+        if forward.sinks:
+            found.append(self.launch(op, size, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
+        return Program(tuple(each for each in found if each.grid), (*statistics(forward, size), *scratch))
+
+
+def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
+    """The first pass: a block for each block of rows, as many threads for a row as it has vectors, up to a warp."""
+    lanes = min(32, 1 << (-(-op.head_dim_v // first.vector) - 1).bit_length())
+    lanes = max(lanes, 32 // first.q_block)
+    constants = {
+        "tile_q": first.q_block, "q_block": first.q_block, "tile_kv": first.tile_kv, "vector": first.vector, "lanes": lanes,
+        "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **dict(first.of_dq),
+    }  # fmt: skip
+    every = options(
+        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Clear=first.clears, Scheduler=tiling.lpt_scheduler(op, False),
+        Launch=launch_option(arch),
+    )  # fmt: skip
+    reads = (Field("o", "StridedTensor", View("o")), Field("d_o", "StridedTensor", View("do")), LSE)
+    writes = tuple(field._replace(ctype="Number*") for field in STATISTICS)
+    counts = (Field("heads", "i32"), Field("q_blocks", "i32"))
+    return rendered("attn_bwd_delta.cu", constants, (*reads, *writes, *counts), [], every, arch)
+
+
+def _dsinks(op: Forward, q_block: int, arch: str) -> tuple[Source, Fields]:
+    """The pass that makes dsinks: a block for each head."""
+    constants = {"threads": SINKS_THREADS, "tile_q": q_block, "q_block": q_block, "tile_kv": 64}
+    gradients = Field("sinks", "const Number*", Pointer("sinks")), Field("dsinks", "Number*", Pointer("dsinks"))
+    counts = tuple(Field(name, "i32") for name in ("heads", "q_blocks", "batches"))
+    every = options(op, Launch=launch_option(arch))
+    return rendered("attn_bwd_dsinks.cu", constants, (LSE, STATISTICS[1], *gradients, *counts), [], every, arch)
+
+
+def _padding(op: Forward, config: None, arch: str) -> tuple[Source, Fields]:
+    """The pass that clears the rows of no sequence."""
+    constants = {"threads": PADDING_THREADS, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    counts = tuple(Field(name, "i32") for name in ("heads", "heads_per_kv", "batches", "total_q", "total_kv"))
+    starts = rows.Varlen().fields[:2]
+    every: dict[str, Option] = {"Element": op.element, "Launch": launch_option(arch)}
+    return rendered("attn_bwd_padding.cu", constants, (*OUTPUTS, *starts, *counts), [], every, arch)

@@ -1,0 +1,160 @@
+"""The gradients of attention as a frozen, hashable value without pointers or devices, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..arrays import Array, contiguous_strides
+from ..errors import ProblemError
+from ..operand import PLAIN, Layout, Operand, layout_of
+from ..spec import Spec
+from ..tma import ALIGNMENT, readable
+from .base import Operation
+from .forward import Forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward(Operation):
+    """dq, dk, dv, and where there are sinks dsinks: the gradients of a loss by the inputs of ``forward``, from do, that by o, and
+    dlse, that by lse, where the loss depends on it.
+
+    It reads o and lse, which the forward gave. ``layout`` has what kernels may ask of how do, q, k, v and o lie in memory.
+    """
+
+    forward: Forward
+    dlse: bool = False
+    layout: Layout = PLAIN
+
+    names: ClassVar[tuple[str, ...]] = (
+        "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks"
+    )  # fmt: skip  # of all inputs, in the order in which they are given
+
+    def __post_init__(self) -> None:
+        forward = self.forward  # as it is for all gradients: lse is there, and the layout is that of more arrays
+        if forward.spec.return_lse or forward.layout != PLAIN:
+            plain = dataclasses.replace(forward, spec=dataclasses.replace(forward.spec, return_lse=False), layout=PLAIN)
+            object.__setattr__(self, "forward", plain)
+
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        """All inputs, in order."""
+        return cls.names
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Backward:
+        """The operation of a call of ``rawattn.attention_backward``."""
+        return cls.of(arrays, Spec.of(**options), *lengths)
+
+    @classmethod
+    def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Backward:
+        """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
+        forward = Forward.of({name: arrays[name] for name in Forward.names if name in arrays}, spec, max_q_len, max_kv_len)
+        q = arrays["q"]
+        found = cls(forward, "dlse" in arrays)
+        for operand in found.inputs:
+            if operand.name not in arrays:
+                raise ProblemError(f"{operand.name} is None; it must be an array.")
+            operand.check(arrays[operand.name], q.library, q.device)
+        return found if q.is_cpu else dataclasses.replace(found, layout=found.layout_of(arrays))
+
+    def resized(self, batch: int, q_len: int, kv_len: int) -> Backward:
+        """The operation with other lengths, which are not checked again; for dense sequences."""
+        return dataclasses.replace(self, forward=self.forward.resized(batch, q_len, kv_len))
+
+    # ---- its arrays
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The arrays that it reads, in order."""
+        q, k, v, *rest = self.forward.inputs
+        o = dataclasses.replace(self.forward, spec=dataclasses.replace(self.forward.spec, return_lse=True)).outputs
+        out, lse = (each._replace(role="in") for each in o)
+        dlse = [lse._replace(name="dlse")] * self.dlse
+        return (out._replace(name="do"), q, k, v, out, lse, *dlse, *rest)
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Operand, ...]:
+        """The arrays that it writes, in order."""
+        read = {each.name: each for each in self.forward.inputs}
+        names = ("q", "k", "v", *["sinks"] * self.forward.sinks)
+        return tuple(read[name]._replace(name=f"d{name}", role="out", contiguous=name == "sinks") for name in names)
+
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        """The facts of do, q, k, v and o."""
+        return layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
+
+    def check_numbers(self, arrays: Mapping[str, Any]) -> None:
+        """As the forward does."""
+        self.forward.check_numbers(arrays)
+
+    # ---- what compiled kernels depend on, and its size
+
+    @property
+    def number(self) -> str:
+        return self.forward.number
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Returns what compiled kernels depend on, as ``Forward.kind``."""
+        return (type(self), self.forward.kind, self.dlse)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the five products over the kept pairs: those of S, dK and dQ have head_dim columns,
+        those of dP and dV head_dim_v."""
+        forward = self.forward
+        return 2 * (3 * forward.head_dim + 2 * forward.head_dim_v) * forward.batch * forward.heads * forward.pairs
+
+    # ---- operations of nearly the same size
+
+    @property
+    def selection_key(self) -> Any:
+        """The forward's, and what it adds."""
+        return (type(self), self.forward.selection_key, self.dlse, self.layout)
+
+    def rounded(self) -> Backward:
+        """The operation of the forward whose lengths are rounded up."""
+        return dataclasses.replace(self, forward=self.forward.rounded())
+
+    @classmethod
+    def family(cls, signatures: tuple[Any, ...]) -> Any:
+        """A key of do, q, k, v, o and lse that lie plainly."""
+        if len(signatures) != 6 or not all(signatures):
+            return None
+        do, q, k, v, o, lse = signatures
+        forward = Forward.family((q, k, v))
+        if forward is None:
+            return None
+        (_, dtype, q_shape, _, *place), shape = q, (*q[2][:3], v[2][3])
+        for pointer, dtype_each, shape_each, strides, *place_each in (do, o):
+            if dtype_each != dtype or tuple(shape_each) != shape or place_each != place or pointer % ALIGNMENT or strides[3] != 1:
+                return None
+            if not readable(shape, strides, dtype.itemsize, 0):
+                return None
+        rows = q_shape[0], q_shape[2], q_shape[1]
+        if tuple(lse[2]) != rows or tuple(lse[3]) != contiguous_strides(rows) or [*lse[4:]] != place:
+            return None
+        return (forward, lse[1])
+
+    def resized_to(self, arrays: Mapping[str, Array]) -> Backward:
+        """The operation on arrays of the same family: itself where their lengths are its own."""
+        forward = self.forward.resized_to(arrays)
+        return self if forward is self.forward else dataclasses.replace(self, forward=forward)
+
+    # ---- as text
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are not the defaults, as JSON can hold them."""
+        dlse = {"dlse": True} if self.dlse else {}
+        return {"operation": "Backward", "forward": self.forward.to_json(), **dlse, "layout": list(self.layout)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Backward:
+        """The inverse of ``to_json``."""
+        return cls(Forward.from_json(fields["forward"]), fields.get("dlse", False), Layout(*fields["layout"]))
+
+    def __str__(self) -> str:
+        return f"Backward of {self.forward}{', dlse' if self.dlse else ''}"

@@ -1,0 +1,29 @@
+"""This module says what the gradient of lse is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ..program import Field, Fields, Pointer
+from . import Option
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroDlse(Option):
+    """The loss does not depend on lse."""
+
+    type: ClassVar[str] = "ZeroDlse"
+    source: ClassVar[str] = "variant/dlse/zero.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenDlse(Option):
+    """An array that lies like lse."""
+
+    type: ClassVar[str] = "GivenDlse"
+    source: ClassVar[str] = "variant/dlse/given.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("dlse", "const Number*", Pointer("dlse")),)
