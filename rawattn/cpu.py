@@ -37,7 +37,7 @@ from .errors import ProblemError, UnsupportedError
 from .operand import Layout
 from .operation import Backward, Forward
 from .variant.element import ELEMENTS, Element
-from .variant.mask import Mask, kept_pairs
+from .variant.mask import Mask, UsedQueries, kept_pairs
 from .variant.score import Scale, Score, Softcap
 
 name = "cpu"
@@ -283,26 +283,30 @@ class _Unit(NamedTuple):
 def run(
     op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
     cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
+    q_lens: Array | None = None, kv_lens: Array | None = None,
 ) -> None:  # fmt: skip
     """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
     starts = cu_seqlens_q, cu_seqlens_kv
-    run_forward(q, k, v, o, lse, op.mask, op.score, op.scale, sinks, *starts, config=config)
+    run_forward(q, k, v, o, lse, op.mask, op.score, op.scale, sinks, *starts, q_lens, kv_lens, config=config)
 
 
 def run_forward(
     q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Mask, score: Score, scale: float,
-    sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, config: Config,
+    sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None,
+    q_lens: Array | None = None, kv_lens: Array | None = None, *, config: Config,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
 
     Raises ProblemError where cu_seqlens do not describe sequences of these arrays.
     """
-    interval = functools.cache(lambda q_len, kv_len: mask.interval(np.arange(q_len), q_len, kv_len))
+    interval = functools.cache(lambda own, q_len, kv_len: own.interval(np.arange(q_len), q_len, kv_len))
     sequences = []
     for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
-        kv_len, out = len(k[keys]), (o[rows], None if lse is None else lse[at])
-        bounds = interval(len(q[rows]), kv_len)
-        sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, mask, *bounds))
+        q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
+        kv_len = kv_len if kv_lens is None else int(kv_lens[i])
+        own = mask if q_lens is None or q_lens[i] == q_len else UsedQueries(mask, int(q_lens[i]))
+        bounds = interval(own, q_len, kv_len)
+        sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, own, *bounds))
     run_sequences(sequences, q.shape[-2], score, scale, sinks, config)
 
 

@@ -38,8 +38,8 @@ INF = float("inf")
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, return_lse: bool = False,
-    rows: Sequence[int] | None = None,
+    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None, kv_lens: Any = None,
+    return_lse: bool = False, rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """Attention in float64, slow and exact, to compare with.
 
@@ -51,6 +51,8 @@ def attention(
         causal, window, softcap, scale, mask, score: as in ``rawattn.attention``. The score needs ``logit`` alone.
         sinks: (heads,) floats in any library, a logit of each query head that joins the sum and lse and has no value.
         cu_seqlens_q, cu_seqlens_kv: (batch + 1,) integers; then q, k, v are (total, heads, head_dim), sequences end to end.
+        q_lens, kv_lens: (batch,) integers, the rows that each sequence uses: its other queries keep no key, and its other keys
+            are not there.
         return_lse: give (o, lse).
         rows: compute these queries only, numbered in each sequence, or in all of q where sequences are end to end.
 
@@ -63,7 +65,7 @@ def attention(
     kept key makes the row NaN.
     """
     formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score)
-    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
+    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
     return (o, lse) if return_lse else o
 
 
@@ -168,9 +170,10 @@ class Formula:
     scale: float
 
     def forward(
-        self, q: Any, k: Any, v: Any, sinks: Any, cu_q: Any, cu_kv: Any, wanted: Sequence[int] | None = None
-    ) -> tuple[Any, Any]:
-        """o and lse of all sequences, or of the wanted queries."""
+        self, q: Any, k: Any, v: Any, sinks: Any, cu_q: Any, cu_kv: Any, wanted: Sequence[int] | None = None,
+        lens: tuple[Any, Any] = (None, None),
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """o and lse of all sequences, or of the wanted queries; ``lens`` are the rows of q and of k that each uses."""
         queries = np.arange(q.shape[-3]) if wanted is None else np.asarray(wanted, np.int64)
         with self._settings(q):
             shape = (*q.shape[:-3], len(queries), q.shape[-2])
@@ -186,7 +189,11 @@ class Formula:
                 else:
                     at, to = np.nonzero((queries >= rows.start) & (queries < rows.stop))[0], (o, lse)
                     chosen = queries[at] - rows.start
-                self.forward_sequence((batch, 0), q[rows], k[keys], v[keys], sinks, chosen, at, *to)
+                used, keys_used = (slice(None if each is None else int(each[batch])) for each in lens)
+                if used.stop is not None:
+                    chosen, at = chosen[chosen < used.stop], at[chosen < used.stop]
+                given = q[rows][used], k[keys][keys_used], v[keys][keys_used]
+                self.forward_sequence((batch, 0), *given, sinks, chosen, at, *to)
         return o, lse
 
     def backward(self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: Any, cu_q: Any, cu_kv: Any) -> tuple[Any, ...]:

@@ -188,7 +188,7 @@ def _option(value: Any) -> Any:
 def _named(tensors: Sequence[Any]) -> dict[str, Any]:
     """Returns the operator's tensors by name, in the order of ``Forward.names``."""
     q, k, v, sinks, *starts = tensors
-    return dict(zip(Forward.names, (q, k, v, *starts, sinks), strict=True))
+    return dict(zip(Forward.names, (q, k, v, *starts, sinks), strict=False))
 
 
 def _compute(

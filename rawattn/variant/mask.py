@@ -208,6 +208,18 @@ class FromKey(Option):
         return np.maximum(begin, self.first), end
 
 
+@dataclasses.dataclass(frozen=True)
+class UsedQueries(Option):
+    """A mask of sequences that use their first ``used`` queries: the others keep no key, and it sees this length."""
+
+    base: Mask
+    used: int
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        begin, end = self.base.interval(q, self.used, kv_len)
+        return np.where(q < self.used, begin, 0), np.where(q < self.used, end, 0)
+
+
 def causal_and(mask: Mask) -> Mask:
     """The mask without the keys behind the query's own position, which a step asks for besides."""
     parts = [mask]
