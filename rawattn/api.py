@@ -53,16 +53,14 @@ def attention(
         mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
-        q_lens, kv_lens: int32, (batch,), of q's library and device: how many rows each sequence uses, from its first one on.
-            Queries behind them keep no key, no query keeps a key behind them, and masks see these lengths. On a GPU no kernel
-            takes them yet.
+        q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
+            key, no query keeps a key behind them, and masks see these lengths. No kernel of a GPU takes them yet.
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
             where torch traces, transforms or casts the call.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
-            softcap.
-            The time still follows from shapes, strides, masks and other options, and with packed sequences from their lengths.
+            softcap. The time still follows from shapes, strides, masks and other options, and with packed sequences from their lengths.
             Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
             clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.
         deterministic: accepted for flash-attn's users; results are always the same bits.
@@ -90,10 +88,7 @@ def attention(
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
     }  # fmt: skip
-    given: tuple[Any, ...] = (q, k, v) if sinks is None else (q, k, v, None, None, sinks)
-    if q_lens is not None or kv_lens is not None:
-        given = (q, k, v, None, None, sinks, q_lens, kv_lens)
-    return _run(given, options, (None, None), kernel, config, out)
+    return _run(_given(q, k, v, None, None, sinks, q_lens, kv_lens), options, (None, None), kernel, config, out)
 
 
 def attention_varlen(
@@ -125,10 +120,7 @@ def attention_varlen(
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic,
     }  # fmt: skip
-    given: tuple[Any, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_kv)
-    given = given if sinks is None else (*given, sinks)
-    if q_lens is not None or kv_lens is not None:
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens)
+    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens)
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
@@ -334,6 +326,14 @@ def _key(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, 
         options = {**options, "window": (*window, *map(type, window))}
     values = (*options.values(), *lengths, kernel, config)
     return (*values, *map(type, values))
+
+
+def _given(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
+    """The arrays of a call, without what is None at the end."""
+    count = len(others)
+    while count and others[count - 1] is None:
+        count -= 1
+    return (q, k, v, *others[:count])
 
 
 def _run(

@@ -234,7 +234,7 @@ def product(typing, a, first, row, column, b, start, step, depth):
 @njit
 def fetch(k, v, pages, first, begin, keys, table, tile_k, tile_v, width):
     """Brings the keys first + begin and on to tile_k (key, head_dim), and values to tile_v (key, width), up to first + keys;
-    whether the values are finite."""
+    whether the values are finite. Keys before these are only in the first tile, which is zeros there, as it was made."""
     finite, head_dim, page_size = True, k.shape[2], k.shape[1]
     at, row = (first + begin) // page_size, (first + begin) % page_size
     for j in range(begin, keys):
@@ -364,7 +364,6 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse
 
     for first in range(lowest // tile_kv * tile_kv, highest, tile_kv):
         keys = min(tile_kv, highest - first)
-        # Keys before the lowest stay zeros, as the tiles were made: they are in the first tile that is visited.
         finite = fetch(k, v, pages, first, max(0, lowest - first), keys, table, tile_k, tile_v, width)
         for panel in range(panels):
             if some_begin[panel] >= first + keys or some_end[panel] <= first:
@@ -381,7 +380,6 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
                 gather(s, keys, tile_v, width, shrink, panel_o, panel)
-
     for row in range(rows):
         total, largest, weight = row_sum[row], row_max[row], q.dtype.type(1)
         if sinks[row] != -np.inf:  # the sums move to the larger of the two maxima

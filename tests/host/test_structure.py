@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 9200,
+    "rawattn": 12100,
     "perf": 3700,
-    "cuda_src": 4700,
-    "tests": 15000,
+    "cuda_src": 6000,
+    "tests": 15800,
 }
 FUNCTION_LINES = 60
 
