@@ -398,6 +398,27 @@ def counters(index: int) -> Counters:
     return Counters(index)
 
 
+@functools.cache
+def violations(index: int) -> int:
+    """Address of the device's word of what launches found violated; zero at first."""
+    with current(index), relaxed_capture():
+        address = int(call("cuMemAlloc", 8))
+        stream = _side_stream(index)
+        call("cuMemsetD8Async", address, 0, 8, stream)
+        call("cuStreamSynchronize", stream)
+    return address
+
+
+def take_violations(index: int) -> int:
+    """Waits for the device, and gives and clears its word of violations."""
+    word = ctypes.c_uint32()
+    with current(index):
+        call("cuCtxSynchronize")
+        call("cuMemcpyDtoH", ctypes.addressof(word), violations(index), 4)
+        call("cuMemsetD8", violations(index), 0, 4)
+    return word.value
+
+
 @functools.lru_cache(maxsize=1024)
 def _geometry(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> tuple[Any, ...]:
     """The arguments of cuTensorMapEncodeTiled before the pointer, and those after it."""

@@ -47,7 +47,7 @@ class PackGqaMask(_OfPackGqa):
     """The mask that such rows need."""
 
     type: ClassVar[str] = "PackGqaMask"
-    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
+    source: ClassVar[str] = "variant/rows/pack_gqa_of.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PackGqaScore(_OfPackGqa):
     """The score that such rows need."""
 
     type: ClassVar[str] = "PackGqaScore"
-    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
+    source: ClassVar[str] = "variant/rows/pack_gqa_of.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +81,29 @@ class WithOffset(Wrapper):
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("q_offset", "i32"), Field("kv_offset", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheRows(Option):
+    """A step's queries over cached keys, the heads that share a key head side by side: as many for each sequence, (batch, length,
+    heads, head_dim), or with ``varlen`` end to end, (total, heads, head_dim). ``kv_lens`` lie on the device; ``max_kv_len`` is
+    what the cache has room for."""
+
+    varlen: bool = False
+    type: ClassVar[str] = "CacheRows"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{'PackedQueries' if self.varlen else 'SameQueries'}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("variant/rows/packed_queries.cuh" if self.varlen else "variant/rows/same_queries.cuh",)
+
+    @property
+    def fields(self) -> Fields:
+        lengths = (Field("kv_lens", "const i32*", Pointer("kv_lens")), Field("max_kv_len", "i32"), Field("pack_gqa_heads", "i32"))
+        if not self.varlen:
+            return (*lengths, Field("q_len", "i32"))
+        cu_seqlens = Field("cu_seqlens_q", "const i32*", Pointer("cu_seqlens_q"))
+        return (cu_seqlens, *lengths, Field("max_q_len", "i32"), Field("total_q", "i32"))

@@ -26,7 +26,7 @@ from rawattn.compiler import Source
 from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
-PTX = ("barrier", "base", "cp_async", "ldmatrix", "mbarrier", "mma", "tma", "wgmma")
+PTX = ("barrier", "base", "cp_async", "cp_async_mbarrier", "global", "ldmatrix", "mbarrier", "mma", "tma", "wgmma")
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 
 
@@ -93,12 +93,15 @@ class Kernel:
     def __call__(self, blocks: int, values: Mapping[str, Any]) -> None:
         """Runs ``blocks`` blocks. A value is a number, the bytes of a struct, or an array, whose pointer is given."""
         layout = render.layout(self.fields, self.number)
-        size = layout.pack.size
+        found = (values[field.name] for field in self.fields)
+        self.launch(blocks, layout.pack.pack(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in found)))
+
+    def launch(self, blocks: int, args: bytes) -> None:
+        """Runs ``blocks`` blocks with these bytes of arguments."""
+        size = len(args)
         assert size == self._library.args_bytes()
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 64
-        found = (values[field.name] for field in self.fields)
-        args = layout.pack.pack(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in found))
         memory[start : start + size] = np.frombuffer(args, np.uint8)
         given = ctypes.c_void_p(memory.ctypes.data + start)
         assert self._library.run(given, blocks) == 0, "every thread waits"

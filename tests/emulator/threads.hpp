@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 using u16 = unsigned short;
@@ -28,8 +29,10 @@ constexpr float minus_inf = -__builtin_inff();
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float max(float a, float b) { return fmaxf(a, b); }
 static float min(float a, float b) { return fminf(a, b); }
 static double max(double a, double b) { return fmax(a, b); }
@@ -39,6 +42,8 @@ static i32 min(i32 a, i32 b) { return a < b ? a : b; }
 static u32 min(u32 a, u32 b) { return a < b ? a : b; }
 static i64 min(i64 a, i64 b) { return a < b ? a : b; }
 static i32 __ffs(i32 x) { return ffs(x); }
+static i32 __clz(i32 x) { return x ? __builtin_clz(u32(x)) : 32; }
+static i32 __popc(u32 x) { return __builtin_popcount(x); }
 static u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
 static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 
@@ -119,6 +124,8 @@ static void __syncwarp() { __ballot_sync(~0u, true); }
 static void __syncthreads() { named[0].wait(blockDim.x); }
 static void __threadfence() {}
 static i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
+static u32 atomicAdd(u32* at, u32 x) { return (*at += x) - x; }
+static u32 atomicOr(u32* at, u32 x) { return std::exchange(*at, *at | x); }
 static u32 atomicInc(u32* at, u32 last) {
     const u32 old = *at;
     *at = old >= last ? 0 : old + 1;
@@ -188,23 +195,33 @@ static void wgmma_commit() {}
 template <int pending> void wgmma_wait() {}
 
 struct Mbarrier {
-    u16 count, pending;
-    u32 phase;
+    unsigned char count, pending;
+    u16 phase;
+    i32 bytes;  // announced, and not there
 
-    void init(u32 arrivals) { count = pending = arrivals, phase = 0; }
-    void arrive() {
+    void init(u32 arrivals) { count = pending = arrivals, phase = 0, bytes = 0; }
+    void advance() {
         ++progress;
-        if (--pending == 0) pending = count, phase ^= 1;
+        if (pending == 0 && bytes == 0) pending = count, phase ^= 1;
     }
-    void arrive_expect(u32) { arrive(); }  // the copies that follow are done before another thread runs
+    void arrive() { --pending, advance(); }
+    void arrive_expect(u32 more) { bytes += more, arrive(); }
+    void complete(u32 there) { bytes -= there, advance(); }
     void wait(u32 parity) {
         while (phase == parity) yield();
     }
 };
+struct PolledMbarrier : Mbarrier {
+    void arrive_after_copies() { arrive(); }
+};
 static void fence_mbarrier_init() {}
+static void fence_proxy_async() {}
+static float4 load_from_l2(const float4* from) { return *from; }
+static float2 load_from_l2(const float2* from) { return *from; }
 
 // A box of 64 columns, swizzled; what lies outside is zero.
-static void tma_load(void* to, const TensorMap& map, Mbarrier&, i32 c0, i32 c1, i32 c2, i32 c3) {
+static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
+    full.complete(u32(map.box_rows) * 128);
     for (i32 row = 0; row < map.box_rows; ++row)
         for (i32 column = 0; column < 64; ++column) {
             const bool inside = c1 + row >= 0 && c1 + row < map.rows && c0 + column < map.columns;
@@ -215,7 +232,26 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier&, i32 c0, i32 c1, 
             memcpy(raw + at, &x, 2);
         }
 }
-static void tma_load(void*, const TensorMap&, Mbarrier&, i32, i32, i32, i32, i32) { __builtin_trap(); }
+// A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box.
+static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+    const i64 *word = &map.data, *stride = word + 1, *size = word + 5, *box = word + 10;
+    const i64 first[5] = {c0, c1, c2, c3, c4}, span = box[0] * 2;
+    u32 bytes = u32(span);
+    for (int d = 1; d < 5; ++d) bytes *= u32(box[d]);
+    full.complete(bytes);
+    for (u32 at = 0; at < bytes; at += 2) {
+        i64 rest = at / 2, from = 0;
+        bool inside = true;
+        for (int d = 0; d < 5; ++d) {
+            const i64 c = first[d] + rest % box[d];
+            rest /= box[d], from += c * (d ? stride[d - 1] : 2), inside &= c >= 0 && c < size[d];
+        }
+        u32 where = smem_address(to) + at;
+        where ^= (where >> 7 & (span / 16 - 1)) << 4;  // swizzled over the span
+        const u16 x = inside ? half(reinterpret_cast<const char*>(word[0]) + from) : 0;
+        memcpy(raw + where, &x, 2);
+    }
+}
 static void prefetch(const TensorMap&) {}
 
 template <bool transposed>

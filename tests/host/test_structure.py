@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 9300,
+    "rawattn": 12800,
     "perf": 3700,
-    "cuda_src": 4700,
-    "tests": 15200,
+    "cuda_src": 6600,
+    "tests": 18000,
 }
 FUNCTION_LINES = 60
 
@@ -36,6 +36,7 @@ IMPORTERS = {
         "__main__.py",
         "compiler.py",
         "torch_op.py",
+        "torch_serving.py",
         "torch_sharding.py",
     },
 }

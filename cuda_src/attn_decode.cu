@@ -1,0 +1,448 @@
+// Attention of few queries over cached keys (decoding): o = softmax(mask(score(q k^T))) v, with mma.sync.
+//
+// Rows are the queries of all heads that share a key head, cfg::tile_q of them in a work. Blocks are persistent: each takes an equal
+// share of all key tiles, which it finds from the lengths on the device. Warp 0 loads the tiles of its share, first ones first, into
+// a ring. Of the four others each computes whole tiles by itself: warp w those whose number is w modulo 4, all rows at once. At the
+// end of a split the four results become one, of which each warp has a quarter of the columns. Splits, and the order in which they
+// are folded, follow from the sequence alone (tile/splits.cuh): a row has the same bits in any batch, on any grid, for any pages.
+//
+//   barrier               arrives                       waits               protects
+//   k_full[s], v_full[s]  TMA (bytes), or copies        the tile's warp     K, V of stage s until read
+//   empty[s]              a lane of the tile's warp     producer            both until refilled
+//   named barrier 1       consumers                     consumers           smem.q, smem.strands, smem.pieces, smem.is_last
+//   args.arrived[work]    blocks with splits of a work, as many as splits; the last to arrive folds, and sets it back to zero
+//
+// A block with the first splits of a work folds them as it goes. Others leave theirs in global memory: one state for each split, or
+// for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
+
+#include "config.cuh"  // rendered: cfg, Args, and the options Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Launch
+#include "ptx/barrier.cuh"
+#include "tile/facts.cuh"
+#include "tile/fragment.cuh"
+#include "tile/paged_tile.cuh"
+#include "tile/range.cuh"
+#include "tile/softmax.cuh"
+#include "tile/softmax_state.cuh"
+#include "tile/splits.cuh"
+#include "tile/strided_tensor.cuh"
+#include "variant/interfaces.cuh"
+
+using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
+using KTile = PagedTile<cfg::tile_kv, cfg::head_dim, cfg::page_rows>;
+using VTile = PagedTile<cfg::tile_kv, cfg::head_dim_v, cfg::page_rows>;
+
+struct Smem {
+    KTile k[cfg::stages];
+    VTile v[cfg::stages];
+    QTile q;
+    Strands strands;
+    KeptState group, groups;  // of the splits so far in their group, and of the groups before
+    Kv::Barrier k_full[cfg::stages], v_full[cfg::stages], empty[cfg::stages];
+    Scheduler::Shared shared;
+    i32 pieces[cfg::most_pieces], piece_count, is_last;
+};
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct SumOption<Softmax>;
+template struct WeightOption<Weight>;
+template struct StoreOption<Store>;
+template struct LaunchOption<Launch>;
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 32 * cfg::warps, Launch::uses_pdl};
+
+// A place in the ring, by the number of tiles before it in the block's share.
+struct Place {
+    u32 count = 0;
+
+    __device__ u32 stage(u32 ahead) const { return (count + ahead) % cfg::stages; }
+    __device__ u32 parity(u32 ahead) const { return (count + ahead) / cfg::stages % 2; }
+};
+
+// What a work is made of.
+struct Work {
+    const Rows rows;
+    const Mask mask;
+    const Splits splits;
+    const TileRange own;  // the key tiles of its rows
+
+    __device__ Work(const Args& args, const SplitRun& run)
+        : rows(args, run.batch), mask(args, rows, run), splits(args, rows.kv_len, mask.kv_tiles(0, rows.q_len)),
+          own(mask.kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len))) {}
+};
+
+__device__ void produce(const Args& args, Smem& smem, Scheduler& scheduler) {
+    Place place;
+    for (SplitRun run = scheduler.next(); !run.is_last(); run = scheduler.next()) {
+        const Work work(args, run);
+        const Kv kv(args, work.rows, run);
+        const TileRange tiles = work.splits.clip(work.own, run.split, run.split_end);
+        if (tiles.begin >= tiles.end) continue;
+        auto found = kv.find(tiles.begin);
+        for (i32 tile = tiles.begin; tile < tiles.end; ++tile, ++place.count) {
+            const auto pages = found;
+            const u32 stage = place.stage(0);
+            found = kv.find(tile + 1);
+            smem.empty[stage].wait(place.parity(0) ^ 1);
+            kv.load(smem.k[stage], smem.v[stage], smem.k_full[stage], smem.v_full[stage], tile, pages);
+        }
+    }
+}
+
+// One of the four: what it computes of its tiles. Registers are laid out as in tile/fragment.cuh.
+struct Strand {
+    static constexpr int m_tiles = cfg::m_tiles_per_warp, qk_steps = cfg::head_dim / 16, step_keys = 32;
+    static constexpr int steps = cfg::tile_kv / step_keys, at_once = cfg::steps_at_once, kept = cfg::q_steps_in_registers;
+    static constexpr int scores = m_tiles * step_keys / 2;  // of a thread in a step
+
+    const BlockReader<QTile> q_blocks;
+    const BlockReader<KTile> k_blocks;
+    const BlockReader<VTile> v_blocks;
+    u32 q[kept + 1][m_tiles][4];  // the last one for the steps that are not kept
+    float o[m_tiles * cfg::head_dim_v / 2];
+
+    __device__ explicit Strand(const Smem& smem)
+        : q_blocks(BlockReader<QTile>::down(smem.q)), k_blocks(BlockReader<KTile>::right(smem.k[0])),
+          v_blocks(BlockReader<VTile>::down(smem.v[0])) {}
+
+    __device__ void load_q(u32 (&to)[m_tiles][4], int step) {
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m) {
+            ptx::ldmatrix(to[m], q_blocks.block(m, step));
+#pragma unroll
+            for (u32& x : to[m]) x ^= u32(cfg::q_signs);
+        }
+    }
+    __device__ void keep_q() {
+#pragma unroll
+        for (int step = 0; step < kept; ++step) load_q(q[step], step);
+    }
+    __device__ void clear() {
+#pragma unroll
+        for (float& x : o) x = 0.f;
+    }
+
+    // s = q k^T for 32 keys.
+    __device__ void multiply_qk(float (&s)[scores], u32 stage, int keys) {
+#pragma unroll
+        for (float& x : s) x = 0.f;
+#pragma unroll
+        for (int step = 0; step < qk_steps; ++step) {
+            u32 (&a)[m_tiles][4] = q[min(step, kept)];
+            if (step >= kept) load_q(a, step);
+#pragma unroll
+            for (int i = 0; i < step_keys / 16; ++i) {
+                u32 b[4];
+                ptx::ldmatrix(b, k_blocks.block(keys * (step_keys / 16) + i, step, stage * sizeof(KTile)));
+#pragma unroll
+                for (int m = 0; m < m_tiles; ++m) {
+                    Element::multiply(s + fragment_index(2 * i, 2 * m), a[m], b);
+                    Element::multiply(s + fragment_index(2 * i + 1, 2 * m), a[m], b + 2);
+                }
+            }
+        }
+    }
+    // o += p v for 32 keys.
+    __device__ void multiply_pv(const float (&p)[scores], u32 stage, int keys) {
+#pragma unroll
+        for (int step = 0; step < step_keys / 16; ++step) {
+            u32 a[m_tiles][4];
+#pragma unroll
+            for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int from = fragment_index(2 * step + i / 2, 2 * m + i % 2);
+                    a[m][i] = Element::pack(p[from], p[from + 1]);
+                }
+#pragma unroll
+            for (int i = 0; i < VTile::chunks / 2; ++i) {
+                u32 b[4];
+                ptx::ldmatrix_transposed(b, v_blocks.block(keys * (step_keys / 16) + step, i, stage * sizeof(VTile)));
+#pragma unroll
+                for (int m = 0; m < m_tiles; ++m) {
+                    Element::multiply(o + fragment_index(2 * i, 2 * m), a[m], b);
+                    Element::multiply(o + fragment_index(2 * i + 1, 2 * m), a[m], b + 2);
+                }
+            }
+        }
+    }
+};
+
+struct Consumer {
+    const Args& args;
+    Smem& smem;
+    const Scheduler& scheduler;
+    const u32 thread, warp;  // among the four
+    Place place;
+    Strand strand;
+
+    __device__ Consumer(const Args& args, Smem& smem, const Scheduler& scheduler)
+        : args(args), smem(smem), scheduler(scheduler), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
+
+    __device__ static void meet() { ptx::bar_sync(1, 128); }
+
+    __device__ void load_q(const Rows& rows, const SplitRun& run) {
+        const u32 to = ptx::smem_address(&smem.q);
+        for (u32 i = thread; i < cfg::tile_q * QTile::chunks; i += 128) {
+            const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
+            const bool inside = run.q_begin + row < rows.q_len;
+            const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? run.q_begin + row : 0, run.head);
+            ptx::cp_async(to + QTile::offset(row, chunk), args.q.data + at + chunk * 16, inside ? 16 : 0);
+        }
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        meet();
+        strand.keep_q();
+    }
+
+    // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row.
+    __device__ static void mask_and_score(const Work& work, const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) {
+        map_fragment(score, s, row, first);
+        if (full) return;
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) {
+            const auto kept = work.mask.row(row + 8 * r, first);
+#pragma unroll
+            for (int i = 0; i < Strand::scores; ++i)
+                if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
+        }
+    }
+    // One key tile.
+    __device__ void attend(const Work& work, const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 row, i32 tile, u32 ahead) {
+        const u32 stage = place.stage(ahead), parity = place.parity(ahead);
+        const bool full = work.own.is_full(tile);
+        const i32 left = work.rows.kv_len - tile * cfg::tile_kv;
+        smem.k_full[stage].wait(parity);
+#pragma unroll
+        for (int first = 0; first < Strand::steps; first += Strand::at_once) {
+            float s[Strand::at_once][Strand::scores];
+#pragma unroll
+            for (int i = 0; i < Strand::at_once; ++i) strand.multiply_qk(s[i], stage, first + i);
+            if (first == 0) {
+                smem.v_full[stage].wait(parity);
+                if (left < cfg::tile_kv) Kv::clear_past_end(smem.v[stage], left);
+            }
+#pragma unroll
+            for (int i = 0; i < Strand::at_once; ++i) {
+                const i32 key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
+                mask_and_score(work, score, s[i], full, row, key);
+                softmax.find_top(s[i]);
+                softmax.move();
+                softmax.weigh(s[i]);
+                softmax.rescale(strand.o);
+                map_fragment(weight, s[i], row, key);
+                strand.multiply_pv(s[i], stage, first + i);
+            }
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) smem.empty[stage].arrive();
+    }
+
+    // What the four warps found, as one; this warp's quarter of the columns.
+    __device__ Quarter merge(const OnlineSoftmax& softmax) {
+        Quarter merged;
+        const u32 lane = thread % 32;
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) smem.strands.max_sum[warp][r][lane] = make_float2(softmax.max[r], quad_sum(softmax.sum[r]));
+#pragma unroll
+        for (int pass = 0; pass < cfg::merge_passes; ++pass) {
+#pragma unroll
+            for (int i = 0; i < 4 * merge_quads; ++i) {
+                const int quad = i / merge_quads * state_quads + pass * merge_quads + i % merge_quads;
+                if (quad * 4 >= sizeof strand.o / 4) continue;
+                const float* x = strand.o + quad * 4;
+                smem.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
+            }
+            meet();
+            SoftmaxState<merge_quads> state[2], next;
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                get(state[pair], 2 * pair, lane), get(next, 2 * pair + 1, lane);
+                state[pair].fold(next, softmax.scale_log2);
+            }
+            state[0].fold(state[1], softmax.scale_log2);
+#pragma unroll
+            for (int r = 0; r < rows_each; ++r) merged.max[r] = state[0].max[r], merged.sum[r] = state[0].sum[r];
+#pragma unroll
+            for (int i = 0; i < merge_quads; ++i) merged.o[pass * merge_quads + i] = state[0].o[i];
+            meet();
+        }
+        return merged;
+    }
+    __device__ void get(SoftmaxState<merge_quads>& state, int of, u32 lane) const {
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) {
+            const float2 x = smem.strands.max_sum[of][r][lane];
+            state.max[r] = x.x, state.sum[r] = x.y;
+        }
+#pragma unroll
+        for (int i = 0; i < merge_quads; ++i) state.o[i] = smem.strands.o[of][warp * merge_quads + i][lane];
+    }
+
+    // A block's states in global memory: of a split by its number in the group, of a group by its own after these. 0 is for a group
+    // whose end the block does not have, split_group for the groups of which it has all up to the first.
+    __device__ StateSlot slot(i32 block, i32 index) const {
+        return {args.partials + (i64(block) * cfg::slots + index) * StateSlot::floats};
+    }
+
+    // Takes in a split's result.
+    __device__ void push(const Splits& splits, const SplitRun& run, i32 split, Quarter& state, float scale_log2) {
+        const i32 begin = splits.group_begin(split), end = splits.group_end(split);
+        if (run.split > begin) {
+            slot(blockIdx.x, split % split_group).put(state, thread);
+            return;
+        }
+        if (split > begin) fold_into(smem.group, state, scale_log2);
+        else smem.group.put(state, thread);
+        if (split + 1 < end) {
+            if (split + 1 == run.split_end) slot(blockIdx.x, 0).put(smem.group.get(thread), thread);
+            return;
+        }
+        state = smem.group.get(thread);
+        if (run.split > splits.begin) slot(blockIdx.x, split_group + split / split_group).put(state, thread);
+        else if (begin > splits.begin) fold_into(smem.groups, state, scale_log2);
+        else smem.groups.put(state, thread);
+    }
+    __device__ void fold_into(KeptState& kept, const Quarter& next, float scale_log2) {
+        Quarter state = kept.get(thread);
+        state.fold(next, scale_log2);
+        kept.put(state, thread);
+    }
+
+    __device__ void attend(const SplitRun& run) {
+        const Work work(args, run);
+        const Score score(args, work.rows, run);
+        const Weight weight(args, work.rows, run);
+        const i32 row = run.q_begin + i32(thread) % 32 / 4;
+        load_q(work.rows, run);
+        for (i32 split = run.split; split < run.split_end; ++split) {
+            const TileRange tiles = work.splits.clip(work.own, split, split + 1);
+            OnlineSoftmax softmax(score.scale_log2);
+            strand.clear();
+            for (i32 tile = tiles.begin + i32((warp - tiles.begin) % 4); tile < tiles.end; tile += 4)
+                attend(work, score, weight, softmax, row, tile, tile - tiles.begin);
+            place.count += max(0, tiles.end - tiles.begin);
+            Quarter state = merge(softmax);
+            push(work.splits, run, split, state, score.scale_log2);
+        }
+        finish(work, run, score.scale_log2);
+    }
+
+    __device__ void finish(const Work& work, const SplitRun& run, float scale_log2) {
+        const Splits& splits = work.splits;
+        if (run.split == splits.begin && run.split_end == splits.end) {
+            store(work, run, smem.groups.get(thread), scale_log2);
+            return;
+        }
+        if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
+            slot(blockIdx.x, split_group).put(smem.groups.get(thread), thread);
+        __threadfence();
+        meet();
+        if (thread == 0) {
+            u32* const arrived = args.arrived + (i64(run.batch) * args.heads * args.q_blocks + run.work);
+            const i32 own = run.split_end - run.split, all = splits.end - splits.begin;
+            smem.is_last = i32(atomicAdd(arrived, u32(own))) + own == all;
+            if (smem.is_last) *arrived = 0;
+            __threadfence();
+        }
+        if (warp == 0) find_pieces(splits, run);
+        meet();
+        if (smem.is_last) store(work, run, fold_pieces(scale_log2), scale_log2);
+        meet();
+    }
+
+    // What a work's blocks have left of it, in order: slot of a block * 8 + what the state is of.
+    enum Piece { opens = 1, closes = 2, prefix = 4 };  // a group's beginning, and its end; all groups up to its end
+
+    // By one warp, a lane for each split.
+    __device__ void find_pieces(const Splits& splits, const SplitRun& run) {
+        i32 count = 0;
+        for (i32 base = splits.begin; base < splits.end; base += 32) {
+            const i32 split = min(base + i32(thread), splits.end - 1), begin = splits.group_begin(split), end = splits.group_end(split);
+            const i32 block = scheduler.line.owner(splits, run.at, split);
+            const i32 from = scheduler.line.first_split(splits, run.at, block), to = scheduler.line.first_split(splits, run.at, block + 1);
+            const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
+            i32 index = -1, what = (split == begin) * opens;
+            if (from > begin) index = split % split_group, what |= (split + 1 == end) * closes;
+            else if (from == splits.begin && split == from && whole > from) index = split_group, what = prefix;
+            else if (split == begin && (from > splits.begin || split >= whole)) {
+                index = end <= to ? split_group + split / split_group : 0;
+                what |= (end <= to) * closes;
+            }
+            const bool found = index >= 0 && base + i32(thread) < splits.end;
+            const u32 all = __ballot_sync(0xffffffffu, found);
+            if (found) smem.pieces[count + __popc(all & ((1u << thread) - 1))] = (block * cfg::slots + index) * 8 + what;
+            count += __popc(all);
+        }
+        if (thread == 0) smem.piece_count = count;
+    }
+    __device__ Quarter fold_pieces(float scale_log2) {
+        constexpr int ahead = 4;  // reads that are on their way together
+        Quarter group, groups, next[ahead];
+        bool any = false;
+#pragma unroll 1
+        for (i32 first = 0; first < smem.piece_count; first += ahead) {
+#pragma unroll
+            for (int i = 0; i < ahead; ++i)
+                if (first + i < smem.piece_count) slot(0, smem.pieces[first + i] / 8).get(next[i], thread);
+#pragma unroll
+            for (int i = 0; i < ahead; ++i) {
+                if (first + i >= smem.piece_count) continue;
+                const i32 what = smem.pieces[first + i] % 8;
+                if (what & prefix) groups = next[i];
+                else if (what & opens) group = next[i];
+                else group.fold(next[i], scale_log2);
+                if (what & closes) {
+                    if (any) groups.fold(group, scale_log2);
+                    else groups = group;
+                }
+                any |= (what & (prefix | closes)) != 0;
+            }
+        }
+        return groups;
+    }
+
+    __device__ void store(const Work& work, const SplitRun& run, const Quarter& state, float scale_log2) const {
+        const Store out(args, work.rows, run);
+        const Softmax softmax(args, work.rows, run, scale_log2);
+        const i32 lane = thread % 32;
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) {
+            const i32 row = run.q_begin + lane / 4 + 8 * r;
+            if (row >= work.rows.q_len) continue;
+            LogSum<float> sum{state.max[r] * (scale_log2 * float(ln_2)), state.sum[r]};
+            softmax.finish(row, sum);
+            const float factor = sum.inverse();
+            Element* const to = out.o(row);
+#pragma unroll
+            for (int i = 0; i < state_quads; ++i) {
+                const i32 block = (i32(warp) * state_quads + i) / cfg::m_tiles_per_warp;
+                const float* x = &state.o[i].x + r % 2 * 2;
+                if (i % cfg::m_tiles_per_warp == r / 2 && block < column_blocks)
+                    *reinterpret_cast<u32*>(to + block * 8 + lane % 4 * 2) = Element::pack(x[0] * factor, x[1] * factor);
+            }
+            if (warp == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
+        }
+    }
+};
+
+__device__ void consume(const Args& args, Smem& smem, Scheduler& scheduler) {
+    Consumer consumer(args, smem, scheduler);
+    for (SplitRun run = scheduler.next(); !run.is_last(); run = scheduler.next()) consumer.attend(run);
+}
+
+extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Smem& smem = *reinterpret_cast<Smem*>(raw);
+    if (threadIdx.x < cfg::stages) {
+        smem.k_full[threadIdx.x].init(Kv::arrivals), smem.v_full[threadIdx.x].init(Kv::arrivals), smem.empty[threadIdx.x].init(1);
+        Kv::fence_barriers();
+    }
+    if (threadIdx.x == 32) Kv::prefetch(args);
+    Launch::wait();
+    Launch::launch_dependents();
+    Scheduler scheduler(args, smem.shared);
+    if (threadIdx.x < 32) produce(args, smem, scheduler);
+    else consume(args, smem, scheduler);
+}

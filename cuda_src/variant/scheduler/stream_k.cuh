@@ -1,0 +1,151 @@
+#pragma once
+// Equal shares of all key tiles for the blocks of a grid (Stream-K, arXiv 2301.03598), cut at the borders of splits. Each block finds
+// its share from the lengths, so no launch before this one plans. Works lie on a line: sequence by sequence, key head by key head,
+// block of rows by block of rows, split by split; a block's share begins at the first border at or after its part of the line.
+// Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded.
+#include "tile/splits.cuh"
+#include "variant/work_tile.cuh"
+
+constexpr i32 work_tiles = 2;  // that a work takes as long as, besides its own
+
+// What the schedule knows of a sequence.
+struct Sequence {
+    Splits splits;
+    i32 works, tiles;  // works, and tiles of each
+
+    __device__ Sequence(const Args& args, const Rows& rows, i32 batch)
+        : splits(args, rows.kv_len, rows.q_len > 0 ? Mask(args, rows, WorkTile{batch, 0, 0, 0}).kv_tiles(0, rows.q_len) : TileRange{}),
+          works(ceil_div(rows.q_len, cfg::tile_q) * args.heads), tiles(splits.last - splits.first + work_tiles) {}
+
+    __device__ i64 line() const { return i64(works) * tiles; }
+};
+
+struct Share { i32 batch, work, split; };  // where it begins: a split of a work of a sequence; split 0 stands for the first there is
+
+// The borders of all shares.
+struct Line {
+    i64 length;
+    enum Unit { a_split, a_group, a_work } unit;
+
+    __device__ i64 begin(i32 block) const { return (block * length + gridDim.x - 1) / gridDim.x; }
+    // The first split of a work at `at` on the line that is in the share of `block` or a later one; the end where none is.
+    __device__ i32 first_split(const Splits& splits, i64 at, i32 block) const {
+        const i64 inside = begin(block) - at;
+        if (inside <= 0) return splits.begin;
+        if (unit == a_work || inside > splits.last - splits.first) return splits.end;
+        i32 split = ceil_div(i32(inside) + splits.first, splits.tiles);
+        if (unit == a_group) split = ceil_div(split, split_group) * split_group;
+        return min(split, splits.end);
+    }
+    __device__ i32 owner(const Splits& splits, i64 at, i32 split) const {
+        const i32 first = unit == a_work ? splits.begin : unit == a_group ? splits.group_begin(split) : split;
+        return i32(u64(at + splits.tiles_before(first)) * gridDim.x / u64(length));
+    }
+};
+
+// Splits [split, split_end) of a work, which lies at `at` on the line.
+struct SplitRun : WorkTile {
+    i32 split_end, work;  // the work's number in the sequence
+    i64 at;
+};
+
+struct StreamKScheduler {
+    struct Shared {
+        i64 lengths[cfg::warps], at[2];
+        i32 longest[cfg::warps], shortest[cfg::warps], group[cfg::warps];
+        Share shares[2];
+    };
+    const Args& args;
+    Line line;
+    Share next_, end;
+    i64 at;  // of the sequence of next_
+
+    // By all threads of the block, each of which looks at as many sequences on end.
+    __device__ StreamKScheduler(const Args& args, Shared& shared) : args(args) {
+        const i32 each = ceil_div(args.batches, 32 * cfg::warps), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const i32 first = min(i32(threadIdx.x) * each, args.batches), last = min(first + each, args.batches);
+        i64 upto = 0;
+        i32 longest = 0, shortest = 0x7fffffff, group = 0;
+        for (i32 batch = first; batch < last; ++batch) {
+            const Rows rows(args, batch);
+            const Sequence sequence(args, rows, batch);
+            if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+            upto += sequence.line();
+            if (sequence.works == 0) continue;
+            longest = max(longest, sequence.tiles), shortest = min(shortest, sequence.tiles);
+            group = max(group, min(sequence.tiles, split_group * sequence.splits.tiles));
+        }
+        const i64 own = upto;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const i64 lower = __shfl_up_sync(0xffffffffu, upto, d);
+            if (lane >= d) upto += lower;
+            longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, d));
+            shortest = min(shortest, __shfl_xor_sync(0xffffffffu, shortest, d));
+            group = max(group, __shfl_xor_sync(0xffffffffu, group, d));
+        }
+        if (lane == 31) shared.lengths[warp] = upto;
+        if (lane == 0) shared.longest[warp] = longest, shared.shortest[warp] = shortest, shared.group[warp] = group;
+        __syncthreads();
+        i64 before = upto - own;
+        line.length = 0;
+        for (i32 i = 0; i < cfg::warps; ++i) {
+            before += i < warp ? shared.lengths[i] : 0, line.length += shared.lengths[i];
+            longest = max(longest, shared.longest[i]), shortest = min(shortest, shared.shortest[i]);
+            group = max(group, shared.group[i]);
+        }
+        line.unit = unit_of(longest, shortest, group);
+        for (i32 i = 0; i < 2; ++i) find(shared, i, first, last, before, before + own);
+        __syncthreads();
+        next_ = shared.shares[0], end = shared.shares[1], at = shared.at[0];
+    }
+    // The coarsest unit by which no share is longer than their mean by a twenty-fifth.
+    __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group) const {
+        const i64 blocks = gridDim.x, mean_25 = 25 * line.length;  // of all blocks
+        if (longest == 0) return Line::a_split;
+        const i64 most = longest == shortest ? (line.length / longest + blocks - 1) / blocks * longest * blocks : line.length + longest * blocks;
+        if (25 * most <= mean_25 + line.length) return Line::a_work;
+        return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
+    }
+    // The thread among whose sequences a share begins says so; the one with the last row also for shares that begin at the line's end.
+    __device__ void find(Shared& shared, i32 which, i32 batch, i32 last, i64 at, i64 until) const {
+        const i32 block = blockIdx.x + which;
+        const i64 begin = line.begin(block);
+        if (line.length == 0 && threadIdx.x == 0) shared.shares[which] = {0, 0, 0}, shared.at[which] = 0;
+        const bool at_end = begin == line.length && until == begin;
+        if (at == until || begin < at || (begin >= until && !at_end)) return;
+        for (; batch < last; ++batch) {
+            const Sequence sequence(args, Rows(args, batch), batch);
+            const i64 next = at + sequence.line();
+            if (next != at && (begin < next || (at_end && next == until))) {
+                const i32 work = i32((begin - at) / sequence.tiles);
+                i32 split = sequence.splits.end;
+                if (work < sequence.works) split = line.first_split(sequence.splits, at + i64(work) * sequence.tiles, block);
+                const bool past = work < sequence.works && split == sequence.splits.end;
+                shared.shares[which] = {batch, work + past, past || work == sequence.works ? 0 : split}, shared.at[which] = at;
+                return;
+            }
+            at = next;
+        }
+    }
+    // The block's next splits of one work; a last one where there are no more.
+    __device__ SplitRun next() {
+        while (next_.batch < end.batch || (next_.batch == end.batch && next_.work <= end.work)) {
+            const bool last = next_.batch == end.batch && next_.work == end.work;
+            if (last && end.split <= next_.split) break;
+            const i32 batch = next_.batch, work = next_.work;
+            const Rows rows(args, batch);
+            const Sequence sequence(args, rows, batch);
+            if (work >= sequence.works) {
+                at += sequence.line(), next_ = {batch + 1, 0, 0};
+                continue;
+            }
+            const i32 begin = max(next_.split, sequence.splits.begin), stop = last ? end.split : sequence.splits.end;
+            next_ = {batch, work + 1, 0};
+            if (begin >= stop) continue;
+            const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q);
+            return {{batch, work / q_blocks, work % q_blocks * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles};
+        }
+        return {{-1, 0, 0, 0}, 0, 0, 0};
+    }
+};
