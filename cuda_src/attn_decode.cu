@@ -31,12 +31,19 @@ using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
 using KTile = PagedTile<cfg::tile_kv, cfg::head_dim, cfg::page_rows>;
 using VTile = PagedTile<cfg::tile_kv, cfg::head_dim_v, cfg::page_rows>;
 
+struct Own {  // of a block
+    Strands strands;
+    KeptState group, groups;  // of the splits so far in their group, and of the groups before
+};
+union Folding {
+    Own own;
+    KeptState fetched[sizeof(Own) / sizeof(KeptState)];
+};
 struct Smem {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
     QTile q;
-    Strands strands;
-    KeptState group, groups;  // of the splits so far in their group, and of the groups before
+    Folding folding;
     Kv::Barrier k_full[cfg::stages], v_full[cfg::stages], empty[cfg::stages];
     Scheduler::Shared shared;
     i32 pieces[cfg::most_pieces], piece_count, is_last;
@@ -172,13 +179,14 @@ struct Strand {
 struct Consumer {
     const Args& args;
     Smem& smem;
+    Own& own;
     const Scheduler& scheduler;
     const u32 thread, warp;  // among the four
     Place place;
     Strand strand;
 
     __device__ Consumer(const Args& args, Smem& smem, const Scheduler& scheduler)
-        : args(args), smem(smem), scheduler(scheduler), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
+        : args(args), smem(smem), own(smem.folding.own), scheduler(scheduler), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
 
     __device__ static void meet() { ptx::bar_sync(1, 128); }
 
@@ -244,7 +252,9 @@ struct Consumer {
         Quarter merged;
         const u32 lane = thread % 32;
 #pragma unroll
-        for (int r = 0; r < rows_each; ++r) smem.strands.max_sum[warp][r][lane] = make_float2(softmax.max[r], quad_sum(softmax.sum[r]));
+        for (int r = 0; r < rows_each; ++r) merged.max[r] = softmax.max[r], merged.sum[r] = quad_sum(softmax.sum[r]);
+#pragma unroll
+        for (int m = 0; m < cfg::m_tiles_per_warp; ++m) own.strands.max_sum[warp][m][lane] = merged.max_sum(m);
 #pragma unroll
         for (int pass = 0; pass < cfg::merge_passes; ++pass) {
 #pragma unroll
@@ -252,7 +262,7 @@ struct Consumer {
                 const int quad = i / merge_quads * state_quads + pass * merge_quads + i % merge_quads;
                 if (quad * 4 >= sizeof strand.o / 4) continue;
                 const float* x = strand.o + quad * 4;
-                smem.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
+                own.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
             }
             meet();
             SoftmaxState<merge_quads> state[2], next;
@@ -272,18 +282,15 @@ struct Consumer {
     }
     __device__ void get(SoftmaxState<merge_quads>& state, int of, u32 lane) const {
 #pragma unroll
-        for (int r = 0; r < rows_each; ++r) {
-            const float2 x = smem.strands.max_sum[of][r][lane];
-            state.max[r] = x.x, state.sum[r] = x.y;
-        }
+        for (int m = 0; m < cfg::m_tiles_per_warp; ++m) state.set(m, own.strands.max_sum[of][m][lane]);
 #pragma unroll
-        for (int i = 0; i < merge_quads; ++i) state.o[i] = smem.strands.o[of][warp * merge_quads + i][lane];
+        for (int i = 0; i < merge_quads; ++i) state.o[i] = own.strands.o[of][warp * merge_quads + i][lane];
     }
 
     // A block's states in global memory: of a split by its number in the group, of a group by its own after these. 0 is for a group
     // whose end the block does not have, split_group for the groups of which it has all up to the first.
     __device__ StateSlot slot(i32 block, i32 index) const {
-        return {args.partials + (i64(block) * cfg::slots + index) * StateSlot::floats};
+        return {reinterpret_cast<float4*>(args.partials + (i64(block) * cfg::slots + index) * StateSlot::floats)};
     }
 
     // Takes in a split's result.
@@ -293,16 +300,16 @@ struct Consumer {
             slot(blockIdx.x, split % split_group).put(state, thread);
             return;
         }
-        if (split > begin) fold_into(smem.group, state, scale_log2);
-        else smem.group.put(state, thread);
+        if (split > begin) fold_into(own.group, state, scale_log2);
+        else own.group.put(state, thread);
         if (split + 1 < end) {
-            if (split + 1 == run.split_end) slot(blockIdx.x, 0).put(smem.group.get(thread), thread);
+            if (split + 1 == run.split_end) slot(blockIdx.x, 0).put(own.group.get(thread), thread);
             return;
         }
-        state = smem.group.get(thread);
+        state = own.group.get(thread);
         if (run.split > splits.begin) slot(blockIdx.x, split_group + split / split_group).put(state, thread);
-        else if (begin > splits.begin) fold_into(smem.groups, state, scale_log2);
-        else smem.groups.put(state, thread);
+        else if (begin > splits.begin) fold_into(own.groups, state, scale_log2);
+        else own.groups.put(state, thread);
     }
     __device__ void fold_into(KeptState& kept, const Quarter& next, float scale_log2) {
         Quarter state = kept.get(thread);
@@ -331,24 +338,27 @@ struct Consumer {
 
     __device__ void finish(const Work& work, const SplitRun& run, float scale_log2) {
         const Splits& splits = work.splits;
-        if (run.split == splits.begin && run.split_end == splits.end) {
-            store(work, run, smem.groups.get(thread), scale_log2);
-            return;
+        const bool begins = run.split == splits.begin, whole = begins && run.split_end == splits.end;
+        if (!whole) {
+            if (begins && run.split_end >= splits.group_end(splits.begin)) slot(blockIdx.x, split_group).put(own.groups.get(thread), thread);
+            arrive(splits, run);
+            if (!smem.is_last) return meet();
         }
-        if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
-            slot(blockIdx.x, split_group).put(smem.groups.get(thread), thread);
+        store(work, run, whole ? own.groups.get(thread) : fold_pieces(scale_log2), scale_log2);
+        meet();
+    }
+    // Says that this block's states are there, and finds out whether all are.
+    __device__ void arrive(const Splits& splits, const SplitRun& run) {
         __threadfence();
         meet();
         if (thread == 0) {
             u32* const arrived = args.arrived + (i64(run.batch) * args.heads * args.q_blocks + run.work);
-            const i32 own = run.split_end - run.split, all = splits.end - splits.begin;
-            smem.is_last = i32(atomicAdd(arrived, u32(own))) + own == all;
+            const i32 here = run.split_end - run.split;
+            smem.is_last = i32(atomicAdd(arrived, u32(here))) + here == splits.end - splits.begin;
             if (smem.is_last) *arrived = 0;
             __threadfence();
         }
         if (warp == 0) find_pieces(splits, run);
-        meet();
-        if (smem.is_last) store(work, run, fold_pieces(scale_log2), scale_log2);
         meet();
     }
 
@@ -377,30 +387,34 @@ struct Consumer {
         }
         if (thread == 0) smem.piece_count = count;
     }
+    // Each thread fetches its quarter of as many states ahead as there is room for. The groups so far are kept beside them.
     __device__ Quarter fold_pieces(float scale_log2) {
-        constexpr int ahead = 4;  // reads that are on their way together
-        Quarter group, groups, next[ahead];
+        constexpr int room = sizeof(Folding) / sizeof(KeptState) - 1;
+        KeptState* const fetched = smem.folding.fetched;
+        const auto fetch = [&](i32 i) {
+            if (i < smem.piece_count) slot(0, smem.pieces[i] / 8).fetch(fetched[i % room], thread);
+            ptx::cp_async_commit();
+        };
+        Quarter group;
         bool any = false;
 #pragma unroll 1
-        for (i32 first = 0; first < smem.piece_count; first += ahead) {
-#pragma unroll
-            for (int i = 0; i < ahead; ++i)
-                if (first + i < smem.piece_count) slot(0, smem.pieces[first + i] / 8).get(next[i], thread);
-#pragma unroll
-            for (int i = 0; i < ahead; ++i) {
-                if (first + i >= smem.piece_count) continue;
-                const i32 what = smem.pieces[first + i] % 8;
-                if (what & prefix) groups = next[i];
-                else if (what & opens) group = next[i];
-                else group.fold(next[i], scale_log2);
-                if (what & closes) {
-                    if (any) groups.fold(group, scale_log2);
-                    else groups = group;
-                }
-                any |= (what & (prefix | closes)) != 0;
+        for (i32 i = 0; i < room; ++i) fetch(i);
+#pragma unroll 1
+        for (i32 i = 0; i < smem.piece_count; ++i) {
+            ptx::cp_async_wait<room - 1>();
+            const Quarter next = fetched[i % room].get(thread);
+            const i32 what = smem.pieces[i] % 8;
+            if (what & (opens | prefix)) group = next;
+            else group.fold(next, scale_log2);
+            if (what & (closes | prefix)) {
+                if (any) fold_into(fetched[room], group, scale_log2);
+                else fetched[room].put(group, thread);
+                any = true;
             }
+            fetch(i + room);
         }
-        return groups;
+        ptx::cp_async_wait<0>();
+        return fetched[room].get(thread);
     }
 
     __device__ void store(const Work& work, const SplitRun& run, const Quarter& state, float scale_log2) const {

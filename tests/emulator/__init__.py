@@ -26,7 +26,7 @@ from rawattn.compiler import Source
 from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
-PTX = ("barrier", "base", "cp_async", "cp_async_mbarrier", "global", "ldmatrix", "mbarrier", "mma", "tma", "wgmma")
+PTX = ("barrier", "base", "cp_async", "cp_async_mbarrier", "ldmatrix", "mbarrier", "mma", "tma", "wgmma")
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 
 

@@ -215,8 +215,6 @@ struct PolledMbarrier : Mbarrier {
 };
 static void fence_mbarrier_init() {}
 static void fence_proxy_async() {}
-static float4 load_from_l2(const float4* from) { return *from; }
-static float2 load_from_l2(const float2* from) { return *from; }
 
 // A box of 64 columns, swizzled; what lies outside is zero.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {

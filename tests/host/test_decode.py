@@ -49,7 +49,7 @@ def compiled(op: Decode, config: Config) -> emulator.Kernel:
     """The kernel of a step; what is a run-time value does not make another."""
     rows = {"split_keys": 64} if decode.slots(op, config) > 16 else {}
     page = min(op.page, config.tile_kv)
-    return kernel(dataclasses.replace(op, batch=1, q_len=1, total_q=0, page=page, split_keys=0, scale=0.3, **rows), config)
+    return kernel(dataclasses.replace(op, batch=1, q_len=1, total_q=0, page=page, split_keys=0, scale=float(np.copysign(0.3, op.scale)), **rows), config)
 
 
 def pages_bytes(pool: Array, rows: int) -> bytes:
@@ -185,7 +185,7 @@ CASES = {
         f"copied pages of {n}": Case(dataclasses.replace(OP, page=n), LENGTHS, grid=5, config=dataclasses.replace(Case().config, cp_async=True))
         for n in (0, 1, 2, 4, 128)
     },
-    "queries": Case(PAGED, (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
+    "queries": Case(dataclasses.replace(PAGED, q_len=8), (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
     "rows of two m tiles": Case(dataclasses.replace(PAGED, q_len=8, heads=8), (700, 3, 130), (), 5, dataclasses.replace(Case().config, m_tiles_per_warp=2, q_steps_in_registers=0, steps_at_once=1)),
     "two blocks of rows": Case(dataclasses.replace(PAGED, q_len=9, heads=6), (700, 3, 130), (9, 4, 7), 5),
     "full mask": Case(dataclasses.replace(PAGED, q_len=3, mask=Full()), LENGTHS, (), 5),
