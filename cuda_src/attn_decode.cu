@@ -46,6 +46,10 @@ struct Smem {
     Folding folding;
     Kv::Barrier k_full[cfg::stages], v_full[cfg::stages], empty[cfg::stages];
     Scheduler::Shared shared;
+    Scheduler scheduler;  // the consumers', and what it gave, kept here to free registers
+    SplitRun run;
+    Splits splits;
+    TileRange tiles;  // of the work's rows
     i32 pieces[cfg::most_pieces], piece_count, is_last;
 };
 template struct ElementOption<Element>;
@@ -79,9 +83,9 @@ struct Work {
           own(mask.kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len))) {}
 };
 
-__device__ void produce(const Args& args, Smem& smem, Scheduler& scheduler) {
+__device__ void produce(const Args& args, Smem& smem, Scheduler scheduler) {
     Place place;
-    for (SplitRun run = scheduler.next(); !run.is_last(); run = scheduler.next()) {
+    for (SplitRun run = scheduler.next(args); !run.is_last(); run = scheduler.next(args)) {
         const Work work(args, run);
         const Kv kv(args, work.rows, run);
         const TileRange tiles = work.splits.clip(work.own, run.split, run.split_end);
@@ -180,17 +184,17 @@ struct Consumer {
     const Args& args;
     Smem& smem;
     Own& own;
-    const Scheduler& scheduler;
     const u32 thread, warp;  // among the four
     Place place;
     Strand strand;
 
-    __device__ Consumer(const Args& args, Smem& smem, const Scheduler& scheduler)
-        : args(args), smem(smem), own(smem.folding.own), scheduler(scheduler), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
+    __device__ Consumer(const Args& args, Smem& smem)
+        : args(args), smem(smem), own(smem.folding.own), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
 
     __device__ static void meet() { ptx::bar_sync(1, 128); }
 
-    __device__ void load_q(const Rows& rows, const SplitRun& run) {
+    __device__ void load_q(const Rows& rows) {
+        const SplitRun& run = smem.run;
         const u32 to = ptx::smem_address(&smem.q);
         for (u32 i = thread; i < cfg::tile_q * QTile::chunks; i += 128) {
             const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
@@ -205,22 +209,23 @@ struct Consumer {
     }
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row.
-    __device__ static void mask_and_score(const Work& work, const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) {
+    __device__ static void mask_and_score(const Mask& mask, const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) {
         map_fragment(score, s, row, first);
         if (full) return;
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
-            const auto kept = work.mask.row(row + 8 * r, first);
+            const auto kept = mask.row(row + 8 * r, first);
 #pragma unroll
             for (int i = 0; i < Strand::scores; ++i)
                 if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
         }
     }
     // One key tile.
-    __device__ void attend(const Work& work, const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 row, i32 tile, u32 ahead) {
+    __device__ void attend(const Mask& mask, const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 row, i32 kv_len, i32 tile,
+                           u32 ahead) {
         const u32 stage = place.stage(ahead), parity = place.parity(ahead);
-        const bool full = work.own.is_full(tile);
-        const i32 left = work.rows.kv_len - tile * cfg::tile_kv;
+        const bool full = smem.tiles.is_full(tile);
+        const i32 left = kv_len - tile * cfg::tile_kv;
         smem.k_full[stage].wait(parity);
 #pragma unroll
         for (int first = 0; first < Strand::steps; first += Strand::at_once) {
@@ -234,7 +239,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
                 const i32 key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
-                mask_and_score(work, score, s[i], full, row, key);
+                mask_and_score(mask, score, s[i], full, row, key);
                 softmax.find_top(s[i]);
                 softmax.move();
                 softmax.weigh(s[i]);
@@ -294,7 +299,9 @@ struct Consumer {
     }
 
     // Takes in a split's result.
-    __device__ void push(const Splits& splits, const SplitRun& run, i32 split, Quarter& state, float scale_log2) {
+    __device__ void push(i32 split, Quarter& state, float scale_log2) {
+        const SplitRun& run = smem.run;
+        const Splits& splits = smem.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
         if (run.split > begin) {
             slot(blockIdx.x, split % split_group).put(state, thread);
@@ -317,48 +324,64 @@ struct Consumer {
         kept.put(state, thread);
     }
 
-    __device__ void attend(const SplitRun& run) {
-        const Work work(args, run);
-        const Score score(args, work.rows, run);
-        const Weight weight(args, work.rows, run);
+    // The block's next splits; false where there are no more.
+    __device__ bool take() {
+        if (thread == 0) {
+            smem.run = smem.scheduler.next(args);
+            if (!smem.run.is_last()) {
+                const Work work(args, smem.run);
+                smem.splits = work.splits, smem.tiles = work.own;
+            }
+        }
+        meet();
+        return !smem.run.is_last();
+    }
+    __device__ void attend() {
+        const SplitRun& run = smem.run;
+        const Rows rows(args, run.batch);
+        const Mask mask(args, rows, run);
+        const Score score(args, rows, run);
+        const Weight weight(args, rows, run);
         const i32 row = run.q_begin + i32(thread) % 32 / 4;
-        load_q(work.rows, run);
+        load_q(rows);
         for (i32 split = run.split; split < run.split_end; ++split) {
-            const TileRange tiles = work.splits.clip(work.own, split, split + 1);
+            const TileRange tiles = smem.splits.clip(smem.tiles, split, split + 1);
             OnlineSoftmax softmax(score.scale_log2);
             strand.clear();
             for (i32 tile = tiles.begin + i32((warp - tiles.begin) % 4); tile < tiles.end; tile += 4)
-                attend(work, score, weight, softmax, row, tile, tile - tiles.begin);
+                attend(mask, score, weight, softmax, row, rows.kv_len, tile, tile - tiles.begin);
             place.count += max(0, tiles.end - tiles.begin);
             Quarter state = merge(softmax);
-            push(work.splits, run, split, state, score.scale_log2);
+            push(split, state, score.scale_log2);
         }
-        finish(work, run, score.scale_log2);
+        finish(score.scale_log2);
     }
 
-    __device__ void finish(const Work& work, const SplitRun& run, float scale_log2) {
-        const Splits& splits = work.splits;
+    __device__ void finish(float scale_log2) {
+        const SplitRun& run = smem.run;
+        const Splits& splits = smem.splits;
         const bool begins = run.split == splits.begin, whole = begins && run.split_end == splits.end;
         if (!whole) {
             if (begins && run.split_end >= splits.group_end(splits.begin)) slot(blockIdx.x, split_group).put(own.groups.get(thread), thread);
-            arrive(splits, run);
+            arrive();
             if (!smem.is_last) return meet();
         }
-        store(work, run, whole ? own.groups.get(thread) : fold_pieces(scale_log2), scale_log2);
+        store(whole ? own.groups.get(thread) : fold_pieces(scale_log2), scale_log2);
         meet();
     }
     // Says that this block's states are there, and finds out whether all are.
-    __device__ void arrive(const Splits& splits, const SplitRun& run) {
+    __device__ void arrive() {
         __threadfence();
         meet();
         if (thread == 0) {
+            const SplitRun& run = smem.run;
             u32* const arrived = args.arrived + (i64(run.batch) * args.heads * args.q_blocks + run.work);
             const i32 here = run.split_end - run.split;
-            smem.is_last = i32(atomicAdd(arrived, u32(here))) + here == splits.end - splits.begin;
+            smem.is_last = i32(atomicAdd(arrived, u32(here))) + here == smem.splits.end - smem.splits.begin;
             if (smem.is_last) *arrived = 0;
             __threadfence();
         }
-        if (warp == 0) find_pieces(splits, run);
+        if (warp == 0) find_pieces();
         meet();
     }
 
@@ -366,12 +389,14 @@ struct Consumer {
     enum Piece { opens = 1, closes = 2, prefix = 4 };  // a group's beginning, and its end; all groups up to its end
 
     // By one warp, a lane for each split.
-    __device__ void find_pieces(const Splits& splits, const SplitRun& run) {
+    __device__ void find_pieces() {
+        const SplitRun& run = smem.run;
+        const Splits& splits = smem.splits;
         i32 count = 0;
         for (i32 base = splits.begin; base < splits.end; base += 32) {
             const i32 split = min(base + i32(thread), splits.end - 1), begin = splits.group_begin(split), end = splits.group_end(split);
-            const i32 block = scheduler.line.owner(splits, run.at, split);
-            const i32 from = scheduler.line.first_split(splits, run.at, block), to = scheduler.line.first_split(splits, run.at, block + 1);
+            const i32 block = smem.scheduler.line.owner(splits, run.at, split);
+            const i32 from = smem.scheduler.line.first_split(splits, run.at, block), to = smem.scheduler.line.first_split(splits, run.at, block + 1);
             const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
             i32 index = -1, what = (split == begin) * opens;
             if (from > begin) index = split % split_group, what |= (split + 1 == end) * closes;
@@ -417,14 +442,16 @@ struct Consumer {
         return fetched[room].get(thread);
     }
 
-    __device__ void store(const Work& work, const SplitRun& run, const Quarter& state, float scale_log2) const {
-        const Store out(args, work.rows, run);
-        const Softmax softmax(args, work.rows, run, scale_log2);
+    __device__ void store(const Quarter& state, float scale_log2) const {
+        const SplitRun& run = smem.run;
+        const Rows rows(args, run.batch);
+        const Store out(args, rows, run);
+        const Softmax softmax(args, rows, run, scale_log2);
         const i32 lane = thread % 32;
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
             const i32 row = run.q_begin + lane / 4 + 8 * r;
-            if (row >= work.rows.q_len) continue;
+            if (row >= rows.q_len) continue;
             LogSum<float> sum{state.max[r] * (scale_log2 * float(ln_2)), state.sum[r]};
             softmax.finish(row, sum);
             const float factor = sum.inverse();
@@ -441,9 +468,10 @@ struct Consumer {
     }
 };
 
-__device__ void consume(const Args& args, Smem& smem, Scheduler& scheduler) {
-    Consumer consumer(args, smem, scheduler);
-    for (SplitRun run = scheduler.next(); !run.is_last(); run = scheduler.next()) consumer.attend(run);
+__device__ void consume(const Args& args, Smem& smem, const Scheduler& scheduler) {
+    Consumer consumer(args, smem);
+    if (consumer.thread == 0) smem.scheduler = scheduler;
+    while (consumer.take()) consumer.attend();
 }
 
 extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(const __grid_constant__ Args args) {
