@@ -33,7 +33,7 @@ using VTile = PagedTile<cfg::tile_kv, cfg::head_dim_v, cfg::page_rows>;
 
 struct Own {  // of a block
     Strands strands;
-    KeptState group, groups;  // of the splits so far in their group, and of the groups before
+    KeptState group[cfg::m_tiles_per_warp], groups[cfg::m_tiles_per_warp];  // of the splits so far in their group, and of the groups before
 };
 union Folding {
     Own own;
@@ -252,76 +252,64 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) smem.empty[stage].arrive();
     }
 
-    // What the four warps found, as one; this warp's quarter of the columns.
-    __device__ Quarter merge(const OnlineSoftmax& softmax) {
+    // What the four warps found for 16 rows, as one; this warp's quarter of the columns.
+    __device__ Quarter merge(const OnlineSoftmax& softmax, int m) {
         Quarter merged;
         const u32 lane = thread % 32;
 #pragma unroll
-        for (int r = 0; r < rows_each; ++r) merged.max[r] = softmax.max[r], merged.sum[r] = quad_sum(softmax.sum[r]);
-#pragma unroll
-        for (int m = 0; m < cfg::m_tiles_per_warp; ++m) own.strands.max_sum[warp][m][lane] = merged.max_sum(m);
+        for (int r = 0; r < 2; ++r) merged.max[r] = softmax.max[2 * m + r], merged.sum[r] = quad_sum(softmax.sum[2 * m + r]);
+        own.strands.max_sum[warp][lane] = merged.max_sum();
 #pragma unroll
         for (int pass = 0; pass < cfg::merge_passes; ++pass) {
 #pragma unroll
-            for (int i = 0; i < 4 * merge_quads; ++i) {
-                const int quad = i / merge_quads * state_quads + pass * merge_quads + i % merge_quads;
-                if (quad * 4 >= sizeof strand.o / 4) continue;
-                const float* x = strand.o + quad * 4;
+            for (int i = 0; i < 4 * merge_blocks; ++i) {
+                const int block = i / merge_blocks * quarter_blocks + pass * merge_blocks + i % merge_blocks;
+                if (block * 8 >= cfg::head_dim_v) continue;
+                const float* x = strand.o + fragment_index(block, 2 * m);
                 own.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
             }
             meet();
-            SoftmaxState<merge_quads> state[2], next;
+            SoftmaxState<merge_blocks> state[2], next;
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
                 get(state[pair], 2 * pair, lane), get(next, 2 * pair + 1, lane);
                 state[pair].fold(next, softmax.scale_log2);
             }
             state[0].fold(state[1], softmax.scale_log2);
+            merged.set(state[0].max_sum());
 #pragma unroll
-            for (int r = 0; r < rows_each; ++r) merged.max[r] = state[0].max[r], merged.sum[r] = state[0].sum[r];
-#pragma unroll
-            for (int i = 0; i < merge_quads; ++i) merged.o[pass * merge_quads + i] = state[0].o[i];
+            for (int i = 0; i < merge_blocks; ++i) merged.o[pass * merge_blocks + i] = state[0].o[i];
             meet();
         }
         return merged;
     }
-    __device__ void get(SoftmaxState<merge_quads>& state, int of, u32 lane) const {
+    __device__ void get(SoftmaxState<merge_blocks>& state, int of, u32 lane) const {
+        state.set(own.strands.max_sum[of][lane]);
 #pragma unroll
-        for (int m = 0; m < cfg::m_tiles_per_warp; ++m) state.set(m, own.strands.max_sum[of][m][lane]);
-#pragma unroll
-        for (int i = 0; i < merge_quads; ++i) state.o[i] = own.strands.o[of][warp * merge_quads + i][lane];
+        for (int i = 0; i < merge_blocks; ++i) state.o[i] = own.strands.o[of][warp * merge_blocks + i][lane];
     }
 
     // A block's states in global memory: of a split by its number in the group, of a group by its own after these. 0 is for a group
     // whose end the block does not have, split_group for the groups of which it has all up to the first.
-    __device__ StateSlot slot(i32 block, i32 index) const {
-        return {reinterpret_cast<float4*>(args.partials + (i64(block) * cfg::slots + index) * StateSlot::floats)};
+    __device__ StateSlot slot(i32 at, int m) const {
+        return {reinterpret_cast<float4*>(args.partials + (i64(at) * cfg::m_tiles_per_warp + m) * StateSlot::floats)};
     }
+    __device__ StateSlot own_slot(i32 index, int m) const { return slot(blockIdx.x * cfg::slots + index, m); }
 
     // Takes in a split's result.
-    __device__ void push(i32 split, Quarter& state, float scale_log2) {
+    __device__ void push(i32 split, int m, const Quarter& state, float scale_log2) {
         const SplitRun& run = smem.run;
         const Splits& splits = smem.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
-        if (run.split > begin) {
-            slot(blockIdx.x, split % split_group).put(state, thread);
-            return;
-        }
-        if (split > begin) fold_into(own.group, state, scale_log2);
-        else own.group.put(state, thread);
-        if (split + 1 < end) {
-            if (split + 1 == run.split_end) slot(blockIdx.x, 0).put(own.group.get(thread), thread);
-            return;
-        }
-        state = own.group.get(thread);
-        if (run.split > splits.begin) slot(blockIdx.x, split_group + split / split_group).put(state, thread);
-        else if (begin > splits.begin) fold_into(own.groups, state, scale_log2);
-        else own.groups.put(state, thread);
-    }
-    __device__ void fold_into(KeptState& kept, const Quarter& next, float scale_log2) {
-        Quarter state = kept.get(thread);
-        state.fold(next, scale_log2);
-        kept.put(state, thread);
+        if (run.split > begin) return own_slot(split % split_group, m).put(state, thread);
+        if (split > begin) own.group[m].fold(state, scale_log2, thread);
+        else own.group[m].put(state, thread);
+        if (split + 1 < end && split + 1 < run.split_end) return;
+        const Quarter group = own.group[m].get(thread);
+        if (split + 1 < end) own_slot(0, m).put(group, thread);
+        else if (run.split > splits.begin) own_slot(split_group + split / split_group, m).put(group, thread);
+        else if (begin > splits.begin) own.groups[m].fold(group, scale_log2, thread);
+        else own.groups[m].put(group, thread);
     }
 
     // The block's next splits; false where there are no more.
@@ -351,8 +339,8 @@ struct Consumer {
             for (i32 tile = tiles.begin + i32((warp - tiles.begin) % 4); tile < tiles.end; tile += 4)
                 attend(mask, score, weight, softmax, row, rows.kv_len, tile, tile - tiles.begin);
             place.count += max(0, tiles.end - tiles.begin);
-            Quarter state = merge(softmax);
-            push(split, state, score.scale_log2);
+#pragma unroll
+            for (int m = 0; m < cfg::m_tiles_per_warp; ++m) push(split, m, merge(softmax, m), score.scale_log2);
         }
         finish(score.scale_log2);
     }
@@ -362,11 +350,13 @@ struct Consumer {
         const Splits& splits = smem.splits;
         const bool begins = run.split == splits.begin, whole = begins && run.split_end == splits.end;
         if (!whole) {
-            if (begins && run.split_end >= splits.group_end(splits.begin)) slot(blockIdx.x, split_group).put(own.groups.get(thread), thread);
+            if (begins && run.split_end >= splits.group_end(splits.begin))
+                for (int m = 0; m < cfg::m_tiles_per_warp; ++m) own_slot(split_group, m).put(own.groups[m].get(thread), thread);
             arrive();
-            if (!smem.is_last) return meet();
         }
-        store(whole ? own.groups.get(thread) : fold_pieces(scale_log2), scale_log2);
+        if (whole || smem.is_last)
+#pragma unroll 1
+            for (int m = 0; m < cfg::m_tiles_per_warp; ++m) store(whole ? own.groups[m] : fold_pieces(m, scale_log2), m, scale_log2);
         meet();
     }
     // Says that this block's states are there, and finds out whether all are.
@@ -413,55 +403,52 @@ struct Consumer {
         if (thread == 0) smem.piece_count = count;
     }
     // Each thread fetches its quarter of as many states ahead as there is room for. The groups so far are kept beside them.
-    __device__ Quarter fold_pieces(float scale_log2) {
+    __device__ const KeptState& fold_pieces(int m, float scale_log2) {
         constexpr int room = sizeof(Folding) / sizeof(KeptState) - 1;
         KeptState* const fetched = smem.folding.fetched;
+        const float lowest = OnlineSoftmax(scale_log2).lowest();
         const auto fetch = [&](i32 i) {
-            if (i < smem.piece_count) slot(0, smem.pieces[i] / 8).fetch(fetched[i % room], thread);
+            if (i < smem.piece_count) slot(smem.pieces[i] / 8, m).fetch(fetched[i % room], thread);
             ptx::cp_async_commit();
         };
         Quarter group;
-        bool any = false;
+        group.clear(lowest);
+        fetched[room].put(group, thread);
 #pragma unroll 1
         for (i32 i = 0; i < room; ++i) fetch(i);
 #pragma unroll 1
         for (i32 i = 0; i < smem.piece_count; ++i) {
             ptx::cp_async_wait<room - 1>();
-            const Quarter next = fetched[i % room].get(thread);
             const i32 what = smem.pieces[i] % 8;
-            if (what & (opens | prefix)) group = next;
-            else group.fold(next, scale_log2);
-            if (what & (closes | prefix)) {
-                if (any) fold_into(fetched[room], group, scale_log2);
-                else fetched[room].put(group, thread);
-                any = true;
-            }
+            if (what & (opens | prefix)) group.clear(lowest);
+            group.fold(fetched[i % room].get(thread), scale_log2);
+            if (what & (closes | prefix)) fetched[room].fold(group, scale_log2, thread);
             fetch(i + room);
         }
         ptx::cp_async_wait<0>();
-        return fetched[room].get(thread);
+        return fetched[room];
     }
 
-    __device__ void store(const Quarter& state, float scale_log2) const {
+    __device__ void store(const KeptState& result, int m, float scale_log2) const {
         const SplitRun& run = smem.run;
         const Rows rows(args, run.batch);
         const Store out(args, rows, run);
         const Softmax softmax(args, rows, run, scale_log2);
-        const i32 lane = thread % 32;
+        const Quarter state = result.get(thread);
+        const i32 lane = thread % 32, column = warp * (quarter_blocks * 8);
 #pragma unroll
-        for (int r = 0; r < rows_each; ++r) {
-            const i32 row = run.q_begin + lane / 4 + 8 * r;
+        for (int r = 0; r < 2; ++r) {
+            const i32 row = run.q_begin + lane / 4 + 16 * m + 8 * r;
             if (row >= rows.q_len) continue;
             LogSum<float> sum{state.max[r] * (scale_log2 * float(ln_2)), state.sum[r]};
             softmax.finish(row, sum);
             const float factor = sum.inverse();
-            Element* const to = out.o(row);
+            Element* const to = out.o(row) + column + lane % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < state_quads; ++i) {
-                const i32 block = (i32(warp) * state_quads + i) / cfg::m_tiles_per_warp;
-                const float* x = &state.o[i].x + r % 2 * 2;
-                if (i % cfg::m_tiles_per_warp == r / 2 && block < column_blocks)
-                    *reinterpret_cast<u32*>(to + block * 8 + lane % 4 * 2) = Element::pack(x[0] * factor, x[1] * factor);
+            for (int i = 0; i < quarter_blocks; ++i) {
+                const float4 x = state.o[i];
+                if (column + i * 8 < cfg::head_dim_v)
+                    *reinterpret_cast<u32*>(to + i * 8) = Element::pack((r ? x.z : x.x) * factor, (r ? x.w : x.y) * factor);
             }
             if (warp == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
         }
