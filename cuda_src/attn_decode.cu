@@ -50,6 +50,7 @@ struct Smem {
     SplitRun run;
     Splits splits;
     TileRange tiles;  // of the work's rows
+    i32 kv_len;
     i32 pieces[cfg::most_pieces], piece_count, is_last;
 };
 template struct ElementOption<Element>;
@@ -208,10 +209,12 @@ struct Consumer {
         strand.keep_q();
     }
 
-    // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row.
-    __device__ static void mask_and_score(const Mask& mask, const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) {
+    // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row. The few
+    // tiles that need a mask make it anew: 32 rows leave it no registers.
+    __device__ void mask_and_score(const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) const {
         map_fragment(score, s, row, first);
         if (full) return;
+        const Mask mask(args, Rows(args, smem.run.batch), smem.run);
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
             const auto kept = mask.row(row + 8 * r, first);
@@ -221,11 +224,10 @@ struct Consumer {
         }
     }
     // One key tile.
-    __device__ void attend(const Mask& mask, const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 row, i32 kv_len, i32 tile,
-                           u32 ahead) {
+    __device__ void attend(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 row, i32 tile, u32 ahead) {
         const u32 stage = place.stage(ahead), parity = place.parity(ahead);
         const bool full = smem.tiles.is_full(tile);
-        const i32 left = kv_len - tile * cfg::tile_kv;
+        const i32 left = smem.kv_len - tile * cfg::tile_kv;
         smem.k_full[stage].wait(parity);
 #pragma unroll
         for (int first = 0; first < Strand::steps; first += Strand::at_once) {
@@ -239,7 +241,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
                 const i32 key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
-                mask_and_score(mask, score, s[i], full, row, key);
+                mask_and_score(score, s[i], full, row, key);
                 softmax.find_top(s[i]);
                 softmax.move();
                 softmax.weigh(s[i]);
@@ -318,7 +320,7 @@ struct Consumer {
             smem.run = smem.scheduler.next(args);
             if (!smem.run.is_last()) {
                 const Work work(args, smem.run);
-                smem.splits = work.splits, smem.tiles = work.own;
+                smem.splits = work.splits, smem.tiles = work.own, smem.kv_len = work.rows.kv_len;
             }
         }
         meet();
@@ -327,7 +329,6 @@ struct Consumer {
     __device__ void attend() {
         const SplitRun& run = smem.run;
         const Rows rows(args, run.batch);
-        const Mask mask(args, rows, run);
         const Score score(args, rows, run);
         const Weight weight(args, rows, run);
         const i32 row = run.q_begin + i32(thread) % 32 / 4;
@@ -337,7 +338,7 @@ struct Consumer {
             OnlineSoftmax softmax(score.scale_log2);
             strand.clear();
             for (i32 tile = tiles.begin + i32((warp - tiles.begin) % 4); tile < tiles.end; tile += 4)
-                attend(mask, score, weight, softmax, row, rows.kv_len, tile, tile - tiles.begin);
+                attend(score, weight, softmax, row, tile, tile - tiles.begin);
             place.count += max(0, tiles.end - tiles.begin);
 #pragma unroll
             for (int m = 0; m < cfg::m_tiles_per_warp; ++m) push(split, m, merge(softmax, m), score.scale_log2);
