@@ -135,8 +135,8 @@ struct Strand {
         for (float& x : o) x = 0.f;
     }
 
-    // s = q k^T for 32 keys.
-    __device__ void multiply_qk(float (&s)[scores], u32 stage, int keys) {
+    // s = q k^T for 32 keys, which lie `shift` bytes on in the first stage and those that follow it.
+    __device__ void multiply_qk(float (&s)[scores], u32 shift) {
 #pragma unroll
         for (float& x : s) x = 0.f;
 #pragma unroll
@@ -146,7 +146,7 @@ struct Strand {
 #pragma unroll
             for (int i = 0; i < step_keys / 16; ++i) {
                 u32 b[4];
-                ptx::ldmatrix(b, k_blocks.block(keys * (step_keys / 16) + i, step, stage * sizeof(KTile)));
+                ptx::ldmatrix(b, k_blocks.block(i, step, shift));
 #pragma unroll
                 for (int m = 0; m < m_tiles; ++m) {
                     Element::multiply(s + fragment_index(2 * i, 2 * m), a[m], b);
@@ -156,7 +156,7 @@ struct Strand {
         }
     }
     // o += p v for 32 keys.
-    __device__ void multiply_pv(const float (&p)[scores], u32 stage, int keys) {
+    __device__ void multiply_pv(const float (&p)[scores], u32 shift) {
 #pragma unroll
         for (int step = 0; step < step_keys / 16; ++step) {
             u32 a[m_tiles][4];
@@ -170,7 +170,7 @@ struct Strand {
 #pragma unroll
             for (int i = 0; i < VTile::chunks / 2; ++i) {
                 u32 b[4];
-                ptx::ldmatrix_transposed(b, v_blocks.block(keys * (step_keys / 16) + step, i, stage * sizeof(VTile)));
+                ptx::ldmatrix_transposed(b, v_blocks.block(step, i, shift));
 #pragma unroll
                 for (int m = 0; m < m_tiles; ++m) {
                     Element::multiply(o + fragment_index(2 * i, 2 * m), a[m], b);
@@ -229,11 +229,11 @@ struct Consumer {
         const bool full = smem.tiles.is_full(tile);
         const i32 left = smem.kv_len - tile * cfg::tile_kv;
         smem.k_full[stage].wait(parity);
-#pragma unroll
+#pragma unroll 1
         for (int first = 0; first < Strand::steps; first += Strand::at_once) {
             float s[Strand::at_once][Strand::scores];
 #pragma unroll
-            for (int i = 0; i < Strand::at_once; ++i) strand.multiply_qk(s[i], stage, first + i);
+            for (int i = 0; i < Strand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0));
             if (first == 0) {
                 smem.v_full[stage].wait(parity);
                 if (left < cfg::tile_kv) Kv::clear_past_end(smem.v[stage], left);
@@ -247,7 +247,7 @@ struct Consumer {
                 softmax.weigh(s[i]);
                 softmax.rescale(strand.o);
                 map_fragment(weight, s[i], row, key);
-                strand.multiply_pv(s[i], stage, first + i);
+                strand.multiply_pv(s[i], stage * sizeof(VTile) + (first + i) * VTile::block(2, 0));
             }
         }
         __syncwarp();
