@@ -64,12 +64,14 @@ template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 32 * cfg::warps, Launch::uses_pdl};
 
-// A place in the ring, by the number of tiles before it in the block's share.
-struct Place {
-    u32 count = 0;
+// Where key tiles of the work at hand lie in the ring: tile t of it is tile t + `ahead` of the block's share.
+struct Places {
+    u32 ahead = 0;
 
-    __device__ u32 stage(u32 ahead) const { return (count + ahead) % cfg::stages; }
-    __device__ u32 parity(u32 ahead) const { return (count + ahead) / cfg::stages % 2; }
+    __device__ void begin(TileRange tiles) { ahead -= tiles.begin; }
+    __device__ void end(TileRange tiles) { ahead += max(tiles.begin, tiles.end); }
+    __device__ u32 stage(i32 tile) const { return (tile + ahead) % cfg::stages; }
+    __device__ u32 parity(i32 tile) const { return (tile + ahead) / cfg::stages % 2; }
 };
 
 // What a work is made of.
@@ -85,20 +87,22 @@ struct Work {
 };
 
 __device__ void produce(const Args& args, Smem& smem, Scheduler scheduler) {
-    Place place;
+    Places places;
     for (SplitRun run = scheduler.next(args); !run.is_last(); run = scheduler.next(args)) {
         const Work work(args, run);
         const Kv kv(args, work.rows, run);
         const TileRange tiles = work.splits.clip(work.own, run.split, run.split_end);
         if (tiles.begin >= tiles.end) continue;
         auto found = kv.find(tiles.begin);
-        for (i32 tile = tiles.begin; tile < tiles.end; ++tile, ++place.count) {
+        places.begin(tiles);
+        for (i32 tile = tiles.begin; tile < tiles.end; ++tile) {
             const auto pages = found;
-            const u32 stage = place.stage(0);
+            const u32 stage = places.stage(tile);
             found = kv.find(tile + 1);
-            smem.empty[stage].wait(place.parity(0) ^ 1);
+            smem.empty[stage].wait(places.parity(tile) ^ 1);
             kv.load(smem.k[stage], smem.v[stage], smem.k_full[stage], smem.v_full[stage], tile, pages);
         }
+        places.end(tiles);
     }
 }
 
@@ -186,7 +190,7 @@ struct Consumer {
     Smem& smem;
     Own& own;
     const u32 thread, warp;  // among the four
-    Place place;
+    Places places;
     Strand strand;
 
     __device__ Consumer(const Args& args, Smem& smem)
@@ -224,8 +228,8 @@ struct Consumer {
         }
     }
     // One key tile.
-    __device__ void attend(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 row, i32 tile, u32 ahead) {
-        const u32 stage = place.stage(ahead), parity = place.parity(ahead);
+    __device__ void attend(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 tile) {
+        const u32 stage = places.stage(tile), parity = places.parity(tile);
         const bool full = smem.tiles.is_full(tile);
         const i32 left = smem.kv_len - tile * cfg::tile_kv;
         smem.k_full[stage].wait(parity);
@@ -240,7 +244,7 @@ struct Consumer {
             }
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
-                const i32 key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
+                const i32 row = smem.run.q_begin + i32(thread) % 32 / 4, key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
                 mask_and_score(score, s[i], full, row, key);
                 softmax.find_top(s[i]);
                 softmax.move();
@@ -331,18 +335,18 @@ struct Consumer {
         const Rows rows(args, run.batch);
         const Score score(args, rows, run);
         const Weight weight(args, rows, run);
-        const i32 row = run.q_begin + i32(thread) % 32 / 4;
+        places.begin(smem.splits.clip(smem.tiles, run.split, run.split_end));
         load_q(rows);
         for (i32 split = run.split; split < run.split_end; ++split) {
-            const TileRange tiles = smem.splits.clip(smem.tiles, split, split + 1);
+            const i32 begin = smem.splits.clip(smem.tiles, split, split + 1).begin;
             OnlineSoftmax softmax(score.scale_log2);
             strand.clear();
-            for (i32 tile = tiles.begin + i32((warp - tiles.begin) % 4); tile < tiles.end; tile += 4)
-                attend(score, weight, softmax, row, tile, tile - tiles.begin);
-            place.count += max(0, tiles.end - tiles.begin);
+            for (i32 tile = begin + i32((warp - begin) % 4); tile < smem.splits.clip(smem.tiles, split, split + 1).end; tile += 4)
+                attend(score, weight, softmax, tile);
 #pragma unroll
             for (int m = 0; m < cfg::m_tiles_per_warp; ++m) push(split, m, merge(softmax, m), score.scale_log2);
         }
+        places.end(smem.splits.clip(smem.tiles, run.split, run.split_end));
         finish(score.scale_log2);
     }
 

@@ -27,7 +27,10 @@ struct Line {
     i64 length;
     enum Unit { a_split, a_group, a_work } unit;
 
-    __device__ i64 begin(i32 block) const { return (block * length + gridDim.x - 1) / gridDim.x; }
+    __device__ i64 begin(i32 block) const {
+        const u64 whole = u64(block * length), part = whole / gridDim.x;
+        return i64(part + (part * gridDim.x < whole));
+    }
     // The first split of a work at `at` on the line that is in the share of `block` or a later one; the end where none is.
     __device__ i32 first_split(const Splits& splits, i64 at, i32 block) const {
         const i64 inside = begin(block) - at;
