@@ -9,7 +9,7 @@
 //   barrier               arrives                       waits               protects
 //   k_full[s], v_full[s]  TMA (bytes), or copies        the tile's warp     K, V of stage s until read
 //   empty[s]              a lane of the tile's warp     producer            both until refilled
-//   named barrier 1       consumers                     consumers           smem.q, smem.strands, smem.pieces, smem.is_last
+//   named barrier 1       consumers                     consumers           smem.q, .folding, .run and what is with it, .pieces, .is_last
 //   args.arrived[work]    blocks with splits of a work, as many as splits; the last to arrive folds, and sets it back to zero
 //
 // A block with the first splits of a work folds them as it goes. Others leave theirs in global memory: one state for each split, or
@@ -59,6 +59,8 @@ template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct SumOption<Softmax>;
 template struct WeightOption<Weight>;
+template struct PagedKvOption<Kv, KTile, VTile>;
+template struct SharesOption<Scheduler>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
 

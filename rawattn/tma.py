@@ -104,8 +104,8 @@ class PageGeometry(NamedTuple):
 
 
 def page_geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, page_rows: int) -> PageGeometry:
-    """Returns how TMA reads blocks of ``page_rows`` rows of a pool of pages, (pages, rows of a page, heads, columns) with strides in
-    elements: all columns of a block as one box, in panels as wide as a swizzle that divides a row (tile/paged_tile.cuh)."""
+    """Returns how TMA reads blocks of ``page_rows`` rows of a pool of pages, (pages, rows of a page, heads, columns) with strides
+    in elements: all columns of a block as one box, in panels as wide as a swizzle that divides a row (tile/paged_tile.cuh)."""
     columns = shape[3]
     panel = next(width for width in (64, 32, 16) if columns % width == 0)
 

@@ -51,8 +51,9 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A configuration of attn_decode.cu: 16 rows for each of ``m_tiles_per_warp``, the stages of the ring, the contraction steps whose
-    Q stays in registers, the steps of 32 keys whose scores are computed together, and the passes by which warps exchange columns."""
+    """A configuration of attn_decode.cu: 16 rows for each of ``m_tiles_per_warp``, the stages of the ring, the contraction steps
+    whose Q stays in registers, the steps of 32 keys whose scores are computed together, and the passes by which warps exchange
+    columns."""
 
     m_tiles_per_warp: int = 1
     tile_kv: int = 64
@@ -79,7 +80,12 @@ def smem_bytes(op: Decode, config: Config) -> int:
     """Shared memory of a block, about."""
     blocks = ceil_div(op.head_dim_v, 32)
     tile = 2 * config.tile_kv * (op.head_dim + op.head_dim_v)
-    fixed = 2 * config.tile_q * op.head_dim + 8192 * blocks // config.merge_passes + 2048 + 4096 * (blocks + 1) * config.m_tiles_per_warp
+    fixed = (
+        2 * config.tile_q * op.head_dim
+        + 8192 * blocks // config.merge_passes
+        + 2048
+        + 4096 * (blocks + 1) * config.m_tiles_per_warp
+    )
     return config.stages * (tile + 24) + fixed + 1500
 
 

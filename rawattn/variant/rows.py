@@ -86,11 +86,12 @@ class WithOffset(Wrapper):
 @dataclasses.dataclass(frozen=True)
 class CacheRows(Option):
     """A step's queries over cached keys, the heads that share a key head side by side: as many for each sequence, (batch, length,
-    heads, head_dim), or with ``varlen`` end to end, (total, heads, head_dim). ``kv_lens`` lie on the device; ``max_kv_len`` is what
-    the cache has room for."""
+    heads, head_dim), or with ``varlen`` end to end, (total, heads, head_dim). ``kv_lens`` lie on the device; ``max_kv_len`` is
+    what the cache has room for."""
 
     varlen: bool = False
     type: ClassVar[str] = "CacheRows"
+
     @property
     def cuda_type(self) -> str:
         return f"{self.type}<{'PackedQueries' if self.varlen else 'SameQueries'}>"

@@ -1,4 +1,4 @@
-"""This module compares attn_decode.cu, run thread by thread on the CPU, with the formula in float64, and its bits with each other."""
+"""This module compares attn_decode.cu, run thread by thread on the CPU, with the formula in float64, and its bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn.variant.mask import Causal, Full, Window
+from rawattn.variant.mask import Full, Window
 from rawattn.variant.score import Softcap
 from tests import decode, emulator
 from tests.decode import Config, Decode
@@ -49,7 +49,12 @@ def compiled(op: Decode, config: Config) -> emulator.Kernel:
     """The kernel of a step; what is a run-time value does not make another."""
     split = 256 if op.split_keys else 0
     page = min(op.page, config.tile_kv)
-    return kernel(dataclasses.replace(op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, scale=float(np.copysign(0.3, op.scale))), config)
+    return kernel(
+        dataclasses.replace(
+            op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, scale=float(np.copysign(0.3, op.scale))
+        ),
+        config,
+    )
 
 
 def pages_bytes(pool: Array, rows: int) -> bytes:
@@ -96,7 +101,9 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
     each_q, each_k, each_v = sequences(case, seed)
     width = -(-(case.room or max(case.kv_lens) + 5) // op.page) if op.page else 1
     count = batch * width
-    table = rng.permutation(count).astype(np.int32).reshape(batch, width) if op.page else np.arange(batch, dtype=np.int32)[:, None]
+    table = (
+        rng.permutation(count).astype(np.int32).reshape(batch, width) if op.page else np.arange(batch, dtype=np.int32)[:, None]
+    )
     k, v = pools(case, rng, each_k, table), pools(case, rng, each_v, table)
     if op.page:
         for row, length in zip(table, case.kv_lens, strict=True):
@@ -110,9 +117,18 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
     max_kv_len = width * op.page if op.page else k.shape[1]
     values: dict[str, Any] = dict(decode.values(op, config, max_kv_len, width))
     strides = (0, *q.strides[:2]) if case.q_lens else q.strides[:3]
-    values |= {name: (strided_bytes(x) if config.cp_async else pages_bytes(x, decode.page_rows(op, config))) for name, x in (("k", k), ("v", v))}
+    values |= {
+        name: (strided_bytes(x) if config.cp_async else pages_bytes(x, decode.page_rows(op, config)))
+        for name, x in (("k", k), ("v", v))
+    }
     values |= {"q": np.array([q.ctypes.data, *strides], np.int64).tobytes(), "o": o, "lse": lse}
-    values |= dict(zip(("o_stride_batch", "o_stride_row", "o_stride_head"), (s // 2 for s in ((0, *o.strides[:2]) if case.q_lens else o.strides[:3])), strict=True))
+    values |= dict(
+        zip(
+            ("o_stride_batch", "o_stride_row", "o_stride_head"),
+            (s // 2 for s in ((0, *o.strides[:2]) if case.q_lens else o.strides[:3])),
+            strict=True,
+        )
+    )
     values |= {"partials": np.full(sizes["partials"] // 4, np.nan, np.float32), "arrived": arrived, "violations": violations}
     values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
     values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
@@ -182,11 +198,19 @@ CASES = {
     "many sequences": Case(kv_lens=tuple(range(0, 340, 2)), grid=4),
     **{f"pages of {n}": Case(dataclasses.replace(OP, page=n), LENGTHS, grid=5) for n in (8, 16, 32, 64, 128)},
     **{
-        f"copied pages of {n}": Case(dataclasses.replace(OP, page=n), LENGTHS, grid=5, config=dataclasses.replace(Case().config, cp_async=True))
+        f"copied pages of {n}": Case(
+            dataclasses.replace(OP, page=n), LENGTHS, grid=5, config=dataclasses.replace(Case().config, cp_async=True)
+        )
         for n in (0, 1, 2, 4, 128)
     },
     "queries": Case(dataclasses.replace(PAGED, q_len=8), (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
-    "rows of two m tiles": Case(dataclasses.replace(PAGED, q_len=8, heads=8), (700, 3, 130), (), 5, dataclasses.replace(Case().config, m_tiles_per_warp=2, q_steps_in_registers=0, steps_at_once=1)),
+    "rows of two m tiles": Case(
+        dataclasses.replace(PAGED, q_len=8, heads=8),
+        (700, 3, 130),
+        (),
+        5,
+        dataclasses.replace(Case().config, m_tiles_per_warp=2, q_steps_in_registers=0, steps_at_once=1),
+    ),
     "two blocks of rows": Case(dataclasses.replace(PAGED, q_len=9, heads=6), (700, 3, 130), (9, 4, 7), 5),
     "full mask": Case(dataclasses.replace(PAGED, q_len=3, mask=Full()), LENGTHS, (), 5),
     "window": Case(dataclasses.replace(PAGED, q_len=3, mask=Window(500, 0)), LENGTHS, (), 5),
@@ -196,9 +220,13 @@ CASES = {
     "columns 80": Case(dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8), LENGTHS, grid=5),
     "columns 96 and 64": Case(dataclasses.replace(PAGED, head_dim=96, head_dim_v=64), LENGTHS, grid=5),
     "columns 192 and 128": Case(dataclasses.replace(PAGED, head_dim=192, head_dim_v=128), LENGTHS, (), 5, Config(stages=3)),
-    "columns 256": Case(dataclasses.replace(PAGED, head_dim=256, head_dim_v=256), (300, 33, 0, 40), (), 5, Config(1, 32, 3, 0, 1)),
+    "columns 256": Case(
+        dataclasses.replace(PAGED, head_dim=256, head_dim_v=256), (300, 33, 0, 40), (), 5, Config(1, 32, 3, 0, 1)
+    ),
     "odd group": Case(dataclasses.replace(OP, heads=14), LENGTHS, grid=5),
-    "merge in passes": Case(dataclasses.replace(OP, head_dim_v=64), LENGTHS, (), 5, dataclasses.replace(Case().config, merge_passes=2)),
+    "merge in passes": Case(
+        dataclasses.replace(OP, head_dim_v=64), LENGTHS, (), 5, dataclasses.replace(Case().config, merge_passes=2)
+    ),
 }
 
 
@@ -284,5 +312,3 @@ def test_empty_batches() -> None:
     check(case)
     o, _, violations = run(dataclasses.replace(case, kv_lens=(0, 30), q_lens=(0, 0)))
     assert violations == 0 and not any(len(x) for x in o)
-
-

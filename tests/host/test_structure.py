@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 8000,
     "perf": 3700,
-    "cuda_src": 2900,
+    "cuda_src": 3600,
     "tests": 12500,
 }
 FUNCTION_LINES = 60
