@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 8000,
     "perf": 3700,
     "cuda_src": 3600,
-    "tests": 12500,
+    "tests": 12900,
 }
 FUNCTION_LINES = 60
 
