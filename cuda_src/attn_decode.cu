@@ -106,6 +106,7 @@ __device__ void produce(const Args& args, Smem& smem, Scheduler scheduler) {
         }
         places.end(tiles);
     }
+    Kv::finish();
 }
 
 // One of the four: what it computes of its tiles. Registers are laid out as in tile/fragment.cuh.
