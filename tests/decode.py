@@ -78,10 +78,13 @@ def ceil_div(a: int, b: int) -> int:
 
 def smem_bytes(op: Decode, config: Config) -> int:
     """Shared memory of a block, about."""
-    quads = ceil_div(op.head_dim_v // 8, 4) * config.m_tiles_per_warp
+    blocks = ceil_div(op.head_dim_v, 32)
     tile = 2 * config.tile_kv * (op.head_dim + op.head_dim_v)
     fixed = (
-        2 * config.tile_q * op.head_dim + 8192 * quads // config.merge_passes + 4 * quads * 1024 + 8192 * config.m_tiles_per_warp
+        2 * config.tile_q * op.head_dim
+        + 8192 * blocks // config.merge_passes
+        + 2048
+        + 4096 * (blocks + 1) * config.m_tiles_per_warp
     )
     return config.stages * (tile + 24) + fixed + 1500
 
@@ -92,7 +95,7 @@ def config_of(op: Decode, arch: str) -> Config:
     room = {"sm_80": 166_912, "sm_87": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_120": 101_376}.get(arch, 232_448)
     wide = max(op.head_dim, op.head_dim_v) > 192 or (op.head_dim + op.head_dim_v) > 384
     m_tiles = 2 if op.rows > 16 and not wide else 1
-    blocks = ceil_div(op.head_dim_v // 8, 4)
+    blocks = ceil_div(op.head_dim_v, 32)
     tile = 32 if wide or (room < 110_000 and op.head_dim + op.head_dim_v > 128) else 64
     kept = 0 if m_tiles == 2 or wide else op.head_dim // 16
     for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
@@ -122,7 +125,7 @@ def slots(op: Decode, config: Config) -> int:
 
 
 def state_floats(op: Decode, config: Config) -> int:
-    return 512 * ceil_div(op.head_dim_v // 8, 4) * config.m_tiles_per_warp + 32 * config.m_tiles_per_warp
+    return (512 * ceil_div(op.head_dim_v, 32) + 32) * config.m_tiles_per_warp
 
 
 def workspace(op: Decode, config: Config, grid: int) -> dict[str, int]:

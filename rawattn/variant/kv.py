@@ -27,8 +27,8 @@ class CpAsyncKv(Option):
 
 @dataclasses.dataclass(frozen=True)
 class PagedKv(Option):
-    """Pools of pages; sequence i is page i, or has a row of ``page_table``. TMA reads blocks of ``page_rows`` rows, a multiple
-    of 8 that lies in one page; with ``cp_async`` a warp copies them, of pages of any size."""
+    """Pools of pages; sequence i is page i, or has a row of ``page_table``. TMA reads blocks of ``page_rows`` rows, a multiple of
+    8 that lies in one page; with ``cp_async`` a warp copies them, of pages of any size."""
 
     table: bool
     page_rows: int
@@ -52,7 +52,5 @@ class PagedKv(Option):
     def fields(self) -> Fields:
         if not self.table:
             return ()
-        return (
-            Field("page_table", "const i32*", Pointer("page_table")), Field("page_table_stride", "i64"),
-            Field("page_shift", "i32"),
-        )  # fmt: skip
+        table = Field("page_table", "const i32*", Pointer("page_table"))
+        return (table, Field("page_table_stride", "i64"), Field("page_shift", "i32"))

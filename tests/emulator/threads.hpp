@@ -61,6 +61,7 @@ static std::vector<std::unique_ptr<Fiber>> fibers;
 static ucontext_t scheduler_context;
 static std::function<void()> body;
 static long progress, switches;
+static std::vector<std::function<void()>> copies;  // of TMA, on their way
 
 static void yield() {
     const i32 self = threadIdx.x;
@@ -132,7 +133,8 @@ static u32 atomicInc(u32* at, u32 last) {
     return old;
 }
 
-// Runs the blocks one after the other; 1 where all threads wait and none comes on.
+// Runs the blocks one after the other; 1 where all threads wait and none comes on. Copies of TMA are late, and the last one first: each
+// comes when nothing else can happen.
 static int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()> kernel) {
     gridDim.x = blocks, blockDim.x = threads, body = kernel;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
@@ -155,8 +157,12 @@ static int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()
                 swapcontext(&scheduler_context, &fibers[i]->context);
                 left -= fibers[i]->ended;
             }
-            if (progress == before && left > 0) return 1;
+            if (progress != before || left == 0) continue;
+            if (copies.empty()) return 1;
+            const auto copy = std::move(copies.back());
+            copies.pop_back(), copy();
         }
+        if (!copies.empty()) __builtin_trap();  // a block ended before its copies
     }
     return 0;
 }
@@ -204,7 +210,10 @@ struct Mbarrier {
         ++progress;
         if (pending == 0 && bytes == 0) pending = count, phase ^= 1;
     }
-    void arrive() { --pending, advance(); }
+    void arrive() {
+        if (pending == 0) __builtin_trap();  // more than a phase takes, which is undefined
+        --pending, advance();
+    }
     void arrive_expect(u32 more) { bytes += more, arrive(); }
     void complete(u32 there) { bytes -= there, advance(); }
     void wait(u32 parity) {
@@ -216,41 +225,43 @@ struct PolledMbarrier : Mbarrier {
 };
 static void fence_mbarrier_init() {}
 static void fence_proxy_async() {}
-static float4 load_from_l2(const float4* from) { return *from; }
-static float2 load_from_l2(const float2* from) { return *from; }
 
 // A box of 64 columns, swizzled; what lies outside is zero.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
-    full.complete(u32(map.box_rows) * 128);
-    for (i32 row = 0; row < map.box_rows; ++row)
-        for (i32 column = 0; column < 64; ++column) {
-            const bool inside = c1 + row >= 0 && c1 + row < map.rows && c0 + column < map.columns;
-            const char* from = reinterpret_cast<const char*>(map.data) + (c1 + row) * map.row_bytes + c2 * map.head_bytes + c3 * map.batch_bytes;
-            u32 at = smem_address(to) + row * 128 + column * 2;
-            at ^= (at >> 7 & 7) << 4;
-            const u16 x = inside ? half(from + (c0 + column) * 2) : 0;
-            memcpy(raw + at, &x, 2);
-        }
+    copies.push_back([=, &map, &full] {
+        full.complete(u32(map.box_rows) * 128);
+        for (i32 row = 0; row < map.box_rows; ++row)
+            for (i32 column = 0; column < 64; ++column) {
+                const bool inside = c1 + row >= 0 && c1 + row < map.rows && c0 + column < map.columns;
+                const char* from = reinterpret_cast<const char*>(map.data) + (c1 + row) * map.row_bytes + c2 * map.head_bytes + c3 * map.batch_bytes;
+                u32 at = smem_address(to) + row * 128 + column * 2;
+                at ^= (at >> 7 & 7) << 4;
+                const u16 x = inside ? half(from + (c0 + column) * 2) : 0;
+                memcpy(raw + at, &x, 2);
+            }
+    });
 }
 // A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
-    const i64 *word = &map.data, *stride = word + 1, *size = word + 5, *box = word + 10;
-    const i64 first[5] = {c0, c1, c2, c3, c4}, span = box[0] * 2;
-    u32 bytes = u32(span);
-    for (int d = 1; d < 5; ++d) bytes *= u32(box[d]);
-    full.complete(bytes);
-    for (u32 at = 0; at < bytes; at += 2) {
-        i64 rest = at / 2, from = 0;
-        bool inside = true;
-        for (int d = 0; d < 5; ++d) {
-            const i64 c = first[d] + rest % box[d];
-            rest /= box[d], from += c * (d ? stride[d - 1] : 2), inside &= c >= 0 && c < size[d];
+    copies.push_back([=, &map, &full] {
+        const i64 *word = &map.data, *stride = word + 1, *size = word + 5, *box = word + 10;
+        const i64 first[5] = {c0, c1, c2, c3, c4}, span = box[0] * 2;
+        u32 bytes = u32(span);
+        for (int d = 1; d < 5; ++d) bytes *= u32(box[d]);
+        full.complete(bytes);
+        for (u32 at = 0; at < bytes; at += 2) {
+            i64 rest = at / 2, from = 0;
+            bool inside = true;
+            for (int d = 0; d < 5; ++d) {
+                const i64 c = first[d] + rest % box[d];
+                rest /= box[d], from += c * (d ? stride[d - 1] : 2), inside &= c >= 0 && c < size[d];
+            }
+            u32 where = smem_address(to) + at;
+            where ^= (where >> 7 & (span / 16 - 1)) << 4;  // swizzled over the span
+            const u16 x = inside ? half(reinterpret_cast<const char*>(word[0]) + from) : 0;
+            memcpy(raw + where, &x, 2);
         }
-        u32 where = smem_address(to) + at;
-        where ^= (where >> 7 & (span / 16 - 1)) << 4;  // swizzled over the span
-        const u16 x = inside ? half(reinterpret_cast<const char*>(word[0]) + from) : 0;
-        memcpy(raw + where, &x, 2);
-    }
+    });
 }
 static void prefetch(const TensorMap&) {}
 

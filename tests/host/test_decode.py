@@ -47,9 +47,14 @@ def kernel(op: Decode, config: Config) -> emulator.Kernel:
 
 def compiled(op: Decode, config: Config) -> emulator.Kernel:
     """The kernel of a step; what is a run-time value does not make another."""
-    rows = {"split_keys": 64} if decode.slots(op, config) > 16 else {}
+    split = 256 if op.split_keys else 0
     page = min(op.page, config.tile_kv)
-    return kernel(dataclasses.replace(op, batch=1, q_len=1, total_q=0, page=page, split_keys=0, scale=0.3, **rows), config)
+    return kernel(
+        dataclasses.replace(
+            op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, scale=float(np.copysign(0.3, op.scale))
+        ),
+        config,
+    )
 
 
 def pages_bytes(pool: Array, rows: int) -> bytes:
@@ -188,6 +193,12 @@ CASES = {
     "one block": Case(kv_lens=LENGTHS, grid=1),
     "many": Case(kv_lens=LENGTHS, grid=5),
     "more blocks than splits": Case(kv_lens=LENGTHS, grid=40),
+    **{  # tiles of several warps in one stage, one after the other
+        f"long splits, {n} stages": Case(
+            dataclasses.replace(OP, split_keys=1024), (2500,), (), 2, dataclasses.replace(Case().config, stages=n)
+        )
+        for n in (2, 3, 5, 6)
+    },
     "groups": Case(dataclasses.replace(OP, kv_heads=1), kv_lens=(9000, 4300), grid=9),
     "whole works": Case(kv_lens=(600,) * 6, grid=6),
     "many sequences": Case(kv_lens=tuple(range(0, 340, 2)), grid=4),
@@ -198,7 +209,7 @@ CASES = {
         )
         for n in (0, 1, 2, 4, 128)
     },
-    "queries": Case(PAGED, (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
+    "queries": Case(dataclasses.replace(PAGED, q_len=8), (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
     "rows of two m tiles": Case(
         dataclasses.replace(PAGED, q_len=8, heads=8),
         (700, 3, 130),
@@ -228,3 +239,82 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_decode(name: str) -> None:
     check(CASES[name])
+
+
+def same(found: tuple[Any, ...], wanted: tuple[Any, ...], count: int) -> None:
+    for x, y in zip(found[:2], wanted[:2], strict=True):
+        for one, other in zip(x[:count], y[:count], strict=True):
+            assert one.tobytes() == other.tobytes()
+
+
+def test_bits_follow_from_the_sequence() -> None:
+    """A row has the same bits alone and among others, on any grid, from a dense cache and from pages, by TMA and by threads."""
+    case = Case(dataclasses.replace(OP, kv_heads=1, mask=Window(6000, 0)), kv_lens=(4500, 7, 8200, 0, 1000), grid=1)
+    wanted = run(case)
+    for grid in (2, 3, 5, 17, 60):
+        same(run(dataclasses.replace(case, grid=grid)), wanted, 5)
+    for page in (8, 64, 256):
+        same(run(with_op(dataclasses.replace(case, grid=7), page=page)), wanted, 5)
+    copied = dataclasses.replace(case, config=dataclasses.replace(case.config, cp_async=True))
+    same(run(with_op(dataclasses.replace(copied, grid=7), page=2)), wanted, 5)
+    same(run(copied), wanted, 5)
+    for i, length in enumerate(case.kv_lens):
+        alone = run(dataclasses.replace(case, kv_lens=(length,), grid=9))
+        same(alone, (wanted[0][i:], wanted[1][i:]), 1)
+
+
+def test_both_classes_of_rows_give_the_same_bits() -> None:
+    case = Case(dataclasses.replace(PAGED, q_len=4), LENGTHS, grid=5)
+    wide = dataclasses.replace(case.config, m_tiles_per_warp=2, q_steps_in_registers=0, steps_at_once=1)
+    wanted = run(case)
+    same(run(dataclasses.replace(case, config=wide)), wanted, len(LENGTHS))
+    same(run(dataclasses.replace(case, config=dataclasses.replace(case.config, stages=3, merge_passes=1))), wanted, len(LENGTHS))
+    packed = dataclasses.replace(case, q_lens=(4,) * len(LENGTHS), grid=2)
+    same(run(packed), wanted, len(LENGTHS))
+
+
+def test_queries_together_and_alone_have_the_same_bits() -> None:
+    """A draft of four queries, and its last query alone, where splits are of one size."""
+    case = Case(dataclasses.replace(PAGED, q_len=4, split_keys=256), (900, 260), grid=4)
+    together, alone = run(case), run(with_op(case, q_len=1))
+    for i in range(2):
+        assert together[0][i][-1:].tobytes() == alone[0][i].tobytes()
+        assert together[1][i][:, -1:].tobytes() == alone[1][i].tobytes()
+
+
+def test_violated_bounds_are_said_and_cut() -> None:
+    case = Case(PAGED, (300, 40), grid=3)
+
+    def edited(**changes: Any) -> Any:
+        return lambda values: values.update({name: change(values[name]) for name, change in changes.items()})
+
+    plain = run(case)
+    assert plain[2] == 0
+    longer = run(case, edit=edited(kv_lens=lambda x: np.array([300, 1 << 30], np.int32), max_kv_len=lambda x: 304))
+    assert longer[2] & 1
+    same(longer, plain, 1)
+    negative = run(case, edit=edited(kv_lens=lambda x: np.array([300, -5], np.int32)))
+    assert negative[2] == 1 and not negative[0][1].any() and np.isneginf(negative[1][1]).all()
+    same(negative, plain, 1)
+
+    def wrong_page(table: Array) -> Array:
+        table[1, 0] = 2147480000
+        return table
+
+    wrong = run(case, edit=edited(page_table=wrong_page))
+    assert wrong[2] == 4 and np.isfinite(wrong[0][1].astype(np.float32)).all()
+    same(wrong, plain, 1)
+    packed = dataclasses.replace(with_op(case, q_len=2), q_lens=(2, 1))
+    wanted = run(packed)
+    assert wanted[2] == 0
+    more = run(packed, edit=edited(cu_seqlens_q=lambda x: np.array([0, 2, 9], np.int32)))
+    assert more[2] == 2
+    same(more, wanted, 2)
+
+
+def test_empty_batches() -> None:
+    """Padding of a graph: no query, no key."""
+    case = Case(dataclasses.replace(PAGED, q_len=2), (0, 500, 0, 0), (0, 2, 1, 0), 6)
+    check(case)
+    o, _, violations = run(dataclasses.replace(case, kv_lens=(0, 30), q_lens=(0, 0)))
+    assert violations == 0 and not any(len(x) for x in o)

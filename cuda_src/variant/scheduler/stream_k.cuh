@@ -27,7 +27,10 @@ struct Line {
     i64 length;
     enum Unit { a_split, a_group, a_work } unit;
 
-    __device__ i64 begin(i32 block) const { return (block * length + gridDim.x - 1) / gridDim.x; }
+    __device__ i64 begin(i32 block) const {
+        const u64 whole = u64(block * length), part = whole / gridDim.x;
+        return i64(part + (part * gridDim.x < whole));
+    }
     // The first split of a work at `at` on the line that is in the share of `block` or a later one; the end where none is.
     __device__ i32 first_split(const Splits& splits, i64 at, i32 block) const {
         const i64 inside = begin(block) - at;
@@ -55,13 +58,12 @@ struct StreamKScheduler {
         i32 longest[cfg::warps], shortest[cfg::warps], group[cfg::warps];
         Share shares[2];
     };
-    const Args& args;
     Line line;
-    Share next_, end;
-    i64 at;  // of the sequence of next_
+    Share here, end;
+    i64 at;  // of the sequence of `here`
 
     // By all threads of the block, each of which looks at as many sequences on end.
-    __device__ StreamKScheduler(const Args& args, Shared& shared) : args(args) {
+    __device__ StreamKScheduler(const Args& args, Shared& shared) {
         const i32 each = ceil_div(args.batches, 32 * cfg::warps), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const i32 first = min(i32(threadIdx.x) * each, args.batches), last = min(first + each, args.batches);
         i64 upto = 0;
@@ -95,9 +97,9 @@ struct StreamKScheduler {
             group = max(group, shared.group[i]);
         }
         line.unit = unit_of(longest, shortest, group);
-        for (i32 i = 0; i < 2; ++i) find(shared, i, first, last, before, before + own);
+        for (i32 i = 0; i < 2; ++i) find(args, shared, i, first, last, before, before + own);
         __syncthreads();
-        next_ = shared.shares[0], end = shared.shares[1], at = shared.at[0];
+        here = shared.shares[0], end = shared.shares[1], at = shared.at[0];
     }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth.
     __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group) const {
@@ -108,7 +110,7 @@ struct StreamKScheduler {
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
     }
     // The thread among whose sequences a share begins says so; the one with the last row also for shares that begin at the line's end.
-    __device__ void find(Shared& shared, i32 which, i32 batch, i32 last, i64 at, i64 until) const {
+    __device__ void find(const Args& args, Shared& shared, i32 which, i32 batch, i32 last, i64 at, i64 until) const {
         const i32 block = blockIdx.x + which;
         const i64 begin = line.begin(block);
         if (line.length == 0 && threadIdx.x == 0) shared.shares[which] = {0, 0, 0}, shared.at[which] = 0;
@@ -129,19 +131,19 @@ struct StreamKScheduler {
         }
     }
     // The block's next splits of one work; a last one where there are no more.
-    __device__ SplitRun next() {
-        while (next_.batch < end.batch || (next_.batch == end.batch && next_.work <= end.work)) {
-            const bool last = next_.batch == end.batch && next_.work == end.work;
-            if (last && end.split <= next_.split) break;
-            const i32 batch = next_.batch, work = next_.work;
+    __device__ SplitRun next(const Args& args) {
+        while (here.batch < end.batch || (here.batch == end.batch && here.work <= end.work)) {
+            const bool last = here.batch == end.batch && here.work == end.work;
+            if (last && end.split <= here.split) break;
+            const i32 batch = here.batch, work = here.work;
             const Rows rows(args, batch);
             const Sequence sequence(args, rows, batch);
             if (work >= sequence.works) {
-                at += sequence.line(), next_ = {batch + 1, 0, 0};
+                at += sequence.line(), here = {batch + 1, 0, 0};
                 continue;
             }
-            const i32 begin = max(next_.split, sequence.splits.begin), stop = last ? end.split : sequence.splits.end;
-            next_ = {batch, work + 1, 0};
+            const i32 begin = max(here.split, sequence.splits.begin), stop = last ? end.split : sequence.splits.end;
+            here = {batch, work + 1, 0};
             if (begin >= stop) continue;
             const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q);
             return {{batch, work / q_blocks, work % q_blocks * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles};
