@@ -10,7 +10,8 @@
 //   k_full[b], v_full[b]  TMA (bytes), or copies        the tile's warp     K, V of a stage until read
 //   empty[b]              a lane of the tile's warp     producer            both until refilled
 //   named barrier 1       consumers                     consumers           smem.q, .folding, .run and what is with it, .pieces, .is_last
-//   args.arrived[work]    blocks with splits of a work, as many as splits; the last to arrive folds, and sets it back to zero
+//   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
+//                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
 // Barriers are as many as stages, rounded up to a multiple of four: then the tiles that use one, one after the other, are of the same
 // warp. With one for each stage a warp could come to the next tile of a stage while the one before was still on its way, to another
@@ -311,7 +312,7 @@ struct Consumer {
     __device__ StateSlot slot(i32 at, int m) const {
         return {reinterpret_cast<float4*>(args.partials + (i64(at) * cfg::m_tiles_per_warp + m) * StateSlot::floats)};
     }
-    __device__ StateSlot own_slot(i32 index, int m) const { return slot(blockIdx.x * cfg::slots + index, m); }
+    __device__ StateSlot own_slot(i32 index, int m) const { return slot(blockIdx.x * args.slots + index, m); }
 
     // Takes in a split's result.
     __device__ void push(i32 split, int m, const Quarter& state, float scale_log2) {
@@ -377,13 +378,14 @@ struct Consumer {
     }
     // Says that this block's states are there, and finds out whether all are.
     __device__ void arrive() {
+        const SplitRun& run = smem.run;
+        const Splits& splits = smem.splits;
+        u32* const arrived = args.arrived + (run.split == splits.begin ? blockIdx.x : smem.scheduler.line.owner(splits, run.at, splits.begin));
         __threadfence();
         meet();
         if (thread == 0) {
-            const SplitRun& run = smem.run;
-            u32* const arrived = args.arrived + (i64(run.batch) * args.heads * args.q_blocks + run.work);
             const i32 here = run.split_end - run.split;
-            smem.is_last = i32(atomicAdd(arrived, u32(here))) + here == smem.splits.end - smem.splits.begin;
+            smem.is_last = i32(atomicAdd(arrived, u32(here))) + here == splits.end - splits.begin;
             if (smem.is_last) *arrived = 0;
             __threadfence();
         }
@@ -413,7 +415,7 @@ struct Consumer {
             }
             const bool found = index >= 0 && base + i32(thread) < splits.end;
             const u32 all = __ballot_sync(0xffffffffu, found);
-            if (found) smem.pieces[count + __popc(all & ((1u << thread) - 1))] = (block * cfg::slots + index) * 8 + what;
+            if (found) smem.pieces[count + __popc(all & ((1u << thread) - 1))] = (block * args.slots + index) * 8 + what;
             count += __popc(all);
         }
         if (thread == 0) smem.piece_count = count;

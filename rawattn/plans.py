@@ -16,7 +16,7 @@ from .device import cpu as this_cpu
 from .errors import BinaryError, ProblemError
 from .operand import Operand, check_output
 from .operation import Operation
-from .program import Counter, Field, Launch, Parts, Pointer, Program, Scratch, Stride, TensorMap, Value, View, Violations, offsets
+from .program import Counter, Field, Launch, Pages, Parts, Pointer, Program, Scratch, Stride, TensorMap, Value, View, Violations, offsets
 from .select import Selection
 from .variant.element import ELEMENTS
 
@@ -265,7 +265,7 @@ class GpuCall:
     def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
         """Returns the value of a field that depends on the outputs or on the stream."""
         if isinstance(fill, Counter):
-            return driver.counters(self._device).take(stream_id, capturing)
+            return driver.counters(self._device, fill.bytes).take(stream_id, capturing)
         if isinstance(fill, Scratch):
             if scratch is None:  # nothing is there to be written
                 return 0
@@ -284,6 +284,8 @@ class GpuCall:
         array = self._given.get(getattr(fill, "operand", ""))
         if array is None:
             return b"" if type(fill) is View else 0
+        if type(fill) is Pages:
+            return _pages(fill, array)
         return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
@@ -304,6 +306,15 @@ def _of_array(fill: Any, array: Array) -> int | bytes:
     size = ELEMENTS[array.dtype].itemsize
     batch = array.strides[-4] if len(array.strides) == 4 else 0
     return struct.pack("<4q", array.pointer, batch * size, array.strides[-3] * size, array.strides[-2] * size)
+
+
+def _pages(fill: Pages, pool: Array) -> bytes:
+    """How a kernel reads a pool of pages."""
+    size = ELEMENTS[pool.dtype].itemsize
+    if not fill.page_rows:
+        return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])
+    shape = tma.page_geometry(pool.shape, pool.strides, size, fill.page_rows)
+    return driver.tensor_map(pool.pointer, pool.dtype, *shape) + struct.pack("<i60x", pool.shape[0])
 
 
 def _part(o: Array, lse: Array) -> bytes:

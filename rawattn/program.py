@@ -58,7 +58,18 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counter:
-    """The address of two zeros that launches which may run at once do not share, and that the kernel sets back to zero."""
+    """The address of ``bytes`` of zeros that launches which may run at once do not share, and that the kernel sets back to
+    zero."""
+
+    bytes: int = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pages:
+    """A TmaPages of a pool of pages, whose boxes have ``page_rows`` rows; a StridedPages where these are 0."""
+
+    operand: str
+    page_rows: int
 
 
 class Violations(NamedTuple):
@@ -71,7 +82,7 @@ class Parts(NamedTuple):
     number: int
 
 
-Fill = Value | Pointer | Stride | View | TensorMap | Scratch | Counter | Violations | Parts
+Fill = Value | Pointer | Stride | View | TensorMap | Pages | Scratch | Counter | Violations | Parts
 
 
 class Field(NamedTuple):

@@ -16,6 +16,7 @@ from .kernel.append import APPEND
 from .kernel.attn_bwd import ATTN_BWD
 from .kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from .kernel.attn_bwd_simt import ATTN_BWD_SIMT
+from .kernel.attn_decode import ATTN_DECODE
 from .kernel.attn_fwd import ATTN_FWD
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
@@ -26,7 +27,7 @@ from .operation import Append, AttentionKVCache, Backward, Combine, Forward, Ope
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_SIMT, CPU_BACKWARD)  # mma.sync goes before simt
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (), Append: (APPEND,), Combine: (COMBINE,),
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (ATTN_DECODE,), Append: (APPEND,), Combine: (COMBINE,),
 }  # fmt: skip
 
 

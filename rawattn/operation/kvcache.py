@@ -137,7 +137,7 @@ class AttentionKVCache(Operation):
         """The arrays that it writes, in order."""
         batch, rows = ((), self.total_q) if self.ragged else ((self.batch,), self.q_len)
         o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
-        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out")
+        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
         return (o, lse) if self.spec.return_lse else (o,)
 
     # ---- its options

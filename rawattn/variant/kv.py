@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer
+from ..program import Fields
 from . import Option
 
 
@@ -27,22 +27,21 @@ class CpAsyncKv(Option):
 
 @dataclasses.dataclass(frozen=True)
 class PagedKv(Option):
-    """Pools of pages; sequence i is page i, or has a row of ``page_table``. TMA reads blocks of ``page_rows`` rows, a multiple of
-    8 that lies in one page; with ``cp_async`` a warp copies them, of pages of any size."""
+    """Pools of pages; ``pages`` says which of them a sequence has (variant/place.py). TMA reads blocks of ``page_rows`` rows, a
+    multiple of 8 that lies in one page; with ``cp_async`` a warp copies them, of pages of any size."""
 
-    table: bool
+    pages: Option
     page_rows: int
     cp_async: bool = False
     type: ClassVar[str] = "PagedKv"
 
     @property
     def cuda_type(self) -> str:
-        return f"{'PagedCpAsyncKv' if self.cp_async else 'PagedTmaKv'}<{'PageTable' if self.table else 'OnePage'}>"
+        return f"{'PagedCpAsyncKv' if self.cp_async else 'PagedTmaKv'}<{self.pages.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        pages, copy = "page_table" if self.table else "one_page", "paged_cp_async" if self.cp_async else "paged_tma"
-        return (f"variant/kv/{pages}.cuh", f"variant/kv/{copy}.cuh")
+        return (*self.pages.sources, f"variant/kv/paged_{'cp_async' if self.cp_async else 'tma'}.cuh")
 
     @property
     def constants(self) -> dict[str, int]:
@@ -50,7 +49,4 @@ class PagedKv(Option):
 
     @property
     def fields(self) -> Fields:
-        if not self.table:
-            return ()
-        table = Field("page_table", "const i32*", Pointer("page_table"))
-        return (table, Field("page_table_stride", "i64"), Field("page_shift", "i32"))
+        return self.pages.fields

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..program import Field, Fields, Pointer
 from . import Option, Wrapper
+from .lengths import KvLens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +91,20 @@ class CacheRows(Option):
     what the cache has room for."""
 
     varlen: bool = False
+    lengths: Option = KvLens()  # noqa: RUF009
     type: ClassVar[str] = "CacheRows"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{'PackedQueries' if self.varlen else 'SameQueries'}>"
+        return f"{self.type}<{'PackedQueries' if self.varlen else 'SameQueries'}, {self.lengths.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return ("variant/rows/packed_queries.cuh" if self.varlen else "variant/rows/same_queries.cuh",)
+        return (*self.lengths.sources, f"variant/rows/{'packed' if self.varlen else 'same'}_queries.cuh")
 
     @property
     def fields(self) -> Fields:
-        lengths = (Field("kv_lens", "const i32*", Pointer("kv_lens")), Field("max_kv_len", "i32"), Field("pack_gqa_heads", "i32"))
+        lengths = (*self.lengths.fields, Field("pack_gqa_heads", "i32"))
         if not self.varlen:
             return (*lengths, Field("q_len", "i32"))
         cu_seqlens = Field("cu_seqlens_q", "const i32*", Pointer("cu_seqlens_q"))

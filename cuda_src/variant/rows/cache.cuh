@@ -11,7 +11,7 @@ struct QuerySpan {
     bool cut;
 };
 
-template <class Queries>
+template <class Queries, class Lengths>
 struct CacheRows {
     static constexpr i32 q_offset = 0, kv_offset = 0;
     QuerySpan q;
@@ -20,7 +20,7 @@ struct CacheRows {
     u32 violations;
 
     __device__ CacheRows(const Args& args, i32 batch) : q(Queries::of(args, batch)), kv{batch}, heads(args.pack_gqa_heads) {
-        const i32 length = args.kv_lens[batch];
+        const i32 length = Lengths::of(args, batch);
         kv_len = max(0, min(length, args.max_kv_len)), queries = q.length, q_len = queries * heads;
         violations = (kv_len != length ? violated::kv_len : 0) | (q.cut ? violated::q_len : 0);
     }
