@@ -21,6 +21,7 @@
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Launch
+#include "ptx/atomic.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
@@ -46,19 +47,25 @@ union Folding {
     Own own;
     KeptState fetched[sizeof(Own) / sizeof(KeptState)];
 };
-struct Smem {
+struct Ring {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
+};
+union RingOrStates {  // states where no tile will come any more
+    Ring tiles;
+    KeptState fetched[sizeof(Ring) / sizeof(KeptState)];
+};
+struct Smem {
+    RingOrStates ring;
     QTile q;
     Folding folding;
     Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers];
-    Scheduler::Shared shared;
     Scheduler scheduler;  // the consumers', and what it gave, kept here to free registers
     SplitRun run;
     Splits splits;
     TileRange tiles;  // of the work's rows
     i32 kv_len;
-    i32 pieces[cfg::most_pieces], piece_count, is_last;
+    i32 pieces[cfg::most_pieces], piece_count, is_last, ring_is_free;
 };
 template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
@@ -111,7 +118,7 @@ __device__ void produce(const Args& args, Smem& smem, Scheduler scheduler) {
             const u32 place = places.place(tile), before = place - cfg::stages;  // which had the stage
             found = kv.find(tile + 1);
             if (place >= cfg::stages) smem.empty[barrier(before)].wait(parity(before));
-            kv.load(smem.k[stage(place)], smem.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
+            kv.load(smem.ring.tiles.k[stage(place)], smem.ring.tiles.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
         }
         places.end(tiles);
     }
@@ -131,8 +138,8 @@ struct Strand {
     float o[m_tiles * cfg::head_dim_v / 2];
 
     __device__ explicit Strand(const Smem& smem)
-        : q_blocks(BlockReader<QTile>::down(smem.q)), k_blocks(BlockReader<KTile>::right(smem.k[0])),
-          v_blocks(BlockReader<VTile>::down(smem.v[0])) {}
+        : q_blocks(BlockReader<QTile>::down(smem.q)), k_blocks(BlockReader<KTile>::right(smem.ring.tiles.k[0])),
+          v_blocks(BlockReader<VTile>::down(smem.ring.tiles.v[0])) {}
 
     __device__ void load_q(u32 (&to)[m_tiles][4], int step) {
 #pragma unroll
@@ -157,7 +164,7 @@ struct Strand {
         for (float& x : s) x = 0.f;
 #pragma unroll
         for (int step = 0; step < qk_steps; ++step) {
-            u32 (&a)[m_tiles][4] = q[min(step, kept)];
+            u32(&a)[m_tiles][4] = q[min(step, kept)];
             if (step >= kept) load_q(a, step);
 #pragma unroll
             for (int i = 0; i < step_keys / 16; ++i) {
@@ -252,7 +259,7 @@ struct Consumer {
             for (int i = 0; i < Strand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0));
             if (first == 0) {
                 smem.v_full[barrier].wait(parity(place));
-                if (left < cfg::tile_kv) Kv::clear_past_end(smem.v[stage], left);
+                if (left < cfg::tile_kv) Kv::clear_past_end(smem.ring.tiles.v[stage], left);
             }
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
@@ -333,7 +340,7 @@ struct Consumer {
     // The block's next splits; false where there are no more.
     __device__ bool take() {
         if (thread == 0) {
-            smem.run = smem.scheduler.next(args);
+            smem.run = smem.scheduler.next(args), smem.ring_is_free = smem.scheduler.has_ended();
             if (!smem.run.is_last()) {
                 const Work work(args, smem.run);
                 smem.splits = work.splits, smem.tiles = work.own, smem.kv_len = work.rows.kv_len;
@@ -381,28 +388,29 @@ struct Consumer {
         const SplitRun& run = smem.run;
         const Splits& splits = smem.splits;
         u32* const arrived = args.arrived + (run.split == splits.begin ? blockIdx.x : smem.scheduler.line.owner(splits, run.at, splits.begin));
-        __threadfence();
         meet();
         if (thread == 0) {
             const i32 here = run.split_end - run.split;
-            smem.is_last = i32(atomicAdd(arrived, u32(here))) + here == splits.end - splits.begin;
+            smem.is_last = i32(ptx::add_acq_rel(arrived, u32(here))) + here == splits.end - splits.begin;
             if (smem.is_last) *arrived = 0;
-            __threadfence();
         }
-        if (warp == 0) find_pieces();
+        if (warp == 1) find_pieces();  // meanwhile
         meet();
     }
 
     // What a work's blocks have left of it, in order: slot of a block * 8 + what the state is of.
-    enum Piece { opens = 1, closes = 2, prefix = 4 };  // a group's beginning, and its end; all groups up to its end
+    enum Piece { opens = 1,
+                 closes = 2,
+                 prefix = 4 };  // a group's beginning, and its end; all groups up to its end
 
     // By one warp, a lane for each split.
     __device__ void find_pieces() {
         const SplitRun& run = smem.run;
         const Splits& splits = smem.splits;
+        const i32 lane = thread % 32;
         i32 count = 0;
         for (i32 base = splits.begin; base < splits.end; base += 32) {
-            const i32 split = min(base + i32(thread), splits.end - 1), begin = splits.group_begin(split), end = splits.group_end(split);
+            const i32 split = min(base + lane, splits.end - 1), begin = splits.group_begin(split), end = splits.group_end(split);
             const i32 block = smem.scheduler.line.owner(splits, run.at, split);
             const i32 from = smem.scheduler.line.first_split(splits, run.at, block), to = smem.scheduler.line.first_split(splits, run.at, block + 1);
             const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
@@ -413,38 +421,41 @@ struct Consumer {
                 index = end <= to ? split_group + split / split_group : 0;
                 what |= (end <= to) * closes;
             }
-            const bool found = index >= 0 && base + i32(thread) < splits.end;
+            const bool found = index >= 0 && base + lane < splits.end;
             const u32 all = __ballot_sync(0xffffffffu, found);
-            if (found) smem.pieces[count + __popc(all & ((1u << thread) - 1))] = (block * args.slots + index) * 8 + what;
+            if (found) smem.pieces[count + __popc(all & ((1u << lane) - 1))] = (block * args.slots + index) * 8 + what;
             count += __popc(all);
         }
-        if (thread == 0) smem.piece_count = count;
+        if (lane == 0) smem.piece_count = count;
     }
-    // Each thread fetches its quarter of as many states ahead as there is room for. The groups so far are kept beside them.
+    // Each thread fetches its quarter of as many states at once as there is room for: in the ring, where no tile will come any more, or
+    // where the block had its own. The groups so far are kept beside them.
     __device__ const KeptState& fold_pieces(int m, float scale_log2) {
-        constexpr int room = sizeof(Folding) / sizeof(KeptState) - 1;
-        KeptState* const fetched = smem.folding.fetched;
+        constexpr i32 own_room = sizeof(Folding) / sizeof(KeptState) - 1, ring_room = sizeof(Ring) / sizeof(KeptState);
+        const bool in_ring = smem.ring_is_free && ring_room > own_room;
+        KeptState* const fetched = in_ring ? smem.ring.fetched : smem.folding.fetched + 1;
+        KeptState& groups = smem.folding.fetched[0];
+        const i32 room = in_ring ? ring_room : own_room, count = smem.piece_count;
         const float lowest = OnlineSoftmax(scale_log2).lowest();
-        const auto fetch = [&](i32 i) {
-            if (i < smem.piece_count) slot(smem.pieces[i] / 8, m).fetch(fetched[i % room], thread);
-            ptx::cp_async_commit();
-        };
         Quarter group;
         group.clear(lowest);
-        fetched[room].put(group, thread);
+        groups.put(group, thread);
 #pragma unroll 1
-        for (i32 i = 0; i < room; ++i) fetch(i);
+        for (i32 begin = 0; begin < count; begin += room) {
+            const i32 end = min(begin + room, count);
 #pragma unroll 1
-        for (i32 i = 0; i < smem.piece_count; ++i) {
-            ptx::cp_async_wait<room - 1>();
-            const i32 what = smem.pieces[i] % 8;
-            if (what & (opens | prefix)) group.clear(lowest);
-            group.fold(fetched[i % room].get(thread), scale_log2);
-            if (what & (closes | prefix)) fetched[room].fold(group, scale_log2, thread);
-            fetch(i + room);
+            for (i32 i = begin; i < end; ++i) slot(smem.pieces[i] / 8, m).fetch(fetched[i - begin], thread);
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<0>();
+#pragma unroll 1
+            for (i32 i = begin; i < end; ++i) {
+                const i32 what = smem.pieces[i] % 8;
+                if (what & (opens | prefix)) group.clear(lowest);
+                group.fold(fetched[i - begin].get(thread), scale_log2);
+                if (what & (closes | prefix)) groups.fold(group, scale_log2, thread);
+            }
         }
-        ptx::cp_async_wait<0>();
-        return fetched[room];
+        return groups;
     }
 
     __device__ void store(const KeptState& result, int m, float scale_log2) const {
@@ -473,9 +484,12 @@ struct Consumer {
     }
 };
 
-__device__ void consume(const Args& args, Smem& smem, const Scheduler& scheduler) {
+__device__ void consume(const Args& args, Smem& smem) {
     Consumer consumer(args, smem);
-    if (consumer.thread == 0) smem.scheduler = scheduler;
+    if (consumer.warp == 0) {
+        const Scheduler scheduler(args);
+        if (consumer.thread == 0) smem.scheduler = scheduler;
+    }
     while (consumer.take()) consumer.attend();
 }
 
@@ -487,9 +501,9 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
         Kv::fence_barriers();
     }
     if (threadIdx.x == 32) Kv::prefetch(args);
+    __syncthreads();
     Launch::wait();
     Launch::launch_dependents();
-    Scheduler scheduler(args, smem.shared);
-    if (threadIdx.x < 32) produce(args, smem, scheduler);
-    else consume(args, smem, scheduler);
+    if (threadIdx.x < 32) produce(args, smem, Scheduler(args));
+    else consume(args, smem);
 }

@@ -20,7 +20,7 @@ from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowK
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward
 from .plans import Plan
 from .serving import KVCache, Rotary, Step
-from .serving.api import append, attention_append, attention_kvcache, merge_states, violations
+from .serving.api import append, attention_append, attention_kvcache, explain_kvcache, merge_states, violations
 from .spec import Spec
 from .variant import mask, score
 
@@ -29,5 +29,6 @@ __all__ = [
     "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
     "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append",
     "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen", "explain",
-    "explain_backward", "mask", "merge_states", "plan", "plan_backward", "reference", "score", "violations", "warm_up",
+    "explain_backward", "explain_kvcache", "mask", "merge_states", "plan", "plan_backward", "reference", "score",
+    "violations", "warm_up",
 ]  # fmt: skip

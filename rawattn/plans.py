@@ -16,7 +16,22 @@ from .device import cpu as this_cpu
 from .errors import BinaryError, ProblemError
 from .operand import Operand, check_output
 from .operation import Operation
-from .program import Counter, Field, Launch, Pages, Parts, Pointer, Program, Scratch, Stride, TensorMap, Value, View, Violations, offsets
+from .program import (
+    Counter,
+    Field,
+    Launch,
+    Pages,
+    Parts,
+    Pointer,
+    Program,
+    Scratch,
+    Stride,
+    TensorMap,
+    Value,
+    View,
+    Violations,
+    offsets,
+)
 from .select import Selection
 from .variant.element import ELEMENTS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class Cached:
     begins: tuple[int, ...] | None = None
     sinks: bool = False
     seed: int = 0
+    device: Any = "cpu"
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)
@@ -56,10 +58,7 @@ class Cached:
 
     def pages(self) -> list[Array]:
         """The pages of each sequence, in any order; of a dense cache its own."""
-        if self.form == "dense":
-            return [np.array([i]) for i in range(len(self.lengths))]
-        order = self.rng().permutation(sum(self.counts()) + 3)
-        return np.split(order, np.cumsum(self.counts()))[:-1]
+        return _pages(self)
 
     def pools(self) -> tuple[Array, Array]:
         """k and v full of NaN, in the layout."""
@@ -116,7 +115,9 @@ class Cached:
         return found
 
     def step(self, library: str = "numpy", **changes: Any) -> rawattn.Step:
-        found = {name: _moved(x, library, "cpu") for name, x in self.step_arrays(changes.pop("nonsense_before", False)).items()}
+        found = {
+            name: _moved(x, library, self.device) for name, x in self.step_arrays(changes.pop("nonsense_before", False)).items()
+        }
         found = {"causal": self.causal, **found, **changes}
         return rawattn.Step.from_indptr(**found) if self.form == "indptr" else rawattn.Step(**found)
 
@@ -152,14 +153,22 @@ class Cached:
     def made(self, k: Array, v: Array, library: str = "numpy") -> rawattn.KVCache:
         """A cache of pools that lie as those of ``pools``."""
         if library == "numpy" or self.pool == "apart":
-            return rawattn.KVCache(_moved(k, library, "cpu"), _moved(v, library, "cpu"), self.layout)
-        whole = _moved(k.base if self.pool == "interleaved" else k, library, "cpu")
+            return rawattn.KVCache(_moved(k, library, self.device), _moved(v, library, self.device), self.layout)
+        whole = _moved(k.base if self.pool == "interleaved" else k, library, self.device)
         if self.pool == "interleaved":
             return rawattn.KVCache(whole[..., : self.head_dim], whole[..., self.head_dim :], self.layout)
         return rawattn.KVCache(whole, whole[..., : self.head_dim_v], self.layout)
 
     def sink_logits(self) -> Array | None:
         return self.normal(self.heads, seed=3).astype(ELEMENTS[self.dtype].lse_dtype) if self.sinks else None
+
+
+@functools.lru_cache(maxsize=64)
+def _pages(case: Cached) -> list[Array]:
+    if case.form == "dense":
+        return [np.array([i]) for i in range(len(case.lengths))]
+    order = case.rng().permutation(sum(case.counts()) + 3)
+    return np.split(order, np.cumsum(case.counts()))[:-1]
 
 
 @st.composite

@@ -9,7 +9,8 @@ template <int rows_, int columns, int block_rows>
 struct alignas(1024) PagedTile {
     static_assert(columns % 16 == 0 && block_rows % 8 == 0 && rows_ % block_rows == 0);
     static constexpr int rows = rows_, chunks = columns / 8;
-    static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : 2;  // chunks of a panel
+    static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4
+                                                                        : 2;  // chunks of a panel
     static constexpr int panel_bytes = block_rows * period * 16, box_bytes = block_rows * columns * 2, bytes = rows * columns * 2;
     unsigned char data[bytes];
 

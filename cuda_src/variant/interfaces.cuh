@@ -123,12 +123,11 @@ template <class S> struct SchedulerOption : Given {
     static_assert(requires { WorkTile(s.next()); }, "Scheduler: next(): WorkTile");
     static_assert(requires { s.finish(); }, "Scheduler: finish(), after the last work");
 };
-// ... or which splits of a work, in a share that the whole block finds out at its beginning.
+// ... or which splits of a work, in a share that a warp finds out at its beginning.
 template <class S> struct SharesOption : Given {
     static S s;
-    static typename S::Shared& shared;
-    static_assert(requires { S(args, shared); }, "Scheduler(args, shared)");
-    static_assert(requires { static_cast<const WorkTile&>(s.next(args)); }, "Scheduler: next(args): SplitRun");
+    static_assert(requires { S(args); }, "Scheduler(args)");
+    static_assert(requires { static_cast<const WorkTile&>(s.next(args)), bool(s.has_ended()); }, "Scheduler: next(args): SplitRun, has_ended()");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
 // store: what leaves a block, row by row.

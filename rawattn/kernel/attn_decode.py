@@ -27,9 +27,9 @@ WHOLE = 30  # page_shift of sequences with one page of any size
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """16 rows for each of ``m_tiles_per_warp``; the rows of a key tile; the stages of the ring; the contraction steps whose Q stays
-    in registers; the steps of 32 keys whose scores are computed together; the passes by which warps exchange columns; whether a
-    warp copies the pages, in place of TMA."""
+    """16 rows for each of ``m_tiles_per_warp``; the rows of a key tile; the stages of the ring; the contraction steps whose Q
+    stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps exchange columns;
+    whether a warp copies the pages, in place of TMA."""
 
     m_tiles_per_warp: int = 1
     tile_kv: int = 64
@@ -82,8 +82,8 @@ def must_copy(op: AttentionKVCache, device: Device) -> bool:
 
 
 def split_values(op: AttentionKVCache) -> dict[str, int]:
-    """Keys of a split at least, and splits at most: constants of the model, so that a row has the same bits in any batch. Sequences
-    with few key heads are split more often."""
+    """Keys of a split at least, and splits at most: constants of the model, so that a row has the same bits in any batch.
+    Sequences with few key heads are split more often."""
     most = 64 if op.kv_heads <= 2 else 32 if op.kv_heads <= 4 else 16
     return {"split_keys": op.split_keys or 256, "most_splits": MOST_SPLITS if op.split_keys else most}
 

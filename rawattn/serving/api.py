@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import arrays, driver, memory
+from ..api import Explanation, explain_operation
 from ..arrays import Array
 from ..errors import ProblemError, UnsupportedError
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
 from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, to_libraries
-from ..select import KERNELS_OF, select
+from ..select import select
 from ..spec import Spec, Window
 from ..variant.mask import Mask, causal_and
 from ..variant.score import Score
@@ -76,16 +77,50 @@ def attend(
     kernel: str | None = None, config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes attention over a cache on arrays that have memory."""
+    if lse is not None and not spec.return_lse:
+        raise ProblemError("lse was given without return_lse=True.")
+    signatures = arrays.signatures((q, sinks))
+    key = (signatures, cache.serial, step.serial, spec, split_keys, kernel, config)
+    call: GpuCall | CpuCall | None = _calls.get(key)
+    if call is None:
+        op, found = _attention_of(q, cache, step, spec, split_keys, sinks)
+        call = _call_of(op, found, cache.layout, kernel, config)
+        if isinstance(call, GpuCall) and None not in signatures:
+            cache_put(_calls, key, call, KEPT_CALLS)
+    return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out)
+
+
+def _attention_of(
+    q: Any, cache: KVCache, step: Step, spec: Spec, split_keys: int, sinks: Any
+) -> tuple[AttentionKVCache, dict[str, Array]]:
+    """The operation and its arrays. Raises ProblemError for a wrong argument."""
     found = {"q": arrays.read(q, "q"), "k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"], **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
     if arrays.requires_grad(q, cache.k, cache.v, sinks):
         raise ProblemError(NO_GRAD)
-    if lse is not None and not spec.return_lse:
-        raise ProblemError("lse was given without return_lse=True.")
-    op = AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys)
-    call = _call_of(op, found, cache.layout, kernel, config)
-    return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out)
+    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys), found
+
+
+def explain_kvcache(
+    q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: Mask | None = None, score: Score | None = None, sinks: Any = None, split: str | int = "auto", return_lse: bool = False,
+    kernel: str | None = None, config: Any = None,
+) -> Explanation:  # fmt: skip
+    """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
+    result.
+
+    >>> print(rawattn.explain_kvcache(q, cache, step))
+
+    Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
+    """
+    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
+    check_objects(cache, step)
+    spec = spec_of("causal" not in step.arrays and bool(step.causal), options, return_lse)
+    op, found = _attention_of(q, cache, step, spec, split_keys_of(split), sinks)
+    if found["q"].is_cpu:
+        raise UnsupportedError(f"{op} is computed by the kernel cpu, without a choice; explain_kvcache is for arrays on a GPU.")
+    return explain_operation(op, device_of(found["q"]), kernel, config)
 
 
 def append(
@@ -305,8 +340,6 @@ def _call_of(
         if kernel not in (None, "cpu") or config is not None:
             raise UnsupportedError(f"kernel={kernel!r}, config={config!r}: on the CPU there is the kernel cpu, without a choice.")
         return CpuCall(op, found, layout)
-    if not KERNELS_OF[type(op)]:
-        raise UnsupportedError(f"{op} has no kernel on {device.name} yet; it is computed for arrays on the CPU.")
     key = (op, device, first.library, kernel, config)
     plan = _plans.get(key)
     if plan is None:

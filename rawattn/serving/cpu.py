@@ -16,7 +16,7 @@ from .. import cpu
 from ..device import cpu as this_cpu
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Append, AttentionKVCache, Combine
-from ..variant.mask import FromKey, Mask, causal_and
+from ..variant.mask import FromKey, causal_and
 
 Array = npt.NDArray[Any]
 Views = Mapping[str, Array]

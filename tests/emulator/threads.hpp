@@ -187,6 +187,7 @@ template <int count> void setmaxnreg_dec() {}
 template <int count> void setmaxnreg_inc() {}
 constexpr bool has_registers(int, int, int) { return true; }
 static void griddepcontrol_wait() {}
+static u32 add_acq_rel(u32* to, u32 x) { return (*to += x) - x; }
 static void launch_dependents() {}
 static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
 static void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }

@@ -25,7 +25,9 @@ struct Share { i32 batch, work, split; };  // where it begins: a split of a work
 // The borders of all shares.
 struct Line {
     i64 length;
-    enum Unit { a_split, a_group, a_work } unit;
+    enum Unit { a_split,
+                a_group,
+                a_work } unit;
 
     __device__ i64 begin(i32 block) const {
         const u64 whole = u64(block * length), part = whole / gridDim.x;
@@ -41,7 +43,8 @@ struct Line {
         return min(split, splits.end);
     }
     __device__ i32 owner(const Splits& splits, i64 at, i32 split) const {
-        const i32 first = unit == a_work ? splits.begin : unit == a_group ? splits.group_begin(split) : split;
+        const i32 first = unit == a_work ? splits.begin : unit == a_group ? splits.group_begin(split)
+                                                                          : split;
         return i32(u64(at + splits.tiles_before(first)) * gridDim.x / u64(length));
     }
 };
@@ -53,19 +56,18 @@ struct SplitRun : WorkTile {
 };
 
 struct StreamKScheduler {
-    struct Shared {
-        i64 lengths[cfg::warps], at[2];
-        i32 longest[cfg::warps], shortest[cfg::warps], group[cfg::warps];
-        Share shares[2];
+    struct Begin {
+        Share share;
+        i64 at;  // of its sequence
     };
     Line line;
     Share here, end;
     i64 at;  // of the sequence of `here`
 
-    // By all threads of the block, each of which looks at as many sequences on end.
-    __device__ StreamKScheduler(const Args& args, Shared& shared) {
-        const i32 each = ceil_div(args.batches, 32 * cfg::warps), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const i32 first = min(i32(threadIdx.x) * each, args.batches), last = min(first + each, args.batches);
+    // By a warp, each lane of which looks at as many sequences on end. No warp waits for another.
+    __device__ explicit StreamKScheduler(const Args& args) {
+        const i32 each = max(1, ceil_div(args.batches, 32)), lane = threadIdx.x % 32, lanes = ceil_div(args.batches, each);
+        const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
         i64 upto = 0;
         i32 longest = 0, shortest = 0x7fffffff, group = 0;
         for (i32 batch = first; batch < last; ++batch) {
@@ -78,28 +80,19 @@ struct StreamKScheduler {
             group = max(group, min(sequence.tiles, split_group * sequence.splits.tiles));
         }
         const i64 own = upto;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
+#pragma unroll 1
+        for (i32 d = 1; d < lanes; d *= 2) {  // the first lanes are enough
             const i64 lower = __shfl_up_sync(0xffffffffu, upto, d);
             if (lane >= d) upto += lower;
             longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, d));
             shortest = min(shortest, __shfl_xor_sync(0xffffffffu, shortest, d));
             group = max(group, __shfl_xor_sync(0xffffffffu, group, d));
         }
-        if (lane == 31) shared.lengths[warp] = upto;
-        if (lane == 0) shared.longest[warp] = longest, shared.shortest[warp] = shortest, shared.group[warp] = group;
-        __syncthreads();
-        i64 before = upto - own;
-        line.length = 0;
-        for (i32 i = 0; i < cfg::warps; ++i) {
-            before += i < warp ? shared.lengths[i] : 0, line.length += shared.lengths[i];
-            longest = max(longest, shared.longest[i]), shortest = min(shortest, shared.shortest[i]);
-            group = max(group, shared.group[i]);
-        }
-        line.unit = unit_of(longest, shortest, group);
-        for (i32 i = 0; i < 2; ++i) find(args, shared, i, first, last, before, before + own);
-        __syncthreads();
-        here = shared.shares[0], end = shared.shares[1], at = shared.at[0];
+        line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
+        line.unit = unit_of(__shfl_sync(0xffffffffu, longest, 0), __shfl_sync(0xffffffffu, shortest, 0), __shfl_sync(0xffffffffu, group, 0));
+        const Begin own_begin = find(args, blockIdx.x, first, last, upto - own, upto);
+        here = own_begin.share, at = own_begin.at;
+        end = find(args, blockIdx.x + 1, first, last, upto - own, upto).share;
     }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth.
     __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group) const {
@@ -109,14 +102,13 @@ struct StreamKScheduler {
         if (25 * most <= mean_25 + line.length) return Line::a_work;
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
     }
-    // The thread among whose sequences a share begins says so; the one with the last row also for shares that begin at the line's end.
-    __device__ void find(const Args& args, Shared& shared, i32 which, i32 batch, i32 last, i64 at, i64 until) const {
-        const i32 block = blockIdx.x + which;
+    // Where the share of a block begins. The lane among whose sequences that is says so; the one with the last row also where it is the
+    // line's end.
+    __device__ Begin find(const Args& args, i32 block, i32 batch, i32 last, i64 at, i64 until) const {
         const i64 begin = line.begin(block);
-        if (line.length == 0 && threadIdx.x == 0) shared.shares[which] = {0, 0, 0}, shared.at[which] = 0;
-        const bool at_end = begin == line.length && until == begin;
-        if (at == until || begin < at || (begin >= until && !at_end)) return;
-        for (; batch < last; ++batch) {
+        const bool at_end = begin == line.length && until == begin, mine = at != until && begin >= at && (begin < until || at_end);
+        Share share = {0, 0, 0};
+        for (; mine && batch < last; ++batch) {
             const Sequence sequence(args, Rows(args, batch), batch);
             const i64 next = at + sequence.line();
             if (next != at && (begin < next || (at_end && next == until))) {
@@ -124,11 +116,20 @@ struct StreamKScheduler {
                 i32 split = sequence.splits.end;
                 if (work < sequence.works) split = line.first_split(sequence.splits, at + i64(work) * sequence.tiles, block);
                 const bool past = work < sequence.works && split == sequence.splits.end;
-                shared.shares[which] = {batch, work + past, past || work == sequence.works ? 0 : split}, shared.at[which] = at;
-                return;
+                share = {batch, work + past, past || work == sequence.works ? 0 : split};
+                break;
             }
             at = next;
         }
+        const u32 who = __ballot_sync(0xffffffffu, mine);  // one lane, none where there is no row
+        const i32 from = max(0, __ffs(who) - 1);
+        share = {__shfl_sync(0xffffffffu, share.batch, from), __shfl_sync(0xffffffffu, share.work, from), __shfl_sync(0xffffffffu, share.split, from)};
+        return {share, who ? __shfl_sync(0xffffffffu, at, from) : 0};
+    }
+    // Whether the splits that it gave were the last ones, as far as this is known without looking at lengths.
+    __device__ bool has_ended() const {
+        if (here.batch != end.batch) return here.batch > end.batch;
+        return here.work > end.work || (here.work == end.work && end.split <= here.split);
     }
     // The block's next splits of one work; a last one where there are no more.
     __device__ SplitRun next(const Args& args) {
