@@ -17,14 +17,18 @@ from .api import (
     warm_up,
 )
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
-from .operation import Backward, Forward
+from .operation import Append, AttentionKVCache, Backward, Combine, Forward
 from .plans import Plan
+from .serving import KVCache, Rotary, Step
+from .serving.api import append, attention_append, attention_kvcache, explain_kvcache, merge_states, violations
 from .spec import Spec
 from .variant import mask, score
 
 __version__ = "0.1.0"
 __all__ = [
-    "Backward", "CompileError", "DeviceError", "Explanation", "Forward", "Plan", "ProblemError", "RawattnError",
-    "SlowKernelWarning", "Spec", "UnsupportedError", "attention", "attention_backward", "attention_varlen", "explain",
-    "explain_backward", "mask", "plan", "plan_backward", "reference", "score", "warm_up",
+    "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
+    "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append",
+    "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen", "explain",
+    "explain_backward", "explain_kvcache", "mask", "merge_states", "plan", "plan_backward", "reference", "score",
+    "violations", "warm_up",
 ]  # fmt: skip

@@ -32,9 +32,9 @@ _torch_op: Any = None  # the module torch_op, from the first call on where torch
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, out: Any = None,
-    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
+    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
+    kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
+    q_offset: int | None = None, kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
 
@@ -53,6 +53,8 @@ def attention(
         mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
+        q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
+            key, no query keeps a key behind them, and masks see these lengths. No kernel of a GPU takes them yet.
         out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
             where autograd follows the call, or torch traces, transforms or casts it.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
@@ -88,16 +90,15 @@ def attention(
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset,
     }  # fmt: skip
-    given = (q, k, v) if sinks is None else (q, k, v, None, None, sinks)
-    return _run(given, options, (None, None), kernel, config, out)
+    return _run(_given(q, k, v, None, None, sinks, q_lens, kv_lens), options, (None, None), kernel, config, out)
 
 
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, out: Any = None,
-    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
+    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
+    kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
+    q_offset: int | None = None, kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -122,7 +123,7 @@ def attention_varlen(
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset,
     }  # fmt: skip
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv) if sinks is None else (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
+    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens)
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
@@ -332,10 +333,23 @@ def _key(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, 
     return (*values, *map(type, values))
 
 
+def _given(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
+    """The arrays of a call, without what is None at the end."""
+    count = len(others)
+    while count and others[count - 1] is None:
+        count -= 1
+    return (q, k, v, *others[:count])
+
+
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
     compute = _torch_op.way(given) if _load_torch_op() else None
+    if compute is not None and len(given) > 6:
+        raise ProblemError(
+            "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there is no "
+            "operator and no gradient with them yet."
+        )
     return (compute or run)(given, options, lengths, kernel, config, out)
 
 

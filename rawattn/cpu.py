@@ -37,7 +37,7 @@ from .errors import ProblemError, UnsupportedError
 from .operand import Layout
 from .operation import Backward, Forward
 from .variant.element import ELEMENTS, Element
-from .variant.mask import Pairs, kept_pairs, of_head
+from .variant.mask import Pairs, UsedQueries, kept_pairs, of_head
 from .variant.offset import OffsetScore
 from .variant.score import Scale, Score, Softcap
 
@@ -178,7 +178,7 @@ def _sequences(q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Ar
     return found
 
 
-def _kept(mask: Pairs, heads: int, q_len: int, kv_len: int) -> tuple[Array, Array]:
+def kept(mask: Pairs, heads: int, q_len: int, kv_len: int) -> tuple[Array, Array]:
     """First and one past the last key that each query of each head keeps, (q_len, heads)."""
     queries = np.arange(q_len)
     if not hasattr(mask, "of_head"):
@@ -214,21 +214,25 @@ def _in_threads(threads: int, units: list[Any], compute: Callable[[Any], None]) 
         future.result()
 
 
-class _Sequence(NamedTuple):
-    """Arrays without their batch dimension, and which keys each query keeps."""
+class Sequence(NamedTuple):
+    """Arrays without their batch dimension, and which keys each query keeps. Key j is in row j % page_size of the page
+    pages[j // page_size] of k and v, (pages, page_size, kv_heads, columns); an array of one sequence is a page."""
 
     batch: int
     q: Array
     k: Array
     v: Array
+    pages: Array
+    kv_len: int
     o: Array
     lse: Array | None  # (heads, q_len)
+    mask: Pairs
     begin: Array  # (q_len, heads)
     end: Array
 
 
 class _Unit(NamedTuple):
-    sequence: _Sequence
+    sequence: Sequence
     kv_head: int
     queries: slice
     keys: int  # that it visits, more or less
@@ -236,28 +240,43 @@ class _Unit(NamedTuple):
 
 def run_forward(
     q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, scale: float,
-    sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, config: Config,
+    sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None,
+    q_lens: Array | None = None, kv_lens: Array | None = None, *, config: Config,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
 
     Raises ProblemError where cu_seqlens do not describe sequences of these arrays.
     """
-    group, units = q.shape[-2] // k.shape[-2], []
-    step = max(1, config.tile_q // group)
-    interval = functools.cache(functools.partial(_kept, mask, q.shape[-2]))
+    heads, bounds_of, sequences = q.shape[-2], functools.cache(kept), []
     for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
-        lse_i = None if lse is None else lse[at]
-        sequence = _Sequence(i, q[rows], k[keys], v[keys], o[rows], lse_i, *interval(len(q[rows]), len(k[keys])))
+        q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
+        kv_len = kv_len if kv_lens is None else int(kv_lens[i])
+        own = mask if q_lens is None or q_lens[i] == q_len else UsedQueries(mask, int(q_lens[i]))
+        bounds = bounds_of(own, heads, q_len, kv_len)
+        sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, own, *bounds))
+    run_sequences(sequences, heads, score, scale, sinks, config)
+
+
+ONE_PAGE = np.zeros(1, np.int32)
+
+
+def run_sequences(sequences: list[Sequence], heads: int, score: Score, scale: float, sinks: Array | None, config: Config) -> None:
+    """Computes attention of sequences of one number format, each by its own mask."""
+    units: list[_Unit] = []
+    if not sequences:
+        return
+    kv_heads = sequences[0].k.shape[-2]
+    step = max(1, config.tile_q // (heads // kv_heads))
+    for sequence in sequences:
         for first in range(0, len(sequence.q), step):
             last = min(first + step, len(sequence.q))
             visits = int((sequence.end[last - 1] - sequence.begin[first]).max())
-            units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(k.shape[-2])]
+            units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
     units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
-    element, cap = _element(q), _cap(score)
-    sink_logits = _sink_logits(sinks, q.shape[-2], element.lse_dtype)
+    element, cap = _element(sequences[0].q), _cap(score)
+    sink_logits = _sink_logits(sinks, heads, element.lse_dtype)
     if cap is None:
-        formula = _formula(element, mask, score, scale)
-        _in_threads(config.threads, units, functools.partial(_compute_by_formula, formula, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, score, scale, sink_logits))
     else:
         attend = load(element).loops if units else None
         factors = (scale / cap if cap else scale, cap, config.tile_kv, _table(element))
@@ -266,13 +285,13 @@ def run_forward(
 
 def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Array, unit: _Unit) -> None:
     sequence, kv_head, queries, _ = unit
-    group, number, storage = len(sinks) // sequence.k.shape[1], element.lse_dtype, _storage(element)
+    group, number, storage = len(sinks) // sequence.k.shape[2], element.lse_dtype, _storage(element)
     heads = slice(kv_head * group, (kv_head + 1) * group)
     q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, sequence.q.shape[-1])
-    k, v = (x[:, kv_head].view(storage) for x in (sequence.k, sequence.v))
+    k, v = (x[:, :, kv_head].view(storage) for x in (sequence.k, sequence.v))
     begin, end = (bound[queries, heads].flatten() for bound in (sequence.begin, sequence.end))
     o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
-    attend(q, k, v, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
+    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
     if sequence.lse is not None:
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
@@ -283,11 +302,24 @@ def _formula(element: Element, mask: Pairs, score: Score, scale: float) -> refer
     return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale)
 
 
-def _compute_by_formula(formula: reference.Formula, sinks: Array, unit: _Unit) -> None:
+def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
+    """A head's keys or values of a sequence in order, (kv_len, 1, columns); those that no query keeps are zeros if they are
+    several pages."""
+    if sequence.kv_len <= x.shape[1] and x.shape[0] == 1:
+        return x[0, : sequence.kv_len, kv_head, None]
+    some = sequence.begin < sequence.end
+    kept = np.arange(sequence.begin[some].min(initial=sequence.kv_len), sequence.end[some].max(initial=0))
+    found = np.zeros((sequence.kv_len, 1, x.shape[3]), x.dtype)
+    found[kept, 0] = x[sequence.pages[kept // x.shape[1]], kept % x.shape[1], kv_head]
+    return found
+
+
+def _compute_by_formula(element: Element, score: Score, scale: float, sinks: Array, unit: _Unit) -> None:
     sequence, kv_head, queries, _ = unit
-    group = len(sinks) // sequence.k.shape[1]
+    formula = _formula(element, sequence.mask, score, scale)
+    group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
-    q, k, v = sequence.q[:, heads], sequence.k[:, kv_head, None], sequence.v[:, kv_head, None]
+    q, k, v = sequence.q[:, heads], *(_gathered(sequence, x, kv_head) for x in (sequence.k, sequence.v))
     lse = np.repeat(sinks[heads, None], len(sequence.q), axis=1)
     o, origin = sequence.o[:, heads], (sequence.batch, heads.start)
     o[queries] = 0
@@ -343,7 +375,7 @@ def run_backward(
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
     element, cap, (heads, kv_heads) = _element(q), _cap(score), (q.shape[-2], k.shape[-2])
     number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
-    interval = functools.cache(functools.partial(_kept, mask, heads))
+    interval = functools.cache(functools.partial(kept, mask, heads))
     delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)
     sink_parts = np.zeros((len(sequences), heads), number)
     group, shared, units = heads // kv_heads, [], []
@@ -515,10 +547,11 @@ class Cpu:
     def run(
         self, op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
         cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
+        q_lens: Array | None = None, kv_lens: Array | None = None,
     ) -> None:  # fmt: skip
         """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
-        starts = cu_seqlens_q, cu_seqlens_kv
-        run_forward(q, k, v, o, lse, op.spec.placed_mask, op.spec.placed_score, op.scale, sinks, *starts, config=config)
+        lengths, spec = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens), op.spec
+        run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, config=config)
 
     def __repr__(self) -> str:
         return self.name

@@ -297,6 +297,7 @@ def drop() -> None:
 
 
 COUNTERS = 1 << 18  # pairs on a device for streams, and as many for launches that graphs hold
+_LARGE_COUNTERS = 1 << 13  # likewise, where a launch has more than a pair
 _CLEANED = 4096  # pairs of graphs that are cleaned at once, some 10 ms at most
 
 
@@ -311,14 +312,16 @@ class _Pair:
 
 
 class Counters:
-    """Pairs of zeros in device memory, which the kernels' schedules count in and set back to zero.
+    """Pairs of zeros in device memory, which the kernels' schedules count in and set back to zero; ``size`` bytes in place of 8
+    for kernels that count more.
 
     Launches that may overlap need pairs of their own: each stream has one, since its launches follow each other, and each launch
     that a graph captures has one, since the graph may be replayed on any stream. Memory is allocated when the first is taken.
     """
 
-    def __init__(self, index: int) -> None:
-        self._index, self._lock = index, threading.Lock()
+    def __init__(self, index: int, size: int = 8) -> None:
+        self._index, self._lock, self._size = index, threading.Lock(), size
+        self._count = COUNTERS if size == 8 else min(COUNTERS, _LARGE_COUNTERS)
         self._of_stream: dict[int, int] = {}
         self._streams = self._launches = 0  # how many streams have been given a pair, how many pairs captured launches have had
         self._clean: list[int] = []
@@ -327,18 +330,18 @@ class Counters:
     @functools.cached_property
     def _base(self) -> int:
         """Address of the default stream's pair, then those of streams, then those of captured launches."""
-        size = 8 * (1 + 2 * COUNTERS)
+        size = self._size * (1 + 2 * self._count)
         with current(self._index), relaxed_capture():
             base = int(call("cuMemAlloc", size))
         self._clear([base], size)
         return base
 
-    def _clear(self, addresses: list[int], size: int = 8) -> None:
-        """Sets device memory to zero, without touching the legacy stream."""
+    def _clear(self, addresses: list[int], size: int = 0) -> None:
+        """Sets ``size`` bytes of device memory to zero, those of a launch where it is 0, without touching the legacy stream."""
         with current(self._index), relaxed_capture():
             stream = _side_stream(self._index)
             for address in addresses:
-                call("cuMemsetD8Async", address, 0, size, stream)
+                call("cuMemsetD8Async", address, 0, size or self._size, stream)
             call("cuStreamSynchronize", stream)
 
     def take(self, stream_id: int, captured: bool) -> int:
@@ -364,27 +367,27 @@ class Counters:
         need new pairs, of the half ahead, and launches that were prepared for a stream are not found by its new number. One that
         another thread is about to issue at that moment has its pair for itself still, as the half behind is not given out.
         """
-        if self._streams and self._streams % (COUNTERS // 2) == 0:
+        if self._streams and self._streams % (self._count // 2) == 0:
             global _era
-            half = self._base + 8 * (1 + self._streams % COUNTERS)
+            half = self._base + self._size * (1 + self._streams % self._count)
             with current(self._index):
                 call("cuCtxSynchronize")
-            self._clear([half], 8 * (COUNTERS // 2))
+            self._clear([half], self._size * (self._count // 2))
             self._of_stream.clear()
             _era += 1 << 64
         self._streams += 1
-        return self._base + 8 * (1 + (self._streams - 1) % COUNTERS)
+        return self._base + self._size * (1 + (self._streams - 1) % self._count)
 
     def _of_launch(self) -> int:
         """A pair for a captured launch."""
-        if not self._clean and self._launches == COUNTERS:
+        if not self._clean and self._launches == self._count:
             self._clean_returned()
             if not self._clean:
-                raise DeviceError(f"all {COUNTERS} schedule counters of the device are taken by captured graphs.")
+                raise DeviceError(f"all {self._count} schedule counters of the device are taken by captured graphs.")
         if self._clean:
             return self._clean.pop()
         self._launches += 1
-        return self._base + 8 * (COUNTERS + self._launches)
+        return self._base + self._size * (self._count + self._launches)
 
     def _clean_returned(self) -> None:
         """Makes pairs that graphs gave back zero again: a launch may have been aborted."""
@@ -393,9 +396,35 @@ class Counters:
         self._clean += pairs
 
 
+def counters(index: int, size: int = 8) -> Counters:
+    """The device's counters of ``size`` bytes for a launch."""
+    return _counters(index, size)
+
+
 @functools.cache
-def counters(index: int) -> Counters:
-    return Counters(index)
+def _counters(index: int, size: int) -> Counters:
+    return Counters(index, size)
+
+
+@functools.cache
+def violations(index: int) -> int:
+    """Address of the device's word of what launches found violated; zero at first."""
+    with current(index), relaxed_capture():
+        address = int(call("cuMemAlloc", 8))
+        stream = _side_stream(index)
+        call("cuMemsetD8Async", address, 0, 8, stream)
+        call("cuStreamSynchronize", stream)
+    return address
+
+
+def take_violations(index: int) -> int:
+    """Waits for the device, and gives and clears its word of violations."""
+    word = ctypes.c_uint32()
+    with current(index):
+        call("cuCtxSynchronize")
+        call("cuMemcpyDtoH", ctypes.addressof(word), violations(index), 4)
+        call("cuMemsetD8", violations(index), 0, 4)
+    return word.value
 
 
 @functools.lru_cache(maxsize=1024)
@@ -404,10 +433,11 @@ def _geometry(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box:
     cuda = library()
     formats = cuda.CUtensorMapDataType
     kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
+    swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * box[0]}B")
     extents = [*map(cuda.cuuint64_t, sizes)], [*map(cuda.cuuint64_t, strides)]
     return (kinds[dtype], len(sizes)), (
         *extents, [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(sizes),
-        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
@@ -416,7 +446,7 @@ def _geometry(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box:
 @functools.lru_cache(maxsize=1024)
 def tensor_map(pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     """Returns the 128 bytes that describe a tensor to TMA: sizes (elements, fastest first), strides (bytes, of all dimensions
-    but the first) and the box that one copy brings, swizzled over 128 bytes."""
+    but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16 numbers."""
     before, after = _geometry(dtype, sizes, strides, box)
     encoded = call("cuTensorMapEncodeTiled", *before, pointer, *after)
     return ctypes.string_at(encoded.getPtr(), 128)

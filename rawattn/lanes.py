@@ -183,16 +183,17 @@ def within(lo, hi, position, x, other):
 
 
 @intrinsic
-def cell(typing, array, row, column):
-    """array[row, column], where LLVM knows that rows are contiguous, and vectorises."""
+def cell(typing, array, page, row, column):
+    """array[page, row, column], where LLVM knows that rows are contiguous, and vectorises."""
 
     def emit(context, builder, signature, args):
         view = context.make_array(array)(context, builder, args[0])
-        offset = builder.mul(builder.extract_value(view.strides, 0), args[1])
+        steps = [builder.mul(builder.extract_value(view.strides, i), args[1 + i]) for i in range(2)]
+        offset = builder.add(*steps)
         start = builder.inttoptr(builder.add(builder.ptrtoint(view.data, offset.type), offset), view.data.type)
-        return builder.load(builder.gep(start, [args[2]]), align=1)
+        return builder.load(builder.gep(start, [args[3]]), align=1)
 
-    return array.dtype(array, types.intp, types.intp), emit
+    return array.dtype(array, types.intp, types.intp, types.intp), emit
 
 
 def widen(x, table):
@@ -231,16 +232,22 @@ def product(typing, a, first, row, column, b, start, step, depth):
 
 
 @njit
-def fetch(k, v, first, keys, table, tile_k, tile_v, width):
-    """Brings keys to tile_k (key, head_dim) and values to tile_v (key, width); whether the values are finite."""
-    finite = True
-    for j in range(keys):
-        for i in range(k.shape[1]):
-            tile_k[j * k.shape[1] + i] = widen(cell(k, first + j, i), table)
-        for i in range(v.shape[1]):
-            x = widen(cell(v, first + j, i), table)
+def fetch(k, v, pages, first, begin, keys, table, tile_k, tile_v, width):
+    """Brings the keys first + begin and on to tile_k (key, head_dim), and values to tile_v (key, width), up to first + keys;
+    whether the values are finite. Keys before these are only in the first tile, which is zeros there, as it was made."""
+    finite, head_dim, page_size = True, k.shape[2], k.shape[1]
+    at, row = (first + begin) // page_size, (first + begin) % page_size
+    for j in range(begin, keys):
+        page = pages[at]
+        for i in range(head_dim):
+            tile_k[j * head_dim + i] = widen(cell(k, page, row, i), table)
+        for i in range(v.shape[2]):
+            x = widen(cell(v, page, row, i), table)
             tile_v[j * width + i] = x
             finite &= x - x == 0
+        row += 1
+        if row == page_size:
+            at, row = at + 1, 0
     return finite
 
 
@@ -323,15 +330,16 @@ def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
         store(panel_o, at, load(panel_o, at) * shrink + total)
 
 
-def attend(q, k, v, begin, end, sinks, scale, cap, tile_kv, table, o, lse):
+def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse):
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
     q (rows, head_dim), o (rows, head_dim_v), sinks (rows) and lse (rows) are contiguous, in the format that is computed with; k
-    (kv_len, head_dim) and v (kv_len, head_dim_v) have contiguous rows. The logit is scale * q.k where cap is 0, else
-    cap * tanh(scale * q.k). A sink of -inf is none.
+    (pages, page_size, head_dim) and v (pages, page_size, head_dim_v) have contiguous rows. Key j is row j % page_size of the page
+    pages[j // page_size]; keys before the first and behind the last that a row keeps are not read. The logit is scale * q.k where
+    cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none.
     """
     rows, head_dim = q.shape
-    kv_len, head_dim_v = v.shape
+    kv_len, head_dim_v = pages.size * v.shape[1], v.shape[2]
     lanes = BYTES // q.itemsize
     panels = (rows + lanes - 1) // lanes  # a panel is one vector of rows
     width = (head_dim_v + BLOCK - 1) // BLOCK * BLOCK
@@ -355,8 +363,8 @@ def attend(q, k, v, begin, end, sinks, scale, cap, tile_kv, table, o, lse):
         every_begin[panel], every_end[panel] = max(every_begin[panel], begin[row]), min(every_end[panel], end[row])
 
     for first in range(lowest // tile_kv * tile_kv, highest, tile_kv):
-        keys = min(tile_kv, kv_len - first)
-        finite = fetch(k, v, first, keys, table, tile_k, tile_v, width)
+        keys = min(tile_kv, highest - first)
+        finite = fetch(k, v, pages, first, max(0, lowest - first), keys, table, tile_k, tile_v, width)
         for panel in range(panels):
             if some_begin[panel] >= first + keys or some_end[panel] <= first:
                 continue
@@ -372,7 +380,6 @@ def attend(q, k, v, begin, end, sinks, scale, cap, tile_kv, table, o, lse):
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
                 gather(s, keys, tile_v, width, shrink, panel_o, panel)
-
     for row in range(rows):
         total, largest, weight = row_sum[row], row_max[row], q.dtype.type(1)
         if sinks[row] != -np.inf:  # the sums move to the larger of the two maxima
@@ -540,8 +547,9 @@ def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -
     x = getattr(types, number)
     row, rows, bounds = types.Array(x, 1, "C"), types.Array(x, 2, "C"), types.Array(types.int64, 1, "C")
     if name == "attend":
-        kv = types.Array(getattr(types, storage), 2, "A", readonly=True, aligned=False)  # what any array may be passed as
-        loops.compile((rows, kv, kv, bounds, bounds, row, x, x, types.intp, row, rows, row))
+        kv = types.Array(getattr(types, storage), 3, "A", readonly=True, aligned=False)  # what any array may be passed as
+        pages = types.Array(types.int32, 1, "C", readonly=True, aligned=False)
+        loops.compile((rows, kv, kv, pages, bounds, bounds, row, x, x, types.intp, row, rows, row))
     else:
         loops.compile((*[rows] * 4, row, row, bounds, bounds, x, x, x, *[rows] * 3))
     loops.disable_compile()

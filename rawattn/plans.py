@@ -16,7 +16,22 @@ from .device import cpu as this_cpu
 from .errors import BinaryError, ProblemError
 from .operand import Operand, check_output
 from .operation import Operation
-from .program import Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
+from .program import (
+    Counter,
+    Field,
+    Launch,
+    Pages,
+    Parts,
+    Pointer,
+    Program,
+    Scratch,
+    Stride,
+    TensorMap,
+    Value,
+    View,
+    Violations,
+    offsets,
+)
 from .select import Selection
 from .variant.element import ELEMENTS
 
@@ -26,7 +41,7 @@ NO_GRAD = (
     "an input requires grad, and a plan has no backward; call rawattn.attention, or make and run the plan under torch.no_grad(), "
     "or detach the inputs yourself. Nothing is detached silently."
 )
-_AXES = {"batch": -4, "row": -3, "head": -2}
+_AXES = {"batch": -4, "row": -3, "head": -2, "line": -2}
 
 
 class Plan:
@@ -265,7 +280,7 @@ class GpuCall:
     def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
         """Returns the value of a field that depends on the outputs or on the stream."""
         if isinstance(fill, Counter):
-            return driver.counters(self._device).take(stream_id, capturing)
+            return driver.counters(self._device, fill.bytes).take(stream_id, capturing)
         if isinstance(fill, Scratch):
             if scratch is None:  # nothing is there to be written
                 return 0
@@ -277,9 +292,15 @@ class GpuCall:
         fill = field.fill
         if type(fill) is Value:
             return launch.values[field.name]
+        if type(fill) is Violations:
+            return driver.violations(self._device)
+        if type(fill) is Parts:
+            return b"".join(_part(self._given[f"o_{i}"], self._given[f"lse_{i}"]) for i in range(fill.number))
         array = self._given.get(getattr(fill, "operand", ""))
         if array is None:
             return b"" if type(fill) is View else 0
+        if type(fill) is Pages:
+            return _pages(fill, array)
         return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
@@ -300,6 +321,22 @@ def _of_array(fill: Any, array: Array) -> int | bytes:
     size = ELEMENTS[array.dtype].itemsize
     batch = array.strides[-4] if len(array.strides) == 4 else 0
     return struct.pack("<4q", array.pointer, batch * size, array.strides[-3] * size, array.strides[-2] * size)
+
+
+def _pages(fill: Pages, pool: Array) -> bytes:
+    """How a kernel reads a pool of pages."""
+    size = ELEMENTS[pool.dtype].itemsize
+    if not fill.page_rows:
+        return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])
+    shape = tma.page_geometry(pool.shape, pool.strides, size, fill.page_rows)
+    return driver.tensor_map(pool.pointer, pool.dtype, *shape) + struct.pack("<i60x", pool.shape[0])
+
+
+def _part(o: Array, lse: Array) -> bytes:
+    """A Part: where o and lse lie, and their strides from batch to batch, row to row and head to head."""
+    batch = (o.strides[0], lse.strides[0]) if len(o.shape) == 4 else (0, 0)
+    steps = batch[0], o.strides[-3], o.strides[-2], batch[1], lse.strides[-1], lse.strides[-2]
+    return struct.pack("<8q", o.pointer, lse.pointer, *steps)
 
 
 class CpuCall:

@@ -27,7 +27,8 @@ class Pointer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stride:
-    """A stride of an operand in elements: "batch", "row" or "head". Packed sequences have a batch stride of 0."""
+    """A stride of an operand in elements: "batch", "row" or "head", or "line" of a matrix. Packed sequences have a batch stride
+    of 0."""
 
     operand: str
     axis: str
@@ -57,10 +58,31 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counter:
-    """The address of two zeros that launches which may run at once do not share, and that the kernel sets back to zero."""
+    """The address of ``bytes`` of zeros that launches which may run at once do not share, and that the kernel sets back to
+    zero."""
+
+    bytes: int = 8
 
 
-Fill = Value | Pointer | Stride | View | TensorMap | Scratch | Counter
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pages:
+    """A TmaPages of a pool of pages, whose boxes have ``page_rows`` rows; a StridedPages where these are 0."""
+
+    operand: str
+    page_rows: int
+
+
+class Violations(NamedTuple):
+    """The address of the device's word of what launches found violated: lengths and pages that a cache has not."""
+
+
+class Parts(NamedTuple):
+    """A PartList of so many operands o_0, lse_0, o_1 and so on: their addresses, and their strides in elements."""
+
+    number: int
+
+
+Fill = Value | Pointer | Stride | View | TensorMap | Pages | Scratch | Counter | Violations | Parts
 
 
 class Field(NamedTuple):

@@ -18,14 +18,18 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .errors import ProblemError, UnsupportedError
 from .spec import Spec, make_mask, make_offset, make_scale, make_score
-from .variant.mask import Mask, Pairs, of_head
+from .variant.mask import FromKey, Mask, Pairs, causal_and, of_head
 from .variant.score import Score
+
+if TYPE_CHECKING:
+    from .serving import KVCache, Rotary, Step
 
 LOGITS = 1 << 22  # that are held at once
 INF = float("inf")
@@ -34,8 +38,8 @@ INF = float("inf")
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_offset: int | None = None,
-    kv_offset: int | None = None, return_lse: bool = False, rows: Sequence[int] | None = None,
+    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None, kv_lens: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None, return_lse: bool = False, rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """Attention in float64, slow and exact, to compare with.
 
@@ -48,6 +52,8 @@ def attention(
             alone.
         sinks: (heads,) floats in any library, a logit of each query head that joins the sum and lse and has no value.
         cu_seqlens_q, cu_seqlens_kv: (batch + 1,) integers; then q, k, v are (total, heads, head_dim), sequences end to end.
+        q_lens, kv_lens: (batch,) integers, the rows that each sequence uses: its other queries keep no key, and its other keys
+            are not there.
         return_lse: give (o, lse).
         rows: compute these queries only, numbered in each sequence, or in all of q where sequences are end to end.
 
@@ -60,7 +66,7 @@ def attention(
     kept key makes the row NaN.
     """
     formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset)
-    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
+    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
     return (o, lse) if return_lse else o
 
 
@@ -171,9 +177,10 @@ class Formula:
     scale: float
 
     def forward(
-        self, q: Any, k: Any, v: Any, sinks: Any, cu_q: Any, cu_kv: Any, wanted: Sequence[int] | None = None
-    ) -> tuple[Any, Any]:
-        """o and lse of all sequences, or of the wanted queries."""
+        self, q: Any, k: Any, v: Any, sinks: Any, cu_q: Any, cu_kv: Any, wanted: Sequence[int] | None = None,
+        lens: tuple[Any, Any] = (None, None),
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """o and lse of all sequences, or of the wanted queries; ``lens`` are the rows of q and of k that each uses."""
         queries = np.arange(q.shape[-3]) if wanted is None else np.asarray(wanted, np.int64)
         with self._settings(q):
             shape = (*q.shape[:-3], len(queries), q.shape[-2])
@@ -189,7 +196,11 @@ class Formula:
                 else:
                     at, to = np.nonzero((queries >= rows.start) & (queries < rows.stop))[0], (o, lse)
                     chosen = queries[at] - rows.start
-                self.forward_sequence((batch, 0), q[rows], k[keys], v[keys], sinks, chosen, at, *to)
+                used, keys_used = (slice(None if each is None else int(each[batch])) for each in lens)
+                if used.stop is not None:
+                    chosen, at = chosen[chosen < used.stop], at[chosen < used.stop]
+                given = q[rows][used], k[keys][keys_used], v[keys][keys_used]
+                self.forward_sequence((batch, 0), *given, sinks, chosen, at, *to)
         return o, lse
 
     def backward(self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: Any, cu_q: Any, cu_kv: Any) -> tuple[Any, ...]:
@@ -343,3 +354,166 @@ class Formula:
         for j in (j for j, is_infinite in enumerate(infinite.tolist()) if is_infinite):
             found += xp.where(kept[:, j, None], weights[:, j, None] * x[j], 0.0)
         return found
+
+
+# ---- caches, in NumPy
+
+
+def attention_kvcache(
+    q: Any, cache: KVCache, step: Step, *, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Attention over a cache in float64: each sequence's keys are gathered from their pages, and ``attention`` is computed.
+
+    >>> o = rawattn.reference.attention_kvcache(q, cache, step)
+
+    Arguments as in ``rawattn.attention_kvcache``, of any library.
+
+    Returns:
+        o, and with ``return_lse`` (o, lse), in the shapes that ``rawattn.attention_kvcache`` gives; float64, in NumPy. Rows of q
+        that belong to no sequence have o = 0 and lse = -inf.
+    """
+    queries, sinks = _numpy(q), None if sinks is None else _numpy(sinks)
+    o = np.zeros((*queries.shape[:-1], cache.head_dim_v))
+    lse = np.full((*queries.shape[:-3], queries.shape[-2], queries.shape[-3]), -INF)
+    for i, (rows, at) in enumerate(_step_rows(step)):
+        own = _step_mask(step, i, window, mask)
+        kv_len, places = _pages(cache, step, i)
+        begin, end = own.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
+        some = begin < end
+        kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
+        k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
+        for j in kept:  # the others may lie nowhere
+            k[0, j], v[0, j] = (_row(getattr(cache, name), cache.layout, *places(j)) for name in "kv")
+        options = {"softcap": softcap, "scale": scale, "mask": own, "score": score, "sinks": sinks}
+        o[rows], lse[at] = (x[0] for x in attention(queries[rows][None], k, v, **options, return_lse=True))
+    return (o, lse) if return_lse else o
+
+
+def append(
+    cache: KVCache, step: Step | None, k: Any, v: Any, *, slots: Any = None, rotary: Rotary | None = None, q: Any = None
+) -> tuple[Any, ...]:
+    """What ``rawattn.append`` leaves in a cache and gives, in float64, one row after the other.
+
+    >>> k_pool, v_pool = rawattn.reference.append(cache, step, k, v)
+
+    Returns:
+        Copies of cache.k and cache.v with the new rows, and with ``q`` the rotated q; NumPy, float64. Rows of q that belong to no
+        sequence are NaN.
+    """
+    pools = [_numpy(x).astype(np.float64) for x in (cache.k, cache.v)]
+    new_k, new_v, new_q = (None if x is None else _numpy(x) for x in (k, v, q))
+    assert new_k is not None
+    q_out = None if new_q is None else np.full(new_q.shape, np.nan)
+    in_sequences = {} if step is None else _new_rows(cache, step, new_k.shape[:-2])
+    for at in np.ndindex(new_k.shape[:-2]):
+        i, place = in_sequences.get(at, (-1, -1))
+        row_k = new_k[at]
+        if rotary is not None:
+            position = place if rotary.positions is None else int(_numpy(rotary.positions)[at])
+            if position < 0:
+                continue
+            row_k = _rotated(new_k[at], rotary, position)
+            if q_out is not None and new_q is not None:
+                q_out[at] = _rotated(new_q[at], rotary, position)
+        page, row = -1, 0
+        if slots is not None:
+            page, row = divmod(int(_numpy(slots)[at]), cache.page_size)
+        elif step is not None and place >= 0:
+            page, row = _pages(cache, step, i)[1](place)
+        for pool, x in zip(pools, (row_k, None if new_v is None else new_v[at]), strict=True):
+            if x is not None and page >= 0:
+                _row(pool, cache.layout, page, row)[...] = x
+    if cache.v_in_k:
+        first_column = (cache.arrays["v"].pointer - cache.arrays["k"].pointer) // cache.element.itemsize
+        pools[1] = pools[0][..., first_column : first_column + cache.head_dim_v]
+    return tuple(pools) if q_out is None else (*pools, q_out)
+
+
+def _new_rows(cache: KVCache, step: Step, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, int]]:
+    """The sequence of each new row and its place there, of sequences that take part."""
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    for i, (own, _) in enumerate(_step_rows(step)):
+        n = shape[1] if isinstance(own, int) else own.stop - own.start
+        kv_len, _ = _pages(cache, step, i)
+        for j in range(n if kv_len > 0 else 0):
+            found[(i, j) if isinstance(own, int) else (own.start + j,)] = (i, kv_len - n + j)
+    return found
+
+
+def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, Any]:
+    """Attention over the union of several sets of keys, from o and lse over each, in float64.
+
+    >>> o, lse = rawattn.reference.merge_states([(o_0, lse_0), (o_1, lse_1)])
+
+    lse = log(sum_p exp(lse_p) + exp(sink)), o = sum_p exp(lse_p - lse) o_p. A part with lse_p = -inf takes no part, whatever its
+    o holds; a row without any has o = 0. Arguments as in ``rawattn.merge_states``; results are NumPy arrays.
+    """
+    terms = [(_numpy(o).astype(np.float64), _numpy(lse).astype(np.float64)) for o, lse in parts]
+    with np.errstate(all="ignore"):
+        logits = [lse for _, lse in terms] + ([] if sinks is None else [np.zeros_like(terms[0][1]) + _numpy(sinks)[:, None]])
+        top = np.max(logits, axis=0)
+        base = np.where(np.isfinite(top), top, 0.0)
+        weights = [np.where(top == INF, x == INF, np.exp(x - base)) for x in logits]
+        total = np.sum(weights, axis=0)
+        lse = np.where(np.isfinite(top), base + np.log(total), top)
+        o = np.zeros_like(terms[0][0])
+        for (o_p, lse_p), weight in zip(terms, weights, strict=False):
+            share = np.swapaxes(np.where(total == 0, 0.0, weight / total), -1, -2)[..., None]
+            o += np.where(np.swapaxes(lse_p, -1, -2)[..., None] == -INF, 0.0, share * o_p)
+    return o, lse
+
+
+def _numpy(x: Any) -> npt.NDArray[Any]:
+    """The array as a NumPy one, floats as float64."""
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+        return (x.double() if x.is_floating_point() else x).numpy()
+    x = x.get() if hasattr(x, "get") else np.asarray(x)
+    return x if x.dtype.kind in "iu" else x.astype(np.float64)
+
+
+def _step_rows(step: Step) -> list[tuple[Any, Any]]:
+    """Where each sequence's rows of q are, and of lse."""
+    if step.cu_seqlens_q is None:
+        return [(i, i) for i in range(step.batch)]
+    ends = _numpy(step.cu_seqlens_q).tolist()
+    return [(slice(*ends[i : i + 2]), (slice(None), slice(*ends[i : i + 2]))) for i in range(step.batch)]
+
+
+def _pages(cache: KVCache, step: Step, i: int) -> tuple[int, Callable[[int], tuple[int, int]]]:
+    """The number of a sequence's keys, and a function that gives the page and the row of each."""
+    size = cache.page_size
+    if step.indptr is not None:
+        first, last = _numpy(step.indptr).tolist()[i : i + 2]
+        kv_len = (last - first - 1) * size + int(_numpy(step.last_page_len)[i]) if last > first else 0
+        return kv_len, lambda j: (int(_numpy(step.indices)[first + j // size]), j % size)
+    kv_len = int(_numpy(step.kv_lens)[i])
+    if step.page_table is None:
+        return kv_len, lambda j: (i, j)
+    return kv_len, lambda j: (int(_numpy(step.page_table)[i, j // size]), j % size)
+
+
+def _row(pool: Any, layout: str, page: int, row: int) -> Any:
+    """(kv_heads, columns) of a row of a page."""
+    found = pool[page][row] if layout == "NHD" else pool[page][:, row]
+    return found if isinstance(pool, np.ndarray) and pool.dtype == np.float64 else _numpy(found)
+
+
+def _step_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
+    """The mask of one sequence."""
+    causal = bool(_numpy(step.causal)[i]) if hasattr(step.causal, "shape") else bool(step.causal)
+    own = causal_and(mask) if mask is not None and causal else mask
+    found = make_mask(causal and mask is None, window, own)
+    return found if step.kv_begin is None else FromKey(found, int(_numpy(step.kv_begin)[i]))
+
+
+def _rotated(x: Any, rotary: Rotary, position: int) -> Any:
+    """The rows x (heads, head_dim) at a position."""
+    cos, sin = _numpy(rotary.cos)[position], _numpy(rotary.sin)[position]
+    dim = 2 * len(cos)
+    halves = (slice(0, dim, 2), slice(1, dim, 2)) if rotary.interleaved else (slice(dim // 2), slice(dim // 2, dim))
+    found = x.copy()
+    found[:, halves[0]] = x[:, halves[0]] * cos - x[:, halves[1]] * sin
+    found[:, halves[1]] = x[:, halves[1]] * cos + x[:, halves[0]] * sin
+    return found

@@ -27,12 +27,17 @@ CTYPES = {
     "StridedTensor": (32, 8, "32s"),
     "StridedOutput": (32, 8, "32s"),
     "PartList": (1024, 8, "1024s"),
+    "TmaPages": (192, 64, "192s"),
+    "StridedPages": (40, 8, "40s"),
     "Element*": (8, 8, "Q"),
     "Number*": (8, 8, "Q"),
     "const Number*": (8, 8, "Q"),
     "float*": (8, 8, "Q"),
     "const float*": (8, 8, "Q"),
+    "const Element*": (8, 8, "Q"),
     "i32*": (8, 8, "Q"),
+    "const i64*": (8, 8, "Q"),
+    "u32*": (8, 8, "Q"),
     "const i32*": (8, 8, "Q"),
     "i64": (8, 8, "q"),
     "i32": (4, 4, "i"),
@@ -43,6 +48,8 @@ TENSORS = {  # C++ type -> its file
     "StridedTensor": "tile/strided_tensor.cuh",
     "StridedOutput": "tile/strided_tensor.cuh",
     "PartList": "tile/part_list.cuh",
+    "TmaPages": "tile/pages.cuh",
+    "StridedPages": "tile/strided_pages.cuh",
 }
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 

@@ -93,3 +93,24 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, bo
     shifts = _RAGGED_EXTENT, _RAGGED_EXTENT
     shift_bytes = RAGGED_STRIDE_LIMIT - row_bytes, row_bytes
     return Geometry((columns, _RAGGED_ROWS, heads, *shifts), (row_bytes, head_bytes, *shift_bytes), (*box, 1), head_step, 0)
+
+
+class PageGeometry(NamedTuple):
+    """A tensor map of a pool of pages but for its pointer."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+def page_geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, page_rows: int) -> PageGeometry:
+    """Returns how TMA reads blocks of ``page_rows`` rows of a pool of pages, (pages, rows of a page, heads, columns) with strides
+    in elements: all columns of a block as one box, in panels as wide as a swizzle that divides a row (tile/paged_tile.cuh)."""
+    columns = shape[3]
+    panel = next(width for width in (64, 32, 16) if columns % width == 0)
+
+    def stride(axis: int) -> int:
+        return ALIGNMENT if shape[axis] == 1 else strides[axis] * itemsize
+
+    sizes = panel, shape[1], columns // panel, shape[2], shape[0]
+    return PageGeometry(sizes, (stride(1), panel * itemsize, stride(2), stride(0)), (panel, page_rows, columns // panel, 1, 1))

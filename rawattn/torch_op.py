@@ -244,7 +244,7 @@ def _option(value: Any) -> Any:
 def _named(tensors: Sequence[Any]) -> dict[str, Any]:
     """Returns the operator's tensors by name, in the order of ``Forward.names``."""
     q, k, v, sinks, *starts = tensors
-    return dict(zip(Forward.names, (q, k, v, *starts, sinks), strict=True))
+    return dict(zip(Forward.names, (q, k, v, *starts, sinks), strict=False))
 
 
 def _compute(
@@ -302,6 +302,7 @@ def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: 
 
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "int32"}
+_NAMES[torch.int64] = "int64"
 
 
 def _described(x: Any) -> Array:

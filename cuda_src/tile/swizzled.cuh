@@ -14,6 +14,9 @@ struct alignas(128) SwizzledTile {
     // Where a chunk lies, in bytes from the tile's beginning.
     __device__ static u32 offset(u32 row, u32 chunk) { return row * row_bytes + (chunk ^ row / (8 / period) % period) * 16; }
 
+    // Where the 16 rows `i` and the `panel`-th run of `period` chunks begin.
+    __device__ static constexpr u32 block(int i, int panel) { return i * 16 * row_bytes + panel * period * 16; }
+
     // Every thread of the block starts copying its share of rows [first, first + rows) of a matrix. Rows past the last are copies of
     // it: what they give is masked, and like every number of the tile it is one that the sequence has.
     template <class M>
@@ -52,7 +55,7 @@ struct BlockReader {
     // The address in block (i, j) of a tile that lies `shift` bytes on.
     __device__ u32 block(int i, int j, u32 shift = 0) const {
         constexpr int blocks = T::period / 2;  // that change places
-        return ((address + shift) ^ j % blocks * 32) + i * 16 * T::row_bytes + j / blocks * blocks * 32;
+        return ((address + shift) ^ j % blocks * 32) + T::block(i, j / blocks);
     }
 
     __device__ static BlockReader of(const T& tile, u32 row, u32 chunk) { return {ptx::smem_address(&tile) + T::offset(row, chunk)}; }

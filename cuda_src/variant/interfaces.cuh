@@ -104,12 +104,31 @@ template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load_k(k, i), kv.load_v(v, i); }, "Kv: load_k, load_v(tile, index)");
 };
+// ... or, where a warp loads from pages: find says where the lane's part of a tile lies, load starts filling it, and the arrivals of
+// each of two barriers are `arrivals` for a tile.
+template <class K, class KTile, class VTile> struct PagedKvOption : Given {
+    static const K kv;
+    static KTile& k;
+    static VTile& v;
+    static typename K::Barrier& full;
+    static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
+    static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
+    static_assert(requires { kv.clear_past_end(v, i); }, "Kv: clear_past_end(v, rows): no NaN there, by a warp");
+};
 // scheduler: which work a block takes next. Called by a whole warp.
 template <class S> struct SchedulerOption : Given {
     static S s;
     static_assert(requires { S(args); }, "Scheduler(args)");
     static_assert(requires { WorkTile(s.next()); }, "Scheduler: next(): WorkTile");
     static_assert(requires { s.finish(); }, "Scheduler: finish(), after the last work");
+};
+// ... or which splits of a work, in a share that a warp finds out at its beginning.
+template <class S> struct SharesOption : Given {
+    static S s;
+    static_assert(requires { S(args); }, "Scheduler(args)");
+    static_assert(requires { static_cast<const WorkTile&>(s.next(args)), bool(s.has_ended()); }, "Scheduler: next(args): SplitRun, has_ended()");
+    static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
 // store: what leaves a block, row by row.
 template <class S> struct StoreOption : Given {

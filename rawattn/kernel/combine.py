@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ..compiler import Source
 from ..device import Device
-from ..operation import Forward
-from ..program import Field, Fields, Launch
+from ..operand import Layout
+from ..operation import Combine, Forward
+from ..program import Field, Fields, Launch, Parts, Program
 from ..render import config_header, source
 from ..variant import Option, launch, parts, rows, softmax, store
+from .base import Kernel
 
 NAME, FILE = "combine", "combine.cu"
 THREADS = 128  # four rows
@@ -45,3 +49,71 @@ def fold(op: Forward, splits: int, device: Device, rendered: tuple[Source, Field
     values = {"heads": op.heads, "batches": op.batch, "q_len": op.q_len, "kv_len": op.kv_len, "splits": splits}
     values["partial_rows"] = result_rows
     return Launch(NAME, *rendered, values, -(-result_rows * 32 // THREADS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """It has no choice."""
+
+
+class CombineKernel(Kernel[Combine]):
+    """combine.cu on arrays of their own, up to 16 pairs."""
+
+    name = NAME
+    config_type = Config
+
+    def runs_on(self, device: Device) -> bool:
+        return not device.is_cpu
+
+    def supports(self, op: Combine, device: Device) -> list[str]:
+        if device.is_cpu:
+            return ["it runs on a GPU"]
+        found = [f"there are {op.count} parts; it takes up to {parts.MOST_ARRAYS}"] if op.count > parts.MOST_ARRAYS else []
+        return [*found, f"head_dim_v is {op.head_dim_v}; it takes up to 1024"] if op.head_dim_v > 1024 else found
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return None
+
+    def legal(self, config: Config, op: Combine, device: Device) -> str | None:
+        return None
+
+    def candidates(self, op: Combine, device: Device) -> list[Config]:
+        return [Config()]
+
+    def cost(self, config: Config, op: Combine, device: Device) -> float:
+        return 2e-6 + op.bytes / 2e12
+
+    def tuning_shapes(self, op: Combine) -> tuple[Combine, ...]:
+        return (op,)
+
+    def options(self, op: Combine, arch: str) -> dict[str, Option]:
+        """The option on each axis."""
+        plain, late = softmax.Plain(), int(arch[3:].rstrip("a")) >= 90
+        return {
+            "Element": op.element,
+            "Rows": rows.Dense(),
+            "Parts": parts.Arrays(),
+            "Softmax": softmax.WithSink(plain) if op.sinks else plain,
+            "Store": store.StoreOLse(),
+            "Launch": launch.Dependent() if late else launch.Independent(),
+        }
+
+    def fields(self, op: Combine, arch: str) -> Fields:
+        """The fields of struct Args, in order."""
+        of_options = (field for option in self.options(op, arch).values() for field in option.fields)
+        found = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(of_options))
+        return tuple(Field(*field[:2], Parts(op.count)) if field.name == "parts" else field for field in found)
+
+    def lower(self, op: Combine, config: Config, device: Device) -> Program:
+        """The launch; none where there is no row."""
+        result_rows = op.batch * op.heads * op.q_len
+        if not result_rows:
+            return Program(())
+        fields, options = self.fields(op, device.arch), self.options(op, device.arch)
+        constants = {"head_dim_v": op.head_dim_v, "width": op.width, "threads": THREADS}
+        text = source(FILE, config_header(constants, fields, [], options), device.arch)
+        values = {"heads": op.heads, "batches": op.batch, "q_len": op.q_len, "kv_len": 0, "part_count": op.count}
+        return Program((Launch(NAME, text, fields, values, -(-result_rows * 32 // THREADS)),))
+
+
+COMBINE = CombineKernel()

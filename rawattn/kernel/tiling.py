@@ -186,3 +186,8 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
     found |= {"q_len": op.q_len, "kv_len": op.kv_len, "q_tiles": -(-op.q_len // tile_q)}
     found["l2_head_group"], found["last_group"] = head_groups(op, tile_q, device)
     return found
+
+
+def lens_reason(op: Forward) -> list[str]:
+    """Why a kernel does not compute sequences that use a part of their rows."""
+    return ["it takes no q_lens and kv_lens yet"] if any(op.lens) else []

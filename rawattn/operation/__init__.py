@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from .append import Append
 from .backward import Backward
 from .base import Operation
+from .combine import Combine
 from .forward import Forward
+from .kvcache import AttentionKVCache
 
-__all__ = ["OPERATIONS", "Backward", "Forward", "Operation", "from_json"]
-OPERATIONS: dict[str, type[Operation]] = {cls.__name__: cls for cls in (Forward, Backward)}
+__all__ = ["OPERATIONS", "Append", "AttentionKVCache", "Backward", "Combine", "Forward", "Operation", "from_json"]
+OPERATIONS: dict[str, type[Operation]] = {cls.__name__: cls for cls in (Forward, Backward, AttentionKVCache, Append, Combine)}
 
 
 def from_json(fields: dict[str, Any]) -> Operation:

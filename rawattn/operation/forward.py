@@ -46,6 +46,8 @@ class Forward(Operation):
     total_kv: int = -1
     sinks: bool = False
     layout: Layout = PLAIN
+    q_lens: bool = False
+    kv_lens: bool = False
 
     names: ClassVar[tuple[str, ...]] = (
         "q",
@@ -54,6 +56,8 @@ class Forward(Operation):
         "cu_seqlens_q",
         "cu_seqlens_kv",
         "sinks",
+        "q_lens",
+        "kv_lens",
     )  # of all inputs, in the order in which they are given
 
     def __post_init__(self) -> None:
@@ -88,6 +92,7 @@ class Forward(Operation):
         return cls(
             ELEMENTS[q.dtype], batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
             k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
+            "q_lens" in arrays, "kv_lens" in arrays,
         )  # fmt: skip
 
     @classmethod
@@ -133,7 +138,9 @@ class Forward(Operation):
         ]
         if self.varlen:
             found += [Operand(f"cu_seqlens_{side}", "int32", (self.batch + 1,)) for side in ("q", "kv")]
-        return (*found, *[Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks)
+        found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
+        lengths = ("q_lens",) * self.q_lens + ("kv_lens",) * self.kv_lens
+        return (*found, *(Operand(name, "int32", (self.batch,)) for name in lengths))
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
@@ -155,6 +162,16 @@ class Forward(Operation):
                 found = np.array2string(starts, threshold=8)
                 raise ProblemError(
                     f"{name} is {found}; it must begin with 0, never fall, and end with at most {rows}, {tensor}'s rows."
+                )
+        for side, tensor in (("q", "q"), ("kv", "k")):
+            used = arrays.get(f"{side}_lens")
+            if used is None:
+                continue
+            most = np.diff(arrays[f"cu_seqlens_{side}"]) if self.varlen else np.full(self.batch, arrays[tensor].shape[1])
+            if ((used < 0) | (used > most)).any():
+                i = int(np.argmax((used < 0) | (used > most)))
+                raise ProblemError(
+                    f"{side}_lens[{i}] is {used[i]}; it must be from 0 to {most[i]}, the sequence's rows of {tensor}."
                 )
 
     # ---- operations of nearly the same size
@@ -251,11 +268,25 @@ class Forward(Operation):
         """Query heads that share one key and value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def lens(self) -> tuple[bool, bool]:
+        """Whether sequences use a part of their rows of q, and of k and v, whose lengths are on the device."""
+        return self.q_lens, self.kv_lens
+
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Returns what compiled kernels depend on. Operations of one kind differ in lengths, numbers of sequences and heads, and
         in the run-time values of their options."""
-        return (type(self), self.element.name, self.head_dim, self.head_dim_v, self.spec.kind, self.varlen, self.sinks)
+        return (
+            type(self),
+            self.element.name,
+            self.head_dim,
+            self.head_dim_v,
+            self.spec.kind,
+            self.varlen,
+            self.sinks,
+            *self.lens,
+        )
 
     # ---- its size
 
@@ -302,7 +333,7 @@ class Forward(Operation):
         packed = f" varlen, {self.total_q} and {self.total_kv} rows," if self.varlen else ""
         return (
             f"Forward {self.element.name} batch {self.batch}, length {length},{packed} heads {heads}, head_dim {dim}, {self.spec}"
-            f"{', sinks' if self.sinks else ''}"
+            f"{', sinks' if self.sinks else ''}{', q_lens' if self.q_lens else ''}{', kv_lens' if self.kv_lens else ''}"
         )
 
 
@@ -319,6 +350,10 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
     _check_qkv(q, k, v, 3 if varlen else 4)
     if varlen:
         _check_cu_seqlens(arrays)
+    for name in ("q_lens", "kv_lens"):
+        if name in arrays:
+            batch = arrays["cu_seqlens_q"].shape[0] - 1 if varlen else q.shape[0]
+            _check_lens(name, arrays[name], q, batch)
     if "sinks" in arrays:
         _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
 
@@ -361,6 +396,14 @@ def _check_sinks(sinks: Array, q: Array, element: str) -> None:
             "head of q."
         )
     check_contiguous("sinks", sinks)
+
+
+def _check_lens(name: str, lens: Array, q: Array, batch: int) -> None:
+    check_like(name, lens, "q", q)
+    if lens.dtype != "int32" or tuple(lens.shape) != (batch,):
+        need = f"int32 of shape ({batch},), one for each sequence"
+        raise ProblemError(f"{name} is {lens.dtype} of shape {tuple(lens.shape)}; it must be {need}.")
+    check_contiguous(name, lens)
 
 
 def _check_cu_seqlens(arrays: dict[str, Array]) -> None:

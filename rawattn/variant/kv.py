@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from ..program import Fields
 from . import Option
 
 
@@ -22,3 +23,30 @@ class CpAsyncKv(Option):
 
     type: ClassVar[str] = "CpAsyncKv"
     source: ClassVar[str] = "variant/kv/cp_async.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedKv(Option):
+    """Pools of pages; ``pages`` says which of them a sequence has (variant/place.py). TMA reads blocks of ``page_rows`` rows, a
+    multiple of 8 that lies in one page; with ``cp_async`` a warp copies them, of pages of any size."""
+
+    pages: Option
+    page_rows: int
+    cp_async: bool = False
+    type: ClassVar[str] = "PagedKv"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{'PagedCpAsyncKv' if self.cp_async else 'PagedTmaKv'}<{self.pages.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.pages.sources, f"variant/kv/paged_{'cp_async' if self.cp_async else 'tma'}.cuh")
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"page_rows": self.page_rows}
+
+    @property
+    def fields(self) -> Fields:
+        return self.pages.fields

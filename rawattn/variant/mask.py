@@ -229,6 +229,41 @@ def of_head(mask: Pairs, head: int) -> Pairs:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class FromKey(Option):
+    """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
+
+    base: Mask
+    first: int
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        begin, end = self.base.interval(q, q_len, kv_len)
+        return np.maximum(begin, self.first), end
+
+
+@dataclasses.dataclass(frozen=True)
+class UsedQueries(Option):
+    """A mask of sequences that use their first ``used`` queries: the others keep no key, and it sees this length."""
+
+    base: Pairs
+    used: int
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        begin, end = self.base.interval(q, self.used, kv_len)
+        return np.where(q < self.used, begin, 0), np.where(q < self.used, end, 0)
+
+
+def causal_and(mask: Mask) -> Mask:
+    """The mask without the keys behind the query's own position, which a step asks for besides."""
+    parts = [mask]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Causal):
+            raise ProblemError(f"mask is {mask}, and the step is causal besides; make the step with causal=False.")
+        parts += [part.a, part.b] if isinstance(part, Both) else []
+    return Causal() if isinstance(mask, Full) else Both(Causal(), mask)
+
+
 def kept_pairs(mask: Pairs, q_len: int, kv_len: int) -> int:
     """Number of (query, key) pairs that the mask keeps; long sequences are sampled at 4096 queries."""
     if q_len == 0:

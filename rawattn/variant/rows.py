@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..program import Field, Fields, Pointer
 from . import Option, Wrapper
+from .lengths import KvLens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class PackGqaMask(_OfPackGqa):
     """The mask that such rows need."""
 
     type: ClassVar[str] = "PackGqaMask"
-    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
+    source: ClassVar[str] = "variant/rows/pack_gqa_of.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PackGqaScore(_OfPackGqa):
     """The score that such rows need."""
 
     type: ClassVar[str] = "PackGqaScore"
-    source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
+    source: ClassVar[str] = "variant/rows/pack_gqa_of.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +82,30 @@ class WithOffset(Wrapper):
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("q_offset", "i32"), Field("kv_offset", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheRows(Option):
+    """A step's queries over cached keys, the heads that share a key head side by side: as many for each sequence, (batch, length,
+    heads, head_dim), or with ``varlen`` end to end, (total, heads, head_dim). ``kv_lens`` lie on the device; ``max_kv_len`` is
+    what the cache has room for."""
+
+    varlen: bool = False
+    lengths: Option = KvLens()  # noqa: RUF009
+    type: ClassVar[str] = "CacheRows"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{'PackedQueries' if self.varlen else 'SameQueries'}, {self.lengths.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.lengths.sources, f"variant/rows/{'packed' if self.varlen else 'same'}_queries.cuh")
+
+    @property
+    def fields(self) -> Fields:
+        lengths = (*self.lengths.fields, Field("pack_gqa_heads", "i32"))
+        if not self.varlen:
+            return (*lengths, Field("q_len", "i32"))
+        cu_seqlens = Field("cu_seqlens_q", "const i32*", Pointer("cu_seqlens_q"))
+        return (cu_seqlens, *lengths, Field("max_q_len", "i32"), Field("total_q", "i32"))

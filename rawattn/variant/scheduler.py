@@ -52,6 +52,18 @@ class LptVarlenScheduler(LptScheduler):
         return (*self.numbers, Field("batches", "i32"))
 
 
+@dataclasses.dataclass(frozen=True)
+class StreamKScheduler(Option):
+    """Equal shares of all key tiles, cut at the borders of splits, which each block finds from the lengths on the device."""
+
+    type: ClassVar[str] = "StreamKScheduler"
+    source: ClassVar[str] = "variant/scheduler/stream_k.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return tuple(Field(name, "i32") for name in ("batches", "split_keys", "most_splits"))
+
+
 DIRECTIONS = {"Ascending": "ascending", "Alternating": "alternating", "LongestFirst": "longest_first"}
 
 

@@ -1,8 +1,9 @@
 """Runs kernels of ``cuda_src/`` on the CPU, thread by thread: what they compute can be checked where there is no GPU.
 
 The kernel's own text is compiled for the host, but for ``ptx/`` and bf16, whose instructions are written here in C++. Threads of
-a block are coroutines that change at barriers, votes and exchanges. Copies and matrix products are done at once where they are
-issued: what is computed is what a GPU computes, up to rounding; races are not seen.
+a block are coroutines that change at barriers, votes and exchanges. Matrix products, and copies by threads, are done at once
+where they are issued; those of TMA come late, the last one first. What is computed is what a GPU computes, up to rounding; most
+races are not seen.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from rawattn.compiler import Source
 from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
-PTX = ("barrier", "base", "cp_async", "ldmatrix", "mbarrier", "mma", "red", "tma", "turn", "wgmma")
+PTX = (
+    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "ldmatrix", "mbarrier", "mma", "red", "tma", "turn", "wgmma",
+)  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 
 
@@ -93,12 +96,15 @@ class Kernel:
     def __call__(self, blocks: int, values: Mapping[str, Any]) -> None:
         """Runs ``blocks`` blocks. A value is a number, the bytes of a struct, or an array, whose pointer is given."""
         layout = render.layout(self.fields, self.number)
-        size = layout.pack.size
+        found = (values[field.name] for field in self.fields)
+        self.launch(blocks, layout.pack.pack(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in found)))
+
+    def launch(self, blocks: int, args: bytes) -> None:
+        """Runs ``blocks`` blocks with these bytes of arguments."""
+        size = len(args)
         assert size == self._library.args_bytes()
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 64
-        found = (values[field.name] for field in self.fields)
-        args = layout.pack.pack(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in found))
         memory[start : start + size] = np.frombuffer(args, np.uint8)
         given = ctypes.c_void_p(memory.ctypes.data + start)
         assert self._library.run(given, blocks) == 0, "every thread waits"

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 using u16 = unsigned short;
@@ -31,6 +32,7 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float max(float a, float b) { return fmaxf(a, b); }
 static float min(float a, float b) { return fminf(a, b); }
 static double max(double a, double b) { return fmax(a, b); }
@@ -40,6 +42,8 @@ static i32 min(i32 a, i32 b) { return a < b ? a : b; }
 static u32 min(u32 a, u32 b) { return a < b ? a : b; }
 static i64 min(i64 a, i64 b) { return a < b ? a : b; }
 static i32 __ffs(i32 x) { return ffs(x); }
+static i32 __clz(i32 x) { return x ? __builtin_clz(u32(x)) : 32; }
+static i32 __popc(u32 x) { return __builtin_popcount(x); }
 static u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
 static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 
@@ -57,6 +61,7 @@ static std::vector<std::unique_ptr<Fiber>> fibers;
 static ucontext_t scheduler_context;
 static std::function<void()> body;
 static long progress, switches;
+static std::vector<std::function<void()>> copies;  // of TMA, on their way
 
 static void yield() {
     const i32 self = threadIdx.x;
@@ -120,13 +125,16 @@ static void __syncwarp() { __ballot_sync(~0u, true); }
 static void __syncthreads() { named[0].wait(blockDim.x); }
 static void __threadfence() {}
 static i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
+static u32 atomicAdd(u32* at, u32 x) { return (*at += x) - x; }
+static u32 atomicOr(u32* at, u32 x) { return std::exchange(*at, *at | x); }
 static u32 atomicInc(u32* at, u32 last) {
     const u32 old = *at;
     *at = old >= last ? 0 : old + 1;
     return old;
 }
 
-// Runs the blocks one after the other; 1 where all threads wait and none comes on.
+// Runs the blocks one after the other; 1 where all threads wait and none comes on. Copies of TMA are late, and the last one first: each
+// comes when nothing else can happen.
 static int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()> kernel) {
     gridDim.x = blocks, blockDim.x = threads, body = kernel;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
@@ -149,8 +157,12 @@ static int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()
                 swapcontext(&scheduler_context, &fibers[i]->context);
                 left -= fibers[i]->ended;
             }
-            if (progress == before && left > 0) return 1;
+            if (progress != before || left == 0) continue;
+            if (copies.empty()) return 1;
+            const auto copy = std::move(copies.back());
+            copies.pop_back(), copy();
         }
+        if (!copies.empty()) __builtin_trap();  // a block ended before its copies
     }
     return 0;
 }
@@ -176,6 +188,7 @@ template <int count> void setmaxnreg_dec() {}
 template <int count> void setmaxnreg_inc() {}
 constexpr bool has_registers(int, int, int) { return true; }
 static void griddepcontrol_wait() {}
+static u32 add_acq_rel(u32* to, u32 x) { return (*to += x) - x; }
 static void launch_dependents() {}
 static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
 static void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }
@@ -196,34 +209,68 @@ static void wgmma_commit() {}
 template <int pending> void wgmma_wait() {}
 
 struct Mbarrier {
-    u16 count, pending;
-    u32 phase;
+    unsigned char count, pending;
+    u16 phase;
+    i32 bytes;  // announced, and not there
 
-    void init(u32 arrivals) { count = pending = arrivals, phase = 0; }
-    void arrive() {
+    void init(u32 arrivals) { count = pending = arrivals, phase = 0, bytes = 0; }
+    void advance() {
         ++progress;
-        if (--pending == 0) pending = count, phase ^= 1;
+        if (pending == 0 && bytes == 0) pending = count, phase ^= 1;
     }
-    void arrive_expect(u32) { arrive(); }  // the copies that follow are done before another thread runs
+    void arrive() {
+        if (pending == 0) __builtin_trap();  // more than a phase takes, which is undefined
+        --pending, advance();
+    }
+    void arrive_expect(u32 more) { bytes += more, arrive(); }
+    void complete(u32 there) { bytes -= there, advance(); }
     void wait(u32 parity) {
         while (phase == parity) yield();
     }
 };
+struct PolledMbarrier : Mbarrier {
+    void arrive_after_copies() { arrive(); }
+};
 static void fence_mbarrier_init() {}
+static void fence_proxy_async() {}
 
 // A box of 64 columns, swizzled; what lies outside is zero.
-static void tma_load(void* to, const TensorMap& map, Mbarrier&, i32 c0, i32 c1, i32 c2, i32 c3) {
-    for (i32 row = 0; row < map.box_rows; ++row)
-        for (i32 column = 0; column < 64; ++column) {
-            const bool inside = c1 + row >= 0 && c1 + row < map.rows && c0 + column < map.columns;
-            const char* from = reinterpret_cast<const char*>(map.data) + (c1 + row) * map.row_bytes + c2 * map.head_bytes + c3 * map.batch_bytes;
-            u32 at = smem_address(to) + row * 128 + column * 2;
-            at ^= (at >> 7 & 7) << 4;
-            const u16 x = inside ? half(from + (c0 + column) * 2) : 0;
-            memcpy(raw + at, &x, 2);
-        }
+static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
+    copies.push_back([=, &map, &full] {
+        full.complete(u32(map.box_rows) * 128);
+        for (i32 row = 0; row < map.box_rows; ++row)
+            for (i32 column = 0; column < 64; ++column) {
+                const bool inside = c1 + row >= 0 && c1 + row < map.rows && c0 + column < map.columns;
+                const char* from = reinterpret_cast<const char*>(map.data) + (c1 + row) * map.row_bytes + c2 * map.head_bytes + c3 * map.batch_bytes;
+                u32 at = smem_address(to) + row * 128 + column * 2;
+                at ^= (at >> 7 & 7) << 4;
+                const u16 x = inside ? half(from + (c0 + column) * 2) : 0;
+                memcpy(raw + at, &x, 2);
+            }
+    });
 }
-static void tma_load(void*, const TensorMap&, Mbarrier&, i32, i32, i32, i32, i32) { __builtin_trap(); }
+// A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box.
+static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+    copies.push_back([=, &map, &full] {
+        const i64 *word = &map.data, *stride = word + 1, *size = word + 5, *box = word + 10;
+        const i64 first[5] = {c0, c1, c2, c3, c4}, span = box[0] * 2;
+        u32 bytes = u32(span);
+        for (int d = 1; d < 5; ++d) bytes *= u32(box[d]);
+        full.complete(bytes);
+        for (u32 at = 0; at < bytes; at += 2) {
+            i64 rest = at / 2, from = 0;
+            bool inside = true;
+            for (int d = 0; d < 5; ++d) {
+                const i64 c = first[d] + rest % box[d];
+                rest /= box[d], from += c * (d ? stride[d - 1] : 2), inside &= c >= 0 && c < size[d];
+            }
+            u32 where = smem_address(to) + at;
+            where ^= (where >> 7 & (span / 16 - 1)) << 4;  // swizzled over the span
+            const u16 x = inside ? half(reinterpret_cast<const char*>(word[0]) + from) : 0;
+            memcpy(raw + where, &x, 2);
+        }
+    });
+}
 static void prefetch(const TensorMap&) {}
 
 template <bool transposed>

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 10100,
+    "rawattn": 13500,
     "perf": 3900,
-    "cuda_src": 5150,
-    "tests": 16300,
+    "cuda_src": 7200,
+    "tests": 19500,
 }
 FUNCTION_LINES = 60
 
@@ -36,6 +36,7 @@ IMPORTERS = {
         "__main__.py",
         "compiler.py",
         "torch_op.py",
+        "torch_serving.py",
         "torch_sharding.py",
     },
 }

@@ -1,0 +1,100 @@
+// Writes new keys and values of all sequences to their places in a cache, and rotates keys and queries by their positions: a pair of
+// columns (a, b) becomes (a cos - b sin, b cos + a sin), with the angles of the row's position (RoFormer, arXiv 2104.09864).
+//
+// A block has one token: a row of k, v and q for each head. cfg::lanes threads move a row, cfg::width elements each at a time. They
+// read all of it before they write, so q may be rotated in place. No thread waits for another's memory, so there is no barrier.
+//
+// What takes no part is left out: a token of no sequence or of one without keys, a negative slot. So is what the cache does not have,
+// a length, page, slot or position, which args.violations keeps. The launch behind this one may begin when this one has waited for
+// the launch in front: what it reads early is older than that, and it waits in its turn for the rows that are written here.
+
+#include "config.cuh"  // rendered: cfg, Args, and the options Element, Storage, Tokens, Destination, Rotary, Queries, Launch
+#include "tile/facts.cuh"
+#include "tile/number.cuh"
+#include "variant/interfaces_append.cuh"
+
+using Chunk = Vector<Element, cfg::width>;
+template struct NumberOption<Element>;
+template struct TokensOption<Tokens>;
+template struct DestinationOption<Destination>;
+template struct RotaryOption<Rotary, Chunk>;
+template struct QueriesOption<Queries>;
+template struct StorageOption<Storage>;
+template struct LaunchOption<Launch>;
+
+extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Launch::uses_pdl};
+
+constexpr int columns = cfg::head_dim > cfg::head_dim_v ? cfg::head_dim : cfg::head_dim_v;
+constexpr int step = cfg::lanes * cfg::width, strips = (columns + step - 1) / step;
+
+// A row of k, v or q on its way.
+struct Row {
+    const Element* from;
+    unsigned char* to;
+    i32 columns;  // 0 for a row that takes no part
+    bool rotates, is_cached;
+};
+
+struct Token {
+    const Args& args;
+    const Tokens tokens;
+    const Rotary rotary;
+    const Queries queries;
+    const Place place;
+    const i32 rows;
+
+    __device__ Token(const Args& args, i32 token)
+        : args(args), tokens(args, token), rotary(args, tokens, token), queries(args), place(Destination::of(args, tokens, token)),
+          rows(args.kv_heads + args.v_heads + queries.heads) {}
+
+    __device__ const unsigned char* in(const StridedTensor& tensor, i32 head) const {
+        return tensor.rows(tokens.entry, head) + tokens.row * tensor.row_bytes;
+    }
+    __device__ Row cached(const StridedTensor& from, const StridedTensor& pool, i32 head, i32 columns, bool rotates) const {
+        const unsigned char* to = pool.rows(BatchEntry{place.page}, head) + place.row * pool.row_bytes;
+        const bool takes_part = place.page >= 0 && rotary.exists;
+        return {reinterpret_cast<const Element*>(in(from, head)), const_cast<unsigned char*>(to), takes_part ? columns : 0, rotates, true};
+    }
+    __device__ Row row(i32 i) const {
+        if (i < args.kv_heads) return cached(args.k, args.k_cache, i, cfg::head_dim, true);
+        i -= args.kv_heads;
+        if (i < args.v_heads) return cached(args.v, args.v_cache, i, cfg::head_dim_v, false);
+        i -= args.v_heads;
+        const bool takes_part = i < queries.heads && rotary.exists && tokens.exists;
+        return {reinterpret_cast<const Element*>(in(queries.from(args), i)), const_cast<unsigned char*>(in(queries.to(args), i)),
+                takes_part ? cfg::head_dim : 0, true, false};
+    }
+    // Moves a row by its lanes; the whole warp calls it together.
+    __device__ void move(const Row& row) const {
+        const int first = threadIdx.x % cfg::lanes * cfg::width;
+        Chunk chunks[strips];
+#pragma unroll
+        for (int i = 0; i < strips; ++i) {
+            const int column = first + i * step;
+            if (column >= row.columns) continue;
+            chunks[i] = row.rotates ? rotary.template chunk<Chunk>(row.from, column) : *reinterpret_cast<const Chunk*>(row.from + column);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < strips; ++i) {
+            const int column = first + i * step;
+            if (column >= row.columns) continue;
+            if (row.is_cached) store<Storage>(row.to, column, chunks[i]);
+            else *reinterpret_cast<Chunk*>(row.to + column * sizeof(Element)) = chunks[i];
+        }
+    }
+    template <class S>
+    __device__ static void store(unsigned char* to, int column, const Chunk& chunk) {
+        Vector<typename S::Type, cfg::width> out;
+#pragma unroll
+        for (int x = 0; x < cfg::width; ++x) out.x[x] = S::of(chunk.x[x]);
+        *reinterpret_cast<decltype(out)*>(to + column * sizeof(typename S::Type)) = out;
+    }
+};
+
+extern "C" __global__ __launch_bounds__(cfg::threads) void append(const __grid_constant__ Args args) {
+    Launch::wait();
+    Launch::launch_dependents();
+    const Token token(args, blockIdx.x);
+    for (i32 first = 0; first < token.rows; first += cfg::threads / cfg::lanes) token.move(token.row(first + i32(threadIdx.x) / cfg::lanes));
+}

@@ -1,0 +1,93 @@
+#pragma once
+// What an online softmax has found over some keys for 16 rows, and how two such findings become one. Four warps share the columns:
+// each has a quarter of the blocks of eight (tile/fragment.cuh), so none of them needs another's numbers.
+#include "ptx/cp_async.cuh"
+#include "tile/fragment.cuh"
+#include "tile/range.cuh"
+
+constexpr int quarter_blocks = ceil_div(cfg::head_dim_v, 32);  // four registers each; the last ones may lie past the end
+constexpr int merge_blocks = quarter_blocks / cfg::merge_passes;
+static_assert(quarter_blocks % cfg::merge_passes == 0);
+
+template <int blocks>
+struct SoftmaxState {
+    float4 o[blocks];
+    float max[2], sum[2];  // of the thread's two rows
+
+    __device__ void set(float4 x) { max[0] = x.x, sum[0] = x.y, max[1] = x.z, sum[1] = x.w; }
+    __device__ float4 max_sum() const { return make_float4(max[0], sum[0], max[1], sum[1]); }
+
+    // An empty state is a neutral one: it has the lowest maximum, which is finite.
+    __device__ void clear(float lowest) {
+        set(make_float4(lowest, 0.f, lowest, 0.f));
+#pragma unroll
+        for (float4& x : o) x = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    // Folds what was found over keys that follow.
+    __device__ void fold(const SoftmaxState& next, float scale_log2) {
+        float here[2], there[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float m = fmaxf(max[r], next.max[r]);
+            here[r] = ptx::exp2((max[r] - m) * scale_log2), there[r] = ptx::exp2((next.max[r] - m) * scale_log2);
+            max[r] = m, sum[r] = sum[r] * here[r] + next.sum[r] * there[r];
+        }
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) {
+            const float4 y = next.o[i];
+            float4& x = o[i];
+            x.x = x.x * here[0] + y.x * there[0], x.y = x.y * here[0] + y.y * there[0];
+            x.z = x.z * here[1] + y.z * there[1], x.w = x.w * here[1] + y.w * there[1];
+        }
+    }
+};
+using Quarter = SoftmaxState<quarter_blocks>;
+
+// Where the four warps exchange what each found over its key tiles.
+struct Strands {
+    float4 o[4][4 * merge_blocks][32];
+    float4 max_sum[4][32];
+};
+// Where a thread keeps its quarter, or fetches it to.
+struct KeptState {
+    float4 o[quarter_blocks][128];
+    float4 max_sum[128];
+
+    __device__ void put(const Quarter& state, u32 thread) {
+#pragma unroll
+        for (int i = 0; i < quarter_blocks; ++i) o[i][thread] = state.o[i];
+        max_sum[thread] = state.max_sum();
+    }
+    __device__ Quarter get(u32 thread) const {
+        Quarter state;
+#pragma unroll
+        for (int i = 0; i < quarter_blocks; ++i) state.o[i] = o[i][thread];
+        state.set(max_sum[thread]);
+        return state;
+    }
+    __device__ void fold(const Quarter& next, float scale_log2, u32 thread) {
+        Quarter state = get(thread);
+        state.fold(next, scale_log2);
+        put(state, thread);
+    }
+};
+
+// The same in global memory, for another block: the columns by thread, then maxima and sums, which all warps have, by row.
+struct StateSlot {
+    static constexpr int floats = quarter_blocks * 512 + 32;
+    float4* data;
+
+    __device__ float4* o(int i, u32 thread) const { return data + i * 128 + thread; }
+    __device__ float4* max_sum(u32 thread) const { return data + quarter_blocks * 128 + thread % 32 / 4; }
+    __device__ void put(const Quarter& state, u32 thread) const {
+#pragma unroll
+        for (int i = 0; i < quarter_blocks; ++i) *o(i, thread) = state.o[i];
+        if (thread < 32 && thread % 4 == 0) *max_sum(thread) = state.max_sum();
+    }
+    // Starts the copy of the thread's quarter; only this thread will read it.
+    __device__ void fetch(KeptState& to, u32 thread) const {
+#pragma unroll
+        for (int i = 0; i < quarter_blocks; ++i) ptx::cp_async(ptx::smem_address(&to.o[i][thread]), o(i, thread));
+        ptx::cp_async(ptx::smem_address(&to.max_sum[thread]), max_sum(thread));
+    }
+};

@@ -1,0 +1,21 @@
+#pragma once
+// A page table: args.page_table, (batch, pages of a sequence). Entries beyond a sequence's length are never read. An entry that is
+// no page of the pool reads as zeros, and is said so.
+#include "tile/violated.cuh"
+#include "variant/work_tile.cuh"
+
+struct PageTable {
+    const i32* const table;
+    const i32 shift;
+
+    __device__ PageTable(const Args& args, const WorkTile& work)
+        : table(args.page_table + work.batch * args.page_table_stride), shift(args.page_shift) {}
+
+    __device__ i32 row(i32 key) const { return key & ((1 << shift) - 1); }
+    __device__ i32 page(const Args& args, i32 key, i64 count) const {
+        const i32 found = table[key >> shift];
+        if (u64(i64(found)) < u64(count)) return found;
+        atomicOr(args.violations, violated::page);
+        return i32(count);
+    }
+};

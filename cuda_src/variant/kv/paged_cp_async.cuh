@@ -1,0 +1,61 @@
+#pragma once
+// K and V lie in pools of pages, which the lanes of a warp copy, 16 bytes at a time: for pages of any size, on any GPU from Ampere on.
+#include "ptx/cp_async_mbarrier.cuh"
+#include "tile/strided_pages.cuh"
+#include "variant/work_tile.cuh"
+
+template <class Pages>
+struct PagedCpAsyncKv {
+    using Barrier = ptx::PolledMbarrier;
+    static constexpr u32 arrivals = 32;
+    struct Found { i32 page[cfg::tile_kv / 32]; };  // of rows `lane`, `lane` + 32, ...
+
+    const Args& args;
+    const Pages pages;
+    const i32 head, kv_len;
+
+    __device__ PagedCpAsyncKv(const Args& args, const Rows& rows, const WorkTile& work)
+        : args(args), pages(args, work), head(work.head), kv_len(rows.kv_len) {}
+
+    __device__ static i32 key(i32 tile, int i) { return tile * cfg::tile_kv + i * 32 + i32(threadIdx.x) % 32; }
+    __device__ Found find(i32 tile) const {
+        Found found;
+#pragma unroll
+        for (int i = 0; i < cfg::tile_kv / 32; ++i)
+            found.page[i] = key(tile, i) < kv_len ? pages.page(args, key(tile, i), args.k.count) : i32(args.k.count);
+        return found;
+    }
+    // Rows of no page become zeros.
+    template <class Tile>
+    __device__ void copy(Tile& tile, const StridedPages& pool, i32 index, const Found& found) const {
+        const i32 lane = threadIdx.x % 32;
+        const u32 to = ptx::smem_address(&tile);
+#pragma unroll
+        for (int i = 0; i < cfg::tile_kv / 32; ++i) {
+            const bool inside = found.page[i] < pool.count;
+            const u64 row = inside ? reinterpret_cast<u64>(pool.row(found.page[i], pages.row(key(index, i)), head)) : 0;
+#pragma unroll
+            for (int j = 0; j < Tile::chunks; ++j) {
+                const i32 at = j * 32 + lane, r = at / Tile::chunks, chunk = at % Tile::chunks;
+                const u64 from = __shfl_sync(0xffffffffu, row, r);
+                const u64 given = from ? from + chunk * 16 : reinterpret_cast<u64>(pool.data);
+                ptx::cp_async(to + Tile::offset(i * 32 + r, chunk), reinterpret_cast<const void*>(given), from ? 16 : 0);
+            }
+        }
+    }
+    template <class KTile, class VTile>
+    __device__ void load(KTile& k, VTile& v, Barrier& k_full, Barrier& v_full, i32 tile, const Found& found) const {
+        copy(k, args.k, tile, found);
+        k_full.arrive_after_copies();
+        copy(v, args.v, tile, found);
+        v_full.arrive_after_copies();
+    }
+    __device__ static void fence_barriers() {}
+    __device__ static void prefetch(const Args&) {}
+    // No warp ends while copies of its are on their way.
+    __device__ static void finish() { ptx::cp_async_commit(), ptx::cp_async_wait<0>(); }
+
+    // They are zeros already.
+    template <class VTile>
+    __device__ static void clear_past_end(VTile&, i32) {}
+};

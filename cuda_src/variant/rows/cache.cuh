@@ -1,0 +1,37 @@
+#pragma once
+// The queries of a step over cached keys: their lengths lie on the device. Rows are the queries of all heads that share a key head,
+// one query after the other, as in variant/rows/pack_gqa.cuh. A length beyond what the host knows of is cut, and said so.
+#include "tile/sequence.cuh"
+#include "tile/range.cuh"
+#include "tile/violated.cuh"
+
+struct QuerySpan {
+    i32 batch, first, length;  // in (batch, length, heads, columns)
+    i32 lse_length;            // queries from one head of lse to the next
+    bool cut;
+};
+
+template <class Queries, class Lengths>
+struct CacheRows {
+    static constexpr i32 q_offset = 0, kv_offset = 0;
+    QuerySpan q;
+    BatchEntry kv;
+    i32 q_len, kv_len, heads, queries;  // q_len: rows
+    u32 violations;
+
+    __device__ CacheRows(const Args& args, i32 batch) : q(Queries::of(args, batch)), kv{batch}, heads(args.pack_gqa_heads) {
+        const i32 length = Lengths::of(args, batch);
+        kv_len = max(0, min(length, args.max_kv_len)), queries = q.length, q_len = queries * heads;
+        violations = (kv_len != length ? violated::kv_len : 0) | (q.cut ? violated::q_len : 0);
+    }
+
+    __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - queries); }
+    __device__ i32 q_of(i32 row) const { return row / heads; }
+    __device__ i32 head_of(i32 head, i32 row) const { return head * heads + row % heads; }
+    __device__ i64 offset(const Strides& of, i32 row, i32 head) const {
+        return q.batch * of.batch + (q.first + q_of(row)) * of.row + head_of(head, row) * of.head;
+    }
+    __device__ i64 lse_offset(const Args& args, i32 row, i32 head) const {
+        return (i64(q.batch) * args.heads * heads + head_of(head, row)) * q.lse_length + q.first + q_of(row);
+    }
+};

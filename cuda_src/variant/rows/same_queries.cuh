@@ -1,0 +1,7 @@
+#pragma once
+// As many queries for each sequence: (batch, length, heads, head_dim).
+#include "variant/rows/cache.cuh"
+
+struct SameQueries {
+    __device__ static QuerySpan of(const Args& args, i32 batch) { return {batch, 0, args.q_len, args.q_len, false}; }
+};

@@ -1,0 +1,116 @@
+"""append.cu: new keys and values go to their places in a cache, rotated by their positions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..compiler import Source
+from ..device import Device
+from ..operand import Layout
+from ..operation import Append
+from ..program import Field, Fields, Launch, Program, View, Violations
+from ..render import config_header, source
+from ..variant import Option, launch
+from ..variant.lengths import KvLens, PageListLens
+from ..variant.place import InPages, OnePage, PageList, PageTable, Slots
+from ..variant.queries import NoQueries, QueriesApart, QueriesInPlace
+from ..variant.rotary import GivenPositions, KeyPositions, NoRotary, Rotary
+from ..variant.storage import SameStorage
+from ..variant.tokens import PackedTokens, SameTokens
+from .base import Kernel
+
+FILE = "append.cu"
+WHOLE = 30  # page_shift of sequences with one page of any size
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Threads of a block, which has one token."""
+
+    threads: int = 256
+
+
+class AppendKernel(Kernel[Append]):
+    """The launch that writes new rows."""
+
+    name = "append"
+    alignment = 1  # threads move as many elements at once as all places allow
+    config_type = Config
+
+    def runs_on(self, device: Device) -> bool:
+        return not device.is_cpu
+
+    def supports(self, op: Append, device: Device) -> list[str]:
+        if device.is_cpu:
+            return ["it runs on a GPU"]
+        widest = max(op.head_dim, op.head_dim_v)
+        return [f"head_dim is {widest}; it takes up to 1024"] if widest > 1024 else []
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return None
+
+    def legal(self, config: Config, op: Append, device: Device) -> str | None:
+        fits = isinstance(config.threads, int) and config.threads in (32, 64, 128, 256, 512, 1024)
+        return None if fits else f"threads is {config.threads!r}; it must be a power of two from 32 to 1024"
+
+    def candidates(self, op: Append, device: Device) -> list[Config]:
+        return [Config()]
+
+    def cost(self, config: Config, op: Append, device: Device) -> float:
+        return 2e-6 + op.bytes / 2e12
+
+    def tuning_shapes(self, op: Append) -> tuple[Append, ...]:
+        return (op,)
+
+    def options(self, op: Append, arch: str) -> dict[str, Option]:
+        """The option on each axis."""
+        lengths: Option = PageListLens() if op.lengths == "indptr" else KvLens()
+        pages = {"dense": OnePage(), "table": PageTable(), "indptr": PageList()}
+        rotary: Option = NoRotary()
+        if op.angles is not None:
+            angle = "Number" if op.angles.name == op.element.lse_name else "Element"
+            positions = GivenPositions() if op.positions else KeyPositions(lengths)
+            rotary = Rotary(positions, op.rotary_dim, op.rotary == "interleaved", angle)
+        return {
+            "Element": op.element,
+            "Storage": SameStorage(),
+            "Tokens": PackedTokens() if op.ragged and op.lengths else SameTokens(),
+            "Destination": Slots() if op.form == "slots" else InPages(lengths, pages[op.form]),
+            "Rotary": rotary,
+            "Queries": NoQueries() if not op.heads else QueriesInPlace() if op.in_place else QueriesApart(),
+            "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
+        }
+
+    def fields(self, op: Append, arch: str) -> Fields:
+        """The fields of struct Args, in order."""
+        tensors = [Field(name, "StridedTensor", View(name)) for name in ("k", "v", "k_cache", "v_cache")]
+        counts = (Field("kv_heads", "i32"), Field("v_heads", "i32"), Field("violations", "u32*", Violations()))
+        of_options = (field for option in self.options(op, arch).values() for field in option.fields)
+        return tuple(dict.fromkeys((*tensors, *counts, *of_options)))
+
+    def render(self, op: Append, config: Config, arch: str) -> Source:
+        """The source of operations of one kind."""
+        chunks = -(-max(op.head_dim, op.head_dim_v) // op.width)
+        lanes = min(32, 1 << (chunks - 1).bit_length())
+        constants = {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "width": op.width, "lanes": lanes}
+        constants |= {"threads": config.threads}
+        return source(FILE, config_header(constants, self.fields(op, arch), [], self.options(op, arch)), arch)
+
+    def values(self, op: Append) -> dict[str, float]:
+        """The run-time numbers of struct Args."""
+        shift = WHOLE if op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
+        found: dict[str, float] = {"kv_heads": op.kv_heads, "v_heads": op.kv_heads * op.v, "heads": op.heads, "pages": op.pages}
+        found |= {"page_size": op.page_size, "page_shift": shift, "indices_count": op.table, "max_kv_len": op.kv_len}
+        found |= {"batches": op.batch, "max_q_len": op.q_len, "max_positions": op.max_positions}
+        return found | {"q_len": op.total if op.ragged else max(1, op.q_len)}
+
+    def lower(self, op: Append, config: Config, device: Device) -> Program:
+        """The launch; none where there is no new row."""
+        if not op.total:
+            return Program(())
+        arch = device.arch
+        rendered = self._kept((op.kind, config, arch), lambda: (self.render(op, config, arch), self.fields(op, arch)))
+        return Program((Launch(self.name, *rendered, self.values(op), op.total),))
+
+
+APPEND = AppendKernel()

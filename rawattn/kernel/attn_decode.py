@@ -1,0 +1,236 @@
+"""attn_decode.cu: attention of few queries over cached keys, dense and paged, split by the sequence's own length."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..compiler import Source
+from ..device import Device
+from ..operand import Layout
+from ..operation import AttentionKVCache
+from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
+from ..render import config_header, source
+from ..variant import Option, element, kv, launch, rows, scheduler, softmax, store, weight
+from ..variant.lengths import KvLens, PageListLens
+from ..variant.place import OnePage, PageList, PageTable
+from . import tiling
+from .base import Kernel
+
+FILE = "attn_decode.cu"
+MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them read the keys again
+SPLIT_GROUP = 8  # tile/splits.cuh
+MOST_SPLITS = 128  # for which there is room in the block's list
+MOST_BLOCKS = 256  # that have a counter each
+LONGEST = (1 << 30) - 1  # keys of a sequence
+WHOLE = 30  # page_shift of sequences with one page of any size
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """16 rows for each of ``m_tiles_per_warp``; the rows of a key tile; the stages of the ring; the contraction steps whose Q
+    stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps exchange columns;
+    whether a warp copies the pages, in place of TMA."""
+
+    m_tiles_per_warp: int = 1
+    tile_kv: int = 64
+    stages: int = 5
+    q_steps_in_registers: int = 8
+    steps_at_once: int = 2
+    merge_passes: int = 1
+    cp_async: bool = False
+
+    @property
+    def tile_q(self) -> int:
+        return 16 * self.m_tiles_per_warp
+
+    @property
+    def warps(self) -> int:
+        return 5
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def most_rows(op: AttentionKVCache) -> int:
+    """Rows of a sequence at most: the queries of all heads that share a key head."""
+    return op.q_len * op.heads_per_kv
+
+
+def smem_bytes(op: AttentionKVCache, config: Config) -> int:
+    """Shared memory of a block, about."""
+    blocks = ceil_div(op.head_dim_v, 32)
+    ring = config.stages * 2 * config.tile_kv * (op.head_dim + op.head_dim_v) + 24 * (config.stages + 3)
+    exchange = 8192 * blocks // config.merge_passes + 2048 + 4096 * (blocks + 1) * config.m_tiles_per_warp
+    return ring + 2 * config.tile_q * op.head_dim + exchange + 1500
+
+
+def page_shift(op: AttentionKVCache) -> int:
+    """The binary logarithm of the page size; a large one where sequences have one page of any size."""
+    return WHOLE if op.form == "dense" or op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
+
+
+def page_rows(op: AttentionKVCache, config: Config) -> int:
+    """Rows of a tile that lie in one page."""
+    return config.tile_kv if config.cp_async or page_shift(op) == WHOLE else min(op.page_size, config.tile_kv)
+
+
+def must_copy(op: AttentionKVCache, device: Device) -> bool:
+    """Says whether TMA cannot read the pages."""
+    small = page_shift(op) < 3  # less than the eight rows after which a swizzle repeats
+    return device.capability < 90 or small or op.layout.tma_unsupported is not None or op.pages == 0
+
+
+def split_values(op: AttentionKVCache) -> dict[str, int]:
+    """Keys of a split at least, and splits at most: constants of the model, so that a row has the same bits in any batch.
+    Sequences with few key heads are split more often."""
+    most = 64 if op.kv_heads <= 2 else 32 if op.kv_heads <= 4 else 16
+    return {"split_keys": op.split_keys or 256, "most_splits": MOST_SPLITS if op.split_keys else most}
+
+
+class AttnDecode(Kernel[AttentionKVCache]):
+    """The kernel; its configuration follows from the sizes."""
+
+    name = "attn_decode"
+    config_type = Config
+
+    def runs_on(self, device: Device) -> bool:
+        return device.capability >= 80
+
+    def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
+        found = []
+        if not self.runs_on(device):
+            found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
+        if op.element not in (element.BF16, element.FP16) or op.storage != op.element:
+            storage = "" if op.storage in (None, op.element) else f" over {op.storage.name}"
+            found.append(f"it takes bf16 and fp16, not {op.element.name}{storage}")
+        for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
+            if size % 16 or not 16 <= size <= 256:
+                found.append(f"{which} is {size}; it takes multiples of 16 from 16 to 256")
+        if most_rows(op) > MOST_ROWS:
+            heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
+            found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
+        found += ["it takes no kv_begin yet"] * op.kv_begin + ["causal is an array; it takes True and False"] * op.causal_each
+        return found + tiling.reasons(self.layout_reason(op.layout))
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return layout.unaligned
+
+    def legal(self, config: Config, op: AttentionKVCache, device: Device) -> str | None:
+        if config.m_tiles_per_warp not in (1, 2) or config.tile_kv not in (32, 64):
+            given = f"m_tiles_per_warp is {config.m_tiles_per_warp} and tile_kv {config.tile_kv}"
+            return f"{given}; they must be 1 or 2, and 32 or 64"
+        if config.steps_at_once not in (1, config.tile_kv // 32):
+            return f"steps_at_once is {config.steps_at_once}; it must be 1 or {config.tile_kv // 32}"
+        blocks, steps = ceil_div(op.head_dim_v, 32), op.head_dim // 16
+        if config.merge_passes < 1 or blocks % config.merge_passes:
+            return f"merge_passes is {config.merge_passes}; it must divide {blocks}"
+        if not 0 <= config.q_steps_in_registers <= steps:
+            return f"q_steps_in_registers is {config.q_steps_in_registers}; it must be from 0 to {steps} here"
+        if must_copy(op, device) and not config.cp_async:
+            return "cp_async is False, but TMA cannot read these pages here"
+        if config.stages < 2:
+            return f"stages is {config.stages}; it must be at least 2"
+        return tiling.too_much_smem(smem_bytes(op, config), 1, device)
+
+    def candidates(self, op: AttentionKVCache, device: Device) -> list[Config]:
+        """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory."""
+        dims, room = op.head_dim + op.head_dim_v, device.smem_bytes
+        wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
+        m_tiles = 2 if most_rows(op) > 16 and not wide else 1
+        tile = 32 if wide or (room < 110_000 and dims > 128) else 64
+        kept = 0 if m_tiles == 2 or wide else op.head_dim // 16
+        blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or tile == 32 else 2
+        found = Config()
+        for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
+            found = Config(m_tiles, tile, 1, kept, at_once, passes, must_copy(op, device))
+            stages = (room - smem_bytes(op, found)) // (2 * tile * dims + 24) + 1
+            found = dataclasses.replace(found, stages=min(10, stages))
+            if stages >= 4:
+                break
+        return [found] if self.legal(found, op, device) is None else []
+
+    def cost(self, config: Config, op: AttentionKVCache, device: Device) -> float:
+        return 8e-6 + op.bytes / 4e12
+
+    def tuning_shapes(self, op: AttentionKVCache) -> tuple[AttentionKVCache, ...]:
+        return (op,)
+
+    def options(self, op: AttentionKVCache, config: Config, arch: str) -> dict[str, Option]:
+        """The option on each axis."""
+        plain = softmax.Plain()
+        lengths: Option = PageListLens() if op.form == "indptr" else KvLens()
+        pages = {"dense": OnePage(), "table": PageTable(), "indptr": PageList()}
+        return {
+            "Element": op.element,
+            "Rows": rows.CacheRows(op.ragged, lengths),
+            "Mask": rows.PackGqaMask(op.mask),  # type: ignore[arg-type]  # a Mask is an Option with an interval
+            "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),
+            "Softmax": softmax.WithSink(plain) if op.sinks else plain,
+            "Weight": weight.Identity(),
+            "Kv": kv.PagedKv(pages[op.form], page_rows(op, config), config.cp_async),
+            "Scheduler": scheduler.StreamKScheduler(),
+            "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
+            "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
+        }
+
+    def fields(self, op: AttentionKVCache, config: Config, arch: str) -> Fields:
+        """The fields of struct Args, in order."""
+        pool, box_rows = ("StridedPages", 0) if config.cp_async else ("TmaPages", page_rows(op, config))
+        common = (
+            *(Field(name, pool, Pages(f"{name}_cache", box_rows)) for name in "kv"),
+            Field("q", "StridedTensor", View("q")),
+            Field("partials", "float*", Scratch("partials")),
+            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS)),
+            Field("violations", "u32*", Violations()),
+            Field("scale", "Number"),
+            Field("heads", "i32"),
+            Field("slots", "i32"),
+        )
+        of_options = (field for option in self.options(op, config, arch).values() for field in option.fields)
+        return (*common, *dict.fromkeys(of_options))
+
+    def render(self, op: AttentionKVCache, config: Config, arch: str) -> Source:
+        """The source of operations of one kind."""
+        constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
+        del constants["cp_async"]
+        constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "most_pieces": MOST_SPLITS}
+        constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
+        return source(FILE, config_header(constants, self.fields(op, config, arch), [], self.options(op, config, arch)), arch)
+
+    def values(self, op: AttentionKVCache) -> dict[str, float]:
+        """The run-time numbers of struct Args; ``heads`` are those of the cache."""
+        found: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
+        found |= {"batches": op.batch, "q_len": op.q_len, "max_q_len": op.q_len, "total_q": op.total_q, "slots": slots(op)}
+        found |= {"max_kv_len": min(op.kv_len, LONGEST), "page_shift": page_shift(op), "indices_count": op.table}
+        return found | split_values(op) | op.mask.values | op.score.values
+
+    def grid(self, op: AttentionKVCache, config: Config, device: Device) -> int:
+        """One block for each multiprocessor, or for each split that there may be."""
+        splits = min(split_values(op)["most_splits"], ceil_div(max(1, op.kv_len), split_values(op)["split_keys"]))
+        works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), config.tile_q)
+        return min(device.sm_count, MOST_BLOCKS, works * splits)
+
+    def lower(self, op: AttentionKVCache, config: Config, device: Device) -> Program:
+        """The launch, and its scratch: states of splits whose work another block finishes. None where no row is computed."""
+        if not op.total_q * op.batch:
+            return Program(())
+        arch, options = device.arch, (op.form, page_rows(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind)
+        key = (op.element, op.head_dim, op.head_dim_v, *options, config, arch)
+        rendered = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
+        grid = self.grid(op, config, device)
+        partials = Buffer("partials", 4 * grid * slots(op) * state_floats(op, config))
+        return Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
+
+
+def slots(op: AttentionKVCache) -> int:
+    """States that a block may leave in global memory."""
+    return SPLIT_GROUP + ceil_div(split_values(op)["most_splits"], SPLIT_GROUP)
+
+
+def state_floats(op: AttentionKVCache, config: Config) -> int:
+    """Numbers of a state (tile/softmax_state.cuh)."""
+    return (512 * ceil_div(op.head_dim_v, 32) + 32) * config.m_tiles_per_warp
+
+
+ATTN_DECODE = AttnDecode()

@@ -1,0 +1,262 @@
+"""Writing new keys and values into a cache, as a frozen, hashable value without pointers or devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..arrays import Array
+from ..errors import ProblemError
+from ..operand import PLAIN, Layout, Operand, check_like, check_whole
+from ..variant.element import ELEMENTS, Element
+from . import kvcache
+from .base import Operation
+
+LONGEST = (1 << 30) - 1  # keys of a sequence
+ROTARIES = ("", "neox", "interleaved")
+
+
+@dataclasses.dataclass(frozen=True)
+class Append(Operation):
+    """The rows of new keys, rotated by their positions, and of values go to their places in a cache; queries are rotated beside.
+
+    ``total`` are the rows of all sequences, ``q_len`` a bound on those of one, and ``kv_len`` one on its keys. ``form`` says how
+    pages are given, or is "slots" where each row has a place of its own. ``heads`` are those of q, 0 where there is none; ``v``
+    says whether there are values to write. ``rotary`` is "", "neox" or "interleaved", ``angles`` the format of cos and sin,
+    ``lengths`` the form of the lengths beside slots, and "" where there are none. ``width`` are the elements that a thread reads
+    and writes at once: all places are multiples of it.
+    """
+
+    element: Element
+    batch: int
+    total: int
+    q_len: int
+    kv_len: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    pages: int
+    page_size: int
+    form: str = "dense"
+    table: int = 1
+    ragged: bool = False
+    heads: int = 0
+    v: bool = True
+    rotary: str = ""
+    rotary_dim: int = 0
+    positions: bool = False
+    max_positions: int = 0
+    width: int = 1
+    lengths: str = ""
+    angles: Element | None = None
+    in_place: bool = False
+    storage: Element | None = None
+    layout: Layout = PLAIN
+
+    names: ClassVar[tuple[str, ...]] = (
+        "k", "v", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q", "slots",
+        "cos", "sin", "positions", "q", "q_out",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.storage is None:
+            object.__setattr__(self, "storage", self.element)
+        if self.form not in (*kvcache.FORMS, "slots"):
+            raise ProblemError(f"form is {self.form!r}; it must be one of {', '.join(kvcache.FORMS)}, slots.")
+        if self.rotary not in ROTARIES:
+            raise ProblemError(f"rotary is {self.rotary!r}; it must be '', 'neox' or 'interleaved'.")
+        if self.form != "slots":
+            kvcache.check_page_size(self.page_size, self.form, self.table)
+
+    @classmethod
+    def of(
+        cls, arrays: dict[str, Array], rotary: str = "", max_q_len: int | None = None, max_kv_len: int | None = None
+    ) -> Append:  # fmt: skip
+        """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
+        has_lengths = "kv_lens" in arrays or "indptr" in arrays
+        check_arrays(arrays, rotary, max_q_len)
+        k, pool = arrays["k"], arrays["k_cache"]
+        ragged = len(k.shape) == 3
+        lengths = kvcache.form_of(arrays) if has_lengths else ""
+        form, table = "slots" if "slots" in arrays else lengths, kvcache.table_of(arrays)
+        total = math.prod(k.shape[:-2])
+        q_len = k.shape[0] if ragged else k.shape[1]
+        room = LONGEST if form == "slots" and lengths != "indptr" else table * pool.shape[1]
+        cos = arrays.get("cos")
+        return cls(
+            ELEMENTS[k.dtype], kvcache.batch_of(arrays) if has_lengths else k.shape[0], total,
+            q_len if max_q_len is None else min(q_len, max_q_len), room if max_kv_len is None else min(room, max_kv_len),
+            k.shape[-2], k.shape[-1], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
+            arrays["q"].shape[-2] if "q" in arrays else 0, "v" in arrays, rotary, 0 if cos is None else 2 * cos.shape[1],
+            "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary),
+            lengths, None if cos is None else ELEMENTS[cos.dtype],
+            "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, ELEMENTS[pool.dtype],
+        )  # fmt: skip
+
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        return cls.names
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Append:
+        return cls.of(arrays, options["rotary"], *lengths)
+
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        return PLAIN
+
+    @property
+    def number(self) -> str:
+        return self.element.lse_name
+
+    @property
+    def selection_key(self) -> Any:
+        return self
+
+    def rounded(self) -> Append:
+        return self
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The arrays that it reads, in order, and the cache, which it writes; as (pages, page_size, kv_heads, columns)."""
+        assert self.storage is not None
+        pool = self.pages, self.page_size, self.kv_heads
+        rows = (self.total,) if self.ragged else (self.batch, self.q_len)
+        found = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))]
+        found += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
+        found += [Operand("k_cache", self.storage.name, (*pool, self.head_dim), "inout")]
+        found += [Operand("v_cache", self.storage.name, (*pool, self.head_dim_v), "inout")]
+        if self.lengths:
+            found += kvcache.length_operands(self.lengths, self.batch, self.table)
+            found += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
+        found += [Operand("slots", "int64", rows)] * (self.form == "slots")
+        if self.angles is not None:
+            found += [Operand(name, self.angles.name, (self.max_positions, self.rotary_dim // 2)) for name in ("cos", "sin")]
+        found += [Operand("positions", "int64", rows)] * self.positions
+        q = Operand("q", self.element.name, (*rows, self.heads, self.head_dim), "inout" if self.in_place else "in")
+        return (*found, *[q] * (self.heads > 0))
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Operand, ...]:
+        """The arrays that it makes: the rotated queries, unless they are written over q."""
+        rows = (self.total,) if self.ragged else (self.batch, self.q_len)
+        q_out = Operand("q_out", self.element.name, (*rows, self.heads, self.head_dim), "out")
+        return (q_out,) * (self.heads > 0 and not self.in_place)
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Returns what a compiled kernel depends on."""
+        assert self.storage is not None
+        own = self.element.name, self.storage.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0
+        angles = None if self.angles is None else self.angles.name
+        rotary = self.rotary, self.rotary_dim, angles, self.positions, self.in_place
+        return (type(self), *own, self.form, self.lengths, self.ragged, *rotary)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the rotations."""
+        return 3 * self.total * (self.kv_heads + self.heads) * self.rotary_dim
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes that must cross device memory: each row read once and written once, and what says where it goes."""
+        assert self.storage is not None
+        rows = self.total * self.kv_heads * (self.head_dim + self.head_dim_v * self.v) * self.storage.itemsize
+        read = [each for each in self.inputs if each.name not in ("k_cache", "v_cache", "cos", "sin")]
+        return rows + kvcache.bytes_of([*read, *[each for each in read if each.name == "q"]])
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are not the defaults, as JSON can hold them."""
+        return kvcache.to_json(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Append:
+        """The inverse of ``to_json``."""
+        return cls(**kvcache.from_json(fields))
+
+    def __str__(self) -> str:
+        dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        words = [f"{self.total} rows in {self.batch} sequences" if self.lengths else f"{self.total} rows"]
+        words += [f"kv_heads {self.kv_heads}", f"head_dim {dim}"]
+        pages = f"slots in {self.pages} pages of {self.page_size}"
+        words += [pages if self.form == "slots" else kvcache.pages_text(self.form, self.pages, self.page_size)]
+        words += [f"{self.rotary} rotary of {self.rotary_dim}"] if self.rotary else []
+        words += (
+            ["positions"] * self.positions + ([f"q with {self.heads} heads"] if self.heads else []) + ["k only"] * (not self.v)
+        )
+        return f"Append {self.element.name} {', '.join(words)}"
+
+
+def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = None) -> None:
+    """Raises ProblemError where these arrays, by name, contradict each other. It reads no memory."""
+    k, pool = arrays["k"], arrays["k_cache"]
+    has_lengths = "kv_lens" in arrays or "indptr" in arrays
+    ragged = "cu_seqlens_q" in arrays if has_lengths else len(k.shape) == 3
+    for name, array in arrays.items():
+        check_like(name, array, "k", k)
+    for name in ("k", "v", "q", "q_out"):
+        if name in arrays:
+            kvcache.check_rows(name, arrays[name], ragged)
+            if arrays[name].dtype != pool.dtype:
+                raise ProblemError(
+                    f"{name} has dtype {arrays[name].dtype} but the cache has {pool.dtype}; they must be the same."
+                )
+    rows = tuple(k.shape[:-2])
+    for name, columns in (("k", pool.shape[3]), ("v", arrays["v_cache"].shape[3])):
+        wanted = (*rows, pool.shape[2], columns)
+        if name in arrays and tuple(arrays[name].shape) != wanted:
+            raise ProblemError(
+                f"{name} has shape {tuple(arrays[name].shape)}; it must be {wanted}, by the cache and the rows of k."
+            )
+    if has_lengths:
+        kvcache.check_batch("k", k, arrays, max_q_len)
+    if "slots" not in arrays:
+        if not has_lengths:
+            raise ProblemError("step is None; it must be a rawattn.Step, or slots must say where each row goes.")
+        kvcache.check_pages(arrays)
+    for name in ("slots", "positions"):
+        if name in arrays and (arrays[name].dtype, tuple(arrays[name].shape)) != ("int64", rows):
+            found = f"{name} is {arrays[name].dtype} of shape {tuple(arrays[name].shape)}"
+            raise ProblemError(f"{found}; it must be int64 of shape {rows}, one for each row of k.")
+        if name in arrays:
+            check_whole(name, arrays[name])
+    _check_rotary(arrays, rotary, has_lengths)
+
+
+def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> None:
+    k, cos = arrays["k"], arrays.get("cos")
+    if rotary:
+        assert cos is not None
+        if 2 * cos.shape[1] > k.shape[-1]:
+            raise ProblemError(f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head; k has head_dim {k.shape[-1]}.")
+        number = ELEMENTS[k.dtype].lse_name
+        if cos.dtype not in (k.dtype, number):
+            raise ProblemError(f"cos has dtype {cos.dtype}; it must be {number}, or {k.dtype} as the cache.")
+        if not has_lengths and "positions" not in arrays:
+            raise ProblemError("step is None and rotary has no positions; give one of them.")
+    if "q" in arrays:
+        if not rotary:
+            raise ProblemError("q was given without rotary; append does nothing to q but rotate it.")
+        wanted = (*k.shape[:-2], arrays["q"].shape[-2], k.shape[-1])
+        if tuple(arrays["q"].shape) != wanted:
+            raise ProblemError(f"q has shape {tuple(arrays['q'].shape)}; it must be {wanted}, by the rows and columns of k.")
+        if "q_out" in arrays and tuple(arrays["q_out"].shape) != wanted:
+            raise ProblemError(f"q_out has shape {tuple(arrays['q_out'].shape)}; it must be {wanted}, as q.")
+    elif "q_out" in arrays:
+        raise ProblemError("q_out was given without q; it receives the rotated q.")
+
+
+def width_of(arrays: dict[str, Array], rotary: str) -> int:
+    """The largest power of two, up to 16 bytes of elements, that divides all places, sizes of heads and halves of rotations."""
+    size = ELEMENTS[arrays["k"].dtype].itemsize
+    width = 16 // size
+    for name in ("k", "v", "k_cache", "v_cache", "q", "q_out"):
+        if name in arrays:
+            array = arrays[name]
+            steps = [s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
+            width = math.gcd(width, *(place // size if place % size == 0 else 1 for place in (array.pointer, *steps)))
+            width = math.gcd(width, array.shape[-1])
+    columns = arrays["cos"].shape[1] if rotary else 0
+    return math.gcd(width, columns if rotary == "neox" else 2 * columns)

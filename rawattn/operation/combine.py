@@ -1,0 +1,142 @@
+"""Merging results over different keys, as a frozen, hashable value without pointers or devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..arrays import Array
+from ..errors import ProblemError
+from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like
+from ..variant.element import ELEMENTS, Element
+from . import kvcache
+from .base import Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine(Operation):
+    """lse = log(sum_p exp(lse_p) + exp(sink)), o = sum_p exp(lse_p - lse) o_p, over ``count`` results of the same queries.
+
+    ``packed`` says that rows are (total, heads, head_dim_v), of which batch is 1 and ``q_len`` the total. ``width`` are the
+    elements that a thread reads at once: all places are multiples of it.
+    """
+
+    element: Element
+    count: int
+    batch: int
+    q_len: int
+    heads: int
+    head_dim_v: int
+    packed: bool = False
+    sinks: bool = False
+    width: int = 1
+    layout: Layout = PLAIN
+
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        return (*(f"{name}_{i}" for i in range(count // 2) for name in ("o", "lse")), "sinks")
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Combine:
+        """The operation on these arrays, o_0, lse_0, o_1 and so on. Raises ProblemError where they contradict each other."""
+        count = sum(name.startswith("o_") for name in arrays)
+        if not count:
+            raise ProblemError("parts is empty; it must have at least one pair (o, lse).")
+        check_arrays(arrays, count)
+        o = arrays["o_0"]
+        packed = len(o.shape) == 3
+        batch, q_len = (1, o.shape[0]) if packed else o.shape[:2]
+        width = 1 if o.is_cpu else width_of([arrays[f"o_{i}"] for i in range(count)])
+        sizes = batch, q_len, o.shape[-2], o.shape[-1]
+        return cls(ELEMENTS[o.dtype], count, *sizes, packed, "sinks" in arrays, width)
+
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        return PLAIN
+
+    @property
+    def number(self) -> str:
+        return self.element.lse_name
+
+    @property
+    def selection_key(self) -> Any:
+        return self
+
+    def rounded(self) -> Combine:
+        return self
+
+    def _pair(self, ending: str, role: str = "in") -> tuple[Operand, Operand]:
+        batch = () if self.packed else (self.batch,)
+        o = Operand(f"o{ending}", self.element.name, (*batch, self.q_len, self.heads, self.head_dim_v), role)
+        return o, Operand(f"lse{ending}", self.element.lse_name, (*batch, self.heads, self.q_len), role)
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The arrays that it reads, in order."""
+        parts = [operand for i in range(self.count) for operand in self._pair(f"_{i}")]
+        return (*parts, *[Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks)
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Operand, ...]:
+        """The arrays that it writes, in order."""
+        return self._pair("", "out")
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Returns what a compiled kernel depends on."""
+        return (type(self), self.element.name, self.head_dim_v, self.sinks, self.width)
+
+    @property
+    def flops(self) -> int:
+        """A multiplication and an addition for each element of each part."""
+        return 2 * self.count * self.batch * self.q_len * self.heads * self.head_dim_v
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are not the defaults, as JSON can hold them."""
+        return kvcache.to_json(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Combine:
+        """The inverse of ``to_json``."""
+        return cls(**kvcache.from_json(fields))
+
+    def __str__(self) -> str:
+        rows = f"{self.q_len} rows" if self.packed else f"batch {self.batch}, length {self.q_len}"
+        sizes = f"{self.count} parts, {rows}, heads {self.heads}, head_dim {self.head_dim_v}"
+        return f"Combine {self.element.name} {sizes}{', sinks' if self.sinks else ''}"
+
+
+def check_arrays(arrays: dict[str, Array], count: int) -> None:
+    """Raises ProblemError where these inputs, by name, contradict each other. It reads no memory."""
+    first = arrays["o_0"]
+    if len(first.shape) not in (3, 4) or first.dtype not in ELEMENTS:
+        need = "bf16, fp16, fp32 or fp64 of shape (batch, q_len, heads, head_dim_v) or (total_q, heads, head_dim_v)"
+        raise ProblemError(f"o of part 0 is {first.dtype} of shape {tuple(first.shape)}; it must be {need}.")
+    number, lse_shape = ELEMENTS[first.dtype].lse_name, (*first.shape[:-3], first.shape[-2], first.shape[-3])
+    for i in range(count):
+        for name, dtype, shape in ((f"o_{i}", first.dtype, tuple(first.shape)), (f"lse_{i}", number, lse_shape)):
+            array, words = arrays[name], f"{name.partition('_')[0]} of part {i}"
+            check_like(words, array, "o of part 0", first)
+            if (array.dtype, tuple(array.shape)) != (dtype, shape):
+                raise ProblemError(
+                    f"{words} is {array.dtype} of shape {tuple(array.shape)}; it must be {dtype} of shape {shape}."
+                )
+            if name.startswith("o"):
+                check_contiguous(words, array)
+    if "sinks" in arrays:
+        sinks, heads = arrays["sinks"], first.shape[-2]
+        check_like("sinks", sinks, "o of part 0", first)
+        if (sinks.dtype, tuple(sinks.shape)) != (number, (heads,)):
+            raise ProblemError(f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}; it must be {number} of shape ({heads},).")
+        check_contiguous("sinks", sinks)
+
+
+def width_of(rows: list[Array], most: int = 4) -> int:
+    """The largest power of two up to ``most`` that divides head_dim_v and the places of all rows, in elements."""
+    size, width = ELEMENTS[rows[0].dtype].itemsize, math.gcd(most, rows[0].shape[-1])
+    for array in rows:
+        steps = [s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
+        width = math.gcd(width, *(place // size if place % size == 0 else 1 for place in (array.pointer, *steps)))
+    return width

@@ -1,0 +1,335 @@
+"""Attention over a cache, as a frozen, hashable value without pointers or devices, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..arrays import DTYPES, Array
+from ..errors import ProblemError
+from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
+from ..spec import Spec
+from ..variant.element import ELEMENTS, Element
+from ..variant.mask import Mask, causal_and, kept_pairs
+from ..variant.score import Score
+from .base import Operation
+
+FORMS = {  # how pages are given -> the arrays that say so
+    "dense": ("kv_lens",), "table": ("kv_lens", "page_table"), "indptr": ("indptr", "indices", "last_page_len"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKVCache(Operation):
+    """o = softmax(mask(score(scale q k^T))) v, where k and v are a sequence's keys in the pages of a cache.
+
+    ``q_len`` and ``kv_len`` are bounds on the longest sequence; the lengths themselves are on the device. ``storage`` is the
+    cache's number format. ``form`` says how pages are given, ``table`` how many entries there are: of a row of the table, or of
+    ``indices``. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there are first keys,
+    ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys`` are the keys of
+    a split, 0 for what the length asks for.
+    """
+
+    element: Element
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    pages: int
+    page_size: int
+    spec: Spec = dataclasses.field(default_factory=Spec)
+    form: str = "dense"
+    table: int = 1
+    ragged: bool = False
+    total_q: int = -1
+    kv_begin: bool = False
+    causal_each: bool = False
+    sinks: bool = False
+    split_keys: int = 0
+    storage: Element | None = None
+    layout: Layout = PLAIN
+
+    names: ClassVar[tuple[str, ...]] = (
+        "q", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q", "kv_begin",
+        "causal", "sinks",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.storage is None:
+            object.__setattr__(self, "storage", self.element)
+        if not self.ragged:
+            object.__setattr__(self, "total_q", self.batch * self.q_len)
+        if self.form not in FORMS:
+            raise ProblemError(f"form is {self.form!r}; it must be one of {', '.join(FORMS)}.")
+        check_page_size(self.page_size, self.form, self.table)
+        if self.causal_each:
+            causal_and(self.spec.mask)  # raises where it is causal already
+
+    @classmethod
+    def of(
+        cls, arrays: dict[str, Array], spec: Spec, max_q_len: int | None = None, max_kv_len: int | None = None,
+        split_keys: int = 0,
+    ) -> AttentionKVCache:  # fmt: skip
+        """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
+        check_arrays(arrays, max_q_len)
+        q, k, v = (arrays[name] for name in ("q", "k_cache", "v_cache"))
+        form, ragged = form_of(arrays), "cu_seqlens_q" in arrays
+        q_len = q.shape[0] if ragged else q.shape[1]
+        table = table_of(arrays)
+        room = table * k.shape[1]
+        return cls(
+            ELEMENTS[q.dtype], batch_of(arrays), q_len if max_q_len is None else min(q_len, max_q_len),
+            room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], q.shape[-1], v.shape[3], k.shape[0],
+            k.shape[1], spec, form, table, ragged, q.shape[0] if ragged else -1, "kv_begin" in arrays, "causal" in arrays,
+            "sinks" in arrays, split_keys, ELEMENTS[k.dtype],
+            PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
+        )  # fmt: skip
+
+    @classmethod
+    def input_names(cls, count: int) -> tuple[str, ...]:
+        return cls.names
+
+    @classmethod
+    def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> AttentionKVCache:
+        max_q_len, max_kv_len = lengths
+        return cls.of(arrays, options["spec"], max_q_len, max_kv_len, options.get("split_keys", 0))
+
+    # ---- its arrays
+
+    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
+        return layout_of((name, arrays[name]) for name in ("q", "k_cache", "v_cache"))
+
+    @property
+    def number(self) -> str:
+        return self.element.lse_name
+
+    @property
+    def selection_key(self) -> Any:
+        return self
+
+    def rounded(self) -> AttentionKVCache:
+        return self
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The arrays that it reads, in order; those of the cache as (pages, page_size, kv_heads, columns)."""
+        rows = (self.total_q,) if self.ragged else (self.batch, self.q_len)
+        pool = self.pages, self.page_size, self.kv_heads
+        assert self.storage is not None
+        found = [
+            Operand("q", self.element.name, (*rows, self.heads, self.head_dim)),
+            Operand("k_cache", self.storage.name, (*pool, self.head_dim)),
+            Operand("v_cache", self.storage.name, (*pool, self.head_dim_v)),
+            *length_operands(self.form, self.batch, self.table),
+        ]
+        for name in ("cu_seqlens_q",) * self.ragged + ("kv_begin",) * self.kv_begin + ("causal",) * self.causal_each:
+            found.append(Operand(name, "int32", (self.batch + (name == "cu_seqlens_q"),)))
+        return (*found, *[Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks)
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Operand, ...]:
+        """The arrays that it writes, in order."""
+        batch, rows = ((), self.total_q) if self.ragged else ((self.batch,), self.q_len)
+        o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
+        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
+        return (o, lse) if self.spec.return_lse else (o,)
+
+    # ---- its options
+
+    @property
+    def mask(self) -> Mask:
+        return self.spec.mask
+
+    @property
+    def score(self) -> Score:
+        return self.spec.score
+
+    @property
+    def return_lse(self) -> bool:
+        return self.spec.return_lse
+
+    @property
+    def scale(self) -> float:
+        """The factor on q.k."""
+        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one key and value head."""
+        return self.heads // self.kv_heads
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Returns what compiled kernels depend on: all but lengths, numbers of sequences, heads and pages, and the run-time
+        values of options."""
+        assert self.storage is not None
+        own = self.element.name, self.storage.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
+        return (type(self), *own, self.form, self.ragged, self.kv_begin, self.causal_each, self.sinks)
+
+    # ---- its size
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs that the mask keeps, of one sequence and head, were all as long as the bounds and the mean of q."""
+        mask = causal_and(self.mask) if self.causal_each else self.mask
+        return kept_pairs(mask, round(self.total_q / self.batch) if self.ragged and self.batch else self.q_len, self.kv_len)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products over the kept pairs, were all sequences as long as the bounds."""
+        return 2 * (self.head_dim + self.head_dim_v) * self.batch * self.heads * self.pairs
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes that must cross device memory, were all sequences as long as the bounds: keys and values of each once."""
+        assert self.storage is not None
+        row = self.kv_heads * (self.head_dim + self.head_dim_v) * self.storage.itemsize
+        others = [each for each in (*self.inputs, *self.outputs) if not each.name.endswith("_cache")]
+        return self.batch * self.kv_len * row + bytes_of(others)
+
+    # ---- as text
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are not the defaults, as JSON can hold them."""
+        return to_json(self) | {"spec": self.spec.to_json()}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> AttentionKVCache:
+        """The inverse of ``to_json``."""
+        return cls(**from_json(fields) | {"spec": Spec.from_json(fields["spec"])})
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        ragged, length = f" {self.total_q} rows," if self.ragged else "", f"{self.q_len}x{self.kv_len}"
+        words = [name for name in ("kv_begin", "causal_each", "sinks") if getattr(self, name)]
+        words += [f"splits of {self.split_keys}"] if self.split_keys else []
+        return ", ".join(
+            [
+                f"AttentionKVCache {self.element.name} batch {self.batch}, length {length},{ragged} heads {heads}",
+                f"head_dim {dim}", pages_text(self.form, self.pages, self.page_size), str(self.spec), *words,
+            ]
+        )  # fmt: skip
+
+
+def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None:
+    """Raises ProblemError where these inputs, by name, contradict each other. It reads no memory."""
+    q, k = arrays["q"], arrays["k_cache"]
+    ragged = "cu_seqlens_q" in arrays
+    check_rows("q", q, ragged)
+    for name, array in arrays.items():
+        check_like(name, array, "q", q)
+    if q.dtype != k.dtype:
+        raise ProblemError(f"q has dtype {q.dtype} but the cache has {k.dtype}; they must be the same.")
+    if q.shape[-1] != k.shape[3]:
+        raise ProblemError(f"q has head_dim {q.shape[-1]} but the cache has {k.shape[3]}; they must be the same.")
+    if q.shape[-2] < 1 or q.shape[-2] % k.shape[2]:
+        raise ProblemError(
+            f"q has {q.shape[-2]} heads but the cache has {k.shape[2]}; those of q must be a multiple of the cache's."
+        )
+    check_batch("q", q, arrays, max_q_len)
+    check_pages(arrays)
+    if "sinks" in arrays:
+        sinks, wanted = arrays["sinks"], ELEMENTS[q.dtype].lse_name
+        if sinks.dtype != wanted or tuple(sinks.shape) != (q.shape[-2],):
+            found = f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}"
+            raise ProblemError(f"{found}; it must be {wanted} of shape ({q.shape[-2]},), one for each head of q.")
+        check_contiguous("sinks", sinks)
+
+
+def check_rows(name: str, array: Array, ragged: bool) -> None:
+    """Raises ProblemError where an array has not the dimensions or the format of rows of q, k or v."""
+    order = "(total, heads, head_dim) beside cu_seqlens_q" if ragged else "(batch, length, heads, head_dim) without cu_seqlens_q"
+    if len(array.shape) != (3 if ragged else 4):
+        raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must be {order}.")
+    if array.dtype not in ELEMENTS:
+        raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
+    check_contiguous(name, array)
+
+
+def check_batch(name: str, rows: Array, arrays: dict[str, Array], max_q_len: int | None) -> None:
+    """Raises ProblemError where rows that are not ragged are for other sequences than the step, or longer than its bound."""
+    if "cu_seqlens_q" in arrays:
+        return
+    if rows.shape[0] != batch_of(arrays):
+        raise ProblemError(f"{name} has batch {rows.shape[0]} but the step {batch_of(arrays)} sequences; they must be the same.")
+    if max_q_len is not None and rows.shape[1] > max_q_len:
+        raise ProblemError(f"max_q_len is {max_q_len} but {name} has {rows.shape[1]} rows for each sequence; it must be a bound.")
+
+
+def check_pages(arrays: dict[str, Array]) -> None:
+    """Raises ProblemError where the cache's pages are not as the step has them."""
+    k, form = arrays["k_cache"], form_of(arrays)
+    check_page_size(k.shape[1], form, table_of(arrays))
+    if form == "dense" and k.shape[0] < batch_of(arrays):
+        need = "without a page_table each sequence has its own"
+        raise ProblemError(f"the cache has {k.shape[0]} pages but the step {batch_of(arrays)} sequences; {need}.")
+
+
+def check_page_size(page_size: int, form: str, table: int) -> None:
+    """Raises ProblemError where sequences have more than one page, of no size that kernels take."""
+    if page_size & (page_size - 1) and form != "dense" and not (form == "table" and table == 1):
+        raise ProblemError(f"the cache has page_size {page_size}; it must be a power of two where a sequence has several pages.")
+
+
+def form_of(arrays: dict[str, Array]) -> str:
+    """How pages are given."""
+    return "indptr" if "indptr" in arrays else "table" if "page_table" in arrays else "dense"
+
+
+def batch_of(arrays: dict[str, Array]) -> int:
+    """How many sequences there are."""
+    return arrays["indptr"].shape[0] - 1 if "indptr" in arrays else arrays["kv_lens"].shape[0]
+
+
+def table_of(arrays: dict[str, Array]) -> int:
+    """The entries of a row of the table, or of the list of all pages."""
+    found = arrays.get("indices", arrays.get("page_table"))
+    return 1 if found is None else found.shape[-1]
+
+
+def length_operands(form: str, batch: int, table: int) -> list[Operand]:
+    """The arrays that say how long sequences are and which pages they have."""
+    shapes = {
+        "kv_lens": (batch,),
+        "page_table": (batch, table),
+        "indptr": (batch + 1,),
+        "indices": (table,),
+        "last_page_len": (batch,),
+    }
+    return [Operand(name, "int32", shapes[name]) for name in FORMS[form]]
+
+
+def bytes_of(operands: Any) -> int:
+    """The bytes of some arrays."""
+    return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in operands)
+
+
+def pages_text(form: str, pages: int, page_size: int) -> str:
+    """The pages in words."""
+    return f"{pages} pages of {page_size}" + {"dense": ", one for each sequence", "table": "", "indptr": ", end to end"}[form]
+
+
+def to_json(op: Any) -> dict[str, Any]:
+    """The fields of an operation that are not the defaults, but for its spec."""
+    found: dict[str, Any] = {"operation": type(op).__name__}
+    for field in dataclasses.fields(op):
+        value = getattr(op, field.name)
+        if field.name == "layout":
+            found["layout"] = list(value)
+        elif field.name != "spec" and value != field.default:
+            found[field.name] = value.name if isinstance(value, Element) else value
+    return found
+
+
+def from_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of ``to_json``."""
+    found = {name: value for name, value in fields.items() if name not in ("operation", "spec")}
+    found |= {name: ELEMENTS[fields[name]] for name in ("element", "storage", "angles") if fields.get(name)}
+    return found | ({"layout": Layout(*fields["layout"])} if "layout" in fields else {})

@@ -1,0 +1,417 @@
+"""The public calls over caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .. import arrays, driver, memory
+from ..api import Explanation, explain_operation
+from ..arrays import Array
+from ..errors import ProblemError, UnsupportedError
+from ..operand import check_output
+from ..operation import Append, AttentionKVCache, Combine
+from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, to_libraries
+from ..select import select
+from ..spec import Spec, Window
+from ..variant.mask import Mask, causal_and
+from ..variant.score import Score
+from .cache import LAYOUTS, KVCache
+from .rotary import Rotary
+from .step import Step
+
+
+def attention_kvcache(
+    q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: Mask | None = None, score: Score | None = None, sinks: Any = None, split: str | int = "auto", out: Any = None,
+    return_lse: bool = False, lse: Any = None, kernel: str | None = None, config: Any = None,
+) -> Any:  # fmt: skip
+    """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
+
+    >>> o = rawattn.attention_kvcache(q, cache, step)
+
+    Args:
+        q: (batch, q_len, heads, head_dim), or (total_q, heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype,
+            library and device. heads is a multiple of the cache's kv_heads, query head h reads head h // (heads / kv_heads).
+        cache: a ``rawattn.KVCache``; its pages are read where they lie.
+        step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
+            of a sequence stands at its last key.
+        window, softcap, scale, score, sinks: as in ``rawattn.attention``.
+        mask: a mask instead of ``window``. Where the step is causal, a key counts that both keep.
+        split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length. Results
+            differ in their rounding alone.
+        out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
+        return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
+        kernel, config: instead of what would be chosen.
+
+    Returns:
+        o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
+        (heads, total_q). Rows of q that belong to no sequence are left as they are.
+
+    A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
+    sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
+    and page_table's entries for it are not read.
+
+    Raises:
+        ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are
+            on the device, where nothing beyond the cache is read.
+        UnsupportedError: no kernel computes this on the arrays' device.
+
+    The pages are those of PagedAttention (arXiv 2309.06180, section 4.1); the specification in array operations is
+    ``rawattn.reference.attention_kvcache``.
+    """
+    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
+    if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
+        _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
+        o, total = _torch_serving.attention_kvcache(q, cache, step, options, sinks, split)
+        return (o, total) if return_lse else o
+    check_objects(cache, step)
+    spec = spec_of("causal" not in step.arrays and bool(step.causal), options, return_lse)
+    return one_or_all(attend(q, cache, step, spec, split_keys_of(split), sinks, out, lse, kernel, config))
+
+
+def attend(
+    q: Any, cache: KVCache, step: Step, spec: Spec, split_keys: int, sinks: Any = None, out: Any = None, lse: Any = None,
+    kernel: str | None = None, config: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes attention over a cache on arrays that have memory."""
+    if lse is not None and not spec.return_lse:
+        raise ProblemError("lse was given without return_lse=True.")
+    signatures = arrays.signatures((q, sinks))
+    key = (signatures, cache.serial, step.serial, spec, split_keys, kernel, config)
+    call: GpuCall | CpuCall | None = _calls.get(key)
+    if call is None:
+        op, found = _attention_of(q, cache, step, spec, split_keys, sinks)
+        call = _call_of(op, found, cache.layout, kernel, config)
+        if isinstance(call, GpuCall) and None not in signatures:
+            cache_put(_calls, key, call, KEPT_CALLS)
+    return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out)
+
+
+def _attention_of(
+    q: Any, cache: KVCache, step: Step, spec: Spec, split_keys: int, sinks: Any
+) -> tuple[AttentionKVCache, dict[str, Array]]:
+    """The operation and its arrays. Raises ProblemError for a wrong argument."""
+    found = {"q": arrays.read(q, "q"), "k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"], **step.arrays}
+    if sinks is not None:
+        found["sinks"] = arrays.read(sinks, "sinks")
+    if arrays.requires_grad(q, cache.k, cache.v, sinks):
+        raise ProblemError(NO_GRAD)
+    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys), found
+
+
+def explain_kvcache(
+    q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: Mask | None = None, score: Score | None = None, sinks: Any = None, split: str | int = "auto", return_lse: bool = False,
+    kernel: str | None = None, config: Any = None,
+) -> Explanation:  # fmt: skip
+    """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
+    result.
+
+    >>> print(rawattn.explain_kvcache(q, cache, step))
+
+    Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
+    """
+    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
+    check_objects(cache, step)
+    spec = spec_of("causal" not in step.arrays and bool(step.causal), options, return_lse)
+    op, found = _attention_of(q, cache, step, spec, split_keys_of(split), sinks)
+    if found["q"].is_cpu:
+        raise UnsupportedError(f"{op} is computed by the kernel cpu, without a choice; explain_kvcache is for arrays on a GPU.")
+    return explain_operation(op, device_of(found["q"]), kernel, config)
+
+
+def append(
+    cache: KVCache, step: Step | None, k: Any, v: Any, *, slots: Any = None, rotary: Rotary | None = None, q: Any = None,
+    q_out: Any = None,
+) -> Any:  # fmt: skip
+    """Writes new keys and values into a cache, in one launch, and rotates q on the way.
+
+    >>> q = rawattn.append(cache, step, k, v, rotary=rotary, q=q)
+
+    Args:
+        cache: a ``rawattn.KVCache``, written in place.
+        step: a ``rawattn.Step`` whose kv_lens count the new rows too: row j of a sequence's n new ones is key kv_len - n + j. A
+            sequence with kv_len 0 takes no part. None where ``slots`` say where rows go and ``rotary`` has positions or is None.
+        k: (batch, n, kv_heads, head_dim), or (total, kv_heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype.
+        v: the same with head_dim_v; None where the cache's v is a view of its k.
+        slots: int64, k's shape without its last two dimensions: where each row goes instead, page * page_size + row of the page;
+            a negative one is skipped. The order of rows with one slot is not defined.
+        rotary: a ``rawattn.Rotary`` that is applied to k, and to q.
+        q: (..., heads, head_dim) with the rows of k, to be rotated.
+        q_out: receives the rotated q; q itself may be given. Rows without a position, such as those of sequences that take no
+            part, are left as they are.
+
+    Returns:
+        The rotated q, where q is given; else None.
+
+    A page that several sequences share must not be written: no order is kept between them.
+
+    Raises:
+        ProblemError: an argument is wrong. On the CPU so are lengths, pages and slots that the cache does not have; on a GPU
+            they are on the device, where nothing beyond the cache is written.
+        UnsupportedError: no kernel does this on the arrays' device.
+
+    The specification is ``rawattn.reference.append``.
+    """
+    if _load_torch_serving() and _torch_op.way((k,)) is _torch_op.attention:
+        _refuse_where_traced(q_out=q_out)
+        return _torch_serving.append(cache, step, k, v, slots, rotary, q)
+    return write(cache, step, k, v, slots, rotary, q, q_out)
+
+
+def write(
+    cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any = None, rotary: Rotary | None = None, q: Any = None,
+    q_out: Any = None,
+) -> Any:  # fmt: skip
+    """Computes ``append`` on arrays that have memory."""
+    check_objects(cache, step, rotary, optional=True)
+    given = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
+    signatures = arrays.signatures(tuple(given.values()))
+    key = (signatures, cache.serial, None if step is None else step.serial, None if rotary is None else rotary.serial)
+    call: GpuCall | CpuCall | None = _calls.get(key)
+    if call is None:
+        op, found = _append_of(cache, step, rotary, given)
+        call = _call_of(op, found, cache.layout)
+        if isinstance(call, GpuCall) and None not in signatures:
+            cache_put(_calls, key, call, KEPT_CALLS)
+    in_place = q is not None and q_out is q
+    results = call(k, None if in_place else q_out)
+    for pool in (cache.k, cache.v):
+        arrays.written(pool)
+    return q_out if in_place else results[0] if results else None
+
+
+def _append_of(
+    cache: KVCache, step: Step | None, rotary: Rotary | None, given: dict[str, Any]
+) -> tuple[Append, dict[str, Array]]:
+    """The operation and its arrays. Raises ProblemError for a wrong argument."""
+    if cache.v_in_k and given["v"] is not None:
+        raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
+    if not cache.v_in_k and given["v"] is None:
+        raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
+    if arrays.requires_grad(cache.k, cache.v, *given.values()):
+        raise ProblemError(NO_GRAD)
+    found = arrays.named(tuple(given), tuple(given.values()))
+    if step is not None:
+        found |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
+    found |= {} if rotary is None else rotary.arrays
+    found |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
+    style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
+    op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)))
+    _check_writable(cache, found)
+    q_out = found.pop("q_out", None)
+    if op.in_place and q_out is not None:
+        check_written("q_out", q_out, given["q_out"], 1, ((name, x) for name, x in found.items() if name != "q"))
+    return op, found
+
+
+def attention_append(q: Any, k: Any, v: Any, cache: KVCache, step: Step, *, rotary: Rotary | None = None, **options: Any) -> Any:
+    """``append`` of k and v, and ``attention_kvcache`` of q over the cache that holds them then.
+
+    >>> o = rawattn.attention_append(q, k, v, cache, step, rotary=rotary)
+
+    Arguments as in ``append``, and ``options`` as in ``attention_kvcache``, which also says what is given back. With ``rotary`` q
+    is rotated too, and stays as it was.
+    """
+    rotated = append(cache, step, k, v, rotary=rotary, q=None if rotary is None else q)
+    return attention_kvcache(q if rotary is None else rotated, cache, step, **options)
+
+
+def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: Any = None) -> tuple[Any, Any]:
+    """Attention over the union of several sets of keys, from o and lse over each of them.
+
+    >>> o, lse = rawattn.merge_states([(o_prefix, lse_prefix), (o_rest, lse_rest)])
+
+    lse = log(sum_p exp(lse_p) + exp(sink)) and o = sum_p exp(lse_p - lse) o_p, added in the order of the parts.
+
+    Args:
+        parts: pairs (o, lse) as ``attention``, ``attention_varlen`` and ``attention_kvcache`` give them, of the same queries over
+            keys that no two parts share: o (batch, q_len, heads, head_dim_v) or (total_q, heads, head_dim_v), lse
+            (batch, heads, q_len) or (heads, total_q), natural logarithms, float32 (float64 for fp64). Strides are free but for
+            o's last dimension. A GPU takes up to 16.
+        sinks: (heads,), as in ``attention``: given here once, and not to the parts.
+        out: receives o.
+
+    Returns:
+        o in the parts' dtype, and lse.
+
+    A part with lse = -inf takes no part, whatever its o holds; a row without any has o = 0 and lse = -inf, or its sink.
+
+    Raises:
+        ProblemError: an argument is wrong.
+        UnsupportedError: no kernel does this on the arrays' device.
+
+    The formula is that of FlashAttention's splits (arXiv 2307.08691, section 3.1).
+    """
+    given: dict[str, Any] = {}
+    for i, part in enumerate(parts):
+        if not isinstance(part, (tuple, list)) or len(part) != 2:
+            raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")
+        given |= {f"o_{i}": part[0], f"lse_{i}": part[1]}
+    given |= {} if sinks is None else {"sinks": sinks}
+    if arrays.requires_grad(*given.values()):
+        raise ProblemError(NO_GRAD)
+    found = {name: arrays.read(x, name) for name, x in given.items()}
+    op = Combine.of_call(found, {}, ())
+    o, lse = _call_of(op, found, "NHD")(given["o_0"], None if out is None else (out, None))
+    return o, lse
+
+
+def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
+    """Raises ProblemError where an argument is of another class than it must be."""
+    if not isinstance(cache, KVCache):
+        raise ProblemError(f"cache is a {type(cache).__name__}; it must be a rawattn.KVCache.")
+    if not isinstance(step, Step) and not (step is None and optional):
+        raise ProblemError(f"step is {'None' if step is None else f'a {type(step).__name__}'}; it must be a rawattn.Step.")
+    if rotary is not None and not isinstance(rotary, Rotary):
+        raise ProblemError(f"rotary is a {type(rotary).__name__}; it must be a rawattn.Rotary, or None.")
+
+
+def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
+    """The options of a call; ``causal`` is what the step says of all sequences."""
+    mask = options["mask"]
+    spec = Spec.of(causal=causal and mask is None, return_lse=return_lse, **options)
+    return dataclasses.replace(spec, mask=causal_and(mask)) if causal and mask is not None else spec
+
+
+def split_keys_of(split: Any) -> int:
+    """The keys of a split, 0 for "auto"."""
+    if isinstance(split, str) and split == "auto":
+        return 0
+    if isinstance(split, bool) or not isinstance(split, int) or split < 64 or split & (split - 1):
+        raise ProblemError(f"split is {split!r}; it must be 'auto' or a power of two from 64.")
+    return split
+
+
+_torch_op: Any = None  # the modules of torch's operators, from the first call on where torch is loaded
+_torch_serving: Any = None
+
+
+def _load_torch_serving() -> bool:
+    """Imports torch_serving once torch is loaded, and tells whether it is there."""
+    global _torch_op, _torch_serving
+    if _torch_serving is None and "torch" in sys.modules:
+        from .. import torch_op as _torch_op
+        from .. import torch_serving as _torch_serving
+    return _torch_serving is not None
+
+
+# Dynamo calls it while it traces, so that the import is done when it reads the modules and guards on them.
+_load_torch_serving._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _refuse_where_traced(**given: Any) -> None:
+    """Raises ProblemError for an argument that torch's operators do not have."""
+    for name, value in given.items():
+        if value is not None:
+            raise ProblemError(f"{name} was given where torch traces, transforms or casts the call; the operator has no {name}.")
+
+
+def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
+    """Raises ProblemError where the cache cannot be written in place."""
+    for name in ("k", "v"):
+        pool, array = getattr(cache, name), cache.arrays[name]
+        if array.object is not pool:
+            raise ProblemError(f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place.")
+        if array.is_cpu and array.library == "numpy" and not pool.flags.writeable:
+            raise ProblemError(f"the cache's {name} is read-only; make the cache of a writable array.")
+        if memory.overlap(array, array):
+            raise ProblemError(f"several elements of the cache's {name} share one place in memory; make it of a whole array.")
+        for other in ("k", "v", "q", "q_out"):
+            if other in found and memory.overlap(array, found[other]):
+                raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
+
+
+KEPT_CALLS = 1024
+_calls: dict[Any, GpuCall] = {}
+_plans: dict[Any, Plan] = {}
+
+
+def _call_of(
+    op: AttentionKVCache | Append | Combine, found: dict[str, Array], layout: str, kernel: str | None = None, config: Any = None
+) -> GpuCall | CpuCall:
+    """The operation on arrays that were checked."""
+    first = next(iter(found.values()))
+    device = device_of(first)
+    if device.is_cpu:
+        if kernel not in (None, "cpu") or config is not None:
+            raise UnsupportedError(f"kernel={kernel!r}, config={config!r}: on the CPU there is the kernel cpu, without a choice.")
+        return CpuCall(op, found, layout)
+    key = (op, device, first.library, kernel, config)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(op, device, select(op, device, kernel, config), first.library)
+        cache_put(_plans, key, plan, KEPT_CALLS)
+    return plan.bind(found)  # type: ignore[return-value]
+
+
+class CpuCall:
+    """An operation over a cache on arrays in this machine's memory."""
+
+    def __init__(self, op: AttentionKVCache | Append | Combine, given: dict[str, Array], layout: str) -> None:
+        self._op, self._given, self._layout = op, given, layout
+
+    def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
+        """Computes; ``out`` and the results are those of the operation's outputs."""
+        from . import cpu
+
+        op, first = self._op, next(iter(self._given.values()))
+        wanted = (None,) * len(op.outputs) if out is None else given_outputs(out, op.outputs)
+        results, made = [], {}
+        for operand, x in zip(op.outputs, wanted, strict=True):
+            results.append(arrays.maker(first, operand.shape, operand.element)(first.object) if x is None else x)
+            name = "out" if operand.name == "o" else operand.name
+            made[operand.name] = arrays.read(results[-1], name)
+            if x is not None:
+                operand._replace(name=name).check(made[operand.name], first.library, first.device)
+                check_written(name, made[operand.name], x, 1, self._given.items())
+        views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *made.items())}
+        for name in {"k_cache", "v_cache"} & set(views):  # as (pages, page_size, kv_heads, columns)
+            views[name] = views[name].transpose(LAYOUTS[self._layout])
+        if isinstance(op, Combine):
+            cpu.combine(op, views)
+        elif isinstance(op, Append):
+            cpu.append(op, views | ({"q_out": views["q"]} if op.in_place else {}))
+        else:
+            cpu.attend(op, views, views["o"], views.get("lse"))
+        for x in wanted:
+            arrays.written(x)
+        return to_libraries(results, wanted, like)
+
+
+def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Iterable[tuple[str, Array | None]]) -> None:
+    """Raises ProblemError where an array of the caller cannot be written."""
+    if array.object is not x:
+        raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without {name}.")
+    if array.library == "numpy" and not x.flags.writeable:
+        raise ProblemError(f"{name} is read-only; give a writable array.")
+    if arrays.requires_grad(x):
+        raise ProblemError(NO_GRAD)
+    check_output(name, array, alignment, inputs)
+
+
+def violations(device: int = 0) -> tuple[str, ...]:
+    """Says what launches on a GPU found wrong since the last call: lengths, pages and slots that a cache does not have.
+
+    >>> rawattn.violations()
+    ('kv_len: a sequence is longer than its bound, its pages, or shorter than its new rows',)
+
+    It waits for the device. What was wrong was left out: nothing beyond the cache was read or written.
+    """
+    found = driver.take_violations(device)
+    return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if found >> bit & 1)
+
+
+VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
+    "kv_len": "a sequence is longer than its bound, its pages, or shorter than its new rows",
+    "q_len": "a sequence has more rows of q than its bound, or cu_seqlens_q lies outside of them",
+    "page": "a sequence has a page that is none of the cache's",
+    "position": "a row has a position that cos and sin do not have",
+    "slot": "a slot is none of the cache's",
+}
+
+
+_load_torch_serving()  # torch.ops.rawattn: saved programs may name its operators before any call

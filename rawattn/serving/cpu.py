@@ -1,0 +1,193 @@
+"""Caches on the CPU: attention over pages where they lie, new keys and values, and results over different keys merged.
+
+Lengths can be seen here, so a wrong one raises before anything is written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import cpu
+from ..device import cpu as this_cpu
+from ..errors import ProblemError, UnsupportedError
+from ..operation import Append, AttentionKVCache, Combine
+from ..variant.mask import FromKey, causal_and
+
+Array = npt.NDArray[Any]
+Views = Mapping[str, Array]
+
+
+class _Place(NamedTuple):
+    """Where a sequence lies: its rows of q, of lse, its keys, and its pages."""
+
+    rows: Any
+    lse_rows: Any
+    q_len: int
+    kv_len: int
+    pages: Array
+
+
+def _places(op: AttentionKVCache | Append, views: Views, q_len: int) -> Iterator[_Place]:
+    """The sequences of a step, of ``q_len`` rows where they are not ragged. Raises ProblemError where a length is wrong."""
+    starts = views.get("cu_seqlens_q")
+    if starts is not None:
+        total = op.total_q if isinstance(op, AttentionKVCache) else op.total
+        if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > total:
+            found = np.array2string(starts, threshold=8)
+            raise ProblemError(f"cu_seqlens_q is {found}; it must begin with 0, never fall, and end with at most {total}.")
+    kv_lens, batch = kv_lens_of(op, views), op.batch
+    most = op.kv_len
+    if ((kv_lens < 0) | (kv_lens > most)).any():
+        i = int(np.argmax((kv_lens < 0) | (kv_lens > most)))
+        need = f"from 0 to {most}, what max_kv_len and the pages of a sequence allow"
+        raise ProblemError(f"kv_lens[{i}] is {kv_lens[i]}; it must be {need}.")
+    for i in range(batch):
+        kv_len, pages = int(kv_lens[i]), _pages_of(op, views, i)
+        if starts is None:
+            yield _Place(i, i, q_len, kv_len, pages)
+            continue
+        rows = slice(int(starts[i]), int(starts[i + 1]))
+        if rows.stop - rows.start > op.q_len:
+            raise ProblemError(f"cu_seqlens_q has {rows.stop - rows.start} rows for sequence {i}; max_q_len allows {op.q_len}.")
+        yield _Place(rows, (slice(None), rows), rows.stop - rows.start, kv_len, pages)
+
+
+def kv_lens_of(op: AttentionKVCache | Append, views: Views) -> Array:
+    """The keys of each sequence. Raises ProblemError where pages that lie end to end contradict each other."""
+    if "indptr" not in views:
+        return views["kv_lens"]
+    indptr, last, size = views["indptr"], views["last_page_len"], op.page_size
+    if indptr[0] < 0 or (np.diff(indptr) < 0).any() or indptr[-1] > len(views["indices"]):
+        found = np.array2string(indptr, threshold=8)
+        raise ProblemError(f"indptr is {found}; it must never fall, and lie within the {len(views['indices'])} indices.")
+    counts = np.diff(indptr)
+    wrong = (counts > 0) & ((last < 1) | (last > size))
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise ProblemError(f"last_page_len[{i}] is {last[i]}; it must be from 1 to {size}, the page_size.")
+    return np.where(counts > 0, (counts - 1) * np.int64(size) + last, 0)
+
+
+def _pages_of(op: AttentionKVCache | Append, views: Views, i: int) -> Array:
+    if "indptr" in views:
+        return views["indices"][views["indptr"][i] : views["indptr"][i + 1]]
+    return views["page_table"][i] if "page_table" in views else np.array([i], np.int32)
+
+
+def _check_pages(op: AttentionKVCache | Append, views: Views, i: int, pages: Array, first: int, last: int) -> None:
+    """Raises ProblemError where a page that keys first to last - 1 lie in is none of the cache's."""
+    begin = first // op.page_size
+    used = pages[begin : -(-last // op.page_size)]
+    wrong = (used < 0) | (used >= op.pages)
+    if wrong.any():
+        j = int(np.argmax(wrong))
+        name = f"indices[{views['indptr'][i] + begin + j}]" if "indptr" in views else f"page_table[{i}, {begin + j}]"
+        raise ProblemError(f"{name} is {used[j]}; it must be a page of the cache, from 0 to {op.pages - 1}.")
+
+
+def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array | None) -> None:
+    """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
+    reason = _refusal(op)
+    if reason is not None:
+        raise UnsupportedError(f"the CPU path does not compute {op}: {reason}.")
+    q, k, v = views["q"], views["k_cache"], views["v_cache"]
+    causal_each, first = views.get("causal"), views.get("kv_begin")
+    masks = {False: op.mask, True: causal_and(op.mask) if causal_each is not None else op.mask}
+    interval = functools.lru_cache(maxsize=4096)(cpu.kept)
+    sequences, seconds = [], 0.0
+    for i, (rows, at, q_len, kv_len, pages) in enumerate(_places(op, views, op.q_len)):
+        mask = masks[causal_each is not None and bool(causal_each[i])]
+        if first is not None:
+            if first[i] < 0:
+                raise ProblemError(f"kv_begin[{i}] is {first[i]}; it must be at least 0.")
+            mask = FromKey(mask, int(first[i]))
+        begin, end = interval(mask, op.heads, q_len, kv_len)
+        some = begin < end
+        if some.any():
+            _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
+        seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / cpu.PRODUCTS_PER_SECOND
+        sequences.append(
+            cpu.Sequence(i, q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at], mask, begin, end)
+        )
+    threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * cpu.SECONDS_PER_THREAD)))
+    config = cpu.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
+    cpu.run_sequences(sequences, op.heads, op.score, op.scale, views.get("sinks"), config)
+
+
+def _refusal(op: AttentionKVCache) -> str | None:
+    if max(op.head_dim, op.head_dim_v) > 1024:
+        return f"head_dim is {max(op.head_dim, op.head_dim_v)}; it takes up to 1024"
+    if not hasattr(op.score, "logit"):
+        return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
+    return None
+
+
+def append(op: Append, views: Views) -> None:
+    """Writes new rows into a cache, and rotated queries into q_out."""
+    k, size = views["k"], op.page_size
+    rows = k.shape[:-2]
+    positions, slots = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64)
+    if op.lengths:
+        for i, place in enumerate(_places(op, views, 0 if op.ragged else rows[1])):
+            if place.kv_len == 0:  # it takes no part
+                continue
+            if place.kv_len < place.q_len:
+                need = "kv_lens count the new rows too, or are 0 for a sequence that takes no part"
+                raise ProblemError(f"kv_lens[{i}] is {place.kv_len} but {place.q_len} rows are new; {need}.")
+            own = np.arange(place.kv_len - place.q_len, place.kv_len)
+            positions[place.rows] = own
+            if op.form != "slots" and place.q_len:
+                _check_pages(op, views, i, place.pages, int(own[0]), place.kv_len)
+                slots[place.rows] = place.pages[own // size].astype(np.int64) * size + own % size
+    if "slots" in views:
+        slots = views["slots"]
+        if (slots >= op.pages * size).any():
+            raise ProblemError(f"slots has {slots.max()}; it must be below {op.pages * size}, pages times page_size, or -1.")
+    written, q_out = slots >= 0, views.get("q_out")
+    if op.rotary:
+        positions = views.get("positions", positions)
+        written &= positions >= 0
+        if (positions >= op.max_positions).any():
+            raise ProblemError(f"a row has position {positions.max()}; cos and sin have {op.max_positions} positions.")
+        k = _rotated(op, views, k, positions)
+        if q_out is not None:
+            q_out[positions >= 0] = _rotated(op, views, views["q"], positions)[positions >= 0]
+    pages, at = slots[written] // size, slots[written] % size
+    views["k_cache"][pages, at] = k[written]
+    if op.v:
+        views["v_cache"][pages, at] = views["v"][written]
+
+
+def _rotated(op: Append, views: Views, x: Array, positions: Array) -> Array:
+    """x, (..., heads, head_dim), rotated by its rows' positions in float32, or float64."""
+    number, half = op.element.lse_dtype, op.rotary_dim // 2
+    cos, sin = (views[name][np.maximum(positions, 0)][..., None, :].astype(number) for name in ("cos", "sin"))
+    pairs = (slice(half), slice(half, 2 * half)) if op.rotary == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    found = x.copy()
+    a, b = (x[..., columns].astype(number) for columns in pairs)
+    with np.errstate(all="ignore"):
+        found[..., pairs[0]], found[..., pairs[1]] = a * cos - b * sin, b * cos + a * sin
+    return found
+
+
+def combine(op: Combine, views: Views) -> None:
+    """Merges the parts, in their order, into o and lse."""
+    number, o = op.element.lse_dtype, views["o"]
+    parts = [(views[f"o_{i}"].astype(number), views[f"lse_{i}"]) for i in range(op.count)]
+    with np.errstate(all="ignore"):
+        logits = [lse for _, lse in parts] + ([np.broadcast_to(views["sinks"][:, None], parts[0][1].shape)] if op.sinks else [])
+        top = functools.reduce(np.maximum, logits)
+        weights = [np.where(x == top, np.where(x == -np.inf, 0, 1), np.exp(x - top)).astype(number) for x in logits]
+        total = functools.reduce(np.add, weights)
+        found = np.zeros(o.shape, number)
+        for (part, lse), weight in zip(parts, weights, strict=False):
+            rows = np.swapaxes(lse, -1, -2)[..., None] != -np.inf
+            found += np.where(rows, part * np.swapaxes(weight, -1, -2)[..., None], 0)
+        divisor = np.swapaxes(np.where(total == 0, 1, total), -1, -2)[..., None]
+        views["lse"][...] = np.where(total == 0, -np.inf, top + np.log(total))
+    o[...] = found / divisor

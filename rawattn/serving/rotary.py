@@ -1,0 +1,72 @@
+"""Rotary position embedding, as ``append`` applies it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from .. import arrays
+from ..arrays import Array
+from ..errors import ProblemError
+from ..operand import check_contiguous, check_like
+from ..variant.element import ELEMENTS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotates pairs of columns by angles that follow a row's position (RoFormer, arXiv 2104.09864, equation 34).
+
+    >>> rotary = rawattn.Rotary(cos, sin)  # (8192, 64) each for head_dim 128
+
+    Args:
+        cos: (positions, rotary_dim / 2), the cosines of each position's angles, float32 or the cache's dtype. The last dimension
+            is contiguous. rotary_dim is at most head_dim; further columns stay as they are.
+        sin: the same for the sines.
+        interleaved: the pairs are columns 2 i and 2 i + 1 (GPT-J); else i and i + rotary_dim / 2 (GPT-NeoX, Llama).
+        positions: int64, one for each row of k, in the shape of k without its last two dimensions. By default the row j of a
+            sequence's n new ones has the position kv_len - n + j, its place in the cache.
+
+    Raises ProblemError for a wrong argument.
+    """
+
+    cos: Any
+    sin: Any
+    interleaved: bool = False
+    positions: Any = None
+    serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
+    arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.interleaved, bool):
+            raise ProblemError(f"interleaved is {self.interleaved!r}; it must be True or False.")
+        found = arrays.named(("cos", "sin", "positions"), (self.cos, self.sin, self.positions))
+        check_angles(found)
+        object.__setattr__(self, "arrays", found)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The columns that are rotated."""
+        return 2 * self.arrays["cos"].shape[1]
+
+
+def check_angles(found: dict[str, Array]) -> None:
+    """Raises ProblemError where these arrays are not those of a Rotary. It reads no memory."""
+    for name in ("cos", "sin"):
+        if name not in found:
+            raise ProblemError(f"{name} is None; it must be an array.")
+        array = found[name]
+        if len(array.shape) != 2 or array.shape[1] < 1:
+            raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must be (positions, rotary_dim / 2).")
+        if array.dtype not in ELEMENTS:
+            raise ProblemError(f"{name} has dtype {array.dtype}; it must be float32 or the cache's.")
+        check_contiguous(name, array)
+    cos, sin = found["cos"], found["sin"]
+    for name, array in found.items():
+        check_like(name, array, "cos", cos)
+    if (sin.dtype, tuple(sin.shape)) != (cos.dtype, tuple(cos.shape)):
+        raise ProblemError(
+            f"sin is {sin.dtype} of shape {tuple(sin.shape)} but cos {cos.dtype} of {tuple(cos.shape)}; they must be the same."
+        )
+    if "positions" in found and found["positions"].dtype != "int64":
+        raise ProblemError(f"positions has dtype {found['positions'].dtype}; it must be int64.")

@@ -1,0 +1,137 @@
+"""The lengths and pages of one step, which all layers share, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import Array
+from ..errors import ProblemError
+from ..operand import check_contiguous, check_like
+from ..operation.kvcache import batch_of, form_of
+
+SHAPES = {  # of the arrays, "+1" for one more than sequences
+    "kv_lens": "(batch,)", "page_table": "(batch, max_pages)", "cu_seqlens_q": "(batch + 1,)", "kv_begin": "(batch,)",
+    "causal": "(batch,)", "indptr": "(batch + 1,)", "indices": "(total_pages,)", "last_page_len": "(batch,)",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """How long each sequence is in one step, and which pages of a cache it has.
+
+    >>> step = rawattn.Step(kv_lens, page_table, cu_seqlens_q)
+
+    All arrays are int32, of one library and on one device. Their contents may change between calls and between replays of a
+    graph: on a GPU nothing of them is read by the host.
+
+    Args:
+        kv_lens: (batch,), the keys of each sequence, those of this step among them. 0 for a sequence that takes no part.
+        page_table: (batch, max_pages), the pages of each sequence in order. Entries behind the last one that a length reaches are
+            never read. None for a dense cache, where sequence i has page i.
+        cu_seqlens_q: (batch + 1,), where each sequence's rows of q begin, and of new k and v; as in ``attention_varlen``. None
+            where all have as many, (batch, q_len, heads, head_dim).
+        kv_begin: (batch,), the first key that counts in each sequence; keys before it are masked. Positions stay as they are.
+        causal: whether a query keeps keys up to its own position, the last query standing at the last key: True, False, or an
+            array (batch,) in which 0 says no.
+        max_q_len, max_kv_len: bounds on the lengths, for the choice of kernels and grids; no result depends on them. A length
+            beyond its bound is an error: on the CPU it raises.
+
+    ``Step.from_indptr`` takes the pages of all sequences end to end. Attributes: ``batch``, ``form`` ("dense", "table" or
+    "indptr").
+
+    Raises ProblemError for a wrong argument.
+    """
+
+    kv_lens: Any = None
+    page_table: Any = None
+    cu_seqlens_q: Any = None
+    kv_begin: Any = None
+    causal: Any = True
+    max_q_len: int | None = None
+    max_kv_len: int | None = None
+    indptr: Any = dataclasses.field(default=None, kw_only=True)
+    indices: Any = dataclasses.field(default=None, kw_only=True)
+    last_page_len: Any = dataclasses.field(default=None, kw_only=True)
+    serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
+    arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in SHAPES}
+        if isinstance(self.causal, (bool, np.bool_)):
+            del given["causal"]
+        elif self.causal is None or not hasattr(self.causal, "shape"):
+            raise ProblemError(f"causal is {self.causal!r}; it must be True, False, or an int32 array of shape (batch,).")
+        found = arrays.named(tuple(given), tuple(given.values()))
+        check_lengths(found)
+        for name in ("max_q_len", "max_kv_len"):
+            object.__setattr__(self, name, check_bound(name, getattr(self, name)))
+        object.__setattr__(self, "arrays", found)
+
+    @classmethod
+    def from_indptr(
+        cls, indptr: Any, indices: Any, last_page_len: Any, *, cu_seqlens_q: Any = None, kv_begin: Any = None, causal: Any = True,
+        max_q_len: int | None = None, max_kv_len: int | None = None,
+    ) -> Step:  # fmt: skip
+        """Makes a step from pages that lie end to end, as FlashInfer has them (CSR).
+
+        Sequence i has the pages indices[indptr[i]] to indices[indptr[i + 1] - 1], of which the last one holds last_page_len[i]
+        keys. A sequence without a page has no key.
+        """
+        bounds = {"max_q_len": max_q_len, "max_kv_len": max_kv_len}
+        rows = {"cu_seqlens_q": cu_seqlens_q, "kv_begin": kv_begin, "causal": causal}
+        return cls(None, None, **rows, **bounds, indptr=indptr, indices=indices, last_page_len=last_page_len)
+
+    @property
+    def form(self) -> str:
+        return form_of(self.arrays)
+
+    @property
+    def batch(self) -> int:
+        return batch_of(self.arrays)
+
+    @property
+    def like(self) -> Array:
+        """An array of the step's library and device."""
+        return next(iter(self.arrays.values()))
+
+
+def check_lengths(found: dict[str, Array]) -> None:
+    """Raises ProblemError where these arrays contradict each other. It reads no memory."""
+    pages = [name for name in ("indptr", "indices", "last_page_len") if name in found]
+    if pages and len(pages) < 3:
+        raise ProblemError(f"{pages[0]} was given; pages end to end need indptr, indices and last_page_len.")
+    if pages and ("kv_lens" in found or "page_table" in found):
+        both = "kv_lens" if "kv_lens" in found else "page_table"
+        raise ProblemError(f"{both} was given beside indptr; a step has kv_lens and page_table, or is made by Step.from_indptr.")
+    if not pages and "kv_lens" not in found:
+        raise ProblemError("kv_lens is None; it must be an int32 array of shape (batch,).")
+    first = "indptr" if pages else "kv_lens"
+    for name, array in found.items():
+        check_like(name, array, first, found[first])
+        if array.dtype != "int32":
+            way = f"{name}.int() in torch, {name}.astype('int32') elsewhere" if "int64" in array.dtype else "an int32 array"
+            raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32: {way}.")
+        if len(array.shape) != (2 if name == "page_table" else 1) or (name == "indptr" and array.shape[0] < 1):
+            raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must be {SHAPES[name]}.")
+        check_contiguous(name, array)
+    batch = batch_of(found)
+    for name, array in found.items():
+        rows = batch + 1 if name in ("cu_seqlens_q", "indptr") else batch
+        if name != "indices" and array.shape[0] != rows:
+            raise ProblemError(
+                f"{name} has shape {tuple(array.shape)} but {first} is for {batch} sequences; it must be {SHAPES[name]}."
+            )
+
+
+def check_bound(name: str, value: Any) -> int | None:
+    """The bound as an int, or None. Raises ProblemError for what is no length."""
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise ProblemError(f"{name} is {value!r}; it must be an int >= 0, or None.")
+    return int(value)

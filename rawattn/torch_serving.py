@@ -1,0 +1,191 @@
+"""rawattn's operators over caches in torch: ``torch.ops.rawattn.attention_kvcache`` and ``append``, which says that it writes the
+cache. As for ``torch_op``, a plain eager tensor goes past them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .errors import ProblemError
+from .operation import append as append_operation
+from .operation import kvcache
+from .plans import NO_GRAD
+from .serving import KVCache, Rotary, Step, api
+from .serving.cache import LAYOUTS, check_pools
+from .serving.rotary import check_angles
+from .serving.step import check_lengths
+from .spec import Spec
+from .torch_op import NO_TANGENT, _constant, _described, _option
+
+LENGTHS = ("kv_lens", "page_table", "cu_seqlens_q", "kv_begin", "causal", "indptr", "indices", "last_page_len")  # of a Step
+_LENGTHS = ", ".join(f"Tensor? {name}=None" for name in LENGTHS)
+_BOUNDS = 'str layout="NHD", SymInt? max_q_len=None, SymInt? max_kv_len=None'
+_SCHEMAS = (
+    f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
+    'str spec="{}") -> (Tensor o, Tensor lse)',
+    f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
+    f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False) -> Tensor",
+)
+
+_library = torch.library.Library("rawattn", "FRAGMENT")  # its operators live as long as this object
+for _schema in _SCHEMAS:
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+_ATTENTION, _APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.rawattn.append.default
+
+
+# ---- the public calls, where torch must see an operator; Dynamo traces these
+
+
+def attention_kvcache(q: Any, cache: KVCache, step: Step, options: dict[str, Any], sinks: Any, split: Any) -> tuple[Any, Any]:
+    """Computes ``rawattn.attention_kvcache`` by way of the operator."""
+    lengths, causal = _lengths(step)
+    constants = tuple([(name, _constant(value)) for name, value in options.items()])
+    text = _text(causal, constants)
+    bounds = step.max_q_len, step.max_kv_len
+    return _ATTENTION(q, cache.k, cache.v, *lengths, sinks, cache.layout, *bounds, api.split_keys_of(split), text)
+
+
+def append(cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any, rotary: Rotary | None, q: Any) -> Any:
+    """Computes ``rawattn.append`` by way of the operator."""
+    lengths = [None] * len(LENGTHS) if step is None else _lengths(step)[0]
+    angles = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.positions)
+    bounds = (None, None) if step is None else (step.max_q_len, step.max_kv_len)
+    interleaved = rotary is not None and rotary.interleaved
+    found = _APPEND(cache.k, cache.v, k, v, *lengths, slots, *angles, q, cache.layout, *bounds, interleaved)
+    return None if q is None else found
+
+
+def _lengths(step: Step) -> tuple[list[Any], bool]:
+    """The arrays of a step in order, and whether it is causal for all sequences."""
+    found = [step.kv_lens, step.page_table, step.cu_seqlens_q, step.kv_begin, None, step.indptr, step.indices, step.last_page_len]
+    if isinstance(step.causal, bool):
+        return found, step.causal
+    found[4] = step.causal
+    return found, False
+
+
+def _text(causal: bool, constants: tuple[tuple[str, Any], ...]) -> str:
+    """Writes the options, which ``_constant`` took apart, as the operator takes them."""
+    spec = api.spec_of(causal, {name: _option(value) for name, value in constants}, False)
+    try:
+        return json.dumps(spec.to_json())
+    except TypeError as error:
+        raise ProblemError(f"{spec} cannot be text ({error}); a mask or score of your own must be an Option.") from None
+
+
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- the operators
+
+
+def _step(lengths: Sequence[Any], bounds: tuple[Any, Any]) -> Step:
+    kv_lens, page_table, cu_seqlens_q, kv_begin, causal, indptr, indices, last_page_len = lengths
+    causal = False if causal is None else causal
+    pages = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+    return Step(kv_lens, page_table, cu_seqlens_q, kv_begin, causal, *bounds, **pages)
+
+
+def _spec(text: str) -> Spec:
+    """Reads what ``_text`` wrote, as the options of a call that gives lse."""
+    try:
+        return Spec.from_json({**json.loads(text), "return_lse": True})
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ProblemError(f"spec is {text[:80]!r}; it must be the JSON text of a rawattn.Spec ({error}).") from None
+
+
+def _split(args: Sequence[Any], first: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """The arguments before the lengths, the lengths, and those behind."""
+    return args[:first], args[first : first + len(LENGTHS)], args[first + len(LENGTHS) :]
+
+
+def _whole(args: Sequence[Any], schema: Any, named: dict[str, Any]) -> list[Any]:
+    """All arguments in the order of the schema; those that are not given, by their defaults."""
+    rest = schema.arguments[len(args) :]
+    return [*args, *(named.get(x.name, x.default_value) for x in rest)]
+
+
+def _attention(*args: Any, **named: Any) -> tuple[Any, Any]:
+    """Computes the operator on real tensors."""
+    (q, k, v), lengths, (sinks, layout, *bounds, split_keys, text) = _split(_whole(args, _ATTENTION._schema, named), 3)
+    found = api.attend(q, KVCache(k, v, layout), _step(lengths, tuple(bounds)), _spec(text), split_keys, sinks)
+    return found[0], found[1]
+
+
+def _append(*args: Any, **named: Any) -> Any:
+    """Computes the operator on real tensors."""
+    (k_cache, v_cache, k, v), lengths, rest = _split(_whole(args, _APPEND._schema, named), 4)
+    slots, cos, sin, positions, q, layout, max_q_len, max_kv_len, interleaved = rest
+    step = None if all(x is None for x in lengths) else _step(lengths, (max_q_len, max_kv_len))
+    rotary = None if cos is None else Rotary(cos, sin, interleaved, positions)
+    found = api.write(KVCache(k_cache, v_cache, layout), step, k, v, slots, rotary, q)
+    return k.new_empty(0) if q is None else found
+
+
+def _arrays(given: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Describes tensors without memory by name; those of the cache as (pages, page_size, kv_heads, columns)."""
+    found = {name: _described(x) for name, x in given.items() if x is not None}
+    if layout not in LAYOUTS:
+        raise ProblemError(f"layout is {layout!r}; it must be 'NHD' or 'HND'.")
+    for name in ("k_cache", "v_cache"):
+        array = found[name]
+        if len(array.shape) != 4:
+            raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have 4.")
+        shape, strides = (tuple(x[axis] for axis in LAYOUTS[layout]) for x in (array.shape, array.strides))
+        found[name] = array._replace(shape=shape, strides=strides)
+    check_pools(found["k_cache"], found["v_cache"], layout)
+    lengths = {name: x for name, x in found.items() if name in LENGTHS}
+    if lengths:
+        check_lengths(lengths)
+    return found
+
+
+def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
+    """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
+    (q, k, v), lengths, (sinks, layout, max_q_len, _, _, text) = _split(_whole(args, _ATTENTION._schema, named), 3)
+    _spec(text)
+    given = {"q": q, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
+    kvcache.check_arrays(_arrays(given, layout), max_q_len)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
+
+
+def _fake_append(*args: Any, **named: Any) -> Any:
+    """As ``_fake_attention``."""
+    (k_cache, v_cache, k, v), lengths, rest = _split(_whole(args, _APPEND._schema, named), 4)
+    slots, cos, sin, positions, q, layout, max_q_len, _, interleaved = rest
+    given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(LENGTHS, lengths, strict=True)), "slots": slots}
+    given |= {"cos": cos, "sin": sin, "positions": positions, "q": q}
+    found = {name: x for name, x in _arrays(given, layout).items() if name not in ("kv_begin", "causal")}
+    if cos is not None:
+        check_angles({name: found[name] for name in ("cos", "sin", "positions") if name in found})
+    append_operation.check_arrays(found, "" if cos is None else "interleaved" if interleaved else "neox", max_q_len)
+    return k.new_empty(0) if q is None else q.new_empty(q.shape)
+
+
+def _autograd(operator: Any) -> Any:
+    """Refuses what has no gradient, and passes on the rest."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        tensors = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise ProblemError(NO_GRAD)
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise ProblemError(NO_TANGENT)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **named)
+
+    return call
+
+
+for _name, _operator, _real, _fake in (
+    ("attention_kvcache", _ATTENTION, _attention, _fake_attention), ("append", _APPEND, _append, _fake_append),
+):  # fmt: skip
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _real, _key)
+    _library.impl(_name, _autograd(_operator), "Autograd")
+    torch.library.register_fake(f"rawattn::{_name}", _fake, lib=_library)

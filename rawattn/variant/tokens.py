@@ -1,0 +1,33 @@
+"""This module says which row of which sequence a new row is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ..program import Field, Fields, Pointer
+from . import Option
+
+
+@dataclasses.dataclass(frozen=True)
+class SameTokens(Option):
+    """As many new rows for each sequence: (batch, q_len, heads, columns)."""
+
+    type: ClassVar[str] = "SameTokens"
+    source: ClassVar[str] = "variant/tokens/same.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("q_len", "i32"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTokens(Option):
+    """New rows end to end, (total, heads, columns); cu_seqlens_q hold where each sequence begins."""
+
+    type: ClassVar[str] = "PackedTokens"
+    source: ClassVar[str] = "variant/tokens/packed.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("cu_seqlens_q", "const i32*", Pointer("cu_seqlens_q")), Field("batches", "i32"), Field("max_q_len", "i32"))

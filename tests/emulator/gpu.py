@@ -1,0 +1,54 @@
+"""torch tensors on the CPU stand for those on a GPU: a call goes all the way to a kernel's bytes, and the emulator runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rawattn import arrays, driver, plans, program
+from rawattn.device import TYPICAL
+from tests import emulator
+
+KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
+
+
+def emulated(launch: program.Launch, number: str, folder: pathlib.Path) -> emulator.Kernel:
+    """The kernel of a launch on the CPU, made once."""
+    found = KERNELS.get(launch.source.key)
+    if found is None:
+        own = folder / f"kernel{len(KERNELS)}"
+        own.mkdir()
+        found = KERNELS[launch.source.key] = emulator.Kernel(launch.source, launch.fields, own, number)
+    return found
+
+
+class _Launch:
+    def __init__(self, function: Any, grid: int, args: bytes, stream: int) -> None:
+        self.kernel, self.grid, self.args = function, grid, args
+
+    def __call__(self) -> None:
+        self.kernel.launch(self.grid, self.args)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> npt.NDArray[np.uint32]:
+    """Makes tensors on the CPU those of a GPU; gives its word of violations."""
+    torch = pytest.importorskip("torch")
+    gpu, word = dataclasses.replace(TYPICAL["sm_90a"], index=-1), np.zeros(2, np.uint32)
+
+    def load(launch: Any, op: Any, *_: Any) -> Any:
+        return plans._Loaded.of(None, emulated(launch, op.number, folder), launch, op)  # type: ignore[arg-type]
+
+    for owner, name, value in (
+        (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
+        (driver, "Launch", _Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
+        (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    return word

@@ -1,0 +1,250 @@
+"""append.cu: compiled for each architecture, and compared with its definition on the CPU, thread by thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rawattn
+from rawattn import KVCache, Rotary, Step, arrays, compiler, reference
+from rawattn.device import TYPICAL
+from rawattn.kernel.append import APPEND, Config
+from rawattn.operation import Append
+from rawattn.operation.append import width_of
+from rawattn.program import Pointer, Stride, View
+from rawattn.serving import api
+from rawattn.variant.element import ELEMENTS
+from tests.caches import NONSENSE, Cached
+from tests.emulator.gpu import emulated, stand_in
+
+Array = npt.NDArray[Any]
+VIOLATED = {"kv_len": 1, "q_len": 2, "page": 4, "position": 8, "slot": 16}
+
+
+CASE = Cached(((3, 9), (0, 5), (4, 0), (1, 1), (2, 30)), heads=4, kv_heads=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of append over a case's pools. ``half`` are the angles of a row, 0 for no rotary; ``width`` narrows the accesses."""
+
+    case: Cached = CASE
+    half: int = 0
+    interleaved: bool = False
+    angles: str = "fp32"
+    positions: tuple[int, ...] | None = None
+    slots: tuple[int, ...] | None = None
+    lengths: bool = True
+    q: bool = False
+    in_place: bool = False
+    padded: int = 0
+    width: int | None = None
+    positions_count: int = 40
+
+
+FP64, SLOTS = dataclasses.replace(CASE, dtype="fp64"), (5, -1, 0, 9, 2, 44, 3, -7, 1, 11)
+DENSE = dataclasses.replace(CASE, lengths=((2, 5), (2, 0), (2, 2)), ragged=False)
+CALLS = {
+    "plain": Call(),
+    "dense": Call(dataclasses.replace(DENSE, form="dense", page_size=11, layout="HND"), half=8, q=True),
+    "pages end to end": Call(dataclasses.replace(CASE, form="indptr", page_size=1, pool="interleaved"), half=3, interleaved=True),
+    "v in k": Call(dataclasses.replace(CASE, pool="shared", head_dim_v=8), half=4, q=True, in_place=True),
+    "bf16": Call(dataclasses.replace(CASE, dtype="bf16", head_dim=64, head_dim_v=40, layout="HND"), half=32, q=True),
+    "bf16 angles": Call(dataclasses.replace(CASE, dtype="bf16", head_dim=32), half=8, angles="bf16", interleaved=True, q=True),
+    "narrow": Call(dataclasses.replace(CASE, dtype="bf16", head_dim=18, head_dim_v=7), half=9, q=True, in_place=True),
+    "by elements": Call(half=5, interleaved=True, q=True, width=1),
+    "wide": Call(dataclasses.replace(CASE, lengths=((2, 3),), head_dim=600, head_dim_v=300), half=300, q=True, in_place=True),
+    "slots": Call(
+        dataclasses.replace(CASE, dtype="fp64"),
+        angles="fp64",
+        slots=SLOTS,
+        half=8,
+        q=True,
+        positions=(3, 0, 39, -1, 4, 5, 6, 7, 8, 9),
+    ),
+    "slots alone": Call(slots=SLOTS, lengths=False),
+    "slots and lengths": Call(slots=SLOTS, half=2),
+    "dense slots": Call(dataclasses.replace(DENSE, layout="HND"), slots=(5, -1, 0, 9, 2, 4), lengths=False),
+    "many sequences": Call(
+        dataclasses.replace(CASE, lengths=((1, 1), (0, 3), (2, 2)) * 24, heads=1, kv_heads=1, head_dim=4), half=2
+    ),
+}
+
+
+def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary | None]:
+    """The arrays of a call by name, without the cache's."""
+    case = call.case
+    found = {"k": case.rows(case.kv_heads, case.head_dim, 1), "v": case.rows(case.kv_heads, case.head_dim_v, 2)}
+    if call.q:
+        found["q"] = case.rows(case.heads, case.head_dim, 3)
+    found = {name: np.concatenate([x, np.full_like(x[: call.padded], np.nan)]) for name, x in found.items()}
+    rows = found["k"].shape[:-2]
+    cache = case.made(*case.pools())
+    if cache.v_in_k:
+        del found["v"]
+    rotary = None
+    if call.half:
+        cos, sin = (
+            case.normal(call.positions_count, 2 * call.half, seed=seed).astype(ELEMENTS[call.angles].dtype)[:, : call.half]
+            for seed in (5, 6)
+        )
+        rotary = Rotary(cos, sin, call.interleaved, None if call.positions is None else np.array(call.positions).reshape(rows))
+    if call.slots is not None:
+        found["slots"] = np.array(call.slots).reshape(rows)
+    return found, cache, case.step() if call.lengths else None, rotary
+
+
+def operation(found: dict[str, arrays.Array], call: Call) -> Append:
+    rotary = "" if not call.half else "interleaved" if call.interleaved else "neox"
+    op = Append.of(found, rotary)
+    return dataclasses.replace(op, width=call.width or width_of(found, rotary), in_place=call.in_place)
+
+
+def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = None) -> tuple[KVCache, Array | None, int]:
+    """Runs the kernel; the cache, the rotated queries, and the violations."""
+    given, cache, step, rotary = inputs(call)
+    named = {name: arrays.read(x, name) for name, x in given.items()}
+    named |= {} if step is None else {n: x for n, x in step.arrays.items() if n not in ("causal", "kv_begin")}
+    named |= {} if rotary is None else rotary.arrays
+    named |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
+    op = operation(named, call)
+    for name, x in (changes or {}).items():
+        named[name] = arrays.read(x, name)
+    q_out = np.full_like(given["q"], np.nan) if call.q else None
+    if q_out is not None and call.in_place:
+        q_out[...] = given["q"]
+        named["q"] = arrays.read(q_out, "q")
+    elif q_out is not None:
+        named["q_out"] = arrays.read(q_out, "q_out")
+    violations = np.zeros(1, np.uint32)
+    (launch,) = APPEND.lower(op, Config(64), TYPICAL["sm_90a"]).launches
+    values: dict[str, Any] = {"violations": violations, **launch.values}
+    for field in launch.fields:
+        fill = field.fill
+        if isinstance(fill, View):
+            array = named.get(fill.operand)
+            values[field.name] = bytes(32) if array is None else words(array)
+        elif isinstance(fill, Pointer):
+            values[field.name] = named[fill.operand].pointer
+        elif isinstance(fill, Stride):
+            assert fill.axis == "line"
+            values[field.name] = named[fill.operand].strides[0]
+    kernel = emulated(launch, op.number, folder)
+    kernel(launch.grid, values)
+    return cache, q_out, int(violations[0])
+
+
+def words(array: arrays.Array) -> bytes:
+    """The StridedTensor of an array."""
+    size = ELEMENTS[array.dtype].itemsize
+    batch = array.strides[-4] if len(array.strides) == 4 else 0
+    return np.array([array.pointer, *(s * size for s in (batch, *array.strides[-3:-1]))], np.int64).tobytes()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_kernel(call: Call, tmp_path: pathlib.Path) -> None:
+    given, cache, step, rotary = inputs(call)
+    wanted = reference.append(cache, step, given["k"], given.get("v"), slots=given.get("slots"), rotary=rotary, q=given.get("q"))
+    found, q_out, violations = run(call, tmp_path)
+    assert violations == 0
+    eps = {"bf16": 2.0**-8, "fp32": 2.0**-22, "fp64": 2.0**-51}[call.case.dtype] if call.half else 0
+    for x, exact in zip((found.k, found.v, q_out), wanted, strict=False):
+        if x is q_out and call.in_place:  # rows that take no part stay
+            exact = np.where(np.isnan(exact), given["q"], exact)
+        np.testing.assert_allclose(x.astype(np.float64), exact, rtol=eps, atol=8 * eps)
+
+
+WRONG: dict[str, tuple[Call, dict[str, Array], str]] = {
+    "long": (Call(), {"kv_lens": np.array([9, 5, 0, NONSENSE, 30], np.int32)}, "kv_len"),
+    "negative": (Call(), {"kv_lens": np.array([-9, 5, 0, 1, 30], np.int32)}, "kv_len"),
+    "shorter than its new rows": (Call(), {"kv_lens": np.array([2, 5, 0, 1, 30], np.int32)}, "kv_len"),
+    "page": (Call(), {"page_table": np.full((5, 10), NONSENSE, np.int32)}, "page"),
+    "negative page": (Call(half=2, q=True), {"page_table": np.full((5, 10), -1, np.int32)}, "page"),
+    "indices": (CALLS["pages end to end"], {"indices": np.full(50, NONSENSE, np.int32)}, "page"),
+    "indptr": (CALLS["pages end to end"], {"indptr": np.array([0, 40, 80, 90, 95, 190], np.int32)}, "kv_len page"),
+    "last_page_len": (CALLS["pages end to end"], {"last_page_len": np.full(5, 9, np.int32)}, "kv_len"),
+    "falling starts": (Call(), {"cu_seqlens_q": np.array([0, 9, 3, 2, 1, 0], np.int32)}, ""),
+    "wild starts": (Call(), {"cu_seqlens_q": np.array([NONSENSE] * 3 + [-NONSENSE] * 3, np.int32)}, ""),
+    "slot": (Call(slots=(1 << 40, 4 * 16, *range(8)), lengths=False), {}, "slot"),
+    "position": (Call(half=2, q=True, positions_count=20), {}, "position"),
+    "given positions": (Call(half=2, positions=(1 << 40, -(1 << 40), *range(8))), {}, "position"),
+}
+
+
+@pytest.mark.parametrize(("call", "changes", "said"), WRONG.values(), ids=WRONG)
+def test_what_the_cache_does_not_have(call: Call, changes: dict[str, Array], said: str, tmp_path: pathlib.Path) -> None:
+    """It is said, and nothing is written but rows that the cache has: the emulator would end at a wild address."""
+    cache, _, violations = run(call, tmp_path, changes)
+    bits = sum(VIOLATED[word] for word in said.split())
+    assert violations & bits == bits and (violations == bits or not said or "starts" in said)
+    given = inputs(call)[0]
+    rows = {x.tobytes() for x in given["k"].reshape(-1, call.case.head_dim)} if not call.half else None
+    for x in cache.k.reshape(-1, call.case.head_dim):
+        assert np.isnan(x).all() or rows is None or x.tobytes() in rows
+
+
+@pytest.mark.parametrize("form", ["table", "indptr", "dense"])
+def test_public_call(form: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tensors on the CPU stand for those on a GPU: from the call to the bytes that the kernel gets, and what it writes."""
+    torch, word = pytest.importorskip("torch"), stand_in(monkeypatch, tmp_path)
+    case = dataclasses.replace(CASE, form=form, page_size=32 if form == "dense" else 4, layout="HND")
+    call = Call(case, half=4, q=True)
+    given, _, _, angles = inputs(call)
+    tensors = {name: torch.from_numpy(x) for name, x in given.items()}
+    assert angles is not None
+    rotary = Rotary(torch.from_numpy(angles.cos.copy()), torch.from_numpy(angles.sin.copy()))
+    cache, step = case.made(*case.pools(), "torch"), case.step("torch")
+    wanted = reference.append(cache, step, **tensors, rotary=rotary)
+    before = cache.k._version
+    for q_out in (None, torch.full_like(tensors["q"], np.nan), tensors["q"]):
+        found = rawattn.append(cache, step, **tensors, rotary=rotary, q_out=q_out)
+        kept = len(api._calls)
+        if q_out is not tensors["q"]:
+            assert (rawattn.append(cache, step, **tensors, rotary=rotary, q_out=q_out) is q_out) == (q_out is not None)
+        assert len(api._calls) == kept
+        assert found is q_out or q_out is None
+        np.testing.assert_allclose(found.numpy()[~np.isnan(wanted[2])], wanted[2][~np.isnan(wanted[2])], atol=1e-5)
+        if q_out is not tensors["q"]:
+            np.testing.assert_allclose(cache.k.numpy(), wanted[0], atol=1e-5)
+            np.testing.assert_allclose(cache.v.numpy(), wanted[1])
+    assert cache.k._version > before and rawattn.violations() == ()
+    word[0] = 1 | 4 | 16
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page", "slot"]
+    with pytest.raises(
+        rawattn.UnsupportedError, match=r"(?s)AttentionKVCache .* on H200.*it takes bf16 and fp16, not fp32"
+    ):
+        rawattn.attention_kvcache(tensors["q"], cache, step)
+
+
+SHAPES: dict[str, Call] = {
+    "llama": Call(
+        dataclasses.replace(CASE, dtype="bf16", head_dim=128, head_dim_v=128, heads=32, kv_heads=8, page_size=16), 64, q=True
+    ),
+    "fp16, partial": Call(dataclasses.replace(CASE, dtype="fp16", head_dim=80, head_dim_v=80), 10, angles="fp16", q=True),
+    "fp32, slots": Call(dataclasses.replace(CASE, head_dim=256, head_dim_v=256), slots=tuple(range(10)), lengths=False),
+    "end to end": Call(
+        dataclasses.replace(CASE, form="indptr", dtype="bf16", head_dim=64, head_dim_v=64), 32, True, q=True, in_place=True
+    ),
+}
+
+
+@pytest.mark.parametrize("arch", TYPICAL)
+def test_compiles(arch: str) -> None:
+    """No spills, no advisories, and rows move 16 bytes at a time."""
+    for name, call in SHAPES.items() if arch == "sm_90a" else [("llama", SHAPES["llama"])]:
+        given, cache, step, rotary = inputs(call)
+        named = {name: arrays.read(x, name) for name, x in given.items()} | ({} if rotary is None else rotary.arrays)
+        named |= {} if step is None else {n: x for n, x in step.arrays.items() if n != "causal"}
+        named |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
+        op = dataclasses.replace(operation(named, call), width=2 if call.half == 10 else 16 // ELEMENTS[call.case.dtype].itemsize)
+        (launch,) = APPEND.lower(op, Config(), TYPICAL[arch]).launches
+        binary = compiler.compile(launch.source)
+        assert not binary.spill_bytes and not binary.advisories
+        if name == "llama":
+            text = compiler.disassemble(binary.cubin, "-c")
+            assert "STG.E.128" in text and "LDG.E.128" in text

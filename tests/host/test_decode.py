@@ -1,0 +1,320 @@
+"""This module compares attn_decode.cu, run thread by thread on the CPU, with the formula in float64, and its bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import tempfile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rawattn.variant.mask import Full, Window
+from rawattn.variant.score import Softcap
+from tests import decode, emulator
+from tests.decode import Config, Decode
+
+Array = npt.NDArray[Any]
+ARCH = "sm_90a"
+FOLDER = pathlib.Path(tempfile.mkdtemp())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step: the lengths of its sequences, and what the emulated kernel is made for."""
+
+    op: Decode = Decode(heads=4, kv_heads=2, head_dim=32, head_dim_v=32, scale=0.3)  # noqa: RUF009
+    kv_lens: tuple[int, ...] = (700,)
+    q_lens: tuple[int, ...] = ()
+    grid: int = 3
+    config: Config = Config(stages=4, q_steps_in_registers=1)  # noqa: RUF009
+    room: int = 0  # of a dense cache, or of a row of the table
+
+    @property
+    def step(self) -> Decode:
+        return dataclasses.replace(self.op, batch=len(self.kv_lens), total_q=sum(self.q_lens), varlen=bool(self.q_lens))
+
+
+@functools.cache
+def kernel(op: Decode, config: Config) -> emulator.Kernel:
+    folder = FOLDER / str(len(list(FOLDER.iterdir())))
+    folder.mkdir()
+    return emulator.Kernel(decode.source(op, config, ARCH), decode.fields(op, config, ARCH), folder)
+
+
+def compiled(op: Decode, config: Config) -> emulator.Kernel:
+    """The kernel of a step; what is a run-time value does not make another."""
+    split = 256 if op.split_keys else 0
+    page = min(op.page, config.tile_kv)
+    return kernel(
+        dataclasses.replace(
+            op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, scale=float(np.copysign(0.3, op.scale))
+        ),
+        config,
+    )
+
+
+def pages_bytes(pool: Array, rows: int) -> bytes:
+    """The TmaPages of (pages, rows, heads, columns), with a map as ``threads.hpp`` reads it."""
+    page, row, head, _ = pool.strides
+    count, page_rows, heads, columns = pool.shape
+    panel = next(width for width in (64, 32, 16) if columns % width == 0)
+    words = [pool.ctypes.data, row, panel * 2, head, page, panel, page_rows, columns // panel, heads, count, panel, rows]
+    words += [columns // panel, 1, 1, 0]
+    return np.array(words, np.int64).tobytes() + np.array([count], np.int32).tobytes() + bytes(60)
+
+
+def strided_bytes(pool: Array) -> bytes:
+    return np.array([pool.ctypes.data, *pool.strides[:3], pool.shape[0]], np.int64).tobytes()
+
+
+def sequences(case: Case, seed: int = 0) -> tuple[list[Array], list[Array], list[Array]]:
+    """q, k and v of each sequence: (length, heads, columns). A sequence's numbers follow from its own lengths."""
+    op, q_lens = case.op, case.q_lens or (case.op.q_len,) * len(case.kv_lens)
+    found: tuple[list[Array], ...] = ([], [], [])
+    for q_len, kv_len in zip(q_lens, case.kv_lens, strict=True):
+        rng = np.random.default_rng([seed, kv_len])
+        k, v = (emulator.bf16(rng, kv_len, op.kv_heads, d) for d in (op.head_dim, op.head_dim_v))
+        queries = emulator.bf16(rng, 64, op.heads, op.head_dim)
+        for to, x in zip(found, (queries[64 - q_len :], k, v), strict=True):
+            to.append(x)
+    return found
+
+
+def pools(case: Case, rng: np.random.Generator, each: list[Array], table: Array) -> Array:
+    """The pages of the sequences, with NaN wherever no key lies."""
+    op, (heads, columns) = case.op, each[0].shape[1:]
+    rows = op.page or case.room or max(case.kv_lens) + 5
+    pool = np.full((table.max() + 3, rows, heads + 1, columns), np.nan, each[0].dtype)
+    for keys, row in zip(each, table, strict=True):
+        for i in range(0, len(keys), rows):
+            pool[row[i // rows], : len(keys[i : i + rows]), 1:] = keys[i : i + rows]
+    return pool[:, :, 1:]
+
+
+def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[Array], int]:
+    """o and lse of each sequence, and the word of violated bounds."""
+    op, config, rng, batch = case.step, case.config, np.random.default_rng(7), len(case.kv_lens)
+    each_q, each_k, each_v = sequences(case, seed)
+    width = -(-(case.room or max(case.kv_lens) + 5) // op.page) if op.page else 1
+    count = batch * width
+    table = (
+        rng.permutation(count).astype(np.int32).reshape(batch, width) if op.page else np.arange(batch, dtype=np.int32)[:, None]
+    )
+    k, v = pools(case, rng, each_k, table), pools(case, rng, each_v, table)
+    if op.page:
+        for row, length in zip(table, case.kv_lens, strict=True):
+            row[-(-length // op.page) :] = 2147480000
+    q = np.concatenate(each_q) if case.q_lens else np.stack(each_q)
+    o = np.full((*q.shape[:-1], op.head_dim_v), np.nan, q.dtype)
+    lse = np.full((op.heads, len(q)) if case.q_lens else (batch, op.heads, op.q_len), np.nan, np.float32)
+    cu_seqlens = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
+    sizes = decode.workspace(op, config, case.grid)
+    arrived, violations = np.zeros(sizes["arrived"] // 4, np.uint32), np.zeros(1, np.uint32)
+    max_kv_len = width * op.page if op.page else k.shape[1]
+    values: dict[str, Any] = dict(decode.values(op, config, max_kv_len, width))
+    strides = (0, *q.strides[:2]) if case.q_lens else q.strides[:3]
+    values |= {
+        name: (strided_bytes(x) if config.cp_async else pages_bytes(x, decode.page_rows(op, config)))
+        for name, x in (("k", k), ("v", v))
+    }
+    values |= {"q": np.array([q.ctypes.data, *strides], np.int64).tobytes(), "o": o, "lse": lse}
+    values |= dict(
+        zip(
+            ("o_stride_batch", "o_stride_row", "o_stride_head"),
+            (s // 2 for s in ((0, *o.strides[:2]) if case.q_lens else o.strides[:3])),
+            strict=True,
+        )
+    )
+    values |= {"partials": np.full(sizes["partials"] // 4, np.nan, np.float32), "arrived": arrived, "violations": violations}
+    values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
+    values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
+    if edit is not None:
+        edit(values)
+    compiled(op, config)(case.grid, values)
+    assert not arrived.any(), "the counters are zero again"
+    if case.q_lens:
+        bounds = cu_seqlens[1:-1]
+        return np.split(o, bounds), np.split(lse, bounds, axis=1), int(violations[0])
+    return list(o), list(lse), int(violations[0])
+
+
+def expected(case: Case, seed: int = 0) -> tuple[list[Array], list[Array]]:
+    op, found_o, found_lse = case.op, [], []
+    for q, k, v in zip(*sequences(case, seed), strict=True):
+        q_len, kv_len = len(q), len(k)
+        begin, end = op.mask.interval(np.arange(q_len), q_len, kv_len)
+        j = np.arange(kv_len)
+        kept = (j >= begin[:, None]) & (j < end[:, None])
+        o, lse = np.zeros((q_len, op.heads, op.head_dim_v)), np.zeros((op.heads, q_len))
+        for head in range(op.heads):
+            s = op.scale * q[:, head].astype(np.float64) @ k[:, head // op.group].astype(np.float64).T
+            if isinstance(op.score, Softcap):
+                s = op.score.cap * np.tanh(s / op.score.cap)
+            sink = np.linspace(-1, 2, op.heads).astype(np.float32)[head] if op.sinks else -np.inf
+            with np.errstate(all="ignore"):
+                full = np.concatenate([np.where(kept, s, -np.inf), np.full((q_len, 1), sink)], 1)
+                top = np.clip(full.max(1, keepdims=True), -1e300, 1e300)
+                p = np.exp(full - top)
+                total = p.sum(1, keepdims=True)
+                o[:, head] = np.where(total > 0, p[:, :-1] / total, 0) @ v[:, head // op.group].astype(np.float64)
+                lse[head] = (top + np.log(total))[:, 0]
+        found_o.append(o), found_lse.append(lse)
+    return found_o, found_lse
+
+
+def check(case: Case) -> tuple[list[Array], list[Array]]:
+    o, lse, violations = run(case)
+    wanted_o, wanted_lse = expected(case)
+    assert violations == 0
+    for found, wanted in zip(lse, wanted_lse, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+    for found, wanted in zip(o, wanted_o, strict=True):
+        np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1.2e-2, atol=6e-3)
+    return o, lse
+
+
+OP = Case().op
+PAGED = dataclasses.replace(OP, page=16)
+LENGTHS = (700, 0, 65, 1, 2100, 64, 300)
+
+
+def with_op(case: Case, **changes: Any) -> Case:
+    return dataclasses.replace(case, op=dataclasses.replace(case.op, **changes))
+
+
+CASES = {
+    "one tile": Case(kv_lens=(3,)),
+    "one split": Case(kv_lens=(250,)),
+    "splits of one": Case(kv_lens=(4000,), grid=7),
+    "one block": Case(kv_lens=LENGTHS, grid=1),
+    "many": Case(kv_lens=LENGTHS, grid=5),
+    "more blocks than splits": Case(kv_lens=LENGTHS, grid=40),
+    **{  # tiles of several warps in one stage, one after the other
+        f"long splits, {n} stages": Case(
+            dataclasses.replace(OP, split_keys=1024), (2500,), (), 2, dataclasses.replace(Case().config, stages=n)
+        )
+        for n in (2, 3, 5, 6)
+    },
+    "groups": Case(dataclasses.replace(OP, kv_heads=1), kv_lens=(9000, 4300), grid=9),
+    "whole works": Case(kv_lens=(600,) * 6, grid=6),
+    "many sequences": Case(kv_lens=tuple(range(0, 340, 2)), grid=4),
+    **{f"pages of {n}": Case(dataclasses.replace(OP, page=n), LENGTHS, grid=5) for n in (8, 16, 32, 64, 128)},
+    **{
+        f"copied pages of {n}": Case(
+            dataclasses.replace(OP, page=n), LENGTHS, grid=5, config=dataclasses.replace(Case().config, cp_async=True)
+        )
+        for n in (0, 1, 2, 4, 128)
+    },
+    "queries": Case(dataclasses.replace(PAGED, q_len=8), (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
+    "rows of two m tiles": Case(
+        dataclasses.replace(PAGED, q_len=8, heads=8),
+        (700, 3, 130),
+        (),
+        5,
+        dataclasses.replace(Case().config, m_tiles_per_warp=2, q_steps_in_registers=0, steps_at_once=1),
+    ),
+    "two blocks of rows": Case(dataclasses.replace(PAGED, q_len=9, heads=6), (700, 3, 130), (9, 4, 7), 5),
+    "full mask": Case(dataclasses.replace(PAGED, q_len=3, mask=Full()), LENGTHS, (), 5),
+    "window": Case(dataclasses.replace(PAGED, q_len=3, mask=Window(500, 0)), LENGTHS, (), 5),
+    "window in one tile": Case(dataclasses.replace(PAGED, q_len=2, mask=Window(5, 0), sinks=True), LENGTHS, (), 5),
+    "sinks": Case(dataclasses.replace(PAGED, sinks=True), LENGTHS, grid=5),
+    "softcap": Case(dataclasses.replace(PAGED, score=Softcap(2.0), scale=-0.4), LENGTHS, grid=5),
+    "columns 80": Case(dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8), LENGTHS, grid=5),
+    "columns 96 and 64": Case(dataclasses.replace(PAGED, head_dim=96, head_dim_v=64), LENGTHS, grid=5),
+    "columns 192 and 128": Case(dataclasses.replace(PAGED, head_dim=192, head_dim_v=128), LENGTHS, (), 5, Config(stages=3)),
+    "columns 256": Case(
+        dataclasses.replace(PAGED, head_dim=256, head_dim_v=256), (300, 33, 0, 40), (), 5, Config(1, 32, 3, 0, 1)
+    ),
+    "odd group": Case(dataclasses.replace(OP, heads=14), LENGTHS, grid=5),
+    "merge in passes": Case(
+        dataclasses.replace(OP, head_dim_v=64), LENGTHS, (), 5, dataclasses.replace(Case().config, merge_passes=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode(name: str) -> None:
+    check(CASES[name])
+
+
+def same(found: tuple[Any, ...], wanted: tuple[Any, ...], count: int) -> None:
+    for x, y in zip(found[:2], wanted[:2], strict=True):
+        for one, other in zip(x[:count], y[:count], strict=True):
+            assert one.tobytes() == other.tobytes()
+
+
+def test_bits_follow_from_the_sequence() -> None:
+    """A row has the same bits alone and among others, on any grid, from a dense cache and from pages, by TMA and by threads."""
+    case = Case(dataclasses.replace(OP, kv_heads=1, mask=Window(6000, 0)), kv_lens=(4500, 7, 8200, 0, 1000), grid=1)
+    wanted = run(case)
+    for grid in (2, 3, 5, 17, 60):
+        same(run(dataclasses.replace(case, grid=grid)), wanted, 5)
+    for page in (8, 64, 256):
+        same(run(with_op(dataclasses.replace(case, grid=7), page=page)), wanted, 5)
+    copied = dataclasses.replace(case, config=dataclasses.replace(case.config, cp_async=True))
+    same(run(with_op(dataclasses.replace(copied, grid=7), page=2)), wanted, 5)
+    same(run(copied), wanted, 5)
+    for i, length in enumerate(case.kv_lens):
+        alone = run(dataclasses.replace(case, kv_lens=(length,), grid=9))
+        same(alone, (wanted[0][i:], wanted[1][i:]), 1)
+
+
+def test_both_classes_of_rows_give_the_same_bits() -> None:
+    case = Case(dataclasses.replace(PAGED, q_len=4), LENGTHS, grid=5)
+    wide = dataclasses.replace(case.config, m_tiles_per_warp=2, q_steps_in_registers=0, steps_at_once=1)
+    wanted = run(case)
+    same(run(dataclasses.replace(case, config=wide)), wanted, len(LENGTHS))
+    same(run(dataclasses.replace(case, config=dataclasses.replace(case.config, stages=3, merge_passes=1))), wanted, len(LENGTHS))
+    packed = dataclasses.replace(case, q_lens=(4,) * len(LENGTHS), grid=2)
+    same(run(packed), wanted, len(LENGTHS))
+
+
+def test_queries_together_and_alone_have_the_same_bits() -> None:
+    """A draft of four queries, and its last query alone, where splits are of one size."""
+    case = Case(dataclasses.replace(PAGED, q_len=4, split_keys=256), (900, 260), grid=4)
+    together, alone = run(case), run(with_op(case, q_len=1))
+    for i in range(2):
+        assert together[0][i][-1:].tobytes() == alone[0][i].tobytes()
+        assert together[1][i][:, -1:].tobytes() == alone[1][i].tobytes()
+
+
+def test_violated_bounds_are_said_and_cut() -> None:
+    case = Case(PAGED, (300, 40), grid=3)
+
+    def edited(**changes: Any) -> Any:
+        return lambda values: values.update({name: change(values[name]) for name, change in changes.items()})
+
+    plain = run(case)
+    assert plain[2] == 0
+    longer = run(case, edit=edited(kv_lens=lambda x: np.array([300, 1 << 30], np.int32), max_kv_len=lambda x: 304))
+    assert longer[2] & 1
+    same(longer, plain, 1)
+    negative = run(case, edit=edited(kv_lens=lambda x: np.array([300, -5], np.int32)))
+    assert negative[2] == 1 and not negative[0][1].any() and np.isneginf(negative[1][1]).all()
+    same(negative, plain, 1)
+
+    def wrong_page(table: Array) -> Array:
+        table[1, 0] = 2147480000
+        return table
+
+    wrong = run(case, edit=edited(page_table=wrong_page))
+    assert wrong[2] == 4 and np.isfinite(wrong[0][1].astype(np.float32)).all()
+    same(wrong, plain, 1)
+    packed = dataclasses.replace(with_op(case, q_len=2), q_lens=(2, 1))
+    wanted = run(packed)
+    assert wanted[2] == 0
+    more = run(packed, edit=edited(cu_seqlens_q=lambda x: np.array([0, 2, 9], np.int32)))
+    assert more[2] == 2
+    same(more, wanted, 2)
+
+
+def test_empty_batches() -> None:
+    """Padding of a graph: no query, no key."""
+    case = Case(dataclasses.replace(PAGED, q_len=2), (0, 500, 0, 0), (0, 2, 1, 0), 6)
+    check(case)
+    o, _, violations = run(dataclasses.replace(case, kv_lens=(0, 30), q_lens=(0, 0)))
+    assert violations == 0 and not any(len(x) for x in o)

@@ -1,0 +1,127 @@
+"""Results over different keys merged: on the CPU, and by combine.cu, thread by thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rawattn
+from rawattn import ProblemError, UnsupportedError, arrays, compiler, reference
+from rawattn.device import TYPICAL
+from rawattn.kernel.combine import COMBINE, Config
+from rawattn.operation import Combine, from_json
+from rawattn.variant.element import ELEMENTS
+from tests.emulator.gpu import stand_in
+
+EPS = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 1e-6, "fp64": 1e-14}
+
+
+def make(count: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> list[tuple[Any, Any]]:
+    """Parts with strides of their own, of which some rows have no key and hold NaN."""
+    rng, element, found = np.random.default_rng(seed), ELEMENTS[dtype], []
+    for _ in range(count):
+        o = rng.standard_normal((*shape[:-1], shape[-1] + 4)).astype(element.dtype)[..., : shape[-1]]
+        lse = (5 * rng.standard_normal((*shape[:-3], shape[-3], shape[-2]))).astype(element.lse_dtype).swapaxes(-1, -2)
+        empty = rng.random(lse.shape) < 0.2
+        lse[empty] = -np.inf
+        o[np.swapaxes(empty, -1, -2)] = np.nan
+        lse[rng.random(lse.shape) < 0.05] = 300
+        found.append((o, lse))
+    return found
+
+
+def check(found: tuple[Any, Any], wanted: tuple[Any, Any], dtype: str) -> None:
+    o, lse = (np.asarray(x, np.float64) for x in found)
+    np.testing.assert_allclose(o, wanted[0], rtol=EPS[dtype], atol=4 * EPS[dtype])
+    np.testing.assert_allclose(lse, wanted[1], rtol=1e-6 if dtype != "fp64" else 1e-14)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 20), st.sampled_from([(2, 3, 4, 8), (5, 2, 7), (0, 2, 4), (1, 1, 1, 1)]), st.sampled_from(tuple(ELEMENTS)),
+    st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_reference(count: int, shape: tuple[int, ...], dtype: str, sinks: bool, seed: int) -> None:
+    parts, logits = make(count, shape, dtype, seed), None
+    if sinks:
+        logits = np.resize([0.5, -np.inf, 310.0], shape[-2]).astype(ELEMENTS[dtype].lse_dtype)
+    check(rawattn.merge_states(parts, sinks=logits), reference.merge_states(parts, sinks=logits), dtype)
+
+
+def test_parts_of_attention() -> None:
+    """Attention over three runs of keys, merged, is attention over all of them; the sinks are given once."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 4, 16), np.float32)
+    sinks, out = np.float32([0.5, 1.0, -2.0, 3.0]), np.empty_like(q)
+    parts = [rawattn.attention(q, k[:, run], v[:, run], return_lse=True) for run in (slice(4), slice(4, 5), slice(5, None))]
+    o, lse = rawattn.merge_states(parts, sinks=sinks, out=out)
+    wanted = rawattn.attention(q, k, v, sinks=sinks, return_lse=True)
+    assert o is out
+    np.testing.assert_allclose(o, wanted[0], atol=1e-6)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-6)
+
+
+def test_one_part_comes_out_as_it_went_in() -> None:
+    (part,) = make(1, (5, 2, 7), "bf16")
+    o, lse = rawattn.merge_states([part])
+    assert np.array_equal(lse, part[1])
+    rows = -np.inf != part[1].T
+    assert np.array_equal(o[rows], part[0][rows]) and not o[~rows].any()
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("bf16", (2, 3, 4, 8)), ("fp32", (5, 2, 7)), ("fp64", (1, 4, 3, 136))])
+def test_kernel(dtype: str, shape: tuple[int, ...], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if dtype == "bf16":
+        parts = [(torch.from_numpy(o.astype(np.float32)).bfloat16(), torch.from_numpy(lse)) for o, lse in make(16, shape, dtype)]
+    else:
+        parts = [(torch.from_numpy(o), torch.from_numpy(lse)) for o, lse in make(5, shape, dtype)]
+    sinks = torch.tensor([0.5, -np.inf, 310.0, 1.0], dtype=parts[0][1].dtype)[: shape[-2]]
+    wanted = reference.merge_states(parts, sinks=sinks)
+    stand_in(monkeypatch, tmp_path)
+    found = rawattn.merge_states(parts, sinks=sinks)
+    check(tuple(x.double().numpy() for x in found), wanted, dtype)
+    with pytest.raises(UnsupportedError, match="there are 17 parts; it takes up to 16"):
+        rawattn.merge_states(parts[:1] * 17)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120"])
+def test_compiles(arch: str) -> None:
+    op = Combine(ELEMENTS["bf16"], 3, 2, 100, 8, 128, sinks=True, width=4)
+    (launch,) = COMBINE.lower(op, Config(), TYPICAL[arch]).launches
+    binary = compiler.compile(launch.source)
+    assert not binary.spill_bytes and not binary.advisories
+
+
+OUT, LSE = np.zeros((2, 3, 4, 8), np.float32), np.zeros((2, 4, 3), np.float32)
+WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("none", [], {}, "parts is empty; it must have at least one pair (o, lse)."),
+    ("no pair", [OUT], {}, "part 0 is ndarray; it must be a pair (o, lse)."),
+    ("rank", [(OUT[0, 0], LSE)], {}, "o of part 0 is fp32 of shape (4, 8); it must be bf16, fp16, fp32"),
+    ("shape", [(OUT, LSE), (OUT[:1], LSE)], {}, "o of part 1 is fp32 of shape (1, 3, 4, 8); it must be fp32 of shape (2, 3, 4,"),
+    ("lse", [(OUT, LSE.swapaxes(1, 2))], {}, "lse of part 0 is fp32 of shape (2, 3, 4); it must be fp32 of shape (2, 4, 3)."),
+    ("lse's dtype", [(OUT, LSE.astype(np.float64))], {}, "lse of part 0 is fp64 of shape (2, 4, 3); it must be fp32"),
+    ("sinks", [(OUT, LSE)], {"sinks": LSE[0, 0]}, "sinks is fp32 of shape (3,); it must be fp32"),
+    ("out", [(OUT, LSE)], {"out": OUT}, "out overlaps o_0 in memory; give an array of its own."),
+    ("columns", [(np.zeros((2, 3, 4, 16), np.float32)[..., ::2], LSE)], {}, "o of part 0 has a stride of 2 in its last dimensi"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "options", "message"), [x[1:] for x in WRONG], ids=[x[0] for x in WRONG])
+def test_wrong_parts(parts: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProblemError) as error:
+        rawattn.merge_states(parts, **options)
+    assert message in str(error.value)
+
+
+def test_operation_as_a_value() -> None:
+    op = Combine.of_call({"o_0": arrays.read(OUT, "o"), "lse_0": arrays.read(LSE, "lse")}, {}, ())
+    assert from_json(json.loads(json.dumps(op.to_json()))) == op
+    assert str(dataclasses.replace(op, sinks=True)) == "Combine fp32 1 parts, batch 2, length 3, heads 4, head_dim 8, sinks"
+    assert op.flops == 2 * OUT.size and op.bytes == 2 * 4 * (OUT.size + LSE.size)

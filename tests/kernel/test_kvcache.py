@@ -1,0 +1,191 @@
+"""attention_kvcache on a GPU against its definition, and its bits: alone, in a batch, for any pages and in graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rawattn
+from rawattn.testing import _float64, _moved, expect
+from tests.caches import NONSENSE, Cached
+from tests.calls import poisoned_memory
+
+pytestmark = pytest.mark.gpu("any")
+
+RAGGED = ((1, 700), (1, 0), (1, 65), (1, 1), (1, 5000), (1, 64), (1, 300))
+STEP = Cached(
+    RAGGED, False, "table", 16, "NHD", "apart", "bf16", heads=8, kv_heads=2, head_dim=128, head_dim_v=128, device="cuda"
+)
+DRAFT = dataclasses.replace(STEP, lengths=tuple((8, kv) for _, kv in RAGGED))
+PACKED = dataclasses.replace(STEP, lengths=tuple(zip((8, 1, 0, 3, 5, 2, 8), (kv for _, kv in RAGGED), strict=True)), ragged=True)
+
+
+def of(case: Cached, **changes: Any) -> Cached:
+    return dataclasses.replace(case, **changes)
+
+
+CASES = {
+    "table": STEP,
+    "dense": of(STEP, form="dense", page_size=5000),
+    "end to end": of(STEP, form="indptr"),
+    "pages of 1": of(STEP, page_size=1),
+    "pages of 8": of(STEP, page_size=8),
+    "pages of 256": of(STEP, page_size=256),
+    "HND": of(STEP, layout="HND"),
+    "interleaved": of(STEP, pool="interleaved"),
+    "shared": of(STEP, pool="shared", head_dim_v=64),
+    "draft": DRAFT,
+    "packed": PACKED,
+    "packed, end to end": of(PACKED, form="indptr", page_size=64),
+    "full": of(DRAFT, causal=False),
+    "window": of(DRAFT, window=(500, None)),
+    "softcap and sinks": of(STEP, softcap=5.0, sinks=True),
+    "fp16": of(DRAFT, dtype="fp16"),
+    "one head": of(STEP, lengths=((1, 33000), (1, 9000)), heads=4, kv_heads=1),
+    "long splits": of(STEP, lengths=((1, 33000), (1, 7)), heads=16, kv_heads=8),
+    "columns 64": of(PACKED, head_dim=64, head_dim_v=64),
+    "columns 192 and 128": of(STEP, head_dim=192),
+    "columns 256": of(STEP, head_dim=256, head_dim_v=256),
+}
+
+
+def attend(case: Cached, library: str = "torch", step: Any = None, cache: Any = None, **more: Any) -> tuple[Any, Any]:
+    """o and lse, whose memory was NaN."""
+    q, sinks = case.rows(case.heads, case.head_dim, 1), case.sink_logits()
+    options = {"window": case.window, "softcap": case.softcap, "return_lse": True} | more
+    options |= {} if sinks is None else {"sinks": _moved(sinks, library, case.device)}
+    longest = max(q_len for q_len, _ in case.lengths)
+    step = step or case.step(library, nonsense_before=True, max_q_len=longest)
+    cache = cache or case.cache(library)
+    with poisoned_memory():
+        o, lse = rawattn.attention_kvcache(_moved(q, library, case.device), cache, step, **options)
+    return o, lse
+
+
+def check(case: Cached, found: tuple[Any, Any]) -> None:
+    """Compares each sequence with attention of its keys, gathered."""
+    q, (o, lse) = case.rows(case.heads, case.head_dim, 1), (_float64(x) for x in found)
+    for i in range(len(case.lengths)):
+        k, v = case.keys(i)
+        wanted = expect(case.of(q, i)[None], k[None], v[None], mask=case.mask(i), softcap=case.softcap, sinks=case.sink_logits())
+        wanted.check(case.of(o, i)[None], (case.of(lse.T, i).T if case.ragged else lse[i])[None])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_reference(name: str) -> None:
+    check(CASES[name], attend(CASES[name]))
+    assert rawattn.violations() == ()
+
+
+def test_arrays_of_cupy() -> None:
+    case = of(STEP, dtype="fp16", device=0)
+    check(case, attend(case, "cupy"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_step(data: Any) -> None:
+    """Any lengths, heads, windows and pages; few kinds, which are compiled once."""
+    lengths = st.tuples(st.integers(0, 8), st.sampled_from((0, 1, 63, 64, 65, 255, 256, 257, 2100)) | st.integers(0, 1200))
+    kv_heads, group = data.draw(st.sampled_from((1, 2, 3, 8))), data.draw(st.sampled_from((1, 2, 5, 8)))
+    case = of(
+        PACKED, lengths=tuple(data.draw(st.lists(lengths, min_size=1, max_size=6))), kv_heads=kv_heads, heads=kv_heads * group,
+        form=data.draw(st.sampled_from(("table", "indptr"))), page_size=data.draw(st.sampled_from((64, 128, 256))),
+        window=data.draw(st.tuples(st.integers(0, 400), st.just(0))), layout=data.draw(st.sampled_from(("NHD", "HND"))),
+        head_dim=64, head_dim_v=64, seed=data.draw(st.integers(0, 2**32 - 1)),
+    )  # fmt: skip
+    check(case, attend(case, mask=None))
+
+
+def rows_of(case: Cached, found: tuple[Any, Any], i: int) -> tuple[bytes, bytes]:
+    o, lse = (_float64(x[i]) for x in found)  # which holds each number exactly
+    return o.tobytes(), lse.tobytes()
+
+
+def one_of(case: Cached, i: int) -> tuple[Any, Any, Any]:
+    """Sequence i by itself: its query, a dense cache, and its step."""
+    q = case.rows(case.heads, case.head_dim, 1)[i : i + 1]
+    k, v = (x[None] if len(x) else np.zeros((1, 1, *x.shape[1:]), x.dtype) for x in case.keys(i))
+    cache = rawattn.KVCache(_moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
+    return _moved(q, "torch", "cuda"), cache, rawattn.Step(_moved(np.array([case.lengths[i][1]], np.int32), "torch", "cuda"))
+
+
+@pytest.mark.parametrize("case", [STEP, DRAFT, CASES["long splits"]], ids=("one query", "draft", "long"))
+def test_bits_follow_from_the_sequence(case: Cached) -> None:
+    """A row has the same bits alone as in a batch, from a dense cache and from pages of any size, by TMA and by copies."""
+    found = attend(case)
+    wanted = [rows_of(case, found, i) for i in range(len(case.lengths))]
+    for page in (1, 8, 64, 256):
+        other = attend(of(case, page_size=page))
+        assert [rows_of(case, other, i) for i in range(len(case.lengths))] == wanted, page
+    cache, step = case.cache("torch"), case.step("torch")
+    for _ in range(20):
+        again = attend(case, step=step, cache=cache)
+        assert [rows_of(case, again, i) for i in range(len(case.lengths))] == wanted
+    for i in range(len(case.lengths)):
+        q, cache, step = one_of(case, i)
+        assert rows_of(case, rawattn.attention_kvcache(q, cache, step, return_lse=True), 0) == wanted[i]
+
+
+def test_graphs_read_the_lengths_anew() -> None:
+    """A graph is captured with lengths 0 and replayed with others, many launches of it back to back."""
+    torch = pytest.importorskip("torch")
+    case = CASES["long splits"]
+    wanted = attend(case)
+    q, cache = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
+    arrays = {name: _moved(x, "torch", "cuda") for name, x in case.step_arrays().items()}
+    lengths, live = arrays["kv_lens"].clone(), arrays["kv_lens"]
+    step = rawattn.Step(**arrays)
+    rawattn.attention_kvcache(q, cache, step, return_lse=True)
+    torch.cuda.synchronize()
+    live.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [rawattn.attention_kvcache(q, cache, step, return_lse=True) for _ in range(30)]
+    for _ in range(10):
+        live.zero_()
+        graph.replay()
+        assert not any(o.any() for o, _ in found)
+        live.copy_(lengths)
+        graph.replay()
+        for each in found:
+            for i in range(len(case.lengths)):
+                assert rows_of(case, each, i) == rows_of(case, wanted, i)
+
+
+def test_what_is_wrong_on_the_device_is_said() -> None:
+    """A page that is none of the cache's, and a length beyond the pages, are left out; others keep their bits."""
+    plain = attend(STEP)
+    arrays = STEP.step_arrays()
+    arrays["page_table"][0, 3] = NONSENSE
+    arrays["kv_lens"][3] = 1 << 29
+    step = rawattn.Step(**{name: _moved(x, "torch", "cuda") for name, x in arrays.items()})
+    rawattn.violations()
+    found = attend(STEP, step=step)
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page"]
+    for i in (1, 2, 4, 5, 6):
+        assert rows_of(STEP, found, i) == rows_of(STEP, plain, i)
+    assert np.isfinite(_float64(found[0])[0]).all()
+
+
+def test_out_and_what_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    q, cache, step = one_of(STEP, 0)
+    o = rawattn.attention_kvcache(q, cache, step)
+    out = torch.full_like(o, torch.nan)
+    assert rawattn.attention_kvcache(q, cache, step, out=out) is out and torch.equal(out, o)
+    assert "attn_decode" in str(rawattn.explain_kvcache(q, cache, step)) and "scratch" in str(
+        rawattn.explain_kvcache(q, cache, step)
+    )
+    with pytest.raises(rawattn.UnsupportedError, match="it takes up to 256"):
+        rawattn.attention_kvcache(q.expand(1, 100, 8, 128).contiguous(), cache, step)
+    begin = torch.zeros(1, dtype=torch.int32, device="cuda")
+    with pytest.raises(rawattn.UnsupportedError, match="kv_begin"):
+        rawattn.attention_kvcache(q, cache, rawattn.Step(step.kv_lens, kv_begin=begin))
+    with pytest.raises(rawattn.UnsupportedError, match="causal is an array"):
+        rawattn.attention_kvcache(q, cache, rawattn.Step(step.kv_lens, causal=begin))
