@@ -67,8 +67,7 @@ def attention(
             scores then see positions, and no alignment applies. Where one is given the other is 0.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
-    torch's autograd follows the call, once: q, k, v and sinks get gradients from o and lse, which it keeps. Where torch traces,
-    transforms or counts, the call is ``torch.ops.rawattn.attention``; autocast casts all but float64.
+    torch's autograd follows the call, once, and keeps o and lse. Under tracing it is ``torch.ops.rawattn.attention``.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with

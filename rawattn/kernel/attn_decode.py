@@ -165,7 +165,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Element": op.element,
             "Rows": rows.CacheRows(op.ragged, lengths),
             "Mask": rows.PackGqaMask(op.mask),  # type: ignore[arg-type]  # a Mask is an Option with an interval
-            "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),
+            "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),  # type: ignore[arg-type]
             "Softmax": softmax.WithSink(plain) if op.sinks else plain,
             "Weight": weight.Identity(),
             "Kv": kv.PagedKv(pages[op.form], page_rows(op, config), config.cp_async),
