@@ -16,8 +16,7 @@ struct GivenToken {
 template <class T> struct TokensOption : GivenToken {
     static const T t;
     static_assert(requires { T(args, token); }, "Tokens(args, token)");
-    static_assert(requires { i32(t.batch), i32(t.row), i32(t.q_len), bool(t.exists), t.entry; },
-                  "Tokens: batch, row, q_len, exists, entry (BatchEntry or RowSpan in k, v and q)");
+    static_assert(requires { i32(t.batch), i32(t.row), i32(t.q_len), bool(t.exists), t.entry; }, "Tokens: batch, row, q_len, exists, entry (BatchEntry or RowSpan in k, v and q)");
 };
 // destination: where its key and value go.
 template <class D> struct DestinationOption : GivenToken {

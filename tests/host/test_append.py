@@ -215,9 +215,7 @@ def test_public_call(form: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     assert cache.k._version > before and rawattn.violations() == ()
     word[0] = 1 | 4 | 16
     assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page", "slot"]
-    with pytest.raises(
-        rawattn.UnsupportedError, match=r"(?s)AttentionKVCache .* on H200.*it takes bf16 and fp16, not fp32"
-    ):
+    with pytest.raises(rawattn.UnsupportedError, match=r"(?s)AttentionKVCache .* on H200.*it takes bf16 and fp16, not fp32"):
         rawattn.attention_kvcache(tensors["q"], cache, step)
 
 

@@ -343,9 +343,7 @@ def test_what_a_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     from rawattn.device import TYPICAL
 
     monkeypatch.setattr("rawattn.serving.api.device_of", lambda array: TYPICAL["sm_90a"])
-    with pytest.raises(
-        UnsupportedError, match=r"(?s)AttentionKVCache fp32 batch 2.*it takes bf16 and fp16, not fp32"
-    ):
+    with pytest.raises(UnsupportedError, match=r"(?s)AttentionKVCache fp32 batch 2.*it takes bf16 and fp16, not fp32"):
         rawattn.attention_kvcache(Q, CACHE, STEP)
 
 
