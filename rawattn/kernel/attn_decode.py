@@ -137,18 +137,20 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory."""
         dims, room = op.head_dim + op.head_dim_v, device.smem_bytes
         wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
-        m_tiles = 2 if most_rows(op) > 16 and not wide else 1
         tile = 32 if wide or (room < 110_000 and dims > 128) else 64
-        kept = 0 if m_tiles == 2 or wide else op.head_dim // 16
-        blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or tile == 32 else 2
-        found = Config()
-        for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
-            found = Config(m_tiles, tile, 1, kept, at_once, passes, must_copy(op, device))
-            stages = (room - smem_bytes(op, found)) // (2 * tile * dims + 24) + 1
-            found = dataclasses.replace(found, stages=min(10, stages))
-            if stages >= 4:
-                break
-        return [found] if self.legal(found, op, device) is None else []
+        for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
+            kept = 0 if m_tiles == 2 or wide else op.head_dim // 16
+            blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or tile == 32 else 2
+            found = Config()
+            for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
+                found = Config(m_tiles, tile, 1, kept, at_once, passes, must_copy(op, device))
+                stages = (room - smem_bytes(op, found)) // (2 * tile * dims + 24) + 1
+                found = dataclasses.replace(found, stages=min(10, stages))
+                if stages >= 4:
+                    break
+            if self.legal(found, op, device) is None:
+                return [found]
+        return []
 
     def cost(self, config: Config, op: AttentionKVCache, device: Device) -> float:
         return 8e-6 + op.bytes / 4e12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -36,6 +37,20 @@ class _Launch:
         self.kernel.launch(self.grid, self.args)
 
 
+class _Counters:
+    def __init__(self, size: int) -> None:
+        self._zeros = np.zeros(size, np.uint8)
+
+    def take(self, stream_id: int, captured: bool) -> int:
+        assert not self._zeros.any(), "a launch left counters behind"
+        return self._zeros.ctypes.data
+
+
+def _tensor_map(pointer: int, dtype: str, sizes: Any, strides: Any, box: Any) -> bytes:
+    """A map of 5 dimensions, as ``threads.hpp`` reads it."""
+    return np.array([pointer, *strides, *sizes, *box, 0], np.int64).tobytes()
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> npt.NDArray[np.uint32]:
     """Makes tensors on the CPU those of a GPU; gives its word of violations."""
     torch = pytest.importorskip("torch")
@@ -47,6 +62,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> npt.NDArr
     for owner, name, value in (
         (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
         (driver, "Launch", _Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
+        (driver, "counters", functools.cache(lambda index, size: _Counters(size))), (driver, "tensor_map", _tensor_map),
         (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)

@@ -12,10 +12,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import rawattn
+from rawattn import UnsupportedError, compiler
+from rawattn.device import TYPICAL
+from rawattn.kernel.attn_decode import ATTN_DECODE
+from rawattn.select import select
+from rawattn.serving import api
+from rawattn.spec import Spec
+from rawattn.testing import _moved, expect
+from rawattn.variant.element import FP32
 from rawattn.variant.mask import Full, Window
 from rawattn.variant.score import Softcap
 from tests import decode, emulator
+from tests.caches import Cached
 from tests.decode import Config, Decode
+from tests.emulator.gpu import stand_in
 
 Array = npt.NDArray[Any]
 ARCH = "sm_90a"
@@ -318,3 +329,73 @@ def test_empty_batches() -> None:
     check(case)
     o, _, violations = run(dataclasses.replace(case, kv_lens=(0, 30), q_lens=(0, 0)))
     assert violations == 0 and not any(len(x) for x in o)
+
+
+GPU_CASE = Cached(
+    ((2, 300), (0, 5), (4, 0), (1, 1), (3, 70)), page_size=16, dtype="bf16", heads=4, kv_heads=2, head_dim=32, head_dim_v=32
+)
+CALLS = {
+    "table": GPU_CASE,
+    "end to end": dataclasses.replace(GPU_CASE, form="indptr", layout="HND", sinks=True),
+    "dense": dataclasses.replace(GPU_CASE, form="dense", page_size=310, pool="interleaved", window=(100, 0)),
+    "copied": dataclasses.replace(GPU_CASE, page_size=2, lengths=((3, 300), (3, 0), (3, 70)), ragged=False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tensors on the CPU stand for those on a GPU: from the call to the bytes that the kernel gets, and its results."""
+    torch, word, case = pytest.importorskip("torch"), stand_in(monkeypatch, tmp_path), CALLS[name]
+    q, sinks = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.sink_logits()
+    cache, step = case.cache("torch"), case.step("torch", nonsense_before=True, max_q_len=4)
+    options = {"window": case.window, "sinks": None if sinks is None else torch.from_numpy(sinks)}
+    o, lse = rawattn.attention_kvcache(q, cache, step, return_lse=True, **options)
+    assert word[0] == 0 and "attn_decode" in str(rawattn.explain_kvcache(q, cache, step))
+    for i in range(len(case.lengths)):
+        k, v = case.keys(i)
+        wanted = expect(case.of(case.rows(4, 32, 1), i)[None], k[None], v[None], mask=case.mask(i), sinks=sinks)
+        wanted.check(case.of(o, i)[None], (case.of(lse.T, i).T if case.ragged else lse[i])[None])
+    kept, out = len(api._calls), torch.full_like(o, torch.nan)
+    assert rawattn.attention_kvcache(q, cache, step, return_lse=True, out=out, **options)[0] is out and torch.equal(out, o)
+    assert len(api._calls) == kept, "the call is kept"
+
+
+REFUSED = {
+    "head_dim": ({"head_dim": 40}, "head_dim is 40; it takes multiples of 16"),
+    "rows": ({"q_len": 100}, "are 400 rows; it takes up to 256"),
+    "kv_begin": ({"kv_begin": True}, "no kv_begin"),
+    "causal": ({"causal_each": True, "spec": Spec()}, "causal is an array"),
+    "format": ({"element": FP32, "storage": FP32}, "it takes bf16 and fp16, not fp32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    changes, said = REFUSED[name]
+    op = dataclasses.replace(Decode(page=16).operation, **changes)
+    with pytest.raises(UnsupportedError, match=said):
+        select(op, TYPICAL[ARCH])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_configurations_are_legal_and_share_kernels(arch: str, dims: tuple[int, int]) -> None:
+    """Numbers of heads and sequences, lengths and sizes of large pages make no other kernel."""
+    for q_len, page in ((1, 0), (8, 16), (1, 2)):
+        op = Decode(head_dim=dims[0], head_dim_v=dims[1], q_len=q_len, page=page).operation
+        found = ATTN_DECODE.candidates(op, TYPICAL[arch])
+        if (arch, dims) == ("sm_120", (256, 256)):  # whose tiles do not fit there
+            assert not found
+            continue
+        (config,) = found
+        other = dataclasses.replace(op, heads=12 * 4, kv_heads=12, batch=70, kv_len=5000, pages=7, total_q=-1)
+        keys = {ATTN_DECODE.lower(each, config, TYPICAL[arch]).launches[0].source.key for each in (op, other)}
+        assert len(keys) == 1 and config.stages >= 2
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("q_len", [1, 8])
+def test_no_spills(arch: str, q_len: int) -> None:
+    op = Decode(page=16, q_len=q_len).operation
+    binary = compiler.compile(ATTN_DECODE.render(op, ATTN_DECODE.candidates(op, TYPICAL[arch])[0], arch))
+    assert binary.spill_bytes == 0 and not binary.advisories
