@@ -64,9 +64,12 @@ class Group:
 
 
 def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> list[Group]:
-    """The cases by what the library would run them in; those that the kernel does not compute are left away."""
+    """The cases by what the library would run them in; those that the kernel does not compute are left away, and gradients, whose
+    configurations follow from the kind."""
     found: dict[Kind, Group] = {}
     for case in cases:
+        if sets.is_backward(case):
+            continue
         op = sets.operation(case)
         with contextlib.suppress(UnsupportedError):
             served, config = select(op, device, kernel)[:2]
