@@ -16,7 +16,7 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 12800,
+    "rawattn": 13200,
     "perf": 3700,
     "cuda_src": 6600,
     "tests": 18000,
