@@ -45,6 +45,7 @@ class Cached:
     sinks: bool = False
     seed: int = 0
     device: Any = "cpu"
+    whole: bool = False  # keys before the first that counts are there, too
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)
@@ -84,6 +85,8 @@ class Cached:
     def kept(self, i: int) -> range:
         """The keys of sequence i from the first to the last that a query keeps."""
         q_len, kv_len = self.lengths[i]
+        if self.whole:
+            return range(kv_len)
         begin, end = self.mask(i).interval(np.arange(q_len), q_len, kv_len)
         some = begin < end
         return range(begin[some].min(), end[some].max()) if some.any() else range(0)

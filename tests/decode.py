@@ -69,9 +69,13 @@ def split_values(op: Decode, config: Config) -> dict[str, int]:
     return attn_decode.split_values(op.operation)
 
 
+def slots(op: Decode, config: Config) -> int:
+    return attn_decode.SPLIT_GROUP + -(-split_values(op, config)["most_splits"] // attn_decode.SPLIT_GROUP)
+
+
 def workspace(op: Decode, config: Config, grid: int) -> dict[str, int]:
     """Bytes of scratch memory, and of counters, which are zero between launches."""
-    floats = attn_decode.slots(op.operation) * attn_decode.state_floats(op.operation, config)
+    floats = slots(op, config) * attn_decode.state_floats(op.operation, config)
     return {"partials": 4 * grid * floats, "arrived": 4 * attn_decode.MOST_BLOCKS, "violations": 4}
 
 
@@ -90,4 +94,4 @@ def source(op: Decode, config: Config, arch: str) -> Source:
 def values(op: Decode, config: Config, max_kv_len: int, table_stride: int = 0) -> dict[str, float]:
     """The numbers of struct Args."""
     found = {**ATTN_DECODE.values(op.operation), "max_kv_len": max_kv_len, "page_table_stride": table_stride}
-    return found | split_values(op, config)
+    return found | split_values(op, config) | {"slots": slots(op, config)}

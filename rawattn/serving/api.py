@@ -52,7 +52,8 @@ def attention_kvcache(
 
     A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
     sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
-    and page_table's entries for it are not read.
+    and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps: those
+    must still be the sequence's own.
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are

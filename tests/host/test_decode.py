@@ -332,7 +332,14 @@ def test_empty_batches() -> None:
 
 
 GPU_CASE = Cached(
-    ((2, 300), (0, 5), (4, 0), (1, 1), (3, 70)), page_size=16, dtype="bf16", heads=4, kv_heads=2, head_dim=32, head_dim_v=32
+    ((2, 300), (0, 5), (4, 0), (1, 1), (3, 70)),
+    page_size=16,
+    dtype="bf16",
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    head_dim_v=32,
+    whole=True,
 )
 CALLS = {
     "table": GPU_CASE,

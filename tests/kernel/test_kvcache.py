@@ -19,7 +19,19 @@ pytestmark = pytest.mark.gpu("any")
 
 RAGGED = ((1, 700), (1, 0), (1, 65), (1, 1), (1, 5000), (1, 64), (1, 300))
 STEP = Cached(
-    RAGGED, False, "table", 16, "NHD", "apart", "bf16", heads=8, kv_heads=2, head_dim=128, head_dim_v=128, device="cuda"
+    RAGGED,
+    False,
+    "table",
+    16,
+    "NHD",
+    "apart",
+    "bf16",
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    head_dim_v=128,
+    device="cuda",
+    whole=True,
 )
 DRAFT = dataclasses.replace(STEP, lengths=tuple((8, kv) for _, kv in RAGGED))
 PACKED = dataclasses.replace(STEP, lengths=tuple(zip((8, 1, 0, 3, 5, 2, 8), (kv for _, kv in RAGGED), strict=True)), ragged=True)
