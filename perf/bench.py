@@ -6,9 +6,9 @@ python -m perf.bench --set paper --configs all --peers ""  all our configuration
 python -m perf.bench --set paper --kernel attn_fwd_mma --peers fa2   a kernel that is not this GPU's own
 python -m perf.bench --set paper --protocol sustained --seconds 300
 
-Sets: seeds, paper, gqa, kinds, varlen, small, heads, fp32, smoke. ``--cases FILE`` adds a JSON list of objects with the fields of
-``rawattn.testing.Case``. Ratios are the peer's time over ours: above 1 we are faster. Results go to
-perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an interruption keeps what was timed;
+Sets: seeds, paper, gqa, kinds, varlen, small, heads, fp32, smoke; of gradients paper-bwd, kinds-bwd. ``--cases FILE`` adds a JSON
+list of objects with the fields of ``rawattn.testing.Case``. Ratios are the peer's time over ours: above 1 we are faster. Results
+go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an interruption keeps what was timed;
 ``python -m perf.plot`` draws them.
 """
 
