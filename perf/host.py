@@ -137,7 +137,7 @@ def measure(host: Host) -> dict[str, dict[str, Any]]:
 
 
 def second_launch(samples: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """What a second launch costs: the difference of each pair, of calls 1 and 2, 3 and 4. The odd ones have two launches."""
+    """Times a second launch by the difference of each pair, of calls 1 and 2, 3 and 4. The odd ones have two launches."""
     pairs = samples[: len(samples) // 2 * 2].reshape(-1, 2)
     found: npt.NDArray[np.float64] = pairs[:, 0] - pairs[:, 1]
     return found

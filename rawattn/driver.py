@@ -204,7 +204,7 @@ _era = 0  # added to the streams' numbers; a new era makes strangers of all stre
 
 
 def stream_state(stream: int, index: int = 0) -> tuple[int, bool]:
-    """Who the stream is, and whether it is capturing a graph.
+    """Returns a number that tells streams apart, and whether this one is capturing a graph.
 
     A stream is known by a number that no other one of this process ever has, as handles are used again. One that is capturing has
     its handle instead, since asking for the number would end the capture. ``index`` is the device that it belongs to.

@@ -72,7 +72,7 @@ def check_whole(name: str, array: Array) -> None:
 
 
 def fix(name: str) -> str:
-    """What makes an array contiguous."""
+    """Returns the words that say how an array is made contiguous."""
     return f"{name}.contiguous() in torch, numpy.ascontiguousarray({name}) or CuPy's elsewhere"
 
 

@@ -364,8 +364,9 @@ class CpuCall:
 
 
 def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
-    """What ``out`` gives for each output, None where one is to be made. One array is for the first. Raises ProblemError for a
-    tuple of another length."""
+    """Returns what ``out`` gives for each output, None where one is to be made. One array is for the first.
+
+    Raises ProblemError for a tuple of another length."""
     if not isinstance(out, tuple):
         return (out, *(None,) * (len(outputs) - 1))
     if len(out) != len(outputs):

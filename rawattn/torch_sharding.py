@@ -1,5 +1,6 @@
-"""How DTensor splits rawattn's operators: by heads, and dense ones by batch. Along a split batch each part has its own sum of the
-sinks' gradient."""
+"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch.
+
+Along a split batch each part has its own sum of the sinks' gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 
 class _Way(NamedTuple):
-    """Where tensors lie along one axis of the mesh: q, k, v and what has their form; lse; sinks; and the gradient of sinks."""
+    """Holds the placements along one axis of the mesh: of q, k, v and their like; of lse; of sinks; of the sinks' gradient."""
 
     rows: Any
     lse: Any

@@ -18,7 +18,7 @@ from .peers import PACKED, window_of
 from .task import Task, Unserved
 from .timing import Call
 
-TOLERANCE = {"bf16": 1.5e-2, "fp16": 2e-3, "fp32": 1e-5}  # of the relative error; the peers stand at 2e-3 to 5e-3 in bf16
+TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-5}  # of the relative error; measured in bf16: peers to 2.6e-3, we to 3e-3
 
 
 def ours(task: Task, kernel: str | None = None) -> Call:

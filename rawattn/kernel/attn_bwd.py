@@ -133,8 +133,9 @@ class AttnBwd(BackwardKernel):
         return [each for each in found if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
-        """What its products take at the full rate of the tensor cores, which is a lower bound, by how dq is finished. Where few
-        key tiles add to a tile of dq, the last of them does it best, else a pass of its own (perf/notes/attn_bwd.md)."""
+        """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished.
+
+        Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own (notes/attn_bwd.md)."""
         forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
         if config.store != "final":
             return seconds

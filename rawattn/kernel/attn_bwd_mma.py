@@ -84,7 +84,7 @@ def is_tight(op: Forward, device: Device, sharing: int) -> bool:
 
 
 def dq_row_warps(op: Forward, config: Config) -> int:
-    """How warps share out dq: so that the busiest has the fewest blocks of 16 x 16, and reads the least for them."""
+    """Shares out dq among warps so that the busiest has the fewest blocks of 16 x 16, and reads the least for them."""
     blocks = -(-op.head_dim // 16)
 
     def cost(rows: int) -> tuple[int, int, int]:
@@ -160,7 +160,7 @@ class AttnBwdMma(BackwardKernel):
         return [each for each in (config_of(op.forward, device),) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
-        """What its products take at half the rate of mma.sync, about what it reaches on an H200."""
+        """Returns the time of its products at half the rate of mma.sync, about what it reaches on an H200."""
         return 2 * op.flops / (tiling.mma_flops(device) * device.sm_count * 1.7e9)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:

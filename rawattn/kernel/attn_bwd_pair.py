@@ -91,8 +91,7 @@ class AttnBwdPair(BackwardKernel):
         return [each for each in (config_of(op.forward),) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
-        """What its products take at the full rate of the tensor cores, which is a lower bound; those of S and dP are computed
-        twice."""
+        """Returns the time of its products at the full rate of the tensor cores, a lower bound; S and dP are computed twice."""
         forward = op.forward
         columns = 4 * forward.head_dim + 3 * forward.head_dim_v
         return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device)

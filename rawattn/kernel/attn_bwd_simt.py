@@ -73,7 +73,7 @@ class AttnBwdSimt(BackwardKernel):
         return [each for each in (config_of(op.forward),) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
-        """What its products take at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""
+        """Returns the time of its products at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""
         return op.flops * 7 / 5 / (256 * device.sm_count * 1.5e9)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:

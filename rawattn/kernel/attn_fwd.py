@@ -73,7 +73,7 @@ def accumulators(config: Config, op: Forward) -> int:
 
 
 def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
-    """When the workers are through with ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
+    """Returns when the workers end ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
     if count > 8 * workers:
         return float(work.mean()) * (count / workers + 0.5)
     busy = [0.0] * workers

@@ -1,4 +1,4 @@
-"""What the kernels of the backward share: where rows lie in scratch memory, and the launches before and after their own.
+"""The kernels of the backward share this: where rows lie in scratch memory, and the launches before and after their own.
 
 Scratch holds whole blocks of ``q_block`` query rows of each sequence, for each head: each row's number of ``lse_log2`` and of
 ``delta``. Packed sequences leave gaps between them, so that each finds its place by itself (variant/rows/varlen.cuh).
@@ -87,7 +87,7 @@ def kv_scheduler(op: Forward, direction: str = "", persistent: bool = True) -> O
 
 
 def launch_option(arch: str) -> Option:
-    """Whether kernels may begin before the launch in front of them has ended."""
+    """Says whether kernels may begin before the launch in front of them has ended."""
     return launch.Dependent() if arch == "sm_90a" else launch.Independent()
 
 
@@ -100,7 +100,7 @@ def rendered(
 
 
 def loads(tile_q: int, tile_kv: int) -> Fields:
-    """What TMA loads, in tiles of these rows."""
+    """Returns the fields of what TMA loads, in tiles of these rows."""
     boxes = {"q": tile_q, "k": tile_kv, "v": tile_kv, "do": tile_q}
     return tuple(Field("d_o" if name == "do" else name, "TmaTensor", TensorMap(name, rows)) for name, rows in boxes.items())
 
@@ -126,7 +126,7 @@ def row_order(op: Forward) -> dict[str, float]:
 
 
 def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1) -> dict[str, float]:
-    """Which key tiles are taken together: those of as many heads as give each multiprocessor its blocks."""
+    """Takes key tiles together of as many heads as give each multiprocessor its blocks."""
     all_heads = op.kv_heads * op.batch
     group = max(1, min(all_heads, -(-device.sm_count * ctas_per_sm // max(1, -(-op.kv_len // tile_kv)))))
     return {"l2_head_group": group, "last_group": max(0, all_heads // group - 1)}
@@ -158,7 +158,7 @@ class LastPass:
 
 
 class BackwardKernel(Kernel[Backward]):
-    """What a kernel of the backward is made of: launches of its own, between those that all of them have."""
+    """A kernel of the backward has launches of its own, between those that all of them have."""
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
         """Only ``op``: the configuration follows from its kind."""

@@ -68,7 +68,7 @@ def too_much_smem(block: int, ctas_per_sm: int, device: Device) -> str | None:
 
 
 def least_seconds(flops: int, device: Device) -> float:
-    """What products take on Hopper's tensor cores at their full rate: 4096 FLOP a clock of each multiprocessor, at 1.755 GHz."""
+    """Returns the time of products at the full rate of Hopper's tensor cores: 4096 FLOP a clock and multiprocessor, 1.755 GHz."""
     return flops / (4096 * device.sm_count * 1.755e9)
 
 

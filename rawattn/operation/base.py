@@ -1,5 +1,6 @@
-"""What plans, the selection and the public calls ask of every operation. They know no operation by its class, and no array by its
-name."""
+"""This module says what plans, the selection and the public calls ask of every operation.
+
+They know no operation by its class, and no array by its name."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def three_bits(n: int) -> int:
 
 
 class Operation(abc.ABC):
-    """What is asked for, as a frozen, hashable value without pointers or devices; it is checked when it is made.
+    """This is what a call asks for, as a frozen, hashable value without pointers or devices; it is checked when it is made.
 
     A subclass is a frozen dataclass. Its inputs and outputs are any number of operands.
     """

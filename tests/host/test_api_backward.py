@@ -308,7 +308,7 @@ def test_selection(changes: dict[str, Any], arch: str, kernel: str, slow: bool) 
 
 
 def test_layouts() -> None:
-    """What only a copy would mend is said, and not computed by a slower kernel unless that is asked for."""
+    """A layout that only a copy would mend is refused in words; a slower kernel computes it where it is asked for."""
     slower = {Layout("do has a row stride of 4 bytes", None): "'attn_bwd_mma' or ", Layout(None, "o has an address"): ""}
     for layout, others in slower.items():
         op = changed(OP, layout=layout)

@@ -81,7 +81,7 @@ def sources(row: dict[str, Any]) -> Iterator[compiler.Source]:
 
 
 def faults(row: dict[str, Any]) -> str:
-    """What the compiler has against the kernels of a combination; empty if nothing."""
+    """Returns what the compiler has against the kernels of a combination; empty if nothing."""
     said = []
     for source in sources(row):
         try:
@@ -113,7 +113,7 @@ def registers(source: compiler.Source) -> tuple[int, int]:
 
 
 def has_registers(source: compiler.Source) -> bool:
-    """Whether the source's own assertion on registers holds, with nothing else compiled."""
+    """Says whether the source's own assertion on registers holds, with nothing else compiled."""
     check = re.search(r"static_assert\(ptx::has_registers.*\n", source.text)
     assert check is not None, "the kernel does not check its registers"
     text = '#include "config.cuh"\n#include "ptx/base.cuh"\n' + check[0] + 'extern "C" __global__ void empty() {}\n'

@@ -39,7 +39,7 @@ FULL = {"size": SIZES, "arch": ARCHS, **KINDS}
 
 
 def faults(row: dict[str, Any]) -> str:
-    """What is wrong with the kernels of a combination; empty if nothing."""
+    """Returns what is wrong with the kernels of a combination; empty if nothing."""
     kinds = dict(row)
     device, op = TYPICAL[kinds.pop("arch")], backward(kinds.pop("size"), **kinds)
     (config,) = ATTN_BWD_MMA.candidates(op, device)

@@ -198,7 +198,7 @@ def test_plan() -> None:
 
 
 def gradients(length: int = 80, sinks: bool = False) -> dict[str, Any]:
-    """What the backward reads."""
+    """Makes what the backward reads."""
     made = {name: torch.randn(2, length, 4, 64).bfloat16() for name in ("do", "q", "k", "v", "o")}
     return {**made, "lse": torch.randn(2, 4, length), **({"sinks": torch.randn(4)} if sinks else {})}
 

@@ -104,7 +104,7 @@ def gradients(q: Any, k: Any, v: Any, sinks: Any) -> Any:
 
 
 def work(rank: int, store: str) -> None:
-    """What each of the two processes does."""
+    """Runs in each of the two processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     check_training(rank)

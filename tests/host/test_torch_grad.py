@@ -58,7 +58,7 @@ def same(found: Tensors, wanted: Tensors) -> bool:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was computed: "forward" and "backward"."""
+    """Lists what was computed: "forward" and "backward"."""
     found: list[str] = []
     run = api.run
 

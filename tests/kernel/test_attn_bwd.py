@@ -74,7 +74,7 @@ def fitting(case: Case) -> Any:
 
 
 class Call:
-    """What a backward is given, and its results."""
+    """A backward is given this, and gives these results."""
 
     def __init__(self, case: Case, dlse: bool = True, inputs: tuple[Any, ...] = ()) -> None:
         self.case = case

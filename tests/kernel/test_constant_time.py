@@ -90,8 +90,10 @@ def test_the_same_bits_on_every_run(case: Case, kernel: Kernel, constant_time: b
 
 
 def capped_error(case: Case) -> npt.NDArray[np.float64]:
-    """What the cap's error does to o. Capped logits are good to 1e-6 of themselves (tests/host/test_contracts.py). To first order
-    an error ds of the logits changes o by sum p ds (v - o), so by at most 1e-6 sum p |s| |v - o|; the largest of a row counts."""
+    """Bounds what the cap's error does to o. Capped logits are good to 1e-6 of themselves (tests/host/test_contracts.py).
+
+    To first order an error ds of the logits changes o by sum p ds (v - o), so by at most 1e-6 sum p |s| |v - o|. The largest of a
+    row counts."""
     q, k, v = (x.astype(np.float64)[0].swapaxes(0, 1) for x in case.inputs())
     assert case.softcap is not None and case.causal and case.q_len == case.kv_len
     s = case.softcap * np.tanh(q @ k.swapaxes(1, 2) / case.head_dim**0.5 / case.softcap)
