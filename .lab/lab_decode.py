@@ -27,7 +27,7 @@ from tests import decode as D
 
 ARCH = "sm_90a"
 Op = D.Decode
-plain_split_values, plain_options = D.split_values, D.options
+plain_split_rule, plain_options = D.split_rule, D.options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Case:
         return dataclasses.replace(D.config_of(self.step, ARCH), **dict(self.config))
 
     def patched(self):
-        D.split_values = (lambda op, config: {"split_keys": self.splits[0], "most_splits": self.splits[1]}) if self.splits else plain_split_values
+        D.split_rule = (lambda op: self.splits) if self.splits else plain_split_rule
         D.options = plain_options if self.pdl else (lambda op, config, arch: {**plain_options(op, config, arch), "Launch": launches.Independent()})
         return self
 
@@ -130,7 +130,7 @@ class Run:
             return np.array([pool.data_ptr(), *(s * 2 for s in strides[:3]), pool.shape[0]], np.int64).tobytes()
         geometry = tma.page_geometry(tuple(pool.shape), strides, 2, D.page_rows(self.op, self.config))
         name = "fp16" if pool.dtype is torch.float16 else "bf16"
-        return driver.tensor_map(pool.data_ptr(), name, geometry.sizes, geometry.strides, geometry.box) + np.array([pool.shape[0]], np.int32).tobytes() + bytes(60)
+        return driver.tensor_map(pool.data_ptr(), name, geometry.sizes, geometry.strides, geometry.box, read_once=True) + np.array([pool.shape[0]], np.int32).tobytes() + bytes(60)
 
     def launch(self, stream=None):
         case, op, config = self.case, self.op, self.config

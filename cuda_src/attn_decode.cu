@@ -9,7 +9,9 @@
 //   barrier               arrives                       waits               protects
 //   k_full[b], v_full[b]  TMA (bytes), or copies        the tile's warp     K, V of a stage until read
 //   empty[b]              a lane of the tile's warp     producer            both until refilled
-//   named barrier 1       consumers                     consumers           smem.q, .folding, .run and what is with it, .pieces, .is_last
+//   given                 a lane of the producer        a consumer          smem.next, .line
+//   taken                 that consumer                 producer            smem.next until the next work
+//   named barrier 1       consumers                     consumers           smem.q, .folding, .work, .pieces, .is_last
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
@@ -55,17 +57,23 @@ union RingOrStates {  // states where no tile will come any more
     Ring tiles;
     KeptState fetched[sizeof(Ring) / sizeof(KeptState)];
 };
+// What a block does of a work. The producer alone finds it out: its code is long, and nobody has it in an instruction cache.
+struct Work {
+    SplitRun run;
+    TileRange tiles;  // of the work's rows
+    i32 kv_len;
+    u32 ahead;          // tile t is tile t + `ahead` of the block's share, which is its place in the ring
+    bool is_ring_free;  // afterwards, as far as is known
+};
 struct Smem {
     RingOrStates ring;
     QTile q;
     Folding folding;
-    Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers];
-    Scheduler scheduler;  // the consumers', and what it gave, kept here to free registers
-    SplitRun run;
-    Splits splits;
-    TileRange tiles;  // of the work's rows
-    i32 kv_len;
-    i32 pieces[cfg::most_pieces], piece_count, is_last, ring_is_free;
+    Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken;
+    Work next, work;  // the producer's, and the consumers' copy of it
+    Line line;
+    u32 parity;  // of the next wait for `given`
+    i32 pieces[cfg::most_pieces], piece_count, is_last;
 };
 template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
@@ -80,47 +88,35 @@ template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 32 * cfg::warps, Launch::uses_pdl};
 
-// Where key tiles of the work at hand lie in the ring: tile t of it is tile t + `ahead` of the block's share.
-struct Places {
-    u32 ahead = 0;
-
-    __device__ void begin(TileRange tiles) { ahead -= tiles.begin; }
-    __device__ void end(TileRange tiles) { ahead += max(tiles.begin, tiles.end); }
-    __device__ u32 place(i32 tile) const { return tile + ahead; }
-};
 __device__ u32 stage(u32 place) { return place % cfg::stages; }
 __device__ u32 barrier(u32 place) { return place % barriers; }
 __device__ u32 parity(u32 place) { return place / barriers % 2; }
 
-// What a work is made of.
-struct Work {
-    const Rows rows;
-    const Mask mask;
-    const Splits splits;
-    const TileRange own;  // the key tiles of its rows
-
-    __device__ Work(const Args& args, const SplitRun& run)
-        : rows(args, run.batch), mask(args, rows, run), splits(args, rows.kv_len, mask.kv_tiles(0, rows.q_len)),
-          own(mask.kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len))) {}
-};
-
-__device__ void produce(const Args& args, Smem& smem, Scheduler scheduler) {
-    Places places;
-    for (SplitRun run = scheduler.next(args); !run.is_last(); run = scheduler.next(args)) {
-        const Work work(args, run);
-        const Kv kv(args, work.rows, run);
-        const TileRange tiles = work.splits.clip(work.own, run.split, run.split_end);
+__device__ void produce(const Args& args, Smem& smem) {
+    Scheduler scheduler(args);
+    if (threadIdx.x == 0) smem.line = scheduler.line;
+    u32 place = 0;
+    for (u32 n = 0;; ++n) {
+        const SplitRun run = scheduler.next(args);
+        const Rows rows(args, max(0, run.batch));
+        const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
+        const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
+        smem.taken.wait(n % 2 ^ 1);
+        if (threadIdx.x == 0) {
+            smem.next = {run, own, rows.kv_len, place - tiles.begin, scheduler.has_ended()};
+            smem.given.arrive();
+        }
+        if (run.is_last()) break;
+        const Kv kv(args, rows, run);
         if (tiles.begin >= tiles.end) continue;
         auto found = kv.find(tiles.begin);
-        places.begin(tiles);
-        for (i32 tile = tiles.begin; tile < tiles.end; ++tile) {
+        for (i32 tile = tiles.begin; tile < tiles.end; ++tile, ++place) {
             const auto pages = found;
-            const u32 place = places.place(tile), before = place - cfg::stages;  // which had the stage
+            const u32 before = place - cfg::stages;  // which had the stage
             found = kv.find(tile + 1);
             if (place >= cfg::stages) smem.empty[barrier(before)].wait(parity(before));
             kv.load(smem.ring.tiles.k[stage(place)], smem.ring.tiles.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
         }
-        places.end(tiles);
     }
     Kv::finish();
 }
@@ -209,7 +205,6 @@ struct Consumer {
     Smem& smem;
     Own& own;
     const u32 thread, warp;  // among the four
-    Places places;
     Strand strand;
 
     __device__ Consumer(const Args& args, Smem& smem)
@@ -218,7 +213,7 @@ struct Consumer {
     __device__ static void meet() { ptx::bar_sync(1, 128); }
 
     __device__ void load_q(const Rows& rows) {
-        const SplitRun& run = smem.run;
+        const SplitRun& run = smem.work.run;
         const u32 to = ptx::smem_address(&smem.q);
         for (u32 i = thread; i < cfg::tile_q * QTile::chunks; i += 128) {
             const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
@@ -237,7 +232,7 @@ struct Consumer {
     __device__ void mask_and_score(const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) const {
         map_fragment(score, s, row, first);
         if (full) return;
-        const Mask mask(args, Rows(args, smem.run.batch), smem.run);
+        const Mask mask(args, Rows(args, smem.work.run.batch), smem.work.run);
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
             const auto kept = mask.row(row + 8 * r, first);
@@ -248,9 +243,9 @@ struct Consumer {
     }
     // One key tile.
     __device__ void attend(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 tile) {
-        const u32 place = places.place(tile), stage = ::stage(place), barrier = ::barrier(place);
-        const bool full = smem.tiles.is_full(tile);
-        const i32 left = smem.kv_len - tile * cfg::tile_kv;
+        const u32 place = tile + smem.work.ahead, stage = ::stage(place), barrier = ::barrier(place);
+        const bool full = smem.work.tiles.is_full(tile);
+        const i32 left = smem.work.kv_len - tile * cfg::tile_kv;
         smem.k_full[barrier].wait(parity(place));
 #pragma unroll 1
         for (int first = 0; first < Strand::steps; first += Strand::at_once) {
@@ -263,7 +258,7 @@ struct Consumer {
             }
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
-                const i32 row = smem.run.q_begin + i32(thread) % 32 / 4, key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
+                const i32 row = smem.work.run.q_begin + i32(thread) % 32 / 4, key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
                 mask_and_score(score, s[i], full, row, key);
                 softmax.find_top(s[i]);
                 softmax.move();
@@ -323,8 +318,8 @@ struct Consumer {
 
     // Takes in a split's result.
     __device__ void push(i32 split, int m, const Quarter& state, float scale_log2) {
-        const SplitRun& run = smem.run;
-        const Splits& splits = smem.splits;
+        const SplitRun& run = smem.work.run;
+        const Splits& splits = smem.work.run.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
         if (run.split > begin) return own_slot(split % split_group, m).put(state, thread);
         if (split > begin) own.group[m].fold(state, scale_log2, thread);
@@ -340,38 +335,34 @@ struct Consumer {
     // The block's next splits; false where there are no more.
     __device__ bool take() {
         if (thread == 0) {
-            smem.run = smem.scheduler.next(args), smem.ring_is_free = smem.scheduler.has_ended();
-            if (!smem.run.is_last()) {
-                const Work work(args, smem.run);
-                smem.splits = work.splits, smem.tiles = work.own, smem.kv_len = work.rows.kv_len;
-            }
+            smem.given.wait(smem.parity);
+            smem.work = smem.next, smem.parity ^= 1;
+            smem.taken.arrive();
         }
         meet();
-        return !smem.run.is_last();
+        return !smem.work.run.is_last();
     }
     __device__ void attend() {
-        const SplitRun& run = smem.run;
+        const SplitRun& run = smem.work.run;
         const Rows rows(args, run.batch);
         const Score score(args, rows, run);
         const Weight weight(args, rows, run);
-        places.begin(smem.splits.clip(smem.tiles, run.split, run.split_end));
         load_q(rows);
         for (i32 split = run.split; split < run.split_end; ++split) {
-            const i32 begin = smem.splits.clip(smem.tiles, split, split + 1).begin;
+            const i32 begin = smem.work.run.splits.clip(smem.work.tiles, split, split + 1).begin;
             OnlineSoftmax softmax(score.scale_log2);
             strand.clear();
-            for (i32 tile = begin + i32((warp - begin) % 4); tile < smem.splits.clip(smem.tiles, split, split + 1).end; tile += 4)
+            for (i32 tile = begin + i32((warp - begin) % 4); tile < smem.work.run.splits.clip(smem.work.tiles, split, split + 1).end; tile += 4)
                 attend(score, weight, softmax, tile);
 #pragma unroll
             for (int m = 0; m < cfg::m_tiles_per_warp; ++m) push(split, m, merge(softmax, m), score.scale_log2);
         }
-        places.end(smem.splits.clip(smem.tiles, run.split, run.split_end));
         finish(score.scale_log2);
     }
 
     __device__ void finish(float scale_log2) {
-        const SplitRun& run = smem.run;
-        const Splits& splits = smem.splits;
+        const SplitRun& run = smem.work.run;
+        const Splits& splits = smem.work.run.splits;
         const bool begins = run.split == splits.begin, whole = begins && run.split_end == splits.end;
         if (!whole) {
             if (begins && run.split_end >= splits.group_end(splits.begin))
@@ -380,14 +371,14 @@ struct Consumer {
         }
         if (whole || smem.is_last)
 #pragma unroll 1
-            for (int m = 0; m < cfg::m_tiles_per_warp; ++m) store(whole ? own.groups[m] : fold_pieces(m, scale_log2), m, scale_log2);
+            for (int m = 0; m < cfg::m_tiles_per_warp; ++m) store(whole ? own.groups[m].get(thread) : fold_pieces(m, scale_log2), m, scale_log2);
         meet();
     }
     // Says that this block's states are there, and finds out whether all are.
     __device__ void arrive() {
-        const SplitRun& run = smem.run;
-        const Splits& splits = smem.splits;
-        u32* const arrived = args.arrived + (run.split == splits.begin ? blockIdx.x : smem.scheduler.line.owner(splits, run.at, splits.begin));
+        const SplitRun& run = smem.work.run;
+        const Splits& splits = smem.work.run.splits;
+        u32* const arrived = args.arrived + (run.split == splits.begin ? blockIdx.x : smem.line.owner(splits, run.at, splits.begin));
         meet();
         if (thread == 0) {
             const i32 here = run.split_end - run.split;
@@ -405,14 +396,14 @@ struct Consumer {
 
     // By one warp, a lane for each split.
     __device__ void find_pieces() {
-        const SplitRun& run = smem.run;
-        const Splits& splits = smem.splits;
+        const SplitRun& run = smem.work.run;
+        const Splits& splits = smem.work.run.splits;
         const i32 lane = thread % 32;
         i32 count = 0;
         for (i32 base = splits.begin; base < splits.end; base += 32) {
             const i32 split = min(base + lane, splits.end - 1), begin = splits.group_begin(split), end = splits.group_end(split);
-            const i32 block = smem.scheduler.line.owner(splits, run.at, split);
-            const i32 from = smem.scheduler.line.first_split(splits, run.at, block), to = smem.scheduler.line.first_split(splits, run.at, block + 1);
+            const i32 block = smem.line.owner(splits, run.at, split);
+            const i32 from = smem.line.first_split(splits, run.at, block), to = smem.line.first_split(splits, run.at, block + 1);
             const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
             i32 index = -1, what = (split == begin) * opens;
             if (from > begin) index = split % split_group, what |= (split + 1 == end) * closes;
@@ -429,41 +420,41 @@ struct Consumer {
         if (lane == 0) smem.piece_count = count;
     }
     // Each thread fetches its quarter of as many states at once as there is room for: in the ring, where no tile will come any more, or
-    // where the block had its own. The groups so far are kept beside them.
-    __device__ const KeptState& fold_pieces(int m, float scale_log2) {
-        constexpr i32 own_room = sizeof(Folding) / sizeof(KeptState) - 1, ring_room = sizeof(Ring) / sizeof(KeptState);
-        const bool in_ring = smem.ring_is_free && ring_room > own_room;
-        KeptState* const fetched = in_ring ? smem.ring.fetched : smem.folding.fetched + 1;
-        KeptState& groups = smem.folding.fetched[0];
+    // where the block had its own. All numbers of a fold are in registers, so that the next state's are on their way meanwhile.
+    __device__ Quarter fold_pieces(int m, float scale_log2) {
+        constexpr i32 own_room = sizeof(Folding) / sizeof(KeptState), ring_room = sizeof(Ring) / sizeof(KeptState);
+        const bool in_ring = smem.work.is_ring_free && ring_room > own_room;
+        KeptState* const fetched = in_ring ? smem.ring.fetched : smem.folding.fetched;
         const i32 room = in_ring ? ring_room : own_room, count = smem.piece_count;
         const float lowest = OnlineSoftmax(scale_log2).lowest();
-        Quarter group;
-        group.clear(lowest);
-        groups.put(group, thread);
+        Quarter group, groups;
+        group.clear(lowest), groups.clear(lowest);
 #pragma unroll 1
         for (i32 begin = 0; begin < count; begin += room) {
             const i32 end = min(begin + room, count);
-#pragma unroll 1
+#pragma unroll 4
             for (i32 i = begin; i < end; ++i) slot(smem.pieces[i] / 8, m).fetch(fetched[i - begin], thread);
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
+            Quarter next = fetched[0].get(thread);
 #pragma unroll 1
             for (i32 i = begin; i < end; ++i) {
+                const Quarter state = next;
+                next = fetched[min(i + 1, end - 1) - begin].get(thread);
                 const i32 what = smem.pieces[i] % 8;
                 if (what & (opens | prefix)) group.clear(lowest);
-                group.fold(fetched[i - begin].get(thread), scale_log2);
-                if (what & (closes | prefix)) groups.fold(group, scale_log2, thread);
+                group.fold(state, scale_log2);
+                if (what & (closes | prefix)) groups.fold(group, scale_log2);
             }
         }
         return groups;
     }
 
-    __device__ void store(const KeptState& result, int m, float scale_log2) const {
-        const SplitRun& run = smem.run;
+    __device__ void store(const Quarter& state, int m, float scale_log2) const {
+        const SplitRun& run = smem.work.run;
         const Rows rows(args, run.batch);
         const Store out(args, rows, run);
         const Softmax softmax(args, rows, run, scale_log2);
-        const Quarter state = result.get(thread);
         const i32 lane = thread % 32, column = warp * (quarter_blocks * 8);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -486,10 +477,6 @@ struct Consumer {
 
 __device__ void consume(const Args& args, Smem& smem) {
     Consumer consumer(args, smem);
-    if (consumer.warp == 0) {
-        const Scheduler scheduler(args);
-        if (consumer.thread == 0) smem.scheduler = scheduler;
-    }
     while (consumer.take()) consumer.attend();
 }
 
@@ -500,10 +487,11 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
         smem.k_full[threadIdx.x].init(Kv::arrivals), smem.v_full[threadIdx.x].init(Kv::arrivals), smem.empty[threadIdx.x].init(1);
         Kv::fence_barriers();
     }
+    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.parity = 0;
     if (threadIdx.x == 32) Kv::prefetch(args);
     __syncthreads();
     Launch::wait();
     Launch::launch_dependents();
-    if (threadIdx.x < 32) produce(args, smem, Scheduler(args));
+    if (threadIdx.x < 32) produce(args, smem);
     else consume(args, smem);
 }

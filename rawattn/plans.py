@@ -329,7 +329,7 @@ def _pages(fill: Pages, pool: Array) -> bytes:
     if not fill.page_rows:
         return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])
     shape = tma.page_geometry(pool.shape, pool.strides, size, fill.page_rows)
-    return driver.tensor_map(pool.pointer, pool.dtype, *shape) + struct.pack("<i60x", pool.shape[0])
+    return driver.tensor_map(pool.pointer, pool.dtype, *shape, read_once=True) + struct.pack("<i60x", pool.shape[0])
 
 
 def _part(o: Array, lse: Array) -> bytes:

@@ -17,7 +17,7 @@ from rawattn.variant.element import BF16, Element
 from rawattn.variant.mask import Causal, Mask
 from rawattn.variant.score import Score
 
-__all__ = ["Config", "Decode", "config_of", "fields", "options", "page_rows", "source", "split_values", "values", "workspace"]
+__all__ = ["Config", "Decode", "config_of", "fields", "options", "page_rows", "source", "split_rule", "values", "workspace"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,12 @@ def page_rows(op: Decode, config: Config) -> int:
     return attn_decode.page_rows(op.operation, config)
 
 
-def split_values(op: Decode, config: Config) -> dict[str, int]:
-    return attn_decode.split_values(op.operation)
+def split_rule(op: Decode) -> tuple[int, int]:
+    return attn_decode.split_rule(op.operation)
 
 
 def slots(op: Decode, config: Config) -> int:
-    return attn_decode.SPLIT_GROUP + -(-split_values(op, config)["most_splits"] // attn_decode.SPLIT_GROUP)
+    return attn_decode.SPLIT_GROUP + -(-split_rule(op)[1] // attn_decode.SPLIT_GROUP)
 
 
 def workspace(op: Decode, config: Config, grid: int) -> dict[str, int]:
@@ -94,4 +94,5 @@ def source(op: Decode, config: Config, arch: str) -> Source:
 def values(op: Decode, config: Config, max_kv_len: int, table_stride: int = 0) -> dict[str, float]:
     """The numbers of struct Args."""
     found = {**ATTN_DECODE.values(op.operation), "max_kv_len": max_kv_len, "page_table_stride": table_stride}
-    return found | split_values(op, config) | {"slots": slots(op, config)}
+    keys, most = split_rule(op)
+    return found | {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1, "slots": slots(op, config)}

@@ -81,11 +81,11 @@ def must_copy(op: AttentionKVCache, device: Device) -> bool:
     return device.capability < 90 or small or op.layout.tma_unsupported is not None or op.pages == 0
 
 
-def split_values(op: AttentionKVCache) -> dict[str, int]:
-    """Keys of a split at least, and splits at most: constants of the model, so that a row has the same bits in any batch.
-    Sequences with few key heads are split more often."""
+def split_rule(op: AttentionKVCache) -> tuple[int, int]:
+    """Keys of a split at least, and splits at most, powers of two: constants of the model, so that a row has the same bits in any
+    batch. Sequences with few key heads are split more often."""
     most = 64 if op.kv_heads <= 2 else 32 if op.kv_heads <= 4 else 16
-    return {"split_keys": op.split_keys or 256, "most_splits": MOST_SPLITS if op.split_keys else most}
+    return op.split_keys or 256, MOST_SPLITS if op.split_keys else most
 
 
 class AttnDecode(Kernel[AttentionKVCache]):
@@ -205,11 +205,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
         found: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
         found |= {"batches": op.batch, "q_len": op.q_len, "max_q_len": op.q_len, "total_q": op.total_q, "slots": slots(op)}
         found |= {"max_kv_len": min(op.kv_len, LONGEST), "page_shift": page_shift(op), "indices_count": op.table}
-        return found | split_values(op) | op.mask.values | op.score.values
+        keys, most = split_rule(op)
+        found |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
+        return found | op.mask.values | op.score.values
 
     def grid(self, op: AttentionKVCache, config: Config, device: Device) -> int:
         """One block for each multiprocessor, or for each split that there may be."""
-        splits = min(split_values(op)["most_splits"], ceil_div(max(1, op.kv_len), split_values(op)["split_keys"]))
+        keys, most = split_rule(op)
+        splits = min(most, ceil_div(max(1, op.kv_len), keys))
         works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), config.tile_q)
         return min(device.sm_count, MOST_BLOCKS, works * splits)
 
@@ -227,7 +230,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
 def slots(op: AttentionKVCache) -> int:
     """States that a block may leave in global memory."""
-    return SPLIT_GROUP + ceil_div(split_values(op)["most_splits"], SPLIT_GROUP)
+    return SPLIT_GROUP + ceil_div(split_rule(op)[1], SPLIT_GROUP)
 
 
 def state_floats(op: AttentionKVCache, config: Config) -> int:

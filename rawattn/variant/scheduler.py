@@ -61,7 +61,7 @@ class StreamKScheduler(Option):
 
     @property
     def fields(self) -> Fields:
-        return tuple(Field(name, "i32") for name in ("batches", "split_keys", "most_splits"))
+        return tuple(Field(name, "i32") for name in ("batches", "split_keys_log2", "most_splits_log2"))
 
 
 DIRECTIONS = {"Ascending": "ascending", "Alternating": "alternating", "LongestFirst": "longest_first"}

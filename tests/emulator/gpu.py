@@ -46,7 +46,7 @@ class _Counters:
         return self._zeros.ctypes.data
 
 
-def _tensor_map(pointer: int, dtype: str, sizes: Any, strides: Any, box: Any) -> bytes:
+def _tensor_map(pointer: int, dtype: str, sizes: Any, strides: Any, box: Any, read_once: bool = False) -> bytes:
     """A map of 5 dimensions, as ``threads.hpp`` reads it."""
     return np.array([pointer, *strides, *sizes, *box, 0], np.int64).tobytes()
 

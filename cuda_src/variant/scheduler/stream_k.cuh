@@ -3,6 +3,8 @@
 // its share from the lengths, so no launch before this one plans. Works lie on a line: sequence by sequence, key head by key head,
 // block of rows by block of rows, split by split; a block's share begins at the first border at or after its part of the line.
 // Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded.
+//
+// This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed.
 #include "tile/splits.cuh"
 #include "variant/work_tile.cuh"
 
@@ -13,39 +15,57 @@ struct Sequence {
     Splits splits;
     i32 works, tiles;  // works, and tiles of each
 
+    Sequence() = default;
     __device__ Sequence(const Args& args, const Rows& rows, i32 batch)
         : splits(args, rows.kv_len, rows.q_len > 0 ? Mask(args, rows, WorkTile{batch, 0, 0, 0}).kv_tiles(0, rows.q_len) : TileRange{}),
           works(ceil_div(rows.q_len, cfg::tile_q) * args.heads), tiles(splits.last - splits.first + work_tiles) {}
 
     __device__ i64 line() const { return i64(works) * tiles; }
+    // The work at a place of the sequence's line; `works` at its end.
+    __device__ i32 work_at(i64 place) const {
+        i32 work = i32(float(place) * ptx::reciprocal(float(tiles)));
+        work -= i64(work) * tiles > place;
+        return work + (i64(work + 1) * tiles <= place);
+    }
 };
 
 struct Share { i32 batch, work, split; };  // where it begins: a split of a work of a sequence; split 0 stands for the first there is
 
-// The borders of all shares.
+// The borders of all shares. A division of 64 bits is a long function: borders are products with 2^32 / blocks, and who has a place
+// is guessed in float and put right.
 struct Line {
     i64 length;
+    u32 part;
     enum Unit { a_split,
                 a_group,
                 a_work } unit;
 
-    __device__ i64 begin(i32 block) const {
-        const u64 whole = u64(block * length), part = whole / gridDim.x;
-        return i64(part + (part * gridDim.x < whole));
+    __device__ static u32 part_of(u32 blocks) { return 0xffffffffu / blocks + 1; }
+    __device__ i64 begin(u32 block) const {
+        if (block == gridDim.x) return length;
+        const u64 x = u64(length) * block;
+        return (x >> 32) * part + (u64(u32(x)) * part >> 32);
     }
+    __device__ i32 block_at(i64 place) const {
+        i32 block = min(i32(float(place) * (float(gridDim.x) * ptx::reciprocal(float(length)))), i32(gridDim.x) - 1);
+        while (begin(block) > place) --block;
+        while (block + 1 < i32(gridDim.x) && begin(block + 1) <= place) ++block;
+        return block;
+    }
+
     // The first split of a work at `at` on the line that is in the share of `block` or a later one; the end where none is.
     __device__ i32 first_split(const Splits& splits, i64 at, i32 block) const {
         const i64 inside = begin(block) - at;
         if (inside <= 0) return splits.begin;
         if (unit == a_work || inside > splits.last - splits.first) return splits.end;
-        i32 split = ceil_div(i32(inside) + splits.first, splits.tiles);
+        i32 split = splits.split_after(i32(inside) + splits.first);
         if (unit == a_group) split = ceil_div(split, split_group) * split_group;
         return min(split, splits.end);
     }
     __device__ i32 owner(const Splits& splits, i64 at, i32 split) const {
         const i32 first = unit == a_work ? splits.begin : unit == a_group ? splits.group_begin(split)
                                                                           : split;
-        return i32(u64(at + splits.tiles_before(first)) * gridDim.x / u64(length));
+        return block_at(at + splits.tiles_before(first));
     }
 };
 
@@ -53,6 +73,7 @@ struct Line {
 struct SplitRun : WorkTile {
     i32 split_end, work;  // the work's number in the sequence
     i64 at;
+    Splits splits;  // of the sequence
 };
 
 struct StreamKScheduler {
@@ -66,53 +87,62 @@ struct StreamKScheduler {
 
     // By a warp, each lane of which looks at as many sequences on end. No warp waits for another.
     __device__ explicit StreamKScheduler(const Args& args) {
-        const i32 each = max(1, ceil_div(args.batches, 32)), lane = threadIdx.x % 32, lanes = ceil_div(args.batches, each);
+        const i32 each = (args.batches + 31) / 32, lane = threadIdx.x % 32, lanes = min(args.batches, 32);
         const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
         i64 upto = 0;
-        i32 longest = 0, shortest = 0x7fffffff, group = 0;
+        i32 longest = 0, shortest = 0x7fffffff, group = 0, works = 0;
+        Sequence sequence;
+#pragma unroll 1
         for (i32 batch = first; batch < last; ++batch) {
             const Rows rows(args, batch);
-            const Sequence sequence(args, rows, batch);
+            sequence = Sequence(args, rows, batch);
             if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
-            upto += sequence.line();
+            upto += sequence.line(), works += sequence.works;
             if (sequence.works == 0) continue;
             longest = max(longest, sequence.tiles), shortest = min(shortest, sequence.tiles);
-            group = max(group, min(sequence.tiles, split_group * sequence.splits.tiles));
+            group = max(group, min(sequence.tiles, split_group * sequence.splits.tiles()));
         }
         const i64 own = upto;
 #pragma unroll 1
         for (i32 d = 1; d < lanes; d *= 2) {  // the first lanes are enough
             const i64 lower = __shfl_up_sync(0xffffffffu, upto, d);
             if (lane >= d) upto += lower;
+            works += __shfl_xor_sync(0xffffffffu, works, d);
             longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, d));
             shortest = min(shortest, __shfl_xor_sync(0xffffffffu, shortest, d));
             group = max(group, __shfl_xor_sync(0xffffffffu, group, d));
         }
         line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
-        line.unit = unit_of(__shfl_sync(0xffffffffu, longest, 0), __shfl_sync(0xffffffffu, shortest, 0), __shfl_sync(0xffffffffu, group, 0));
-        const Begin own_begin = find(args, blockIdx.x, first, last, upto - own, upto);
-        here = own_begin.share, at = own_begin.at;
-        end = find(args, blockIdx.x + 1, first, last, upto - own, upto).share;
+        line.part = Line::part_of(gridDim.x);
+        line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
+#pragma unroll 1
+        for (i32 i = 1; i >= 0; --i) {
+            const Begin begin = find(args, blockIdx.x + i, first, last, upto - own, upto, sequence);
+            here = begin.share, at = begin.at;
+            if (i) end = here;
+        }
     }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth.
-    __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group) const {
-        const i64 blocks = gridDim.x, mean_25 = 25 * line.length;  // of all blocks
+    __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group, i32 works) const {
+        const i64 blocks = gridDim.x;
         if (longest == 0) return Line::a_split;
-        const i64 most = longest == shortest ? (line.length / longest + blocks - 1) / blocks * longest * blocks : line.length + longest * blocks;
-        if (25 * most <= mean_25 + line.length) return Line::a_work;
+        const i64 most = longest == shortest ? ceil_div(works, gridDim.x) * blocks * longest : line.length + longest * blocks;
+        if (25 * most <= 26 * line.length) return Line::a_work;
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
     }
     // Where the share of a block begins. The lane among whose sequences that is says so; the one with the last row also where it is the
     // line's end.
-    __device__ Begin find(const Args& args, i32 block, i32 batch, i32 last, i64 at, i64 until) const {
+    // `sequence` is the last one's.
+    __device__ Begin find(const Args& args, i32 block, i32 batch, i32 last, i64 at, i64 until, Sequence sequence) const {
         const i64 begin = line.begin(block);
         const bool at_end = begin == line.length && until == begin, mine = at != until && begin >= at && (begin < until || at_end);
         Share share = {0, 0, 0};
+#pragma unroll 1
         for (; mine && batch < last; ++batch) {
-            const Sequence sequence(args, Rows(args, batch), batch);
+            if (batch + 1 < last) sequence = Sequence(args, Rows(args, batch), batch);
             const i64 next = at + sequence.line();
             if (next != at && (begin < next || (at_end && next == until))) {
-                const i32 work = i32((begin - at) / sequence.tiles);
+                const i32 work = sequence.work_at(begin - at);
                 i32 split = sequence.splits.end;
                 if (work < sequence.works) split = line.first_split(sequence.splits, at + i64(work) * sequence.tiles, block);
                 const bool past = work < sequence.works && split == sequence.splits.end;
@@ -146,9 +176,9 @@ struct StreamKScheduler {
             const i32 begin = max(here.split, sequence.splits.begin), stop = last ? end.split : sequence.splits.end;
             here = {batch, work + 1, 0};
             if (begin >= stop) continue;
-            const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q);
-            return {{batch, work / q_blocks, work % q_blocks * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles};
+            const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q), head = work / q_blocks;
+            return {{batch, head, (work - head * q_blocks) * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles, sequence.splits};
         }
-        return {{-1, 0, 0, 0}, 0, 0, 0};
+        return {{-1, 0, 0, 0}, 0, 0, 0, {}};
     }
 };
