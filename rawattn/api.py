@@ -60,7 +60,7 @@ def attention(
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
-            softcap. The time still follows from shapes, strides, masks and other options, and with packed sequences from their lengths.
+            softcap. The time still follows from shapes, strides, masks and options, and with packed sequences from their lengths.
             Not covered: a score of your own, and what the chip does by itself, namely power, which constants such as 0 save, the
             clock rate that follows it, and the state of the L2 cache. ``perf.prove`` tests the time.
         deterministic: accepted for flash-attn's users; results are always the same bits.
