@@ -95,4 +95,8 @@ def values(op: Decode, config: Config, max_kv_len: int, table_stride: int = 0) -
     """The numbers of struct Args."""
     found = {**ATTN_DECODE.values(op.operation), "max_kv_len": max_kv_len, "page_table_stride": table_stride}
     keys, most = split_rule(op)
-    return found | {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1, "slots": slots(op, config)}
+    return found | {
+        "split_keys_log2": keys.bit_length() - 1,
+        "most_splits_log2": most.bit_length() - 1,
+        "slots": slots(op, config),
+    }

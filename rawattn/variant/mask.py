@@ -230,6 +230,14 @@ def of_head(mask: Pairs, head: int) -> Pairs:
 
 
 @dataclasses.dataclass(frozen=True)
+class UsedQueriesMask(Wrapper):
+    """A mask that keeps no key for queries that are not used, as rows of ``UsedQueries`` need it."""
+
+    type: ClassVar[str] = "UsedQueriesMask"
+    source: ClassVar[str] = "variant/mask/used_queries.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class FromKey(Option):
     """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
 

@@ -109,3 +109,28 @@ class CacheRows(Option):
             return (*lengths, Field("q_len", "i32"))
         cu_seqlens = Field("cu_seqlens_q", "const i32*", Pointer("cu_seqlens_q"))
         return (cu_seqlens, *lengths, Field("max_q_len", "i32"), Field("total_q", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class UsedKeys(Wrapper):
+    """Rows of sequences of which ``kv_lens`` says how many keys are there."""
+
+    type: ClassVar[str] = "UsedKeys"
+    source: ClassVar[str] = "variant/rows/used.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("kv_lens", "const i32*", Pointer("kv_lens")))
+
+
+@dataclasses.dataclass(frozen=True)
+class UsedQueries(Wrapper):
+    """Rows of sequences of which ``q_lens`` says how many queries are used. ``UsedQueriesMask`` goes with it; ``PackGqa`` does
+    not."""
+
+    type: ClassVar[str] = "UsedQueries"
+    source: ClassVar[str] = "variant/rows/used.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("q_lens", "const i32*", Pointer("q_lens")))

@@ -159,14 +159,18 @@ def test_kernel(call: Call, tmp_path: pathlib.Path) -> None:
         np.testing.assert_allclose(x.astype(np.float64), exact, rtol=eps, atol=8 * eps)
 
 
-WRONG: dict[str, tuple[Call, dict[str, Array], str]] = {
+WRONG: dict[str, tuple[Call, dict[str, Array], str]] = {  # "indices" has more entries than the kernel is told of
     "long": (Call(), {"kv_lens": np.array([9, 5, 0, NONSENSE, 30], np.int32)}, "kv_len"),
     "negative": (Call(), {"kv_lens": np.array([-9, 5, 0, 1, 30], np.int32)}, "kv_len"),
     "shorter than its new rows": (Call(), {"kv_lens": np.array([2, 5, 0, 1, 30], np.int32)}, "kv_len"),
     "page": (Call(), {"page_table": np.full((5, 10), NONSENSE, np.int32)}, "page"),
     "negative page": (Call(half=2, q=True), {"page_table": np.full((5, 10), -1, np.int32)}, "page"),
     "indices": (CALLS["pages end to end"], {"indices": np.full(50, NONSENSE, np.int32)}, "page"),
-    "indptr": (CALLS["pages end to end"], {"indptr": np.array([0, 40, 80, 90, 95, 190], np.int32)}, "kv_len page"),
+    "indptr": (
+        CALLS["pages end to end"],
+        {"indptr": np.array([0, 40, 80, 90, 95, 190], np.int32), "indices": np.zeros(300, np.int32)},
+        "kv_len page",
+    ),
     "last_page_len": (CALLS["pages end to end"], {"last_page_len": np.full(5, 9, np.int32)}, "kv_len"),
     "falling starts": (Call(), {"cu_seqlens_q": np.array([0, 9, 3, 2, 1, 0], np.int32)}, ""),
     "wild starts": (Call(), {"cu_seqlens_q": np.array([NONSENSE] * 3 + [-NONSENSE] * 3, np.int32)}, ""),

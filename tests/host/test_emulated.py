@@ -23,7 +23,7 @@ from rawattn.operation import Forward
 from rawattn.program import Field, Fields
 from rawattn.variant import Option, launch, parts, rows, softmax, store
 from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64, Element
-from rawattn.variant.mask import Both, Causal, Full, SplitMask, Window, of_head
+from rawattn.variant.mask import Both, Causal, Full, SplitMask, UsedQueriesMask, Window, of_head
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator
 from tests.operations import forward
@@ -58,6 +58,7 @@ class Case:
     split_keys: int = 0
     most_splits: int = 99
     offsets: tuple[int, int] | None = None
+    lens: tuple[tuple[int, int], tuple[int, int]] | None = None  # q_lens and kv_lens of both sequences
     scale: float = 0.3
 
     head_dim: int = 24
@@ -88,6 +89,9 @@ def with_options(case: Case, found: dict[str, Option]) -> dict[str, Option]:
         found |= {"Mask": SplitMask(found["Mask"]), "Scheduler": plan, "Store": store.StorePartial()}
     elif case.sinks is not None:
         found["Softmax"] = softmax.WithSink(found["Softmax"])
+    if case.lens is not None:
+        found["Rows"] = rows.UsedQueries(rows.UsedKeys(found["Rows"]))
+        found["Mask"] = UsedQueriesMask(found["Mask"])
     return found
 
 
@@ -136,6 +140,7 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     )
     values |= {"splits": case.splits, "split_keys": case.split_keys, "partial_rows": partial_rows}
     values |= dict(zip(("o_partial", "lse_partial"), scratch, strict=True))
+    values |= {name: np.array(x, np.int32) for name, x in zip(("q_lens", "kv_lens"), case.lens or ((), ()), strict=True)}
     values["sinks"] = np.array(case.sinks or (), number)
     tma = case.kernel == "attn_fwd"
     for name, x, box in (("q", q, config.tile_q), ("k", k, config.tile_kv), ("v", v, config.tile_kv)):
@@ -163,6 +168,10 @@ def expected(case: Case) -> tuple[Array, Array]:
             s = case.op.spec.placed_score.logit(np, dots, batch, head, i, j)
             begin, end = of_head(case.op.spec.placed_mask, head).interval(np.arange(case.q_len), case.q_len, case.kv_len)
             kept = (j >= begin[:, None]) & (j < end[:, None])
+            if case.lens is not None:
+                q_len, kv_len = case.lens[0][batch], case.lens[1][batch]
+                begin, end = case.mask.interval(np.arange(case.q_len), q_len, kv_len)
+                kept = (j >= begin[:, None]) & (j < end[:, None]) & (i < q_len)
             sink = -np.inf if case.sinks is None else case.sinks[head]
             with np.errstate(all="ignore"):
                 full = np.concatenate([np.where(kept, s, -np.inf), np.full((case.q_len, 1), sink)], 1)
@@ -206,6 +215,9 @@ CASES = [
     *(Case(name, offsets=(7, 30), score=ALIBI, mask=Both(Causal(), Window(31, 2))) for name in KERNELS),
     Case("attn_fwd_mma", q_len=5, offsets=(7, 30), score=ALIBI, mask=Window(3, 2)),
     Case("attn_fwd_mma", q_len=5, heads=4, offsets=(1000, 950), score=ALIBI, mask=HEAD_WINDOW),
+    *(Case(name, kv_heads=2, lens=((40, 0), (77, 13))) for name in KERNELS),
+    *(Case(name, kv_heads=2, mask=Full(), lens=((70, 33), (64, 0)), sinks=(0.5, 1.0)) for name in KERNELS),
+    Case("attn_fwd", mask=Both(Causal(), Window(20)), lens=((65, 64), (90, 31)), split_keys=32),
     *(Case(name, constant_time=True, score=Softcap(1e6)) for name in KERNELS),
     Case("attn_fwd", scale=-0.3, score=Softcap(1.0), mask=Window(11, 5, "top_left")),
 ]
@@ -323,6 +335,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": (1.0,)},
     "splits": {"split_keys": 1024},
     "offsets": {"offsets": (1, 2)},
+    "lens": {"lens": ((1, 2), (3, 4))},
     "alibi": {"score": ALIBI},
     "alibi of packed heads": {"score": ALIBI, "q_len": 4, "heads": 32},
     "masks of packed heads": {"mask": HEAD_WINDOW, "q_len": 4, "heads": 32},
@@ -343,5 +356,5 @@ def test_what_is_added_costs_the_main_loop_nothing(name: str) -> None:
         binary = compiler.compile(source_of(case, arch, config)[0])
         assert not binary.spill_bytes and not binary.advisories, (added, binary.spill_bytes, binary.advisories)
         loops[added] = len(sass.main_loop(sass.disassemble(binary.cubin)))
-    for added in ("sinks", "splits", "offsets"):
+    for added in ("sinks", "splits", "offsets", "lens"):
         assert abs(loops[added] - loops["nothing"]) <= loops["nothing"] // 100 + 2, loops

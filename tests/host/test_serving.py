@@ -161,6 +161,20 @@ def test_append_in_place_and_without_lengths() -> None:
     np.testing.assert_array_equal(cache.k.reshape(-1, 1, 8)[[0, 5, 9, 3]], k[[0, 1, 3, 5]])
 
 
+def test_rows_without_a_position() -> None:
+    """Where lengths say positions, sequences without keys are left out, whatever their slots; so are negative positions."""
+    case, cos = Cached(((2, 0), (1, 3))), np.ones((9, 4), np.float32)
+    k, slots = case.rows(1, 16, 1), np.array([0, 1, 2])
+    for positions, written in ((None, [2]), (np.array([0, -1, 3]), [0, 2])):
+        cache = case.made(*case.pools())
+        q_out = rawattn.append(
+            cache, case.step(), k, k, slots=slots, rotary=Rotary(cos, cos, positions=positions), q=k, q_out=k.copy()
+        )
+        rows = cache.v.reshape(-1, 16)
+        assert np.array_equal(rows[written], k[written, 0]) and np.isnan(np.delete(rows, written, 0)).all()
+        assert [bool((q_out[i] != k[i]).any()) for i in range(3)] == [i in written for i in range(3)]
+
+
 def test_attention_append() -> None:
     """Token by token is as all at once."""
     case = Cached(((9, 9), (5, 5)), page_size=2, heads=4, kv_heads=2)
