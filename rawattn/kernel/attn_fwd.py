@@ -100,7 +100,7 @@ class AttnFwd(OneLaunch):
         if not self.runs_on(device):
             found.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
         found += tiling.tensor_core_reasons(op)
-        found += tiling.too_many_tiles(op, 64) + tiling.lens_reason(op)
+        found += tiling.too_many_tiles(op, 64)
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:

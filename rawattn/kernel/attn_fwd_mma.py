@@ -51,7 +51,7 @@ class Config:
 def packs(op: Forward) -> bool:
     """Says whether the queries of all heads that share a key head should be the rows of a tile: where they are few, so that tiles
     of 64 rows of one head would be emptier by a tenth. Not for varlen, where sequences have any number of queries."""
-    if op.heads == op.kv_heads or op.varlen or not op.q_len:
+    if op.heads == op.kv_heads or op.varlen or any(op.lens) or not op.q_len:
         return False
     alone, together = (n / (-(-n // 64) * 64) for n in (op.q_len, op.q_len * op.heads_per_kv))
     return alone < 0.9 * together
@@ -121,7 +121,7 @@ class AttnFwdMma(OneLaunch):
         found = []
         if not self.runs_on(device):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(op) + tiling.too_many_tiles(op, 32) + tiling.lens_reason(op)
+        found += tiling.tensor_core_reasons(op) + tiling.too_many_tiles(op, 32)
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -132,7 +132,7 @@ class AttnFwdMma(OneLaunch):
             return f"m_tiles_per_warp is {config.m_tiles_per_warp}; it must be 1 or 2"
         if config.tile_q % (32 * config.m_tiles_per_warp) or not 32 <= config.tile_q <= 256:
             return f"tile_q is {config.tile_q}; it must be a multiple of {32 * config.m_tiles_per_warp} up to 256"
-        if config.pack_gqa and (op.varlen or op.heads == op.kv_heads):
+        if config.pack_gqa and (op.varlen or any(op.lens) or op.heads == op.kv_heads):
             return "pack_gqa is True; it needs several query heads for each key head, and sequences of one length"
         if reasons := tiling.too_many_tiles(as_rows(op, config), config.tile_q):
             return reasons[0]

@@ -13,7 +13,7 @@ from ..device import Device
 from ..operation import Forward
 from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
-from ..variant.mask import Causal, Full, Ints, Mask, Pairs
+from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 MOST_TILES = (1 << 31) - (1 << 16)  # a tile's number and the grid's size fit an int32 together
@@ -106,6 +106,10 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         "Weight": weight.Identity(),
         **own,
     }
+    if op.kv_lens:
+        found["Rows"] = rows.UsedKeys(found["Rows"])
+    if op.q_lens:
+        found |= {"Rows": rows.UsedQueries(found["Rows"]), "Mask": UsedQueriesMask(found["Mask"])}
     if op.spec.offsets is not None:
         found["Rows"] = rows.WithOffset(found["Rows"])
     if op.sinks:
@@ -186,8 +190,3 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
     found |= {"q_len": op.q_len, "kv_len": op.kv_len, "q_tiles": -(-op.q_len // tile_q)}
     found["l2_head_group"], found["last_group"] = head_groups(op, tile_q, device)
     return found
-
-
-def lens_reason(op: Forward) -> list[str]:
-    """Why a kernel does not compute sequences that use a part of their rows."""
-    return ["it takes no q_lens and kv_lens yet"] if any(op.lens) else []

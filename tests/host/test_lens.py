@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import ProblemError, UnsupportedError, api, arrays, reference
+from rawattn import ProblemError, arrays, reference
 from rawattn.device import TYPICAL
 from rawattn.operation import Forward
+from rawattn.select import select
 from rawattn.spec import Spec
 from rawattn.testing import Case, cases, expect
 
@@ -91,13 +92,16 @@ def test_wrong(given: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
-def test_no_kernel_of_a_gpu_takes_them_yet() -> None:
+def test_operation() -> None:
     names = {name: arrays.read(ROWS, name)._replace(device=0) for name in "qkv"}
     op = Forward.of(names | {"q_lens": arrays.read(np.zeros(2, np.int32), "q_lens")._replace(device=0)}, Spec())
     assert [x.name for x in op.inputs] == ["q", "k", "v", "q_lens"] and str(op).endswith(", q_lens")
     assert Forward.from_json(op.to_json()) == op
-    with pytest.raises(UnsupportedError, match="it takes no q_lens and kv_lens yet"):
-        api.explain_operation(op, TYPICAL["sm_90a"])
+    for kernel in ("attn_fwd_mma", "attn_fwd_simt"):
+        found = select(op, TYPICAL["sm_90a"], kernel)
+        (launch,) = found.kernel.lower(op, found.config, TYPICAL["sm_90a"]).launches
+        config = dict(launch.source.headers)["config.cuh"]
+        assert "UsedQueries<Dense>" in config and "kv_lens" not in config
 
 
 def test_torch_traces_none() -> None:

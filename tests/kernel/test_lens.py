@@ -1,0 +1,76 @@
+"""q_lens and kv_lens: padded batches, of which each sequence uses a part. The lengths lie on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import rawattn
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.testing import Case, expect
+from tests.calls import attend, poisoned_memory
+
+pytestmark = pytest.mark.gpu("any")
+
+KERNELS = [pytest.param(ATTN_FWD, marks=pytest.mark.gpu), ATTN_FWD_MMA, ATTN_FWD_SIMT]
+CASES = [
+    Case(batch=4, q_len=200, kv_len=333, heads=4, kv_heads=2),
+    Case(batch=4, q_len=200, kv_len=333, heads=4, kv_heads=2, head_dim=128, head_dim_v=128, causal=True, sinks=True),
+    Case(batch=4, q_len=300, kv_len=300, heads=2, kv_heads=2, head_dim=128, head_dim_v=128, window=(100, None), dtype="fp16"),
+    Case(batch=4, q_len=3, kv_len=700, heads=8, kv_heads=2, causal=True),  # heads of a key head share tiles elsewhere
+    Case(batch=4, q_len=64, kv_len=3000, heads=1, kv_heads=1, head_dim=128, head_dim_v=128),  # keys are split elsewhere
+    Case(batch=4, q_len=200, kv_len=333, heads=4, kv_heads=2, causal=True, softcap=5.0),
+    Case(lengths=((70, 200), (1, 5), (129, 129), (64, 40)), heads=2, kv_heads=2, causal=True),
+]
+WHICH = [("q_lens", "kv_lens"), ("kv_lens",), ("q_lens",)]
+
+
+def used(case: Case, which: tuple[str, ...]) -> dict[str, Any]:
+    """Of the four sequences one uses all, one nothing, and the others a part."""
+    import torch
+
+    pairs = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * 4
+    shares = {"q_lens": (1.0, 0.3, 0.0, 0.61), "kv_lens": (0.7, 1.0, 0.5, 0.0)}
+    lens = {
+        name: [int(share * pair[i]) for share, pair in zip(shares[name], pairs, strict=True)] for i, name in enumerate(shares)
+    }
+    return {name: torch.tensor(lens[name], dtype=torch.int32, device="cuda") for name in which}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("which", WHICH, ids="-".join)
+def test_against_the_reference(case: Case, kernel: Any, which: tuple[str, ...]) -> None:
+    inputs = case.inputs("torch", "cuda")
+    o, lse = attend(case, *inputs, kernel=kernel, **used(case, which))
+    sinks = {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
+    expect(*inputs, **{**case.options, **sinks}, **used(case, which)).check(o, lse)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_keys_behind_do_not_matter(kernel: Any) -> None:
+    """Keys that are not used may be NaN, and a graph reads the lengths when it runs."""
+    import torch
+
+    case = CASES[1]
+    q, k, v = case.inputs("torch", "cuda")
+    lens = used(case, ("q_lens", "kv_lens"))
+    options = {**case.options, "sinks": case.sink_logits("torch", "cuda"), "kernel": kernel.name, **lens}
+    for i, n in enumerate(lens["kv_lens"].tolist()):
+        k[i, n:] = float("nan")
+    with poisoned_memory():
+        wanted = rawattn.attention(q, k, v, **options)
+    assert not wanted.isnan().any()
+    right = {name: x.clone() for name, x in lens.items()}
+    for x in lens.values():
+        x.zero_()
+    out, graph = torch.empty_like(wanted), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rawattn.attention(q, k, v, **options, out=out)
+    for name, x in lens.items():
+        x.copy_(right[name])
+    graph.replay()
+    assert torch.equal(out, wanted)
