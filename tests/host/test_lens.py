@@ -97,11 +97,10 @@ def test_operation() -> None:
     op = Forward.of(names | {"q_lens": arrays.read(np.zeros(2, np.int32), "q_lens")._replace(device=0)}, Spec())
     assert [x.name for x in op.inputs] == ["q", "k", "v", "q_lens"] and str(op).endswith(", q_lens")
     assert Forward.from_json(op.to_json()) == op
-    for kernel in ("attn_fwd_mma", "attn_fwd_simt"):
-        found = select(op, TYPICAL["sm_90a"], kernel)
-        (launch,) = found.kernel.lower(op, found.config, TYPICAL["sm_90a"]).launches
-        config = dict(launch.source.headers)["config.cuh"]
-        assert "UsedQueries<Dense>" in config and "kv_lens" not in config
+    found = select(op, TYPICAL["sm_90a"])
+    (launch,) = found.kernel.lower(op, found.config, TYPICAL["sm_90a"]).launches
+    config = dict(launch.source.headers)["config.cuh"]
+    assert "UsedQueries<Dense>" in config and "kv_lens" not in config
 
 
 def test_torch_traces_none() -> None:
