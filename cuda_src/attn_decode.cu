@@ -61,7 +61,7 @@ union RingOrStates {  // states where no tile will come any more
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
-    i32 kv_len;
+    i32 kv_len, rows;
     u32 ahead;          // tile t is tile t + `ahead` of the block's share, which is its place in the ring
     bool is_ring_free;  // afterwards, as far as is known
 };
@@ -103,7 +103,7 @@ __device__ void produce(const Args& args, Smem& smem) {
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
         smem.taken.wait(n % 2 ^ 1);
         if (threadIdx.x == 0) {
-            smem.next = {run, own, rows.kv_len, place - tiles.begin, scheduler.has_ended()};
+            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin, scheduler.has_ended()};
             smem.given.arrive();
         }
         if (run.is_last()) break;
@@ -121,7 +121,23 @@ __device__ void produce(const Args& args, Smem& smem) {
     Kv::finish();
 }
 
-// One of the four: what it computes of its tiles. Registers are laid out as in tile/fragment.cuh.
+// Registers are laid out as in tile/fragment.cuh, but a thread's two rows of 16 are neighbours, so that few rows are in few lanes, and
+// the others have nothing to exchange.
+__device__ constexpr i32 row_after(int r) { return r / 2 * 16 + r % 2; }  // a thread's row r, from its first one
+__device__ constexpr i32 fragment_place(i32 row) { return row / 16 * 16 + row % 2 * 8 + row % 16 / 2; }
+__device__ i32 first_row() { return i32(threadIdx.x) % 32 / 4 * 2; }
+
+template <class F, int n>
+__device__ void apply(const F& f, float (&s)[n], i32 row, i32 first) {
+    if constexpr (requires { f.apply(s); }) {
+        f.apply(s);
+    } else {
+#pragma unroll
+        for (int i = 0; i < n; ++i) s[i] = f(s[i], row + row_after(fragment_row(i)), first + fragment_column(i));
+    }
+}
+
+// One of the four: what it computes of its tiles.
 struct Strand {
     static constexpr int m_tiles = cfg::m_tiles_per_warp, qk_steps = cfg::head_dim / 16, step_keys = 32;
     static constexpr int steps = cfg::tile_kv / step_keys, at_once = cfg::steps_at_once, kept = cfg::q_steps_in_registers;
@@ -210,6 +226,9 @@ struct Consumer {
     __device__ Consumer(const Args& args, Smem& smem)
         : args(args), smem(smem), own(smem.folding.own), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
 
+    // Whether the thread has rows of these 16.
+    __device__ bool has_rows(int m) const { return m * 16 + first_row() < smem.work.rows; }
+
     __device__ static void meet() { ptx::bar_sync(1, 128); }
 
     __device__ void load_q(const Rows& rows) {
@@ -219,7 +238,7 @@ struct Consumer {
             const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
             const bool inside = run.q_begin + row < rows.q_len;
             const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? run.q_begin + row : 0, run.head);
-            ptx::cp_async(to + QTile::offset(row, chunk), args.q.data + at + chunk * 16, inside ? 16 : 0);
+            ptx::cp_async(to + QTile::offset(fragment_place(row), chunk), args.q.data + at + chunk * 16, inside ? 16 : 0);
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -230,12 +249,12 @@ struct Consumer {
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row. The few
     // tiles that need a mask make it anew: 32 rows leave it no registers.
     __device__ void mask_and_score(const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) const {
-        map_fragment(score, s, row, first);
+        apply(score, s, row, first);
         if (full) return;
         const Mask mask(args, Rows(args, smem.work.run.batch), smem.work.run);
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
-            const auto kept = mask.row(row + 8 * r, first);
+            const auto kept = mask.row(row + row_after(r), first);
 #pragma unroll
             for (int i = 0; i < Strand::scores; ++i)
                 if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
@@ -258,13 +277,13 @@ struct Consumer {
             }
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
-                const i32 row = smem.work.run.q_begin + i32(thread) % 32 / 4, key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
+                const i32 row = smem.work.run.q_begin + first_row(), key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
                 mask_and_score(score, s[i], full, row, key);
                 softmax.find_top(s[i]);
                 softmax.move();
                 softmax.weigh(s[i]);
                 softmax.rescale(strand.o);
-                map_fragment(weight, s[i], row, key);
+                apply(weight, s[i], row, key);
                 strand.multiply_pv(s[i], stage * sizeof(VTile) + (first + i) * VTile::block(2, 0));
             }
         }
@@ -286,7 +305,7 @@ struct Consumer {
                 const int block = i / merge_blocks * quarter_blocks + pass * merge_blocks + i % merge_blocks;
                 if (block * 8 >= cfg::head_dim_v) continue;
                 const float* x = strand.o + fragment_index(block, 2 * m);
-                own.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
+                if (has_rows(m)) own.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
             }
             meet();
             SoftmaxState<merge_blocks> state[2], next;
@@ -314,20 +333,22 @@ struct Consumer {
     __device__ StateSlot slot(i32 at, int m) const {
         return {reinterpret_cast<float4*>(args.partials + (i64(at) * cfg::m_tiles_per_warp + m) * StateSlot::floats)};
     }
-    __device__ StateSlot own_slot(i32 index, int m) const { return slot(blockIdx.x * args.slots + index, m); }
+    __device__ void leave(i32 index, int m, const Quarter& state) const {
+        if (has_rows(m)) slot(blockIdx.x * args.slots + index, m).put(state, thread);
+    }
 
     // Takes in a split's result.
     __device__ void push(i32 split, int m, const Quarter& state, float scale_log2) {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
-        if (run.split > begin) return own_slot(split % split_group, m).put(state, thread);
+        if (run.split > begin) return leave(split % split_group, m, state);
         if (split > begin) own.group[m].fold(state, scale_log2, thread);
         else own.group[m].put(state, thread);
         if (split + 1 < end && split + 1 < run.split_end) return;
         const Quarter group = own.group[m].get(thread);
-        if (split + 1 < end) own_slot(0, m).put(group, thread);
-        else if (run.split > splits.begin) own_slot(split_group + split / split_group, m).put(group, thread);
+        if (split + 1 < end) leave(0, m, group);
+        else if (run.split > splits.begin) leave(split_group + split / split_group, m, group);
         else if (begin > splits.begin) own.groups[m].fold(group, scale_log2, thread);
         else own.groups[m].put(group, thread);
     }
@@ -366,7 +387,7 @@ struct Consumer {
         const bool begins = run.split == splits.begin, whole = begins && run.split_end == splits.end;
         if (!whole) {
             if (begins && run.split_end >= splits.group_end(splits.begin))
-                for (int m = 0; m < cfg::m_tiles_per_warp; ++m) own_slot(split_group, m).put(own.groups[m].get(thread), thread);
+                for (int m = 0; m < cfg::m_tiles_per_warp; ++m) leave(split_group, m, own.groups[m].get(thread));
             arrive();
         }
         if (whole || smem.is_last)
@@ -433,7 +454,8 @@ struct Consumer {
         for (i32 begin = 0; begin < count; begin += room) {
             const i32 end = min(begin + room, count);
 #pragma unroll 4
-            for (i32 i = begin; i < end; ++i) slot(smem.pieces[i] / 8, m).fetch(fetched[i - begin], thread);
+            for (i32 i = begin; i < end; ++i)
+                if (has_rows(m)) slot(smem.pieces[i] / 8, m).fetch(fetched[i - begin], thread);
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
             Quarter next = fetched[0].get(thread);
@@ -458,7 +480,7 @@ struct Consumer {
         const i32 lane = thread % 32, column = warp * (quarter_blocks * 8);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const i32 row = run.q_begin + lane / 4 + 16 * m + 8 * r;
+            const i32 row = run.q_begin + first_row() + 16 * m + r;
             if (row >= rows.q_len) continue;
             LogSum<float> sum{state.max[r] * (scale_log2 * float(ln_2)), state.sum[r]};
             softmax.finish(row, sum);
@@ -489,6 +511,7 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
     }
     if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.parity = 0;
     if (threadIdx.x == 32) Kv::prefetch(args);
+    if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();
     Launch::wait();
     Launch::launch_dependents();

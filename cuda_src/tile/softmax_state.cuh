@@ -1,5 +1,5 @@
 #pragma once
-// What an online softmax has found over some keys for 16 rows, and how two such findings become one. Four warps share the columns:
+// What an online softmax has found over some keys for 16 rows, two of a quad, and how two such findings become one. Four warps share the columns:
 // each has a quarter of the blocks of eight (tile/fragment.cuh), so none of them needs another's numbers.
 #include "ptx/cp_async.cuh"
 #include "tile/fragment.cuh"
@@ -72,7 +72,7 @@ struct KeptState {
     }
 };
 
-// The same in global memory, for another block: the columns by thread, then maxima and sums, which all warps have, by row.
+// The same in global memory, for another block: the columns by thread, then maxima and sums, which all warps have, by quad.
 struct StateSlot {
     static constexpr int floats = quarter_blocks * 512 + 32;
     float4* data;

@@ -80,7 +80,12 @@ def test_cuda_file(path: pathlib.Path) -> None:
     """Its includes follow the arrows and exist, and it has no directive besides: what varies is a file, not a condition."""
     directives = re.findall(r"^[ \t]*#[ \t]*(.*?)[ \t]*(?://.*)?$", path.read_text(), re.MULTILINE)
     includes = [line for line in directives if line.startswith("include")]
-    assert {line for line in directives if line not in includes} <= {"pragma once", "pragma unroll", "pragma unroll 1", "pragma unroll 4"}
+    assert {line for line in directives if line not in includes} <= {
+        "pragma once",
+        "pragma unroll",
+        "pragma unroll 1",
+        "pragma unroll 4",
+    }
     allowed = ARROWS.get(path.relative_to(ROOT / "cuda_src").parts[0], [*ARROWS, "config.cuh"])
     for line in includes:
         target = line.removeprefix('include "').removesuffix('"')

@@ -14,6 +14,7 @@ from rawattn.testing import Case, expect
 from tests.calls import attend, poisoned_memory
 
 pytestmark = pytest.mark.gpu("any")
+torch = pytest.importorskip("torch")
 
 KERNELS = [pytest.param(ATTN_FWD, marks=pytest.mark.gpu), ATTN_FWD_MMA, ATTN_FWD_SIMT]
 CASES = [
@@ -30,8 +31,6 @@ WHICH = [("q_lens", "kv_lens"), ("kv_lens",), ("q_lens",)]
 
 def used(case: Case, which: tuple[str, ...]) -> dict[str, Any]:
     """Of the four sequences one uses all, one nothing, and the others a part."""
-    import torch
-
     pairs = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * 4
     shares = {"q_lens": (1.0, 0.3, 0.0, 0.61), "kv_lens": (0.7, 1.0, 0.5, 0.0)}
     lens = {
@@ -44,17 +43,31 @@ def used(case: Case, which: tuple[str, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("which", WHICH, ids="-".join)
 def test_against_the_reference(case: Case, kernel: Any, which: tuple[str, ...]) -> None:
-    inputs = case.inputs("torch", "cuda")
-    o, lse = attend(case, *inputs, kernel=kernel, **used(case, which))
+    """Each sequence is as if it had the used rows alone; queries behind them keep no key."""
+    q, k, v, *starts = case.inputs("torch", "cuda")
+    lens = used(case, which)
+    o, lse = attend(case, q, k, v, *starts, kernel=kernel, **lens)
     sinks = {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
-    expect(*inputs, **{**case.options, **sinks}, **used(case, which)).check(o, lse)
+    for i in range(4):
+        rows, keys, at = (slice(i, i + 1),) * 3
+        if case.lengths is not None:
+            rows, keys = (slice(*x[i : i + 2].tolist()) for x in starts)
+            at = (None, slice(None), rows)
+        of = [x[part][None] if case.lengths is not None else x[part] for x, part in ((q, rows), (k, keys), (v, keys), (o, rows))]
+        n, m = (int(lens[name][i]) if name in lens else of[j].shape[1] for j, name in enumerate(("q_lens", "kv_lens")))
+        found_o, found_lse = of[3], lse[at]
+        wanted = expect(of[0][:, :n], of[1][:, :m], of[2][:, :m], **{**case.options, **sinks})
+        wanted.check(found_o[:, :n], found_lse[..., :n])
+        assert not found_o[:, n:].any()
+        behind = found_lse[..., n:]
+        assert torch.equal(
+            behind, sinks["sinks"][None, :, None].expand_as(behind) if sinks else torch.full_like(behind, -torch.inf)
+        )
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_keys_behind_do_not_matter(kernel: Any) -> None:
     """Keys that are not used may be NaN, and a graph reads the lengths when it runs."""
-    import torch
-
     case = CASES[1]
     q, k, v = case.inputs("torch", "cuda")
     lens = used(case, ("q_lens", "kv_lens"))

@@ -1,8 +1,11 @@
 #pragma once
 // How many keys a sequence has whose pages lie end to end: all but the last are full.
-#include "ptx/base.cuh"
+#include "ptx/prefetch.cuh"
 
 struct PageListLens {
+    __device__ static void prefetch(const Args& args, i32 batch) {
+        ptx::prefetch_to_l2(args.indptr + batch), ptx::prefetch_to_l2(args.last_page_len + batch);
+    }
     // -1 where the last page cannot hold what it should.
     __device__ static i32 of(const Args& args, i32 batch) {
         const i64 pages = i64(args.indptr[batch + 1]) - args.indptr[batch], last = args.last_page_len[batch];

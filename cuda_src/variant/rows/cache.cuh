@@ -25,6 +25,11 @@ struct CacheRows {
         violations = (kv_len != length ? violated::kv_len : 0) | (q.cut ? violated::q_len : 0);
     }
 
+    // By a warp, while the launch before this one may still write the lengths: each lane asks for a line of 32.
+    __device__ static void prefetch(const Args& args) {
+        const i32 batch = threadIdx.x % 32 * 32;
+        if (batch < args.batches) Lengths::prefetch(args, batch);
+    }
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - queries); }
     __device__ i32 q_of(i32 row) const { return row / heads; }
     __device__ i32 head_of(i32 head, i32 row) const { return head * heads + row % heads; }

@@ -132,14 +132,14 @@ struct StreamKScheduler {
     }
     // Where the share of a block begins. The lane among whose sequences that is says so; the one with the last row also where it is the
     // line's end.
-    // `sequence` is the last one's.
-    __device__ Begin find(const Args& args, i32 block, i32 batch, i32 last, i64 at, i64 until, Sequence sequence) const {
+    // `last_sequence` is that of batch `last` - 1.
+    __device__ Begin find(const Args& args, i32 block, i32 batch, i32 last, i64 at, i64 until, const Sequence& last_sequence) const {
         const i64 begin = line.begin(block);
         const bool at_end = begin == line.length && until == begin, mine = at != until && begin >= at && (begin < until || at_end);
         Share share = {0, 0, 0};
 #pragma unroll 1
         for (; mine && batch < last; ++batch) {
-            if (batch + 1 < last) sequence = Sequence(args, Rows(args, batch), batch);
+            const Sequence sequence = batch + 1 < last ? Sequence(args, Rows(args, batch), batch) : last_sequence;
             const i64 next = at + sequence.line();
             if (next != at && (begin < next || (at_end && next == until))) {
                 const i32 work = sequence.work_at(begin - at);
