@@ -11,7 +11,7 @@
 //   empty[b]              a lane of the tile's warp     producer            both until refilled
 //   given                 a lane of the producer        a consumer          smem.next, .line
 //   taken                 that consumer                 producer            smem.next until the next work
-//   named barrier 1       consumers                     consumers           smem.q, .folding, .work, .pieces, .is_last
+//   named barrier 1       consumers                     consumers           smem.q, .own, .work, .pieces, .is_last
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
@@ -45,30 +45,22 @@ struct Own {  // of a block
     Strands strands;
     KeptState group[cfg::m_tiles_per_warp], groups[cfg::m_tiles_per_warp];  // of the splits so far in their group, and of the groups before
 };
-union Folding {
-    Own own;
-    KeptState fetched[sizeof(Own) / sizeof(KeptState)];
-};
 struct Ring {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
-};
-union RingOrStates {  // states where no tile will come any more
-    Ring tiles;
-    KeptState fetched[sizeof(Ring) / sizeof(KeptState)];
 };
 // What a block does of a work. The producer alone finds it out: its code is long, and nobody has it in an instruction cache.
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
     i32 kv_len, rows;
-    u32 ahead;          // tile t is tile t + `ahead` of the block's share, which is its place in the ring
-    bool is_ring_free;  // afterwards, as far as is known
+    u32 ahead;  // tile t is tile t + `ahead` of the block's share, which is its place in the ring
+    i32 owner;  // the block with the work's first split
 };
 struct Smem {
-    RingOrStates ring;
+    Ring ring;
     QTile q;
-    Folding folding;
+    Own own;
     Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken;
     Work next, work;  // the producer's, and the consumers' copy of it
     Line line;
@@ -101,9 +93,10 @@ __device__ void produce(const Args& args, Smem& smem) {
         const Rows rows(args, max(0, run.batch));
         const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
+        const i32 owner = run.split == run.splits.begin ? i32(blockIdx.x) : scheduler.line.owner(run.splits, run.at, run.splits.begin);
         smem.taken.wait(n % 2 ^ 1);
         if (threadIdx.x == 0) {
-            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin, scheduler.has_ended()};
+            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin, owner};
             smem.given.arrive();
         }
         if (run.is_last()) break;
@@ -115,7 +108,7 @@ __device__ void produce(const Args& args, Smem& smem) {
             const u32 before = place - cfg::stages;  // which had the stage
             found = kv.find(tile + 1);
             if (place >= cfg::stages) smem.empty[barrier(before)].wait(parity(before));
-            kv.load(smem.ring.tiles.k[stage(place)], smem.ring.tiles.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
+            kv.load(smem.ring.k[stage(place)], smem.ring.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
         }
     }
     Kv::finish();
@@ -150,8 +143,8 @@ struct Strand {
     float o[m_tiles * cfg::head_dim_v / 2];
 
     __device__ explicit Strand(const Smem& smem)
-        : q_blocks(BlockReader<QTile>::down(smem.q)), k_blocks(BlockReader<KTile>::right(smem.ring.tiles.k[0])),
-          v_blocks(BlockReader<VTile>::down(smem.ring.tiles.v[0])) {}
+        : q_blocks(BlockReader<QTile>::down(smem.q)), k_blocks(BlockReader<KTile>::right(smem.ring.k[0])),
+          v_blocks(BlockReader<VTile>::down(smem.ring.v[0])) {}
 
     __device__ void load_q(u32 (&to)[m_tiles][4], int step) {
 #pragma unroll
@@ -224,7 +217,7 @@ struct Consumer {
     Strand strand;
 
     __device__ Consumer(const Args& args, Smem& smem)
-        : args(args), smem(smem), own(smem.folding.own), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
+        : args(args), smem(smem), own(smem.own), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
 
     // Whether the thread has rows of these 16.
     __device__ bool has_rows(int m) const { return m * 16 + first_row() < smem.work.rows; }
@@ -273,7 +266,7 @@ struct Consumer {
             for (int i = 0; i < Strand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0));
             if (first == 0) {
                 smem.v_full[barrier].wait(parity(place));
-                if (left < cfg::tile_kv) Kv::clear_past_end(smem.ring.tiles.v[stage], left);
+                if (left < cfg::tile_kv) Kv::clear_past_end(smem.ring.v[stage], left);
             }
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
@@ -399,7 +392,7 @@ struct Consumer {
     __device__ void arrive() {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
-        u32* const arrived = args.arrived + (run.split == splits.begin ? blockIdx.x : smem.line.owner(splits, run.at, splits.begin));
+        u32* const arrived = args.arrived + smem.work.owner;
         meet();
         if (thread == 0) {
             const i32 here = run.split_end - run.split;
@@ -440,33 +433,27 @@ struct Consumer {
         }
         if (lane == 0) smem.piece_count = count;
     }
-    // Each thread fetches its quarter of as many states at once as there is room for: in the ring, where no tile will come any more, or
-    // where the block had its own. All numbers of a fold are in registers, so that the next state's are on their way meanwhile.
+    // Each thread fetches its quarter of several states at once, and folds them in order: all in registers, which nothing else needs now.
     __device__ Quarter fold_pieces(int m, float scale_log2) {
-        constexpr i32 own_room = sizeof(Folding) / sizeof(KeptState), ring_room = sizeof(Ring) / sizeof(KeptState);
-        const bool in_ring = smem.work.is_ring_free && ring_room > own_room;
-        KeptState* const fetched = in_ring ? smem.ring.fetched : smem.folding.fetched;
-        const i32 room = in_ring ? ring_room : own_room, count = smem.piece_count;
+        const i32 count = smem.piece_count;
         const float lowest = OnlineSoftmax(scale_log2).lowest();
         Quarter group, groups;
         group.clear(lowest), groups.clear(lowest);
 #pragma unroll 1
-        for (i32 begin = 0; begin < count; begin += room) {
-            const i32 end = min(begin + room, count);
-#pragma unroll 4
-            for (i32 i = begin; i < end; ++i)
-                if (has_rows(m)) slot(smem.pieces[i] / 8, m).fetch(fetched[i - begin], thread);
-            ptx::cp_async_commit();
-            ptx::cp_async_wait<0>();
-            Quarter next = fetched[0].get(thread);
-#pragma unroll 1
-            for (i32 i = begin; i < end; ++i) {
-                const Quarter state = next;
-                next = fetched[min(i + 1, end - 1) - begin].get(thread);
-                const i32 what = smem.pieces[i] % 8;
-                if (what & (opens | prefix)) group.clear(lowest);
-                group.fold(state, scale_log2);
-                if (what & (closes | prefix)) groups.fold(group, scale_log2);
+        for (i32 begin = 0; begin < count; begin += fetched_at_once) {
+            Quarter state[fetched_at_once];
+            i32 what[fetched_at_once];
+#pragma unroll
+            for (int i = 0; i < fetched_at_once; ++i) {
+                const i32 piece = smem.pieces[min(begin + i, count - 1)];
+                state[i] = slot(piece / 8, m).get(thread), what[i] = piece % 8;
+            }
+#pragma unroll
+            for (int i = 0; i < fetched_at_once; ++i) {
+                if (begin + i >= count) break;
+                if (what[i] & (opens | prefix)) group.clear(lowest);
+                group.fold(state[i], scale_log2);
+                if (what[i] & (closes | prefix)) groups.fold(group, scale_log2);
             }
         }
         return groups;

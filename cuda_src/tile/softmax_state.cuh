@@ -1,12 +1,12 @@
 #pragma once
 // What an online softmax has found over some keys for 16 rows, two of a quad, and how two such findings become one. Four warps share the columns:
 // each has a quarter of the blocks of eight (tile/fragment.cuh), so none of them needs another's numbers.
-#include "ptx/cp_async.cuh"
 #include "tile/fragment.cuh"
 #include "tile/range.cuh"
 
 constexpr int quarter_blocks = ceil_div(cfg::head_dim_v, 32);  // four registers each; the last ones may lie past the end
 constexpr int merge_blocks = quarter_blocks / cfg::merge_passes;
+constexpr int fetched_at_once = quarter_blocks <= 2 ? 8 : quarter_blocks <= 5 ? 6 : 3;  // states from global memory
 static_assert(quarter_blocks % cfg::merge_passes == 0);
 
 template <int blocks>
@@ -84,10 +84,11 @@ struct StateSlot {
         for (int i = 0; i < quarter_blocks; ++i) *o(i, thread) = state.o[i];
         if (thread < 32 && thread % 4 == 0) *max_sum(thread) = state.max_sum();
     }
-    // Starts the copy of the thread's quarter; only this thread will read it.
-    __device__ void fetch(KeptState& to, u32 thread) const {
+    __device__ Quarter get(u32 thread) const {
+        Quarter state;
 #pragma unroll
-        for (int i = 0; i < quarter_blocks; ++i) ptx::cp_async(ptx::smem_address(&to.o[i][thread]), o(i, thread));
-        ptx::cp_async(ptx::smem_address(&to.max_sum[thread]), max_sum(thread));
+        for (int i = 0; i < quarter_blocks; ++i) state.o[i] = *o(i, thread);
+        state.set(*max_sum(thread));
+        return state;
     }
 };

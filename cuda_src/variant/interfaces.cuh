@@ -127,7 +127,7 @@ template <class S> struct SchedulerOption : Given {
 template <class S> struct SharesOption : Given {
     static S s;
     static_assert(requires { S(args); }, "Scheduler(args)");
-    static_assert(requires { static_cast<const WorkTile&>(s.next(args)), bool(s.has_ended()); }, "Scheduler: next(args): SplitRun, has_ended()");
+    static_assert(requires { static_cast<const WorkTile&>(s.next(args)); }, "Scheduler: next(args): SplitRun");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
 // store: what leaves a block, row by row.

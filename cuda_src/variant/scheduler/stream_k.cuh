@@ -156,11 +156,6 @@ struct StreamKScheduler {
         share = {__shfl_sync(0xffffffffu, share.batch, from), __shfl_sync(0xffffffffu, share.work, from), __shfl_sync(0xffffffffu, share.split, from)};
         return {share, who ? __shfl_sync(0xffffffffu, at, from) : 0};
     }
-    // Whether the splits that it gave were the last ones, as far as this is known without looking at lengths.
-    __device__ bool has_ended() const {
-        if (here.batch != end.batch) return here.batch > end.batch;
-        return here.work > end.work || (here.work == end.work && end.split <= here.split);
-    }
     // The block's next splits of one work; a last one where there are no more.
     __device__ SplitRun next(const Args& args) {
         while (here.batch < end.batch || (here.batch == end.batch && here.work <= end.work)) {
