@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import pathlib
+import tempfile
 from collections.abc import Iterator
 from typing import Any
+
+import filelock
 
 import rawattn
 from rawattn.kernel.base import Kernel
@@ -21,6 +26,26 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def much_memory() -> Iterator[None]:
+    """Lets one process at a time hold tens of gigabytes of the GPU, and gives them back: torch would keep them."""
+    import torch
+
+    with filelock.FileLock(pathlib.Path(tempfile.gettempdir()) / "rawattn-tests-much-memory.lock"):
+        try:
+            yield
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def far(x: Any) -> Any:
+    """Returns a copy of a torch tensor whose batches, rows or heads, whichever there are three of, lie 2^30 elements apart."""
+    apart, strides = 1 << 30, list(x.contiguous().stride())
+    strides[x.shape.index(3)] = apart  # twice that is more than 31 bits count
+    return x.new_empty(2 * apart + (1 << 20)).as_strided(x.shape, strides).copy_(x)
 
 
 def attend(case: Case, *inputs: Any, kernel: Kernel | None = None, **options: Any) -> Any:

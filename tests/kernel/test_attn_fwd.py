@@ -20,7 +20,7 @@ from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, expect
 from rawattn.variant.mask import Both, Causal, Window
-from tests.calls import attend, check
+from tests.calls import attend, check, far, much_memory
 from tests.options import cases
 
 torch = pytest.importorskip("torch")
@@ -178,9 +178,6 @@ def test_many_heads(case: Case, kernel: Kernel) -> None:
         expect(*inputs, **case.options).check(found_o, found_lse)
 
 
-APART = 1 << 30  # elements; twice that is more than 31 bits count
-
-
 @listed(
     [
         Case("fp16", 3, 70, 90, 1, 1),
@@ -191,17 +188,11 @@ APART = 1 << 30  # elements; twice that is more than 31 bits count
 )
 def test_more_than_32_bits_of_elements(case: Case, kernel: Kernel) -> None:
     """Batches, rows or heads, whichever there are three of, lie gigabytes apart."""
-
-    def far(x: Any) -> Any:
-        strides = list(x.contiguous().stride())
-        strides[x.shape.index(3)] = APART
-        memory = torch.empty(2 * APART + (1 << 20), dtype=x.dtype, device="cuda")
-        return memory.as_strided(x.shape, strides).copy_(x)
-
     q, k, v, *starts = case.inputs("torch", "cuda")
-    q, k, v, out = map(far, (q, k, v, case.out("torch", "cuda")))
-    o, lse = attend(case, q, k, v, *starts, out=out, kernel=kernel)
-    expect(q, k, v, *starts, **case.options).check(o, lse)
+    with much_memory():
+        o, lse = attend(case, *map(far, (q, k, v)), *starts, out=far(case.out("torch", "cuda")), kernel=kernel)
+        expect(q, k, v, *starts, **case.options).check(o, lse)
+        del o
 
 
 CONFIGURED = [
