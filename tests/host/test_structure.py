@@ -17,9 +17,9 @@ from rawattn import compiler
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 10100,
-    "perf": 3900,
+    "perf": 4300,  # memory and steps of training, beside bench
     "cuda_src": 5150,
-    "tests": 16300,
+    "tests": 16700,
 }
 FUNCTION_LINES = 60
 
