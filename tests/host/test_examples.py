@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -631,15 +631,6 @@ def test_what_torch_must_see(operators: list[Any]) -> None:
 def curve(attend: Callable[..., Any], dtype: Any, cast: Any) -> Any:
     """The losses of 200 steps."""
     return losses(Model(attend, dtype, cast), 200)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch on one thread: for tiny sums more are slower, much slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16], ids=str)

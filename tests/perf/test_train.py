@@ -17,6 +17,7 @@ from perf.lib import differentiable, machine, sets, timing
 from rawattn.device import TYPICAL
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
