@@ -178,6 +178,8 @@ def test_many_heads(case: Case, kernel: Kernel) -> None:
         expect(*inputs, **case.options).check(found_o, found_lse)
 
 
+
+
 @listed(
     [
         Case("fp16", 3, 70, 90, 1, 1),
