@@ -20,6 +20,7 @@
 #include "tile/tile.cuh"
 #include "tile/tma_tensor.cuh"
 #include "variant/interfaces_bwd.cuh"
+#include "variant/producer.cuh"
 #include "variant/store/rows.cuh"
 
 using QTile = Tile<cfg::tile_q, cfg::head_dim>;
@@ -82,22 +83,7 @@ struct Producer {
 __device__ void produce(const Args& args, Smem& smem) {
     ptx::setmaxnreg_dec<cfg::producer_registers>();
     if (threadIdx.x >= 32) return;
-    Scheduler scheduler(args);
-    Producer producer{args, smem};
-    Ring<2> ring;
-    WorkTile work;
-    do {
-        work = scheduler.next();
-        smem.work_empty[ring.stage].wait(ring.parity ^ 1);
-        if (threadIdx.x == 0) {
-            smem.work[ring.stage] = work;
-            smem.work_full[ring.stage].arrive();
-            if (!work.is_last()) producer.load(work);
-        }
-        __syncwarp();
-        ring.advance();
-    } while (!work.is_last());
-    scheduler.finish();
+    produce_works<Producer>(args, smem);
 }
 
 struct Consumer {

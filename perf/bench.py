@@ -4,12 +4,14 @@ python -m perf.bench --set paper --protocol burst --fa3 fa3.so.xz --peers fa3,cu
 python -m perf.bench --set small,gqa                       everything that is installed
 python -m perf.bench --set paper --configs all --peers ""  all our configurations, for the cost model
 python -m perf.bench --set paper --kernel attn_fwd_mma --peers fa2   a kernel that is not this GPU's own
+python -m perf.bench --set paper-bwd --kernel attn_bwd_mma --peers fa2
+python -m perf.bench --set fp32-bwd --peers efficient                 TF32 is off by default
 python -m perf.bench --set paper --protocol sustained --seconds 300
 
-Sets: seeds, paper, gqa, kinds, varlen, small, heads, fp32, smoke; of gradients paper-bwd, kinds-bwd. ``--cases FILE`` adds a JSON
-list of objects with the fields of ``rawattn.testing.Case``. Ratios are the peer's time over ours: above 1 we are faster. Results
-go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an interruption keeps what was timed;
-``python -m perf.plot`` draws them.
+Sets: seeds, paper, gqa, kinds, varlen, small, heads, fp32, smoke; of gradients paper-bwd, kinds-bwd, fp32-bwd. ``--cases FILE``
+adds a JSON list of objects with the fields of ``rawattn.testing.Case``. Ratios are the peer's time over ours: above 1 we are
+faster. Results go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an interruption keeps
+what was timed; ``python -m perf.plot`` draws them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from rawattn.select import KERNELS
+from rawattn.select import KERNELS_OF
 
 from .lib import benchmark, cold, command, machine, report, sets, timing
 from .lib.report import Run
@@ -39,7 +41,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--peers", help="comma-separated; by default all that are installed")
     parser.add_argument("--fa3", metavar="FILE", help="FlashAttention 3 as a torch library, .so or .so.xz")
     parser.add_argument(
-        "--kernel", choices=[kernel.name for kernel in KERNELS], help="ours is this one, not the library's choice"
+        "--kernel",
+        choices=[kernel.name for kernels in KERNELS_OF.values() for kernel in kernels if kernel.name != "cpu"],
+        help="ours is this one, not the library's choice",
     )
     parser.add_argument("--configs", default="", help="all, or comma-separated configurations of ours such as 128x128s2q2")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")

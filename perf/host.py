@@ -9,7 +9,10 @@ plan         the same by ``Plan.run`` with ``out=``
 new_pointers tensors at addresses that were never met, of a known shape
 new_kv_len   a step of a decode loop: one query, and one key more than the call before; the kind is known
 two_launches the cost of a second launch: a program of two against one of one, where a kernel can split keys
+step         a step of training: forward and ``backward()`` of tensors that require grad
 sdpa         torch's own call, as a measure for the machine
+sdpa_step    the same as ``step`` by torch's own call
+empty_step   an ``autograd.Function`` that only allocates what ``step`` gives: no Python function can cost less
 
 Times hold for one host. ``over eager`` is for comparison between hosts.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import cProfile
 import dataclasses
+import functools
 import json
 import pstats
 import sys
@@ -39,10 +43,6 @@ PROFILED = 12  # functions
 Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
 
 
-class Skipped(Exception):
-    """The row cannot be measured here; the message says why."""
-
-
 class Host:
     """The rows, on a GPU or on its stand-in."""
 
@@ -52,6 +52,8 @@ class Host:
         self.torch, self.calls, self.dry = torch, calls, dry
         self.device = "cpu" if dry else "cuda"
         self.q, self.k, self.v = (self.tensor(1, 512, 8, 64) for _ in range(3))
+        self.heads_first = [x.transpose(1, 2) for x in (self.q, self.k, self.v)]
+        self.torch_s = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
         self.token = self.tensor(1, 1, 32, 128)
         self.cache = [self.tensor(1, FIRST_KV_LEN + calls + 1, 8, 128) for _ in range(2)]
 
@@ -92,13 +94,41 @@ class Host:
         calls = [lambda c=c: rawattn.attention(self.token, k, v, causal=True, kernel=kernel, config=c) for c in configs]
         return lambda i: calls[i % 2]
 
+    def training(self, attention: Callable[..., Any], *inputs: Any) -> Row:
+        """A step of a function; the gradients of the call before are dropped when it is made ready."""
+        leaves, do = [x.detach().clone().requires_grad_() for x in inputs], self.torch.ones_like(inputs[0])
+
+        def row(i: int) -> Callable[[], Any]:
+            for x in leaves:
+                x.grad = None
+            return lambda: attention(*leaves).backward(do)
+
+        return row
+
+    def step(self) -> Row:
+        return self.training(functools.partial(rawattn.attention, causal=True), self.q, self.k, self.v)
+
     def sdpa(self) -> Row:
-        if self.dry:
-            raise Skipped("it would be computed here")
-        attention = self.torch.nn.functional.scaled_dot_product_attention
-        q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
-        call = lambda: attention(q, k, v, is_causal=True)  # noqa: E731
+        call = functools.partial(self.torch_s, *self.heads_first)
         return lambda i: call
+
+    def sdpa_step(self) -> Row:
+        return self.training(self.torch_s, *self.heads_first)
+
+    def empty_step(self) -> Row:
+        empty_like = self.torch.empty_like
+
+        class Empty(self.torch.autograd.Function):  # type: ignore[name-defined]
+            @staticmethod
+            def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+                ctx.save_for_backward(q, k, v)
+                return empty_like(q)
+
+            @staticmethod
+            def backward(ctx: Any, do: Any) -> Any:
+                return tuple(map(empty_like, ctx.saved_tensors))
+
+        return self.training(Empty.apply, self.q, self.k, self.v)
 
     def samples(self, row: Row, profile: cProfile.Profile | None = None) -> list[float]:
         """Microseconds of each call; the first one, which compiles and loads, is not among them."""
@@ -117,18 +147,18 @@ class Host:
         return found[1:]
 
 
-ROWS = ("eager", "plan", "new_pointers", "new_kv_len", "two_launches", "sdpa")
+ROWS = ("eager", "plan", "new_pointers", "new_kv_len", "two_launches", "step", "sdpa", "sdpa_step", "empty_step")
+COMPUTED = ("sdpa", "sdpa_step")  # not by us, so that without a GPU they would be computed here
 
 
 def measure(host: Host) -> dict[str, dict[str, Any]]:
     """Median, tenth and ninetieth percentile of each row in microseconds, or why it was skipped."""
     found: dict[str, dict[str, Any]] = {}
     for name in ROWS:
-        try:
-            samples = np.array(host.samples(getattr(host, name)()))
-        except Skipped as reason:
-            found[name] = {"skipped": str(reason)}
+        if host.dry and name in COMPUTED:
+            found[name] = {"skipped": "it would be computed here"}
             continue
+        samples = np.array(host.samples(getattr(host, name)()))
         if name == "two_launches":
             samples = second_launch(samples)
         us, low, high = (round(float(x), 2) for x in np.percentile(samples, (50, 10, 90)))

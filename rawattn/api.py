@@ -177,10 +177,9 @@ def attention_backward(
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset,
     }  # fmt: skip
-    do = arrays.dense(do)
     given: tuple[Any, ...] = (do, q, k, v, o, lse)
     if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
-        given = (*given, None if dlse is None else arrays.dense(dlse, whole=True), cu_seqlens_q, cu_seqlens_kv, sinks)
+        given = (*given, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
     found: tuple[Any, ...] = run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out, Backward)
     return found
 
@@ -205,11 +204,11 @@ def explain_backward(
     config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """``explain`` for ``attention_backward``. It says what would be copied, too."""
-    gradients = {"do": do, "dlse": dlse}
-    copies = {name: x if x is None else arrays.dense(x, whole=name == "dlse") for name, x in gradients.items()}
-    given = (copies["do"], q, k, v, o, lse, copies["dlse"], cu_seqlens_q, cu_seqlens_kv, sinks)
-    found = _explain(Backward, given, options, (max_seqlen_q, max_seqlen_kv), kernel, config)
-    return dataclasses.replace(found, copied=tuple(name for name, x in gradients.items() if copies[name] is not x))
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    dense = Backward.dense(given)
+    found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config)
+    copied = tuple(name for name, x, y in zip(Backward.names, given, dense, strict=True) if x is not y)
+    return dataclasses.replace(found, copied=copied)
 
 
 def plan(
@@ -323,7 +322,7 @@ def options_of(
     }  # fmt: skip
 
 
-def _key(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any) -> Any:
+def key_of(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any) -> Any:
     """A key for options, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
     window = options.get("window")
     if isinstance(window, (tuple, list)):
@@ -366,19 +365,23 @@ _load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None = None, config: Any = None,
-    out: Any = None, operation: type[Operation] = Forward,
+    out: Any = None, operation: type[Operation] = Forward, asked: Any = None,
 ) -> Any:  # fmt: skip
     """Computes a call on arrays that have memory, which are those of ``operation.input_names``; ``options`` and ``lengths`` are
-    what its ``of_call`` takes, for attention what ``options_of`` gives."""
+    what its ``of_call`` takes, for attention what ``options_of`` gives. ``asked`` is an object that is the same for the same
+    options, lengths, kernel and config, where the caller keeps one: a key is then not made of them."""
     signatures = arrays.signatures(given)
     try:
-        key: Any = (signatures, _key(options, lengths, kernel, config), operation)
-        call = _calls.get(key)
+        asked = asked or key_of(options, lengths, kernel, config)
+        call = _calls.get((signatures, asked, operation))
     except TypeError:  # an option that cannot be hashed is a wrong one
-        key = call = None
+        asked = call = None
+    if call is None and (dense := operation.dense(given)) is not given:
+        given, signatures = dense, arrays.signatures(dense)
+        call = asked and _calls.get((signatures, asked, operation))
     if call is None:
-        family = None if key is None else operation.family(signatures, options)
-        family = family and (family, _key(operation.coarse(options), lengths, kernel, config), operation)
+        family = None if asked is None else operation.family(signatures, options)
+        family = family and (family, key_of(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
             found = arrays.named(operation.input_names(len(given)), given)
@@ -388,8 +391,8 @@ def run(
                 cache_put(_families, family, plan, KEPT_PLANS)
         else:
             bound = _resized(plan, signatures, options)
-        if isinstance(bound, GpuCall) and key is not None and None not in signatures:
-            cache_put(_calls, key, bound, KEPT_CALLS)
+        if isinstance(bound, GpuCall) and asked is not None and None not in signatures:
+            cache_put(_calls, (signatures, asked, operation), bound, KEPT_CALLS)
         return one_or_all(bound(given[0], out))
     return one_or_all(call(given[0], out))
 
@@ -415,7 +418,7 @@ def _plan(
     try:
         # All that a plan depends on: strides and alignment decide whether a kernel refuses.
         places = [(*array[:5], array.pointer % 16) for array in found.values()]
-        key: Any = (operation, _key(options, lengths, kernel, config), *places, *found)
+        key: Any = (operation, key_of(options, lengths, kernel, config), *places, *found)
         plan = _plans.get(key)
     except TypeError:
         key = plan = None

@@ -217,7 +217,7 @@ class GpuCall:
         self._is_torch = like.library == "torch"
         with driver.current(self._device):  # which the driver wants for tensor maps
             self._args = [
-                loaded.layout.pack.pack(*[self._filled(field, launch) for field in launch.fields])
+                loaded.layout.pack.pack(*self._filled(launch))
                 for launch, loaded in zip(plan.program.launches, plan._loaded, strict=True)
             ]
 
@@ -226,7 +226,7 @@ class GpuCall:
         given: tuple[Any, ...] = ()
         if out is None:
             results = tuple([make(like) for make in self._makers])
-            places = list(map(arrays.address, results))
+            places = [x.data_ptr() for x in results] if self._is_torch else list(map(arrays.address, results))
         elif len(self._makers) == 1 and not isinstance(out, tuple):
             results = given = (out,)
             places = [self._place(out)]
@@ -287,11 +287,12 @@ class GpuCall:
             return arrays.address(scratch) + offsets(self._program.scratch)[0][fill.name]
         return _of_array(fill, outputs[fill.operand])
 
-    def _filled(self, field: Field, launch: Launch) -> Any:
-        """Returns the value of a field that follows from the operation and its inputs, or a placeholder for an open field."""
-        fill = field.fill
-        if type(fill) is Value:
-            return launch.values[field.name]
+    def _filled(self, launch: Launch) -> list[Any]:
+        """Returns the values of the fields that follow from the operation and its inputs, and placeholders for open fields."""
+        values, of_input = launch.values, self._of_input
+        return [values[name] if type(fill) is Value else of_input(fill) for name, _, fill in launch.fields]
+
+    def _of_input(self, fill: Any) -> Any:
         if type(fill) is Violations:
             return driver.violations(self._device)
         if type(fill) is Parts:

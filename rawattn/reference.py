@@ -326,15 +326,21 @@ class Formula:
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile
     ) -> tuple[Any, ...]:
         """dq, dk, dv, lse and delta of the queries of one head."""
-        xp = self.xp
+        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile)
+        dq = self.scale * self.total(ds, k, tile.kept)
+        return dq, self.scale * self.total(ds.T, q, tile.kept.T), self.total(p.T, do, tile.kept.T), lse, delta
+
+    def weights_backward(
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile
+    ) -> tuple[Any, ...]:
+        """The probabilities, the gradients of the scaled dot products, lse and delta of the queries of one head."""
         p, lse, dot, _ = self.weights(q, k, sink, place, tile)
         o = self.rounding(self.total(p, v, tile.kept))
-        delta = xp.sum(do * o, axis=-1, keepdims=True) - dlse
+        delta = self.xp.sum(do * o, axis=-1, keepdims=True) - dlse
         ds = p * (do @ v.T - delta)
         slope = self.slope(dot, place, tile)
-        ds = self.rounding(xp.where(tile.kept, ds if slope is None else ds * slope, 0.0))
-        dq = self.scale * self.total(ds, k, tile.kept)
-        return dq, self.scale * self.total(ds.T, q, tile.kept.T), self.total(p.T, do, tile.kept.T), lse, delta[:, 0]
+        ds = self.rounding(self.xp.where(tile.kept, ds if slope is None else ds * slope, 0.0))
+        return p, ds, lse, delta[:, 0]
 
     def slope(self, dot: Any, place: tuple[int, int], tile: Tile) -> Any:
         """The score's derivative; None where it is 1."""

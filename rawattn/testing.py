@@ -272,8 +272,8 @@ class _Sizes(reference.Formula):
         q_n, k_n, v_n, do_n, o_n = (abs(x) ** n for x in (q, k, v, do, self.total(p, v, kept)))
         delta = self._root(self.xp.sum(do_n * o_n, axis=-1, keepdims=True)) + abs(dlse)
         slope = self.slope(dot, place, tile)
-        if n == 1 and slope is not None:  # of a cap: 1 - t^2 errs by 2 |t| times what t does, however small it is itself
-            slope = abs(slope) + 2 * self.xp.sqrt(self.xp.where(slope < 1, 1 - slope, 0.0))
+        if n == 1 and isinstance(getattr(self.score, "base", self.score), scores.Softcap):
+            slope = slope + 2 * (1 - slope)  # 1 - t^2 errs by 2 t^2 times t's relative error, however small it is itself
         ds = self.scale * p * (self._root(do_n @ v_n.T) + delta)
         ds_n = self.xp.where(kept, abs(ds if slope is None else ds * slope) ** n, 0.0)
         return self.total(ds_n, k_n, kept), self.total(ds_n.T, q_n, kept.T), self.total((p**n).T, do_n, kept.T), lse, delta[:, 0]
@@ -283,6 +283,24 @@ class _Sizes(reference.Formula):
 
     def _root(self, x: Any) -> Any:
         return x ** (1 / self.power)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subnormal(reference.Formula):
+    """The formula on what is lost where weights, p and ds, are rounded to fp16 below its normal numbers: it gives the variances
+    of dq, dk and dv.
+
+    Such a weight w is rounded to a multiple of 2^-24. Its error is uniform within 2^-25, of variance 2^-50 / 3, and no more than
+    |w| where w is lost whole."""
+
+    def gradients(
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile
+    ) -> tuple[Any, ...]:
+        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile)
+        of_p, of_ds = (self.xp.where(abs(x) < 2.0**-14, self.xp.clip(x**2, 0.0, 2.0**-50 / 3), 0.0) for x in (p, ds))
+        of_ds = of_ds * self.scale**2
+        total, kept = self.total, tile.kept
+        return total(of_ds, k**2, kept), total(of_ds.T, q**2, kept.T), total(of_p.T, do**2, kept.T), lse, delta
 
 
 def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, **options: Any) -> Expected:
@@ -327,6 +345,15 @@ def expect_backward(
     dk and dv are many times the last. The terms of dq and dk, whose sizes count, are p (|do.v| + |delta|), where |do.v| stands
     for the size of that sum; the difference cancels in them, but its error does not, so the ratio counts as half an eps at least.
     dsinks has no rows: each may err twice as much as in the plain formula and by eps times its size.
+
+    Two errors do not shrink with what they are added to, and have terms of their own:
+
+    - In fp16, p and ds below 2^-14, the least normal number, are rounded to multiples of 2^-24 (``_Subnormal``). Long rows,
+      peaked ones and saturated caps have many. A gradient, their sum with do, k or q, may err by five standard deviations of the
+      sum of these errors, which one of two million numbers surpasses. What they take from the plain formula counts in no ratio.
+    - In float32 and float64 a cap's slope 1 - t^2, with t = tanh(s / cap), cancels near saturation: t errs by an eps of itself,
+      the slope by 2 t^2 eps, however small it is. So 2 t^2 is added to the slope's size. In 16 bits, where ds is rounded itself,
+      this is nothing.
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "dlse": dlse}
     tolerance = _Tolerance(q)
@@ -334,23 +361,14 @@ def expect_backward(
     plain = [_float64(x) for x in reference.rounded_backward(do, q, k, v, **options)]
     formula, names = _sizes(q, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
     sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(do, q, k, v, dlse, *_given(options))]
-    errors = {name: tolerance.rows(plain[i], exact[i], sizes[i], least=0.5) for i, name in enumerate(names[:3])}
-    scale = abs(q.shape[-1] ** -0.5 if options.get("scale") is None else options["scale"])
-    for name, x, factor, shape in (("dq", k, scale, q.shape), ("dk", q, scale, k.shape), ("dv", do, 1.0, k.shape)):
-        errors[name] = errors[name] + factor * tolerance.least * _root_sum(x, shape[-2])
+    lost = [np.zeros(())] * 3
+    if tolerance.is_fp16:
+        subnormal = _Subnormal(**_fields(formula))
+        lost = [5 * np.sqrt(_float64(x)) for x in subnormal.backward(do, q, k, v, dlse, *_given(options))[:3]]
+    errors = {name: tolerance.rows(plain[i], exact[i], sizes[i], 0.5, lost[i]) for i, name in enumerate(names[:3])}
     if len(exact) > 3:
         errors["dsinks"] = (2 * tolerance.ratio(plain[3], exact[3], sizes[3]) + tolerance.eps) * sizes[3]
     return ExpectedBackward(dict(zip(names, exact, strict=False)), errors)
-
-
-def _root_sum(x: Any, heads: int) -> Array:
-    """The root of the sum of x's squares over its rows, in the largest column, for each of ``heads`` heads: what a product with x
-    sums up of weights that each err by one, where rounding takes them to numbers below the normal ones."""
-    squares = (_finite(_float64(x)) ** 2).sum(-3, keepdims=True).max(-1, keepdims=True, initial=0.0)
-    here = squares.shape[-2]
-    if here < heads:
-        return np.sqrt(np.repeat(squares, heads // here, axis=-2))
-    return np.sqrt(squares.reshape(*squares.shape[:-2], heads, here // heads, 1).sum(-2))
 
 
 def _given(options: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -370,8 +388,13 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 def _sizes(q: Any, options: dict[str, Any], power: int) -> _Sizes:
     asked = {name: options.get(name) for name in _OPTIONS[1:]}
-    formula = reference.make_formula(q, "float64", lambda x: x, causal=options.get("causal", False), **asked)
-    return _Sizes(**{field.name: getattr(formula, field.name) for field in dataclasses.fields(formula)}, power=power)
+    return _Sizes(
+        **_fields(reference.make_formula(q, "float64", lambda x: x, causal=options.get("causal", False), **asked)), power=power
+    )
+
+
+def _fields(formula: reference.Formula) -> dict[str, Any]:
+    return {field.name: getattr(formula, field.name) for field in dataclasses.fields(reference.Formula)}
 
 
 class _Tolerance:
@@ -381,22 +404,23 @@ class _Tolerance:
         dtype = str(q.dtype).rpartition(".")[2]
         self.eps = float(ml_dtypes.finfo(dtype).eps)
         self.least = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2  # what rounding takes from numbers below the normal
-        self.is_16_bit = "16" in dtype
+        self.is_16_bit, self.is_fp16 = "16" in dtype, dtype == "float16"
         self.power = 2 if self.is_16_bit else 1
         self.scaled = 2 * 2.0**-29 if dtype == "float64" else 1.0  # what the plain formula's error, in float32, counts
 
-    def ratio(self, plain: Array, exact: Array, size: Array) -> float:
-        """The largest error of the plain formula, in units of the size."""
+    def ratio(self, plain: Array, exact: Array, size: Array, lost: Any = 0.0) -> float:
+        """The largest error of the plain formula beyond ``lost``, in units of the size."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = self.scaled * np.abs(plain - exact) / size
+            ratio = self.scaled * np.maximum(np.abs(plain - exact) - lost, 0.0) / size
         return float(ratio[np.isfinite(ratio)].max(initial=0.0))
 
-    def rows(self, plain: Array, exact: Array, size: Array, least: float = 0.0) -> Array:
-        """Returns how much each row of o or of a gradient may err; the ratio counts as at least ``least`` eps."""
-        size = _finite(size).max(-1, keepdims=True, initial=0.0)
-        ratio = max(self.ratio(plain, exact, size), least * self.eps)
+    def rows(self, plain: Array, exact: Array, size: Array, least: float = 0.0, lost: Any = 0.0) -> Array:
+        """Returns how much each row of o or of a gradient may err; the ratio counts as at least ``least`` eps. ``lost`` is an
+        error that no ratio tells."""
+        size, lost = (_finite(np.asarray(x)).max(-1, keepdims=True, initial=0.0) if np.ndim(x) else x for x in (size, lost))
+        ratio = max(self.ratio(plain, exact, size, lost), least * self.eps)
         largest = _finite(np.abs(exact)).max(-1, keepdims=True, initial=0.0) if self.is_16_bit else size
-        return 2 * ratio * size + 2 * self.eps * largest + self.least
+        return 2 * ratio * size + 2 * self.eps * largest + self.least + lost
 
 
 def _finite(x: Array) -> Array:

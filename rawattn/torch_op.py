@@ -29,8 +29,9 @@ from torch.utils._device import DeviceContext
 from . import api, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
-from .operation import Forward
+from .operation import Backward, Forward
 from .operation.forward import check_arrays
+from .plans import cache_put
 from .spec import Spec
 from .variant import Option
 from .variant.element import ELEMENTS
@@ -314,22 +315,35 @@ def _described(x: Any) -> Array:
 # ---- autograd
 
 
+class Asked:
+    """This is what a call asks for beside its tensors: options, as a dict or as text, and bounds on lengths, whether lse is a
+    result, and the forward's kernel and configuration. Calls that ask for the same share one object, which forward and backward
+    take for their key: to make one takes longer than to look one up."""
+
+    def __init__(
+        self, options: dict[str, Any] | str, lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None
+    ) -> None:
+        self.options, self.lengths, self.both, self.kernel, self.config = options, lengths, both, kernel, config
+
+
+_asked: dict[Any, Asked] = {}
+KEPT_ASKED = 1024
+
+
 class Attention(torch.autograd.Function):
     """Attention that autograd follows, below a call or below the operator. It keeps its tensors, o and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], call: tuple[Any, ...]) -> Any:
-        """Computes o, and lse where the call says so. ``given`` are all tensors in the order of ``Forward.names``, ``call`` is
-        what ``differentiable`` or ``_autograd`` makes."""
-        options, lengths, both, *rest = call
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], asked: Asked) -> Any:
+        """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``."""
+        options, lengths = asked.options, asked.lengths
         if isinstance(options, str):
             o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options)
         else:
-            o, lse = api.run(given, options, lengths, *rest)
-            del options["return_lse"]  # the others are the backward's, too
+            o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked)
         ctx.save_for_backward(*given, o, lse)
-        ctx.call = call
-        if not both:
+        ctx.asked = asked
+        if not asked.both:
             return o
         ctx.set_materialize_grads(False)
         if not _any_requires_grad(q, k, sinks):  # v is not in it
@@ -339,22 +353,20 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
-        (*given, o, lse), (options, lengths, *_) = ctx.saved_tensors, ctx.call
+        (*given, o, lse), asked = ctx.saved_tensors, ctx.asked
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
         if do is None:
             if dlse is None:
                 return (None,) * 6
             do = torch.zeros_like(o)
-        if isinstance(options, str) or _is_seen(do, dlse, given):
-            text = options if isinstance(options, str) else _text_of(options)
-            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, text)
-        elif len(given) == 3:  # arguments by name cost 50 ns each
-            found = api.attention_backward(do, q, k, v, o, lse, dlse=dlse, **options)
+        if isinstance(asked.options, str) or _is_seen(do, dlse, given):
+            text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
+            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text)
         else:
-            found = api.attention_backward(
-                do, q, k, v, o, lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=lengths[0],
-                max_seqlen_kv=lengths[1], sinks=sinks, **options,
-            )  # fmt: skip
+            every: tuple[Any, ...] = (do, q, k, v, o, lse)
+            if len(given) > 3 or dlse is not None:
+                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked)
         return (*found[:3], None if sinks is None else found[3], None, None)
 
 
@@ -400,16 +412,27 @@ def differentiable(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
+    try:
+        asked = _asked.get(key := api.key_of(options, lengths, kernel, config))
+    except TypeError:  # an option that cannot be hashed is a wrong one
+        key = asked = None
+    if asked is None:
+        asked = _ask(options, lengths, kernel, config)
+        if key is not None:
+            cache_put(_asked, key, asked, KEPT_ASKED)
+    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, asked)
+
+
+def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Asked:
+    """Makes what a call asks for. Raises ProblemError where that has no gradient."""
     if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**options)  # raises where it is none
         if options["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
-    both, options["return_lse"] = options["return_lse"], True
+    both, options = options["return_lse"], {**options, "return_lse": True}
     if isinstance(options["window"], list):  # which may be another one until the backward
         options["window"] = tuple(options["window"])
-    q, k, v = given[:3]
-    call = (options, lengths, both, kernel, config)
-    return _apply(q, k, v, given[5] if len(given) > 5 else None, given, call)
+    return Asked(options, lengths, both, kernel, config)
 
 
 def _autograd(
@@ -422,7 +445,7 @@ def _autograd(
     if _grad_enabled() and _any_requires_grad(*given):
         if _options(spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
-        return _followed(_apply, q, k, v, sinks, given, (spec, lengths, True))
+        return _followed(_apply, q, k, v, sinks, given, Asked(spec, lengths, True))
     with torch._C._AutoDispatchBelowAutograd():
         return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec)
 

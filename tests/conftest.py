@@ -7,6 +7,7 @@ import functools
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -40,6 +41,17 @@ def missing_gpu(which: str = "Hopper") -> str | None:
     capability = properties["major"], properties["minor"]
     fits = capability[0] == 9 if which == "Hopper" else capability >= (7, 5)
     return None if fits else f"{needs}, not {properties['name'].decode()}"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch on one thread: for tiny sums more are slower, much slower on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -70,6 +70,7 @@ SETS["paper-bwd"] = backward(SETS["paper"])
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS)]
 )
+SETS["fp32-bwd"] = backward(SETS["fp32"])
 SETS["gate"] += backward([*grid(1024, 4096), packed(16, 128)])
 
 

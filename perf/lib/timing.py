@@ -82,7 +82,7 @@ class Gpu:
     def __init__(self) -> None:
         import torch
 
-        self.torch = torch
+        self.torch, self.device = torch, "cuda"
 
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
         """Microseconds of each launch of as many as fill the seconds, three issues at least, after a rest."""

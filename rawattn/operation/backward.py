@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..arrays import Array, contiguous_strides
+from ..arrays import Array, contiguous_strides, dense
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, layout_of
 from ..spec import Spec
@@ -42,6 +42,14 @@ class Backward(Operation):
     def input_names(cls, count: int) -> tuple[str, ...]:
         """All inputs, in order."""
         return cls.names
+
+    @classmethod
+    def dense(cls, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copies do and dlse, of which autograd gives expanded ones: see ``arrays.dense``."""
+        do, dlse = dense(given[0]), dense(given[6], whole=True) if len(given) > 6 and given[6] is not None else None
+        if do is given[0] and (dlse is None or dlse is given[6]):
+            return given
+        return (do, *given[1:6], dlse, *given[7:]) if len(given) > 6 else (do, *given[1:])
 
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Backward:

@@ -79,6 +79,11 @@ class Operation(abc.ABC):
         without waiting."""
         return
 
+    @classmethod
+    def dense(cls, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arrays of a call, in order, where some that do not lie as is needed are copied; ``given`` itself where none are."""
+        return given
+
     # ---- operations of nearly the same size
 
     @property

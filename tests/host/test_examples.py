@@ -1,4 +1,4 @@
-"""The examples run, and check what they compute."""
+"""The examples at a tiny size: they check what they compute."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_thread")
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 
 
 def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

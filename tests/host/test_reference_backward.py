@@ -219,6 +219,63 @@ def test_tolerance_is_tight_in_every_row(dtype: str, row: int) -> None:
             expected.check(**{**expected.gradients, name: found[name]})
 
 
+def kernel_like(case: Case, flush: bool) -> dict[str, Any]:
+    """Gradients whose P and dS are rounded to fp16 before they are multiplied, as kernels do it, or set to 0 below 2^-14."""
+
+    def rounding(x: Any) -> Any:
+        near = x.astype(np.float16).astype(np.float64)
+        return np.where(flush & (np.abs(near) < 2.0**-14), 0.0, near)
+
+    @dataclasses.dataclass(frozen=True)
+    class Rounded(reference.Formula):
+        def weights_backward(self, *given: Any) -> tuple[Any, ...]:
+            p, ds, *rest = super().weights_backward(*given)
+            return (rounding(p), rounding(ds), *rest)
+
+    do, (q, k, v) = case.output_gradients()[0], case.inputs()
+    formula = Rounded(np, {}, np.float64, lambda x: x, case.op.mask, case.op.score, case.op.scale)
+    found = formula.backward(do, q, k, v, None, None, None, None)
+    return {name: x.astype(np.float16) for name, x in zip(NAMES, found, strict=False)}
+
+
+SUBNORMAL = {
+    "peaked rows": Case("fp16", 1, 200, 200, 2, 2, 128, 128, causal=True, scale=1.0),
+    "a saturated cap": Case("fp16", 1, 200, 200, 2, 2, 128, 128, causal=True, softcap=5.0, scale=-1.0),
+    "a slope of nearly 0": Case("fp16", 1, 300, 300, 2, 2, 128, 128, causal=True, softcap=0.3, scale=0.3),
+    "long rows": Case("fp16", 1, 40, 6000),
+}
+
+
+@pytest.mark.parametrize("case", SUBNORMAL.values(), ids=SUBNORMAL)
+def test_tolerance_of_fp16_s_subnormal_numbers(case: Case) -> None:
+    """A kernel that rounds to them passes, and one that sets them to 0 does not."""
+    expected = expect_backward(case.output_gradients()[0], *case.inputs(), **case.options)
+    expected.check(**kernel_like(case, flush=False))
+    with pytest.raises(AssertionError, match="allowed"):
+        expected.check(**kernel_like(case, flush=True))
+
+
+@pytest.mark.parametrize("cap", [0.3, 1.0, 5.0])
+def test_tolerance_of_a_cap_s_slope(cap: float) -> None:
+    """In float32 a slope made of a tanh that errs by 5 eps passes, near saturation, too; the error of 256 eps does not."""
+    case = Case("fp32", 1, 100, 100, 2, 2, softcap=cap, scale=0.2, causal=True)
+    do, inputs, eps = case.output_gradients()[0], case.inputs(), 2.0**-23
+    expected = expect_backward(do, *inputs, **case.options)
+
+    class Erring(Softcap):
+        def slope(self, xp: Any, s: Any, *place: Any) -> Any:
+            return 1 - (xp.tanh(s / self.cap) * (1 + self.error)) ** 2
+
+    for error, good in ((5 * eps, True), (-5 * eps, True), (256 * eps, False)):
+        Erring.error = error  # type: ignore[attr-defined]
+        found = reference.attention_backward(do, *inputs, causal=True, scale=0.2, score=Erring(cap))
+        if good:
+            expected.check(*found)
+        else:
+            with pytest.raises(AssertionError, match="allowed"):
+                expected.check(*found)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_tolerance_would_not_bear_a_factor_of_4(dtype: str) -> None:
     """A backward whose P and dS have one bit less than the format is found, and would not be with four times the tolerance."""

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 13500,
-    "perf": 3900,
-    "cuda_src": 7200,
-    "tests": 19500,
+    "rawattn": 16000,
+    "perf": 4700,
+    "cuda_src": 7300,
+    "tests": 21000,
 }
 FUNCTION_LINES = 60
 

@@ -220,7 +220,7 @@ def test_config_names() -> None:
     )
 
 
-@pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "host", "prove", "tune"])
+@pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "host", "memory", "prove", "train", "tune"])
 def test_without_a_gpu(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.driver, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match=f"perf.{tool}: no NVIDIA GPU here"):

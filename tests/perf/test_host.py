@@ -37,7 +37,7 @@ counting(driver.Launch, "__init__", "launches")
 counting(driver.Launch, "__call__", "issued")
 counting(plans.Plan, "__init__", "plans")
 found = {}
-for name in ("eager", "plan", "new_pointers", "new_kv_len"):
+for name in ("eager", "plan", "step", "new_pointers", "new_kv_len"):
     row = getattr(host, name)()
     row(0)(), row(0)()  # a library's first call of all is not kept
     before = dict(counts)
@@ -56,9 +56,11 @@ def ran(*words: str) -> str:
 def test_a_row_has_new_what_it_says() -> None:
     """Each call is a launch, and two where keys are split. Tensor maps are made for new addresses."""
     found = json.loads(ran("-c", COUNT))
+    step = found.pop("step")
     assert [row["issued"] for row in found.values()] == [30, 30, 30, 60]
     assert found["plan"] == {"maps": 0, "launches": 0, "issued": 30, "plans": 0}
     assert found["eager"] == found["plan"]
+    assert step == {"maps": 0, "launches": 0, "issued": 90, "plans": 0}, "a forward, delta, and the gradients"
     assert found["new_pointers"] == {"maps": 90, "launches": 30, "issued": 30, "plans": 0}
     plans = found["new_kv_len"].pop("plans")
     assert plans <= 1, "a plan serves lengths of one size class"
@@ -69,11 +71,12 @@ def test_dry(tmp_path: pathlib.Path) -> None:
     printed = ran("-m", "perf.host", "--dry", "--calls", "20", "--out", str(tmp_path))
     rows = json.loads((tmp_path / "host.json").read_text())["rows"]
     assert tuple(rows) == ROWS and all(name in printed for name in ROWS)
-    assert [name for name, row in rows.items() if "skipped" in row] == ["sdpa"]
+    assert [name for name, row in rows.items() if "skipped" in row] == ["sdpa", "sdpa_step"]
     assert all(
         0 < row["p10"] <= row["us"] <= row["p90"] for row in rows.values() if "us" in row and row is not rows["two_launches"]
     )
     assert rows["new_kv_len"]["us"] > rows["plan"]["us"], "it has more to do"
+    assert rows["step"]["us"] > rows["empty_step"]["us"] > 0
 
 
 def test_a_second_launch_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:

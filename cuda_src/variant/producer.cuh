@@ -1,0 +1,24 @@
+#pragma once
+// The first warp of a Hopper kernel that keeps queries stationary: it takes works, hands them to the other warps, and loads their
+// tiles. Smem has two places for works with their barriers, and one lane calls `producer.load` for each of them.
+#include "tile/ring.cuh"
+
+template <class Producer, class Smem>
+__device__ void produce_works(const Args& args, Smem& smem) {
+    Scheduler scheduler(args);
+    Producer producer{args, smem};
+    Ring<2> ring;
+    WorkTile work;
+    do {
+        work = scheduler.next();
+        smem.work_empty[ring.stage].wait(ring.parity ^ 1);
+        if (threadIdx.x == 0) {
+            smem.work[ring.stage] = work;
+            smem.work_full[ring.stage].arrive();
+            if (!work.is_last()) producer.load(work);
+        }
+        __syncwarp();
+        ring.advance();
+    } while (!work.is_last());
+    scheduler.finish();
+}
