@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -30,9 +31,9 @@ MOST_PARTS = 16  # that merge_states takes on a GPU
 
 
 def context_attention(
-    q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, layout: str = "zigzag",
-    method: str = "auto", return_lse: bool = False, deterministic: bool = True,
+    q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
+    softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
+    sinks: Any = None, layout: str = "zigzag", method: str = "auto", return_lse: bool = False, deterministic: bool = True,
 ) -> Any:  # fmt: skip
     """``rawattn.attention`` over sequences that are split over the ranks of a group: each has rows of q, k and v, and gets its
     rows of o.
@@ -41,7 +42,7 @@ def context_attention(
     >>> o = rawattn.parallel.context_attention(q, k, v, mesh["cp"], causal=True)  # (batch, length / n, heads, head_dim_v)
 
     Every rank makes the same calls in the same order, with tensors of the same shapes and dtype, and runs the backward where one
-    does: a rank that is missing leaves the others waiting. For CUDA tensors the group's backend is NCCL, for those of the CPU gloo.
+    does: a rank that is missing leaves the others waiting. The group's backend is NCCL for CUDA tensors, and gloo for the CPU's.
 
     Args:
         q: (batch, q_len / n, heads, head_dim), this rank's rows; a torch tensor. Sequences packed end to end are not taken.
@@ -51,8 +52,8 @@ def context_attention(
         causal, window, softcap, scale, mask, score: as in ``attention``, of the whole sequences.
         sinks: (heads,), the same on all ranks. Its gradient is that of this rank's queries.
         layout: "zigzag", under which causal masks give all ranks the same work, or "contiguous"; see ``split``.
-        method: "ring" receives the keys of the others one after the other and computes meanwhile; "all_gather" receives all that
-            it needs at once, before it computes; "auto" takes the latter for k and v of up to 8 MiB a rank. The same on all ranks.
+        method: "ring" receives the keys of the others one after the other and computes meanwhile; "all_gather" receives all
+            that it needs at once, before it computes; "auto" takes the latter for k and v of up to 8 MiB a rank.
         return_lse: give (o, lse).
         deterministic: of the gradients, as in ``attention_backward``.
 
@@ -70,15 +71,16 @@ def context_attention(
     The ring is that of arXiv 2310.01889, the gathered form and "zigzag" that of arXiv 2407.21783 (section 3.3.2), the merge and
     the gradients from a merged lse follow arXiv 2307.08691.
     """
-    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
-    spec = Spec.of(**options, return_lse=return_lse, deterministic=deterministic)
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": return_lse, "deterministic": deterministic,
+    }  # fmt: skip
+    spec = Spec.of(**options)
     group = group_of(group)
     count = dist.get_world_size(group)
     _check(q, k, v, sinks, layout, method)
     if count == 1:
-        return api.attention(
-            q, k, v, **options, sinks=sinks, return_lse=return_lse, deterministic=deterministic
-        )  # fmt: skip
+        return api.attention(q, k, v, sinks=sinks, **options)
     call = _Call(spec, _schedule(q, k, v, spec, group, layout, method), group)
     o, lse = _Context.apply(q, k, v, sinks, call)
     return (o, lse) if return_lse else o
@@ -204,7 +206,7 @@ class _Transfers:
         self._advance()
 
     def _buffers(self, rows: int) -> tuple[Any, Any]:
-        return tuple(x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (self.k, self.v))  # type: ignore[return-value]
+        return tuple(x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (self.k, self.v))
 
     def _advance(self) -> None:
         """Posts what can be posted."""
@@ -313,7 +315,7 @@ class _Parts:
             return self._found[0][1:]
         borders = sorted({*rows, *(x for part in self._found for x in part[0])})
         o, lse = self._like.new_empty(self._shape), []
-        for begin, end in zip(borders, borders[1:], strict=False):
+        for begin, end in itertools.pairwise(borders):
             here = [
                 (_rows(part, begin - a, end - a), logs[..., begin - a : end - a])
                 for (a, b), part, logs in self._found
@@ -342,7 +344,8 @@ class _Sum:
     of all rows, may still be written until the result is asked for."""
 
     def __init__(self, like: Any, first: Any = None) -> None:
-        self._like, self._first, self._total = like, first, None
+        self._like, self._first = like, first
+        self._total: Any = None
         self._parts: list[tuple[int, int, Any]] = []
 
     def add(self, begin: int, x: Any) -> None:
@@ -361,7 +364,7 @@ class _Sum:
     def result(self) -> Any:
         """Returns the sum in the tensor's dtype."""
         rows = sorted(part[:2] for part in self._parts)
-        apart = all(a[1] <= b[0] for a, b in zip(rows, rows[1:], strict=False))
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(rows))
         if self._total is None and self._first is not None and apart:  # two numbers at most: rounded once all the same
             for begin, end, x in self._parts:
                 self._first[:, begin:end].add_(x)
@@ -369,7 +372,6 @@ class _Sum:
         if self._total is None and len(self._parts) == 1 and rows[0] == (0, self._like.shape[1]):
             return self._parts[0][2]
         self._add_up()
-        assert self._total is not None, "_add_up made it"
         return self._total.to(self._like.dtype) if self._first is None else torch.add(self._total, self._first, out=self._first)
 
 
@@ -440,7 +442,9 @@ def _backward(do: Any, dlse: Any, saved: tuple[Any, ...], call: _Call) -> tuple[
             _add(task, work.of(task, k_rows, v_rows), dq, *sums)
         both = [each.result() for each in sums]
         transfers.give(i, *both)
-        _add_returned(((piece, *(_rows(x, piece.at, piece.at + piece.end - piece.begin) for x in both)) for piece in step.own), dk, dv)
+        _add_returned(
+            ((piece, *(_rows(x, piece.at, piece.at + piece.end - piece.begin) for x in both)) for piece in step.own), dk, dv
+        )
         _add_returned(transfers.returned(left=2), dk, dv)
     for rest in late:
         rest(*first)

@@ -17,9 +17,9 @@ from .layout import check_layout, group_of
 
 
 def head_attention(
-    q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, layout: str = "zigzag",
-    return_lse: bool = False, deterministic: bool = True,
+    q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
+    softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
+    sinks: Any = None, layout: str = "zigzag", return_lse: bool = False, deterministic: bool = True,
 ) -> Any:  # fmt: skip
     """``context_attention`` by another way: all ranks exchange rows for heads, each computes whole sequences of its heads, and
     they exchange back.
@@ -37,9 +37,11 @@ def head_attention(
 
     The same bits come from any number of ranks. The method is that of DeepSpeed Ulysses (arXiv 2309.14509).
     """
-    options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
-    spec, group = Spec.of(**options, return_lse=return_lse, deterministic=deterministic), group_of(group)
-    options |= {"return_lse": return_lse, "deterministic": deterministic}
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": return_lse, "deterministic": deterministic,
+    }  # fmt: skip
+    spec, group = Spec.of(**options), group_of(group)
     check_layout(layout)
     check_tensors(q, k, v, sinks, layout)
     count, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -57,10 +59,9 @@ def head_attention(
     mine = (x.unflatten(-1, (-1, like.shape[3])) for x, like in zip(rows, (q, k, v), strict=True))
     heads = q.shape[2] // count
     own_sinks = None if sinks is None else sinks[rank * heads : (rank + 1) * heads]
-    found = api.attention(*mine, sinks=own_sinks, **options)
-    o, lse = found if return_lse else (found, None)
+    o, *lse = api.attention(*mine, sinks=own_sinks, **{**options, "return_lse": True})
     o = _back(o.flatten(2), group, layout).unflatten(-1, (-1, v.shape[3]))
-    return (o, _back(lse.transpose(1, 2), group, layout).transpose(1, 2).contiguous()) if return_lse else o
+    return (o, _back(lse[0].transpose(1, 2), group, layout).transpose(1, 2).contiguous()) if return_lse else o
 
 
 def _check_heads(q: Any, k: Any, spec: Spec, count: int) -> None:

@@ -134,9 +134,7 @@ def tasks(whole: Whole, q: tuple[Span, ...], kv: tuple[Span, ...]) -> tuple[Task
     return tuple(task for span in kv for task in tasks(whole, q, (span,)))
 
 
-def _task(
-    whole: Whole, q: tuple[Span, ...], kv: tuple[Span, ...], kept: list[list[tuple[Ints, Ints]]]
-) -> Task | None:
+def _task(whole: Whole, q: tuple[Span, ...], kv: tuple[Span, ...], kept: list[list[tuple[Ints, Ints]]]) -> Task | None:
     """Returns one call on all these rows that keeps just ``kept``; None where there is none."""
     q_range, kv_range = (q[0].begin, q[-1].end), (kv[0].begin, kv[-1].end)
     q_len, kv_len, at = q_range[1] - q_range[0], kv_range[1] - kv_range[0], (q[0].position, kv[0].position)
