@@ -16,8 +16,8 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 13500,
-    "perf": 3900,
+    "rawattn": 14500,
+    "perf": 4250,
     "cuda_src": 7200,
     "tests": 19500,
 }
@@ -38,6 +38,9 @@ IMPORTERS = {
         "torch_op.py",
         "torch_serving.py",
         "torch_sharding.py",
+        "context.py",  # of parallel/
+        "heads.py",
+        "layout.py",
     },
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
