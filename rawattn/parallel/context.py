@@ -22,7 +22,7 @@ from ..spec import Spec, Window
 from ..variant.mask import Mask
 from ..variant.score import Scale, Score, Softcap
 from . import schedule
-from .layout import check_layout, group_of
+from .layout import check_layout, eager, group_of
 from .schedule import Piece, Schedule, Step, Task, Whole
 
 METHODS = ("auto", "ring", "all_gather")
@@ -30,6 +30,7 @@ GATHERED_BYTES = 8 << 20  # of a rank's k and v, up to which "auto" gathers: a t
 MOST_PARTS = 16  # that merge_states takes on a GPU
 
 
+@eager
 def context_attention(
     q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
@@ -63,7 +64,8 @@ def context_attention(
     Results over the keys of each rank are rounded to q's dtype, and merged in float32 (float64 for fp64) in an order that depends
     on ranks alone: the same inputs give the same bits on every run. Of more than 16 parts, 16 at a time are merged and rounded.
     A rank needs memory for one more k and v of its own (for n of them with "all_gather") and for the parts; the backward for
-    their gradients in float32 besides. What a mask lets nobody see is not sent. It runs eagerly; autocast casts nothing here.
+    their gradients in float32 besides. What a mask lets nobody see is not sent. torch.compile leaves its
+    graph for it; autocast casts nothing here.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed. UnsupportedError: no kernel computes it.

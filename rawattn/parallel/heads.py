@@ -13,9 +13,10 @@ from ..spec import Spec, Window
 from ..variant.mask import Mask
 from ..variant.score import Score
 from .context import check_tensors, sees_positions
-from .layout import check_layout, group_of
+from .layout import check_layout, eager, group_of
 
 
+@eager
 def head_attention(
     q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,

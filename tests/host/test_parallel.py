@@ -183,10 +183,12 @@ def check_timing() -> None:
         assert 0 < made[0] <= 1.2 * (parts[1].nbytes + parts[2].nbytes)
         found = compute(*parts)
     assert torch.equal(o, want[0]) and all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+    with mock.patch.object(context, "MOST_PARTS", 2):  # as with many processes
+        check_case(CASES[0], "zigzag", "ring")
 
 
 def check_groups() -> None:
-    """A mesh, groups of two of the processes, checkpointing, and gradients of lse alone."""
+    """A mesh, groups of two of the processes, checkpointing, gradients of lse alone, and torch.compile."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils.checkpoint import checkpoint
 
@@ -206,6 +208,10 @@ def check_groups() -> None:
     found = torch.autograd.grad(o.sin().sum() + own_lse.sum(), parts)
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, parallel.split(y, mesh["cp"]), rtol=0, atol=1e-12)
+    if count == 2:
+        for compute in (parallel.context_attention, parallel.head_attention):
+            compiled = torch.compile(lambda *x, compute=compute: compute(*x, causal=True).sin(), backend="eager")
+            assert torch.equal(compiled(*parts), compute(*parts, causal=True).sin())
     for layout in schedule.LAYOUTS:
         places = parallel.split(torch.arange(4 * count), layout=layout, dim=0)
         assert torch.equal(parallel.positions(4, layout=layout), places)
