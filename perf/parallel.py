@@ -49,6 +49,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ctas", type=int, default=0, help="the most multiprocessors that NCCL takes; by default its own choice")
+    parser.add_argument(
+        "--head-start", type=int, help="clocks that products wait for transfers to start; by default the library's"
+    )
+    parser.add_argument(
+        "--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS; 1 starts kernels in the order of calls"
+    )
+    parser.add_argument("--normal-priority", action="store_true", help="of NCCL's streams; high without")
     parser.add_argument("--no-peer", action="store_true", help="leave torch's context_parallel out")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="JSON")
     parser.add_argument("--predict", default="", metavar="N,N", help="print the model for so many GPUs; needs none")
@@ -141,7 +148,7 @@ class Rank:
         found: dict[str, Any] = {"backend": "gloo"}
         if not self.options.cpu:
             self.torch.cuda.set_device(self.device)
-            settings = self.dist.ProcessGroupNCCL.Options()
+            settings = self.dist.ProcessGroupNCCL.Options(is_high_priority_stream=not self.options.normal_priority)
             if self.options.ctas:
                 settings.config.max_ctas = self.options.ctas
             found = {"backend": "nccl", "device_id": self.device, "pg_options": settings}
@@ -265,7 +272,10 @@ def measure(rank: int, count: int, store: str, options: argparse.Namespace) -> N
     """Runs in each process: ours."""
     import rawattn
     from rawattn import parallel
+    from rawattn.parallel import context
 
+    if options.head_start is not None:
+        context.HEAD_START = options.head_start
     me = Rank(rank, count, options)
     me.start(store)
     lengths, rows = list(map(int, options.lengths.split(","))), _Rows(options.out if rank == 0 else None)
@@ -347,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if count < 2:
         raise SystemExit(f"perf.parallel: {count} GPU here, it needs two; --cpu 2 runs without.")
     os.environ["NCCL_NVLS_ENABLE"] = "0"
+    if options.connections:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(options.connections)
     with contextlib.ExitStack() as stack:
         if options.out is None:
             options.out = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())) / "parallel.json"

@@ -27,6 +27,9 @@ from .schedule import Piece, Schedule, Step, Task, Whole
 
 METHODS = ("auto", "ring", "all_gather")
 GATHERED_BYTES = 8 << 20  # of a rank's k and v, up to which "auto" gathers: a transfer then takes less than a step's launches
+# Clocks that products wait, so that NCCL's kernels start first: once theirs, one block for each multiprocessor, are there, those
+# would start when they end.
+HEAD_START = 12_000
 MOST_PARTS = 16  # that merge_states takes on a GPU
 
 
@@ -204,6 +207,7 @@ class _Transfers:
         self._computed: dict[int, Any] = {}  # by step: gradients to send
         self._returned: deque[Any] = deque()  # posted gradients
         self._sent: list[Any] = []
+        self._has_company = bool(call.schedule.local) and k.is_cuda  # products run meanwhile
         _connect(call.group, k.device)
         self._advance()
 
@@ -212,13 +216,14 @@ class _Transfers:
 
     def _advance(self) -> None:
         """Posts what can be posted."""
+        before = self._next
         while self._next < len(self._order):
             what, i = self._order[self._next]
-            if what == "keys" and not self._post_keys(i, self.steps[i]):
-                return
-            if what == "gradients" and not self._post_gradients(i, self.steps[i]):
-                return
+            if not (self._post_keys if what == "keys" else self._post_gradients)(i, self.steps[i]):
+                break
             self._next += 1
+        if self._has_company and any(self.steps[i].recvs or self.steps[i].sends for _, i in self._order[before : self._next]):
+            torch.cuda._sleep(HEAD_START)
 
     def _post_keys(self, i: int, step: Step) -> bool:
         buffers = None
