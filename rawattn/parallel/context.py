@@ -27,8 +27,8 @@ from .schedule import Piece, Schedule, Step, Task, Whole
 
 METHODS = ("auto", "ring", "all_gather")
 GATHERED_BYTES = 8 << 20  # of a rank's k and v, up to which "auto" gathers: a transfer then takes less than a step's launches
-# Clocks that products wait, so that NCCL's kernels start first: once theirs, one block for each multiprocessor, are there, those
-# would start when they end.
+# Clocks that an attention kernel waits for NCCL's to start. Its blocks, one for each multiprocessor, stay until it ends and leave
+# no room for NCCL's: what started later would be hidden behind nothing.
 HEAD_START = 12_000
 MOST_PARTS = 16  # that merge_states takes on a GPU
 
@@ -67,8 +67,8 @@ def context_attention(
     Results over the keys of each rank are rounded to q's dtype, and merged in float32 (float64 for fp64) in an order that depends
     on ranks alone: the same inputs give the same bits on every run. Of more than 16 parts, 16 at a time are merged and rounded.
     A rank needs memory for one more k and v of its own (for n of them with "all_gather") and for the parts; the backward for
-    their gradients in float32 besides. What a mask lets nobody see is not sent. torch.compile leaves its
-    graph for it; autocast casts nothing here.
+    their gradients in float32 besides. What a mask lets nobody see is not sent. torch.compile leaves its graph for this call, and
+    autocast casts nothing in it.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed. UnsupportedError: no kernel computes it.
@@ -491,7 +491,8 @@ class _Context(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv and dsinks."""
         q, k, v, sinks, o, lse = ctx.saved_tensors
-        do = torch.zeros_like(o) if do is None else do  # the others' keys need this rank all the same
+        # The others' keys need this rank all the same. Each call would copy a do that is expanded.
+        do = torch.zeros_like(o) if do is None else arrays.dense(do)
         with torch.autocast(q.device.type, enabled=False):
             found = _backward(do, dlse, (q, k, v, o, lse), ctx.call)
         return (*found, None if sinks is None else _sinks_gradient(do, dlse, o, lse, sinks), None)

@@ -254,7 +254,7 @@ def test_processes(count: int, tmp_path: Any) -> None:
     given = [[str(rank), str(count), str(tmp_path / "store")] for rank in range(count)]
     running = [subprocess.Popen([*command, *each], env=os.environ) for each in given]
     try:
-        assert [process.wait(timeout=60) for process in running] == [0] * count
+        assert [process.wait(timeout=200) for process in running] == [0] * count
     finally:
         for process in running:  # one may wait for the other, which has failed
             process.kill()
