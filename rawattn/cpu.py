@@ -470,7 +470,7 @@ def _gradients_by_formula(formula: reference.Formula, unit: _KeyUnit) -> None:
     dlse = np.zeros_like(x.delta) if x.dlse is None else x.dlse
     inputs = x.do, x.q, x.k[:, None], x.v[:, None], dlse, x.sinks.tolist()
     with np.errstate(all="ignore"):
-        formula.backward_sequence(x.origin, *inputs, dq, dk, dv, np.zeros_like(x.sinks))
+        formula.backward_sequence(x.origin, *inputs, dq, dk, dv, np.zeros_like(x.sinks), (x.lse, x.delta))
     x.dq[...], x.dk[...], x.dv[...] = dq, dk[:, 0], dv[:, 0]
 
 

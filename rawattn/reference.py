@@ -280,9 +280,10 @@ class Formula:
 
     def backward_sequence(
         self, origin: tuple[int, int], do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: list[float], dq: Any, dk: Any, dv: Any,
-        dsinks: Any,
+        dsinks: Any, known: tuple[Any, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Adds the gradients of one sequence to dq, dk, dv and dsinks; its number and that of the first head are ``origin``."""
+        """Adds the gradients of one sequence to dq, dk, dv and dsinks; its number and that of the first head are ``origin``.
+        ``known`` are lse and delta where they come from more keys than these."""
         for head, sink in enumerate(sinks):
             kv_head = head // (q.shape[1] // k.shape[1])
             lse, delta = self.xp.full_like(dlse[head], sink), -dlse[head]
@@ -291,7 +292,8 @@ class Formula:
                 inputs = do[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head]
                 x = [_cast(x, self.dtype) for x in inputs]
                 place = origin[0], origin[1] + head
-                found = self.gradients(x[0], x[1], x[2], x[3], dlse[head, rows, None], sink, place, tile)
+                given = None if known is None else tuple(each[head, rows, None] for each in known)
+                found = self.gradients(x[0], x[1], x[2], x[3], dlse[head, rows, None], sink, place, tile, given)
                 dq[rows, head] += found[0]
                 dk[keys, kv_head] += found[1]
                 dv[keys, kv_head] += found[2]
@@ -323,20 +325,25 @@ class Formula:
         return self.rounding(p), (m + xp.log(total))[:, 0], dot, s
 
     def gradients(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
     ) -> tuple[Any, ...]:
         """dq, dk, dv, lse and delta of the queries of one head."""
-        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile)
+        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile, known)
         dq = self.scale * self.total(ds, k, tile.kept)
         return dq, self.scale * self.total(ds.T, q, tile.kept.T), self.total(p.T, do, tile.kept.T), lse, delta
 
     def weights_backward(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
     ) -> tuple[Any, ...]:
-        """The probabilities, the gradients of the scaled dot products, lse and delta of the queries of one head."""
-        p, lse, dot, _ = self.weights(q, k, sink, place, tile)
-        o = self.rounding(self.total(p, v, tile.kept))
-        delta = self.xp.sum(do * o, axis=-1, keepdims=True) - dlse
+        """The probabilities, the gradients of the scaled dot products, lse and delta of the queries of one head. ``known`` are lse
+        and delta where these keys are a part of all."""
+        p, lse, dot, s = self.weights(q, k, sink, place, tile)
+        if known is None:
+            o = self.rounding(self.total(p, v, tile.kept))
+            delta = self.xp.sum(do * o, axis=-1, keepdims=True) - dlse
+        else:
+            whole, delta = known
+            p = self.rounding(self.xp.where(tile.kept & (whole != -INF), self.xp.exp(s - whole), 0.0))
         ds = p * (do @ v.T - delta)
         slope = self.slope(dot, place, tile)
         ds = self.rounding(self.xp.where(tile.kept, ds if slope is None else ds * slope, 0.0))

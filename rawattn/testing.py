@@ -262,8 +262,9 @@ class _Sizes(reference.Formula):
         return self._root(self.total(p**self.power, abs(v) ** self.power, tile.kept)), s_size
 
     def gradients(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile
-    ) -> tuple[Any, ...]:
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile,
+        known: Any = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         n, kept = self.power, tile.kept
         p, lse, dot, s = self.weights(q, k, sink, place, tile)
         if n == 1:  # the exponent s - lse is rounded, and lse was when it was stored

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 16000,
-    "perf": 4700,
+    "rawattn": 17500,
+    "perf": 5000,
     "cuda_src": 7300,
-    "tests": 21000,
+    "tests": 22000,
 }
 FUNCTION_LINES = 60
 
@@ -38,6 +38,9 @@ IMPORTERS = {
         "torch_op.py",
         "torch_serving.py",
         "torch_sharding.py",
+        "context.py",  # of parallel/
+        "heads.py",
+        "layout.py",
     },
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))

@@ -1,0 +1,121 @@
+"""Attention whose heads are split over ranks, of sequences that are split over them before and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import api
+from ..errors import ProblemError
+from ..spec import Spec, Window
+from ..variant.mask import Mask
+from ..variant.score import Score
+from .context import check_tensors, sees_positions
+from .layout import check_layout, eager, group_of
+
+
+@eager
+def head_attention(
+    q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
+    softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
+    sinks: Any = None, layout: str = "zigzag", return_lse: bool = False, deterministic: bool = True,
+) -> Any:  # fmt: skip
+    """``context_attention`` by another way: all ranks exchange rows for heads, each computes whole sequences of its heads, and
+    they exchange back.
+
+    >>> o = rawattn.parallel.head_attention(q, k, v, mesh["cp"], causal=True, layout="contiguous")
+
+    It sends q, k, v and o once, whatever the number n of ranks, and waits for that; the work is the same on all ranks under any
+    mask and layout. The arguments, results and rules are those of ``context_attention``, and:
+
+    Args:
+        q: heads is a multiple of n.
+        k, v: kv_heads is a multiple of n, or divides it; then each head goes to several ranks.
+        mask, score: such as treat all heads alike, since a rank numbers its heads from 0 on.
+        layout: "contiguous" costs a copy less than "zigzag".
+
+    The same bits come from any number of ranks. The method is that of DeepSpeed Ulysses (arXiv 2309.14509).
+    """
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
+        "return_lse": return_lse, "deterministic": deterministic,
+    }  # fmt: skip
+    spec, group = Spec.of(**options), group_of(group)
+    check_layout(layout)
+    check_tensors(q, k, v, sinks, layout)
+    count, rank = dist.get_world_size(group), dist.get_rank(group)
+    if count == 1:
+        return api.attention(q, k, v, sinks=sinks, **options)
+    _check_heads(q, k, spec, count)
+    if k.shape[2] % count:
+        k, v = (x.repeat_interleave(count // x.shape[2], dim=2) for x in (k, v))
+    widths = [x.shape[2] // count * x.shape[3] for x in (q, k, v)]
+    if q.shape[1] == k.shape[1]:  # one exchange of all three
+        joined = torch.cat([_parted(x, count) for x in (q, k, v)], -1)
+        rows = _whole(_exchanged(joined, group), layout).split(widths, -1)
+    else:
+        rows = tuple(_whole(_exchanged(_parted(x, count), group), layout) for x in (q, k, v))
+    mine = (x.unflatten(-1, (-1, like.shape[3])) for x, like in zip(rows, (q, k, v), strict=True))
+    heads = q.shape[2] // count
+    own_sinks = None if sinks is None else sinks[rank * heads : (rank + 1) * heads]
+    o, *lse = api.attention(*mine, sinks=own_sinks, **{**options, "return_lse": True})
+    o = _back(o.flatten(2), group, layout).unflatten(-1, (-1, v.shape[3]))
+    return (o, _back(lse[0].transpose(1, 2), group, layout).transpose(1, 2).contiguous()) if return_lse else o
+
+
+def _check_heads(q: Any, k: Any, spec: Spec, count: int) -> None:
+    """Raises ProblemError where heads cannot be split."""
+    if q.shape[2] % count:
+        raise ProblemError(f"q has {q.shape[2]} heads; it must be a multiple of the {count} ranks.")
+    if k.shape[2] % count and count % k.shape[2]:
+        raise ProblemError(f"k has {k.shape[2]} heads; it must be a multiple or a divisor of the {count} ranks.")
+    if sees_positions(spec) or hasattr(spec.mask, "of_head"):
+        name = "score" if sees_positions(spec) else "mask"
+        raise ProblemError(f"{name} may treat heads differently, and a rank numbers its own from 0 on; call context_attention.")
+
+
+class _Exchange(torch.autograd.Function):
+    """all_to_all of equal parts along the first dimension; its gradient is the same of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, group: Any) -> Any:
+        """Gives part i to rank i."""
+        ctx.group = group
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+        """Gives them back."""
+        return _Exchange.apply(gradient, ctx.group), None
+
+
+def _exchanged(x: Any, group: Any) -> Any:
+    return _Exchange.apply(x, group)
+
+
+def _parted(x: Any, count: int) -> Any:
+    """(batch, rows, heads, columns) as (ranks, batch, rows, a rank's heads and columns)."""
+    return x.unflatten(2, (count, -1)).flatten(3).movedim(2, 0)
+
+
+def _whole(x: Any, layout: str) -> Any:
+    """(ranks, batch, rows, columns) as (batch, all rows in the order of their positions, columns)."""
+    if layout == "contiguous":
+        return x.movedim(0, 1).flatten(1, 2)
+    half = x.shape[2] // 2
+    first, second = x[:, :, :half], x[:, :, half:].flip(0)
+    return torch.cat([first, second]).movedim(0, 1).flatten(1, 2)
+
+
+def _back(x: Any, group: Any, layout: str) -> Any:
+    """(batch, all rows, a rank's columns) as (batch, a rank's rows, all columns)."""
+    count = dist.get_world_size(group)
+    parts = x.unflatten(1, (count if layout == "contiguous" else 2 * count, -1)).movedim(1, 0)
+    if layout == "zigzag":
+        parts = torch.cat([parts[:count], parts[count:].flip(0)], dim=2)
+    return _exchanged(parts, group).movedim(0, 2).flatten(2)

@@ -1,0 +1,119 @@
+"""How sequences lie on the ranks of a process group, and between the whole and its parts."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ProblemError
+from .schedule import LAYOUTS, Whole
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """Makes torch.compile leave its graph for this function, as ``torch.compiler.disable`` does; but that imports dynamo, which
+    takes a second, where nobody compiles."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **options)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **options)
+
+    called._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return called  # type: ignore[return-value]  # of the same signature
+
+
+def group_of(group: Any) -> Any:
+    """Returns the process group that was meant: of None all processes, of a DeviceMesh its only dimension. Raises ProblemError
+    for anything else, and where this process is not in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ProblemError("there is no process group; call torch.distributed.init_process_group first.")
+    found = dist.group.WORLD if group is None else group
+    if hasattr(found, "get_group"):  # a DeviceMesh
+        if found.ndim != 1:
+            names = found.mesh_dim_names
+            raise ProblemError(f"group is a mesh of {found.ndim} dimensions {names}; give one of them, such as mesh['cp'].")
+        found = found.get_group()
+    if not isinstance(found, dist.ProcessGroup):
+        raise ProblemError(f"group is {group!r}; it must be a ProcessGroup, a DeviceMesh of one dimension, or None.")
+    if dist.get_rank(found) < 0:
+        raise ProblemError("group does not have this process; call only in its processes.")
+    return found
+
+
+def check_layout(layout: Any) -> None:
+    """Raises ProblemError where it is none."""
+    if layout not in LAYOUTS:
+        raise ProblemError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
+
+
+def split(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) -> Any:
+    """Gives the rows of this rank, of a tensor that every rank has whole.
+
+    >>> tokens = rawattn.parallel.split(tokens, mesh["cp"])  # (batch, length) -> (batch, length / n)
+
+    Args:
+        x: a tensor whose dimension ``dim`` is the sequence. Its length is a multiple of n, the number of ranks, for "contiguous",
+            and of 2n for "zigzag".
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
+        layout: "contiguous": rank r has rows r * length / n and on; "zigzag": of 2n equal chunks rank r has chunks r and
+            2n - 1 - r, one behind the other.
+
+    Returns:
+        A new contiguous tensor with length / n rows. Autograd follows it.
+    """
+    check_layout(layout)
+    group = group_of(group)
+    count, length = dist.get_world_size(group), x.shape[dim]
+    parts = 2 * count if layout == "zigzag" else count
+    if length % parts:
+        raise ProblemError(f"x has {length} rows along dim {dim}; for layout={layout!r} it must be a multiple of {parts}.")
+    whole = Whole((), False, count, length // count, length // count, layout)
+    spans = whole.spans(dist.get_rank(group), length // count)
+    pieces = [x.narrow(dim, span.position, span.end - span.begin) for span in spans]
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+
+
+def join(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) -> Any:
+    """Gives the whole of a tensor of which every rank has a part: the inverse of ``split``.
+
+    >>> o = rawattn.parallel.join(o, mesh["cp"])  # (batch, length / n, ...) -> (batch, length, ...)
+
+    It is for looking at results: x must not require grad, since whose gradient it were would be open.
+    """
+    check_layout(layout)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ProblemError("x requires grad, and join has no gradient; give x.detach(), or call under torch.no_grad().")
+    group = group_of(group)
+    count, length = dist.get_world_size(group), x.shape[dim]
+    whole = Whole((), False, count, length, length, layout)
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count)]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    pieces = {
+        span.position: parts[rank].narrow(dim, span.begin, span.end - span.begin)
+        for rank in range(count)
+        for span in whole.spans(rank, length)
+    }
+    return torch.cat([pieces[position] for position in sorted(pieces)], dim)
+
+
+def positions(length: int, group: Any = None, *, layout: str = "zigzag", device: Any = None) -> Any:
+    """Gives the positions in the sequence of this rank's ``length`` rows, int64, (length,): for rotary embeddings.
+
+    >>> cos, sin = rope(rawattn.parallel.positions(q.shape[1], mesh["cp"], device=q.device))
+    """
+    check_layout(layout)
+    group = group_of(group)
+    whole = Whole((), False, dist.get_world_size(group), length, length, layout)
+    spans = whole.spans(dist.get_rank(group), length)
+    return torch.cat([torch.arange(s.position, s.position + s.end - s.begin, device=device) for s in spans])

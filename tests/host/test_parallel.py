@@ -1,0 +1,414 @@
+"""Attention split over processes gives the results and gradients of one process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn.variant import mask as masks
+from rawattn.variant.offset import OffsetMask
+from rawattn.variant.score import Scale
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+from rawattn import parallel  # noqa: E402
+from rawattn.parallel import context, schedule  # noqa: E402
+
+ROWS = 8  # of a process
+BOUND = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 3e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slope(Scale):
+    """ALiBi: it sees positions and heads."""
+
+    def logit(self, xp: Any, s: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return s - 0.25 * (head + 1) * abs(q - kv)
+
+    def slope(self, xp: Any, s: Any, batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return s * 0 + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWindow(masks.Window):
+    """Head h keeps h + 2 keys back from its own position."""
+
+    type: ClassVar[str] = "HeadWindow"
+
+    @property
+    def of_head(self) -> Any:
+        return lambda head: masks.Window(head + 1, 0)
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> Any:
+        return masks.Window(64, 0).interval(q, q_len, kv_len)
+
+
+FULL: dict[str, Any] = {}
+CAUSAL = {"causal": True}
+# options, heads of q, of k, batch, rows of k for each of q, dtype
+CASES: list[tuple[dict[str, Any], int, int, int, int, Any]] = [
+    (CAUSAL, 4, 2, 2, 1, torch.float64),
+    (FULL, 4, 4, 1, 1, torch.float64),
+    (CAUSAL, 4, 1, 1, 1, torch.float32),
+    ({"causal": True, "window": (5, 0), "softcap": 3.0}, 4, 2, 1, 1, torch.float64),
+    ({"window": (2, 3), "scale": 0.3}, 2, 2, 2, 1, torch.float64),
+    ({"window": (0, 0)}, 2, 2, 1, 1, torch.float64),
+    (CAUSAL, 4, 2, 1, 2, torch.float64),
+    ({"mask": masks.Window(9, 1, align="top_left")}, 4, 2, 1, 2, torch.float64),
+    ({"causal": True, "score": Slope()}, 4, 2, 1, 1, torch.float64),
+    ({"mask": HeadWindow()}, 4, 2, 1, 1, torch.float64),
+    (CAUSAL, 4, 2, 1, 1, torch.bfloat16),
+]
+
+
+def inputs(case: Any, count: int) -> tuple[list[Any], Any, Any]:
+    """The whole q, k, v and sinks, and the whole gradients by o and lse: the same in each process."""
+    _, heads, kv_heads, batch, ratio, dtype = case
+    made = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=made, dtype=torch.float64).to(dtype)
+
+    rows = count * ROWS
+    q, k, v = normal(batch, rows, heads, 8), normal(batch, rows * ratio, kv_heads, 8), normal(batch, rows * ratio, kv_heads, 16)
+    sinks = normal(heads).to(torch.promote_types(dtype, torch.float32))
+    return [q, k, v, sinks], normal(batch, rows, heads, 16), normal(batch, heads, rows).to(sinks.dtype)
+
+
+def gradients(compute: Any, given: list[Any], do: Any, dlse: Any) -> list[Any]:
+    """o, lse and the gradients of q, k, v and sinks."""
+    given = [x.detach().clone().requires_grad_() for x in given]
+    o, lse = compute(*given)
+    return [o.detach(), lse.detach(), *torch.autograd.grad((o, lse), given, (do, dlse))]
+
+
+def check_case(case: Any, layout: str, method: str) -> None:
+    """One call, both ways: what each process has is its part of the whole."""
+    options, dtype, count = case[0], case[5], dist.get_world_size()
+    given, do, dlse = inputs(case, count)
+    want = gradients(lambda q, k, v, sinks: rawattn.attention(q, k, v, sinks=sinks, return_lse=True, **options), given, do, dlse)
+
+    def part(x: Any, dim: int = 1) -> Any:
+        return parallel.split(x, layout=layout, dim=dim)
+
+    def compute(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        given = {"layout": layout, "return_lse": True, **options}
+        if method == "heads":
+            return parallel.head_attention(q, k, v, sinks=sinks, **given)
+        return parallel.context_attention(q, k, v, sinks=sinks, method=method, **given)
+
+    parts = [*map(part, given[:3]), given[3]], part(do), part(dlse, 2)
+    found, again = gradients(compute, *parts), gradients(compute, *parts)
+    joined = parallel.join(parts[0][0], layout=layout)
+    dsinks = found[5].clone()
+    dist.all_reduce(dsinks)
+    # Nothing is sent from here on: one process may fail alone.
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)) and torch.equal(joined, given[0])
+    found[5] = dsinks
+    wanted = [part(want[0]), part(want[1], 2), *map(part, want[2:5]), want[5]]
+    for name, x, y in zip(("o", "lse", "dq", "dk", "dv", "dsinks"), found, wanted, strict=True):
+        size = y.abs().max().item() if name[0] == "d" else 1.0
+        torch.testing.assert_close(
+            x, y, rtol=0, atol=BOUND[dtype] * max(size, 1.0), msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def check_cases(chosen: list[Any]) -> None:
+    for case in chosen:
+        plain = "score" not in case[0] and "mask" not in case[0]
+        for layout in schedule.LAYOUTS:
+            for method in ("ring", "all_gather", *["heads"] * (plain and case[1] % dist.get_world_size() == 0)):
+                try:
+                    check_case(case, layout, method)
+                except BaseException:
+                    print(f"rank {dist.get_rank()}: {case}, {layout}, {method}", flush=True)
+                    raise
+
+
+def check_faults() -> None:
+    """A fault that is planted in all processes is noticed in one of them at least."""
+    no_mask = mock.patch.object(context._Call, "options", lambda self, task: {"scale": self.spec.scale})
+    no_gradients = mock.patch.object(context, "_add_returned", lambda found, dk, dv: list(found))
+    one_part = mock.patch.object(
+        context._Parts, "add", lambda self, task, result: self._found.__setitem__(slice(0, None), [(task.q, *result)])
+    )
+    for fault in (no_mask, no_gradients, one_part):
+        noticed = torch.zeros(1)
+        with fault:
+            try:
+                check_case(CASES[0], "zigzag", "ring")
+            except AssertionError:
+                noticed += 1
+        dist.all_reduce(noticed)
+        assert noticed > 0, fault
+
+
+def check_timing() -> None:
+    """A process that is slow changes no bit, and the ring's buffers are at most 1.2 of one process's k and v."""
+    (q, k, v, _), do, _ = inputs(CASES[-1], dist.get_world_size())
+    parts, do = [parallel.split(x) for x in (q, k, v)], parallel.split(do)
+    made, attend, buffers = [0], context._attend, context._Transfers._buffers
+
+    def compute(*given: Any) -> Any:
+        given = [x.detach().clone().requires_grad_() for x in given]
+        o = parallel.context_attention(*given, causal=True, method="ring")
+        return [o.detach(), *torch.autograd.grad(o, given, do)]
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02 * ((dist.get_rank() + made[0]) % 2))
+        return attend(*given)
+
+    def counted(self: Any, rows: int) -> Any:
+        found = buffers(self, rows)
+        made[0] += sum(x.nbytes for x in found)
+        return found
+
+    want = compute(*parts)
+    with mock.patch.object(context, "_attend", slow), mock.patch.object(context._Transfers, "_buffers", counted):
+        o = parallel.context_attention(*parts, causal=True, method="ring")
+        assert 0 < made[0] <= 1.2 * (parts[1].nbytes + parts[2].nbytes)
+        found = compute(*parts)
+    assert torch.equal(o, want[0]) and all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+    with mock.patch.object(context, "MOST_PARTS", 2):  # as with many processes
+        check_case(CASES[0], "zigzag", "ring")
+
+
+def check_one_stream() -> None:
+    """The same where a backend does as NCCL does: a batch begins when the one before it has ended, and all of it is one work."""
+    batch, stream = dist.batch_isend_irecv, concurrent.futures.ThreadPoolExecutor(1)
+
+    def queued(ops: Any) -> list[Any]:
+        def transfer() -> None:
+            for each in batch(ops):
+                each.wait()
+
+        found = stream.submit(transfer)
+        return [mock.Mock(wait=lambda: found.result(timeout=20))]
+
+    with mock.patch.object(dist, "batch_isend_irecv", queued):
+        check_cases([CASES[0]])
+    stream.shutdown()
+
+
+def check_groups() -> None:
+    """A mesh, groups of two of the processes, checkpointing, gradients of lse alone, and torch.compile."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils.checkpoint import checkpoint
+
+    count, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(rawattn.ProblemError, match=r"mesh of 2 dimensions .*'dp', 'cp'.*mesh\['cp'\]"):
+        parallel.split(torch.zeros(1, 8), mesh)
+    torch.manual_seed(rank // 2)
+    whole = [torch.randn(1, 16, 2, 8, dtype=torch.float64) for _ in range(3)]
+    parts = [parallel.split(x, mesh["cp"]).requires_grad_() for x in whole]
+    o = checkpoint(parallel.context_attention, *parts, mesh["cp"], causal=True, use_reentrant=False)
+    whole = [x.requires_grad_() for x in whole]
+    want, lse = rawattn.attention(*whole, causal=True, return_lse=True)
+    torch.testing.assert_close(parallel.join(o.detach(), mesh["cp"]), want, rtol=0, atol=1e-12)
+    wanted = torch.autograd.grad(want.sin().sum() + lse.sum(), whole)
+    _, own_lse = parallel.context_attention(*parts, mesh["cp"].get_group(), causal=True, return_lse=True)
+    found = torch.autograd.grad(o.sin().sum() + own_lse.sum(), parts)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, parallel.split(y, mesh["cp"]), rtol=0, atol=1e-12)
+    if count == 2:
+        for compute in (parallel.context_attention, parallel.head_attention):
+            compiled = torch.compile(lambda *x, compute=compute: compute(*x, causal=True).sin(), backend="eager")
+            assert torch.equal(compiled(*parts), compute(*parts, causal=True).sin())
+    for layout in schedule.LAYOUTS:
+        places = parallel.split(torch.arange(4 * count), layout=layout, dim=0)
+        assert torch.equal(parallel.positions(4, layout=layout), places)
+
+
+def work(rank: int, count: int, store: str) -> None:
+    """Runs in each of the processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    check_cases(CASES if count == 2 else [CASES[i] for i in (0, 3, 9)])
+    if count == 2:
+        check_faults()
+    check_timing()
+    check_one_stream()
+    check_groups()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes(count: int, tmp_path: Any) -> None:
+    command = [sys.executable, "-W", "ignore", __file__]
+    given = [[str(rank), str(count), str(tmp_path / "store")] for rank in range(count)]
+    running = [subprocess.Popen([*command, *each], env=os.environ) for each in given]
+    try:
+        assert [process.wait(timeout=200) for process in running] == [0] * count
+    finally:
+        for process in running:  # one may wait for the other, which has failed
+            process.kill()
+
+
+# ---- who computes and sends what
+
+
+MASKS = [
+    masks.Full(), masks.Causal(), masks.Causal("top_left"), masks.Window(5, 0), masks.Window(0, 0),
+    masks.Window(2, 3, "top_left"), masks.Both(masks.Causal(), masks.Window(6)),
+]  # fmt: skip
+
+
+def pairs(mask: Any, q_len: int, kv_len: int) -> Any:
+    begin, end = mask.interval(np.arange(q_len), q_len, kv_len)
+    keys = np.arange(kv_len)
+    return (keys >= begin[:, None]) & (keys < end[:, None])
+
+
+def places(spans: Any) -> Any:
+    return np.concatenate([np.arange(s.position, s.position + s.end - s.begin) for s in spans])
+
+
+def count_pairs(whole: Any, rank: int, plan: Any) -> Any:
+    """How often the calls of a rank compute each pair of its queries and of all keys."""
+    mask, found = whole.masks[0], np.zeros((whole.q_len, whole.count * whole.kv_len), int)
+    q, own = places(whole.spans(rank, whole.q_len)), places(whole.spans(rank, whole.kv_len))
+    steps = [(plan.local, own)]
+    for step in plan.steps:
+        keys = np.full(step.rows, -1)
+        for piece in (*step.recvs, *step.own):
+            theirs = places(whole.spans(piece.peer, whole.kv_len))
+            keys[piece.at : piece.at + piece.end - piece.begin] = theirs[piece.begin : piece.end]
+        assert (keys >= 0).all()
+        steps.append((step.tasks, keys))
+    for task, keys in ((task, keys) for tasks, keys in steps for task in tasks):
+        (a, b), (c, d) = task.q, task.kv
+        kept = mask if task.masked else masks.Full()
+        kept = kept if task.offsets is None else OffsetMask(kept, *task.offsets)
+        found[a:b, keys[c:d]] += pairs(kept, b - a, d - c)
+        if whole.positional:
+            at = task.offsets or (0, 0)
+            assert (q[a:b] == at[0] + np.arange(b - a)).all() and (keys[c:d] == at[1] + np.arange(d - c)).all()
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", schedule.LAYOUTS)
+def test_schedule(layout: str, mask: Any) -> None:
+    """Each pair that the mask keeps is computed once, and what one rank sends another expects in the same step."""
+    for count, positional, (q_len, kv_len) in itertools.product((2, 3, 5), (False, True), ((4, 4), (6, 6), (4, 8), (8, 4))):
+        whole = schedule.Whole((mask,), positional, count, q_len, kv_len, layout)
+        if positional and q_len != kv_len:
+            continue
+        truth = pairs(mask, count * q_len, count * kv_len)
+        for make in (schedule.ring, schedule.all_gather):
+            plans = [make(whole, rank) for rank in range(count)]
+            for rank, plan in enumerate(plans):
+                assert (count_pairs(whole, rank, plan) == truth[places(whole.spans(rank, q_len))]).all()
+            for steps in zip(*(plan.steps for plan in plans), strict=True):
+                for a, b in itertools.product(range(count), repeat=2):
+                    sent = [piece[1:3] for piece in steps[a].sends if piece.peer == b]
+                    assert sent == [piece[1:3] for piece in steps[b].recvs if piece.peer == a]
+
+
+def test_schedule_wastes_nothing() -> None:
+    """Under a causal mask ranks of the zigzag do the same work in each step, in one call of all; a window sends what it needs."""
+    whole = schedule.Whole((masks.Causal(),), False, 4, 32, 32, "zigzag")
+    for rank in range(4):
+        plan = schedule.ring(whole, rank)
+        assert len(plan.local) == 1 and plan.local[0].offsets is None
+        for two in zip(plan.steps[::2], plan.steps[1::2], strict=True):
+            tasks = [task for step in two for task in step.tasks]
+            assert sum((t.q[1] - t.q[0]) * (t.kv[1] - t.kv[0]) for t in tasks) == 32 * 16 and not any(t.masked for t in tasks)
+            assert len(tasks) == (1 if two[0].recvs[0].peer < rank else 2)
+    whole = schedule.Whole((masks.Window(5, 0),), False, 8, 32, 32, "contiguous")
+    for rank in range(8):
+        plan = schedule.ring(whole, rank)
+        received = [(i, *piece) for i, step in enumerate(plan.steps) for piece in step.recvs]
+        assert received == ([(1, rank - 1, 27, 32, 0)] if rank else [])
+        assert sum(len(step.sends) for step in plan.steps) == (rank < 7)
+
+
+# ---- one process, and wrong arguments
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def among_four() -> Iterator[None]:
+    """Four processes, of which this is one; the others are made up."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=1, world_size=4, store=fake.FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_one_process(alone: None) -> None:
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    want = rawattn.attention(q, q, q, causal=True)
+    for compute in (parallel.context_attention, parallel.head_attention):
+        found = compute(q, q, q, causal=True)
+        assert torch.equal(found, want) and found.requires_grad
+    assert torch.equal(parallel.join(parallel.split(q.detach())), q)
+
+
+def refused(words: str, compute: Any, *given: Any, **options: Any) -> None:
+    with pytest.raises(rawattn.ProblemError, match=words):
+        compute(*given, **options)
+
+
+def test_no_group() -> None:
+    q = torch.zeros(1, 8, 4, 8)
+    refused("there is no process group; call torch.distributed.init_process_group", parallel.context_attention, q, q, q)
+
+
+def test_wrong_arguments(among_four: None) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    q = torch.zeros(1, 8, 4, 8)
+    placed = distribute_tensor(torch.zeros(1, 8, 4, 8), init_device_mesh("cpu", (4,)), [Shard(1)])
+    for compute in (parallel.context_attention, parallel.head_attention):
+        refused("layout is 'ring'; it must be one of 'zigzag', 'contiguous'", compute, q, q, q, layout="ring")
+        refused("Packed sequences .* are not split over ranks yet", compute, q[0], q[0], q[0])
+        refused("q is a ndarray; it must be a torch tensor", compute, q.numpy(), q, q)
+        refused("q is a DTensor; it must be a torch tensor, of a DTensor its to_local", compute, placed, placed, placed)
+        refused("k has 7 rows on this rank; for layout='zigzag' it must be an even number", compute, q, q[:, :7], q[:, :7])
+        refused("q has no rows on this rank", compute, q[:, :0], q, q)
+        refused("group is 'cp'; it must be a ProcessGroup", compute, q, q, q, "cp")
+        refused("window is 5", compute, q, q, q, window=5)
+        refused("v", compute, q, q, q[:, :6])
+    refused("method is 'tree'; it must be one of", parallel.context_attention, q, q, q, method="tree")
+    refused("q has 6 heads; it must be a multiple of the 4 ranks", parallel.head_attention, *[torch.zeros(1, 8, 6, 8)] * 3)
+    refused(
+        "k has 3 heads; it must be a multiple or a divisor", parallel.head_attention, torch.zeros(1, 8, 12, 8), *[q[:, :, :3]] * 2
+    )
+    refused("score may treat heads differently", parallel.head_attention, q, q, q, score=Slope())
+    refused("mask may treat heads differently", parallel.head_attention, q, q, q, mask=HeadWindow())
+    refused(
+        "x has 6 rows along dim 1; for layout='contiguous' it must be a multiple of 4",
+        parallel.split,
+        q[:, :6],
+        layout="contiguous",
+    )
+    refused("x requires grad, and join has no gradient", parallel.join, q.clone().requires_grad_())
+    other = dist.new_group([0, 2])
+    refused("group does not have this process|group is .*; it must be", parallel.context_attention, q, q, q, other)
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
