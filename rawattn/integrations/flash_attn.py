@@ -151,7 +151,7 @@ def varlen(
     """Computes attention of packed queries, over packed keys or those in pages."""
     if pages is None:
         used = {"q_lens": lens[0], "kv_lens": lens[1], "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
-        return api.attention_varlen(q, k, v, *starts, return_lse=return_lse, **used, **options)
+        return api.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
     refuse(seqused_q=(lens[0], None))
     kv_lens = torch.diff(starts[1]) if lens[1] is None else lens[1]
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
