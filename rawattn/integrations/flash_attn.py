@@ -4,9 +4,9 @@
 >>> o = flash_attn_func(q, k, v, causal=True)
 
 ``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
-``rawattn.attention``, but for the functions over caches. Refused is what rawattn does not have: dropout, alibi_slopes. A
-``deterministic`` of False allows other bits from run to run in gradients, as it does there. num_splits, pack_gqa, sm_margin and
-scheduler_metadata are hints; they are ignored, with a warning. Results in which no key counts are 0.
+``rawattn.attention``, but for the functions over caches. Refused are dropout, and alibi_slopes over caches and where there is no
+``rawattn.score.function``. A ``deterministic`` of False allows other bits from run to run in gradients, as it does there.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. Queries that keep no key give 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .. import api, serving
+from .. import api, score, serving
 from ..errors import ProblemError, UnsupportedError
 from ..serving import api as caches
 
@@ -34,8 +34,8 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse, None)."""
-    refuse(dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+    refuse(dropout_p=(dropout_p, 0.0))
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
     return _with_probs(api.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
 
 
@@ -68,8 +68,8 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
 ) -> Any:  # fmt: skip
     """Computes attention of sequences that lie end to end; with block_table k and v are pages of a cache, without gradients."""
-    refuse(dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+    refuse(dropout_p=(dropout_p, 0.0))
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     found = varlen(q, k, v, starts, longest, options, return_attn_probs, block_table)
     return _with_probs(found, return_attn_probs)
@@ -138,6 +138,21 @@ def ignore(**given: tuple[Any, ...]) -> None:
 def options_of(scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True) -> dict[str, Any]:
     """flash-attn's options as those of ``rawattn.attention``."""
     return {"scale": scale, "causal": causal, "window": tuple(window), "softcap": softcap, "deterministic": deterministic}
+
+
+def alibi(slopes: Any) -> dict[str, Any]:
+    """The score that slopes, (heads,) or (batch, heads), mean: -slope * distance, the last query standing at the last key."""
+    if slopes is None:
+        return {}
+    if not hasattr(score, "function"):
+        refuse(alibi_slopes=(slopes, None))
+        return {}
+    of_batch = slopes.dim() == 2
+
+    def biased(s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        return s - (slopes[b, h] if of_batch else slopes[h]) * abs(q + (kv_len - q_len) - kv)
+
+    return {"score": score.function(biased)}
 
 
 def _with_probs(found: Any, wanted: bool) -> Any:
