@@ -6,7 +6,7 @@
 ``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
 ``rawattn.attention``, but for the functions over caches. Refused are dropout, and alibi_slopes over caches and where there is no
 ``rawattn.score.function``. A ``deterministic`` of False allows other bits from run to run in gradients, as it does there.
-num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. Queries that keep no key give 0.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
 """
 
 from __future__ import annotations

@@ -40,20 +40,24 @@ def scaled_dot_product_attention(
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         found = f"query has {query.shape[-3]} heads but key has {key.shape[-3]}"
         raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
-    whole = query.dim() == 4
-    q, k, v = ((x if whole else x[None]).transpose(1, 2) for x in (query, key, value))
-    options = {**kept(attn_mask, is_causal), "scale": scale}
-    rows_first = 0 < query.stride(-3) <= query.stride(-2)
-    if not rows_first and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
-        options["out"] = torch.empty_like(query if whole else query[None]).transpose(1, 2)
-    o = api.attention(q, k, v, **options).transpose(1, 2)
-    return o if whole else o[0]
+    if query.dim() == 3:
+        given = (query[None], key[None], value[None])
+        return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options = kept(attn_mask, is_causal)
+    _, heads, rows, _ = query.stride()
+    if not 0 < heads <= rows and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
+        options["out"] = torch.empty_like(query).transpose(1, 2)
+    return api.attention(q, k, v, scale=scale, **options).transpose(1, 2)
+
+
+_CAUSAL = mask.Causal("top_left")
 
 
 def kept(attn_mask: Any, is_causal: bool) -> dict[str, Any]:
     """The options of ``rawattn.attention`` that attn_mask and is_causal mean."""
     if attn_mask is None:
-        return {"mask": mask.Causal("top_left")} if is_causal else {}
+        return {"mask": _CAUSAL} if is_causal else {}
     if is_causal:
         raise ProblemError("attn_mask was given beside is_causal=True; give one of them.")
     if not hasattr(mask, "function") or not hasattr(score, "function"):

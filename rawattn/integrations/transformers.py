@@ -41,11 +41,9 @@ def attention(
 ) -> tuple[Any, None]:  # fmt: skip
     """Computes a layer's attention, (batch, length, heads, head_dim), as transformers calls it. Sinks are given to the kernels in
     float32, in which lse is, whatever the model's dtype."""
-    refused = {"dropout": dropout, **{name: others.get(name) for name in ("output_attentions", "position_bias", "cache")}}
-    for name, given in refused.items():
-        if given is not None and (hasattr(given, "shape") or given):
-            raise UnsupportedError(f"{name} was given, a {type(given).__name__}; rawattn does not serve it in transformers yet.")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if dropout or not _REFUSED.isdisjoint(others):
+        _refuse(dropout=dropout, **{name: others.get(name) for name in _REFUSED})
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     if s_aux is not None:
         options["sinks"] = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -55,6 +53,16 @@ def attention(
         return api.attention(q, k, v, **sdpa.kept(attention_mask, False), **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return api.attention(q, k, v, causal=bool(causal), **options), None
+
+
+_REFUSED = frozenset(("output_attentions", "position_bias", "cache"))
+
+
+def _refuse(**given: Any) -> None:
+    """Raises UnsupportedError for an argument that is more than off."""
+    for name, value in given.items():
+        if value is not None and (hasattr(value, "shape") or value):
+            raise UnsupportedError(f"{name} was given, a {type(value).__name__}; rawattn does not serve it in transformers yet.")
 
 
 class Band(NamedTuple):
@@ -99,7 +107,7 @@ def make_mask(
     on_device = isinstance(own, torch.Tensor)
     if band != Band() and not on_device and (own > kv_length or own != used):
         return kept
-    kept.band, kept.used = band, used
+    kept.band, kept.used, kept.options = band, used, band.options
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, kv_length)[:, : int(used)]
     if padding is not None and padding.all():
         padding = None
@@ -198,14 +206,16 @@ class Kept(BlockMask):
     """Which pairs count: what layers get for attention_mask. transformers lets a finished mask pass only if it is a tensor or a
     BlockMask, of four dimensions.
 
-    Attributes: ``band``, None for a mask that only ``function`` knows; ``used``, how many keys there are to see, an int or a
-    tensor; ``parts``, whether rows hold padding or several sequences; then ``ends``, the first key of each row and one past the
-    last, and ``starts``, where sequences begin if all rows lie end to end, are how to compute it, None where that is no way.
+    Attributes: ``band``, None for a mask that only ``function`` knows, and the ``options`` that mean it; ``used``, how many keys
+    there are to see, an int or a tensor; ``parts``, whether rows hold padding or several sequences. Then ``ends``, the first key
+    of each row and one past the last, and ``starts``, where sequences begin if all rows lie end to end, say how to compute it;
+    each is None where it is no way.
     """
 
     def __init__(self, shape: tuple[int, ...], function: Callable[[], Callable[..., Any]]) -> None:
         self._shape, self.function = shape, function
         self.band: Band | None = None
+        self.options: dict[str, Any] = {}
         self.used: Any = None
         self.parts = False
         self.ends: tuple[Any, Any] | None = None
@@ -224,11 +234,11 @@ class Kept(BlockMask):
     def attend(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         """Computes o, (batch, q_len, heads, head_dim_v), by the first way that serves the mask."""
         if self.band is not None:
-            followed = arrays.requires_grad(q, k, v)
-            on_device = isinstance(self.used, torch.Tensor)
-            if not self.parts and not on_device:
-                return api.attention(q, k[:, : self.used], v[:, : self.used], **self.band.options, **options)
-            if not followed and (self.ends is not None or not self.parts):
+            if not self.parts and type(self.used) is int:
+                if k.shape[1] != self.used:
+                    k, v = k[:, : self.used], v[:, : self.used]
+                return api.attention(q, k, v, **self.options, **options)
+            if not arrays.requires_grad(q, k, v) and (self.ends is not None or not self.parts):
                 return self._over_cache(q, k, v, options)
             if self.starts is not None:
                 return self._end_to_end(q, k, v, options)
@@ -243,8 +253,7 @@ class Kept(BlockMask):
 
     def _over_cache(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         """Computes o with k and v as a cache, of which sequences use parts; what they use is on the device."""
-        assert self.band is not None
-        window = dict(self.band.options)
+        window = dict(self.options)
         if self._step is None:  # of all layers
             first, last = self.ends or (None, torch.as_tensor(self.used, device=q.device).expand(len(q)).int().contiguous())
             self._step = serving.Step(last, kv_begin=first, causal=window.get("causal", False))
@@ -253,7 +262,7 @@ class Kept(BlockMask):
 
     def _end_to_end(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         """Computes o with all rows end to end, padding too, as sequences of their own."""
-        assert self.band is not None and self.starts is not None
+        assert self.starts is not None
         (starts, longest), rows = self.starts, []
         for x in (q, k[:, : self.used], v[:, : self.used]):
             flat = x.flatten(0, 1)
@@ -265,6 +274,6 @@ class Kept(BlockMask):
                     stacklevel=2,
                 )
             rows.append(flat)
-        options = {**self.band.options, **options}
+        options = {**self.options, **options}
         o = api.attention_varlen(rows[0], rows[1], rows[2], starts, starts, longest, longest, **options)
         return o.unflatten(0, q.shape[:2])
