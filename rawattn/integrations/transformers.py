@@ -103,18 +103,19 @@ def make_mask(
         return kept
     band, packed = found
     own: Any = q_offset + q_length - kv_offset  # how many keys there are up to the last query's own position
+    if attention_mask is not None or q_length > 1:
+        own = int(own)  # on the device with a static cache; one query without a mask may be captured in a graph
     used = own if band.right == 0 else kv_length
-    on_device = isinstance(own, torch.Tensor)
-    if band != Band() and not on_device and (own > kv_length or own != used):
+    if band != Band() and isinstance(own, int) and (own > kv_length or own != used):
         return kept
     kept.band, kept.used, kept.options = band, used, band.options
-    padding = None if attention_mask is None else _padding(attention_mask, kv_offset, kv_length)[:, : int(used)]
+    padding = None if attention_mask is None else _padding(attention_mask, kv_offset, kv_length)[:, :used]
     if padding is not None and padding.all():
         padding = None
     if padding is None and packed is None:
         return kept
     kept.parts, device = True, (attention_mask if packed is None else packed).device
-    if q_length == used and not on_device:
+    if q_length == used:
         kept.starts = _starts(padding, None if packed is None else packed.cpu().numpy(), device)
     if packed is None:
         kept.ends = _ends(padding, band, device)
@@ -238,10 +239,10 @@ class Kept(BlockMask):
                 if k.shape[1] != self.used:
                     k, v = k[:, : self.used], v[:, : self.used]
                 return api.attention(q, k, v, **self.options, **options)
-            if not arrays.requires_grad(q, k, v) and (self.ends is not None or not self.parts):
-                return self._over_cache(q, k, v, options)
             if self.starts is not None:
                 return self._end_to_end(q, k, v, options)
+            if (self.ends is not None or not self.parts) and not arrays.requires_grad(q, k, v):
+                return self._over_cache(q, k, v, options)
         if not hasattr(mask, "function"):
             raise UnsupportedError(
                 "the model's mask is none of causal, window, padding on one side and packed sequences, or a gradient through a "
