@@ -103,22 +103,18 @@ def make_mask(
         return kept
     band, packed = found
     own: Any = q_offset + q_length - kv_offset  # how many keys there are up to the last query's own position
-    if attention_mask is not None or q_length > 1:
+    if attention_mask is not None or q_length > 1 or band.right != 0:
         own = int(own)  # on the device with a static cache; one query without a mask may be captured in a graph
     used = own if band.right == 0 else kv_length
-    if band != Band() and isinstance(own, int) and (own > kv_length or own != used):
+    if type(own) is int and band != Band() and (own > kv_length or own != used):
         return kept
     kept.band, kept.used, kept.options = band, used, band.options
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, kv_length)[:, :used]
     if padding is not None and padding.all():
         padding = None
-    if padding is None and packed is None:
-        return kept
-    kept.parts, device = True, (attention_mask if packed is None else packed).device
-    if q_length == used:
-        kept.starts = _starts(padding, None if packed is None else packed.cpu().numpy(), device)
-    if packed is None:
-        kept.ends = _ends(padding, band, device)
+    if padding is not None or packed is not None:
+        kept.has_parts = True
+        kept.parts = _parts(padding, band, q_length) if packed is None else _runs(packed.cpu().numpy())
     return kept
 
 
@@ -165,39 +161,36 @@ def _leaves(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield kind, held
 
 
-def _ends(padding: Any, band: Band, device: Any) -> tuple[Any, Any] | None:
-    """The first key of each sequence, and one past its last; None where its keys are not one run, or where queries do not stand
-    where a cache would have them."""
-    count, length = padding.shape
-    filled = padding.any(1)
-    first = np.where(filled, padding.argmax(1), 0)
-    last = np.where(filled, length - padding[:, ::-1].argmax(1), 0)
-    if (padding.sum(1) != last - first).any():
-        return None
-    if band.right == 0:  # no query that counts sees what comes after it
-        last = np.full(count, length)
-    elif band != Band() and (last != length).any():
-        return None
-    first, last = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (first, last))
-    return first, last
+Parts = list[list[tuple[int, int]]]  # of each row, how many queries and keys each of its sequences has, in order
 
 
-def _starts(padding: Any, packed: Any, device: Any) -> tuple[Any, int] | None:
-    """Where the sequences begin if all rows lie end to end, padding being sequences of its own, and the longest length; None
-    where a sequence is in two parts."""
-    given = [x.astype(np.int64) for x in (padding, packed) if x is not None]
-    count, length = given[0].shape
-    changes = np.zeros((count, length), bool)
-    changes[:, 0] = True
-    for x in given:
-        changes[:, 1:] |= x[:, 1:] != x[:, :-1]
-    if padding is not None:
-        begins = changes & padding
-        whole = begins.sum(1) <= 1
-        if not np.all(whole):
+def _runs(ids: Any) -> Parts:
+    """The sequences that are packed in rows, by the number of each token's: as many queries as keys."""
+    return [[(n, n) for n in np.diff(_cuts(row)).tolist()] for row in ids]
+
+
+def _cuts(row: Any) -> Any:
+    """Where runs of equal values begin, and the end of the last."""
+    return np.r_[0, np.flatnonzero(row[1:] != row[:-1]) + 1, len(row)]
+
+
+def _parts(padding: Any, band: Band, q_length: int) -> Parts | None:
+    """The tokens and the padding of each row, as sequences of their own; None where tokens are not one run. The last query stands
+    at the last key, and so queries that are padding see padding; where nothing depends on positions all see the tokens."""
+    found = []
+    for row in padding:
+        cuts = _cuts(row)
+        runs = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
+        tokens = [run for run in runs if row[run[0]]]
+        if len(tokens) > 1:
             return None
-    starts = np.append(np.flatnonzero(changes), count * length).astype(np.int32)
-    return torch.from_numpy(starts).to(device), int(np.diff(starts).max(initial=0))
+        if band == Band():
+            seen = tokens or runs
+            found.append([(q_length if run in seen else 0, run[1] - run[0]) for run in runs])
+        else:
+            first = len(row) - q_length
+            found.append([(max(0, end - max(begin, first)), end - begin) for begin, end in runs])
+    return found
 
 
 _warned: set[str] = set()
@@ -208,9 +201,8 @@ class Kept(BlockMask):
     BlockMask, of four dimensions.
 
     Attributes: ``band``, None for a mask that only ``function`` knows, and the ``options`` that mean it; ``used``, how many keys
-    there are to see, an int or a tensor; ``parts``, whether rows hold padding or several sequences. Then ``ends``, the first key
-    of each row and one past the last, and ``starts``, where sequences begin if all rows lie end to end, say how to compute it;
-    each is None where it is no way.
+    there are to see, an int or a tensor; ``has_parts``, whether rows hold padding or several sequences, and ``parts``, which, or
+    None where these are no runs.
     """
 
     def __init__(self, shape: tuple[int, ...], function: Callable[[], Callable[..., Any]]) -> None:
@@ -218,10 +210,10 @@ class Kept(BlockMask):
         self.band: Band | None = None
         self.options: dict[str, Any] = {}
         self.used: Any = None
-        self.parts = False
-        self.ends: tuple[Any, Any] | None = None
-        self.starts: tuple[Any, int] | None = None
+        self.has_parts = False
+        self.parts: Parts | None = None
         self._step: Any = None
+        self._starts: dict[int, tuple[Any, ...]] = {}
         self._option: Any = None
 
     @property
@@ -235,13 +227,13 @@ class Kept(BlockMask):
     def attend(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         """Computes o, (batch, q_len, heads, head_dim_v), by the first way that serves the mask."""
         if self.band is not None:
-            if not self.parts and type(self.used) is int:
+            if not self.has_parts and type(self.used) is int:
                 if k.shape[1] != self.used:
                     k, v = k[:, : self.used], v[:, : self.used]
                 return api.attention(q, k, v, **self.options, **options)
-            if self.starts is not None:
-                return self._end_to_end(q, k, v, options)
-            if (self.ends is not None or not self.parts) and not arrays.requires_grad(q, k, v):
+            if self.parts is not None:
+                return self._end_to_end(q, k[:, : self.used], v[:, : self.used], self.parts, options)
+            if not self.has_parts and not arrays.requires_grad(q, k, v):
                 return self._over_cache(q, k, v, options)
         if not hasattr(mask, "function"):
             raise UnsupportedError(
@@ -253,28 +245,63 @@ class Kept(BlockMask):
         return api.attention(q, k, v, mask=self._option, **options)
 
     def _over_cache(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-        """Computes o with k and v as a cache, of which sequences use parts; what they use is on the device."""
+        """Computes o with k and v as a cache; how many keys it has is on the device."""
         window = dict(self.options)
+        causal = window.pop("causal", False)
         if self._step is None:  # of all layers
-            first, last = self.ends or (None, torch.as_tensor(self.used, device=q.device).expand(len(q)).int().contiguous())
-            self._step = serving.Step(last, kv_begin=first, causal=window.get("causal", False))
-        window.pop("causal", None)
+            self._step = serving.Step(self.used.expand(len(q)).int().contiguous(), causal=causal)
         return caches.attention_kvcache(q, serving.KVCache(k, v), self._step, **window, **options)
 
-    def _end_to_end(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-        """Computes o with all rows end to end, padding too, as sequences of their own."""
-        assert self.starts is not None
-        (starts, longest), rows = self.starts, []
-        for x in (q, k[:, : self.used], v[:, : self.used]):
-            flat = x.flatten(0, 1)
-            if flat.data_ptr() != x.data_ptr() and "copied" not in _warned:
-                _warned.add("copied")
-                warnings.warn(
-                    "padded or packed rows are copied before rawattn.attention_varlen, as they do not lie as (batch, length, "
-                    "heads, head_dim) in memory.",
-                    stacklevel=2,
-                )
-            rows.append(flat)
-        options = {**self.options, **options}
-        o = api.attention_varlen(rows[0], rows[1], rows[2], starts, starts, longest, longest, **options)
+    def _end_to_end(self, q: Any, k: Any, v: Any, parts: Parts, options: dict[str, Any]) -> Any:
+        """Computes o with all rows end to end, padding too. Keys stay where they are, between others' where heads are outside."""
+        step = _step(k)
+        if step is None or step != _step(v) or (step != k.shape[1] and arrays.requires_grad(q, k, v)):
+            k, v, step = k.contiguous(), v.contiguous(), k.shape[1]
+            _warn_of_copies()
+        flat = q.flatten(0, 1)
+        if flat.data_ptr() != q.data_ptr():
+            _warn_of_copies()
+        if step not in self._starts:  # of all layers
+            self._starts[step] = _starts(parts, step, q.device)
+        starts_q, starts_kv, *longest = self._starts[step]
+        options = {**options, **self.options, "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
+        o = api.attention_varlen(flat, _rows(k, step), _rows(v, step), starts_q, starts_kv, **options)
         return o.unflatten(0, q.shape[:2])
+
+
+def _step(x: Any) -> int | None:
+    """How many rows lie between sequences of x, (batch, length, heads, head_dim), if a row is a step of its second dimension;
+    None where these are no whole rows."""
+    if len(x) == 1:
+        return int(x.shape[1])
+    step, rest = divmod(x.stride(0), max(x.stride(1), 1))
+    return step if rest == 0 and step >= x.shape[1] else None
+
+
+def _rows(x: Any, step: int) -> Any:
+    """The rows of all sequences of x as one dimension, a view; those between sequences are none of theirs."""
+    if step == x.shape[1]:
+        return x.flatten(0, 1)
+    return x.as_strided((step * (len(x) - 1) + x.shape[1], *x.shape[2:]), x.stride()[1:])
+
+
+def _starts(parts: Parts, step: int, device: Any) -> tuple[Any, ...]:
+    """Where sequences of queries and of keys begin, and the longest lengths. Rows of keys that are between rows of the batch, or
+    behind the last key, belong to sequences without queries."""
+    q, kv = [0], [0]
+    for i, row in enumerate(parts):
+        if kv[-1] < i * step:
+            q.append(q[-1])
+            kv.append(i * step)
+        for queries, keys in row:
+            q.append(q[-1] + queries)
+            kv.append(kv[-1] + keys)
+    longest = (max((part[side] for row in parts for part in row), default=0) for side in (0, 1))
+    return (*(torch.tensor(x, dtype=torch.int32).to(device) for x in (q, kv)), *longest)
+
+
+def _warn_of_copies() -> None:
+    if "copied" not in _warned:
+        _warned.add("copied")
+        text = "rows with padding or several sequences are copied, as they do not lie end to end in memory."
+        warnings.warn(text, stacklevel=2)

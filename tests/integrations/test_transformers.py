@@ -173,16 +173,16 @@ def test_encoder_and_decoder() -> None:
     assert (found[0] - found[1]).abs().max() < 3e-6
 
 
-def test_layers_share_a_step(ways: Any) -> None:
-    """Decoding over a padded batch makes one step for all layers."""
+def test_layers_share_what_is_made(ways: Any) -> None:
+    """Where sequences begin is written down once for all layers."""
     made: list[Any] = []
     model = make("Llama")
     model.set_attn_implementation("rawattn")
-    original = door.serving.Step
+    original = door._starts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door.serving, "Step", lambda *given, **options: made.append(1) or original(*given, **options))
+        patch.setattr(door, "_starts", lambda *given: made.append(1) or original(*given))
         model.generate(IDS, attention_mask=LEFT, max_new_tokens=3, do_sample=False)
-    assert len(made) == 2 and ways == {"_end_to_end": 4, "_over_cache": 8}
+    assert len(made) == 3 and ways == {"_end_to_end": 12}
 
 
 def test_nothing_is_read_from_the_device() -> None:
@@ -198,15 +198,48 @@ def test_nothing_is_read_from_the_device() -> None:
 
 
 def test_copies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """v of a padded batch lies as its projection has it; a cache makes copies, which are said once."""
+    """Padded rows are read where they are, in a cache too; gradients through a cache make copies, which are said once."""
     monkeypatch.setattr(door, "_warned", set())
     model = make("Llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         logits(model, "rawattn", {**CASES["left"], "use_cache": False})
-    with pytest.warns(UserWarning, match="rows are copied") as seen:
+        with torch.no_grad():
+            logits(model, "rawattn", CASES["left"])
+            model.generate(IDS, attention_mask=LEFT, max_new_tokens=3, do_sample=False)
+    with pytest.warns(UserWarning, match="rows with padding or several sequences are copied") as seen:
         logits(model, "rawattn", CASES["left"])
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("q_len", [1, 6, 20])
+def test_padding(q_len: int, causal: bool, heads_first: bool) -> None:
+    """Queries against keys of which some are padding: the last ones of the same sequence, or, not causal, of another one. Memory
+    between sequences and of padding holds NaN."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.ones(3, 20, dtype=torch.bool)
+    rows[0, :5] = rows[1, :19] = False
+    if not causal:
+        rows[2, 11:] = False
+    q = torch.randn(3, q_len, 4, 16, generator=random)
+    pool = torch.full((3, 2, 32, 16) if heads_first else (3, 32, 2, 16), torch.nan)
+    k, v = ((pool.clone().transpose(1, 2) if heads_first else pool.clone()) for _ in range(2))
+    for x in (k, v):
+        x[:, :20] = torch.randn(3, 20, 2, 16, generator=random).masked_fill(~rows[..., None, None], torch.nan)
+    function = CAUSAL if causal else masking_utils.bidirectional_mask_function
+    kept = door.make_mask(3, q_len, 32 if causal else 20, 20 - q_len, mask_function=function, attention_mask=rows)
+    found = kept.attend(q, *((k, v) if causal else (k[:, :20], v[:, :20])), {})
+    pairs = rows[:, None, None].expand(-1, -1, q_len, -1)
+    if causal:
+        pairs = pairs & (torch.arange(20) <= torch.arange(20 - q_len, 20)[:, None])
+    given = [x[:, :20].transpose(1, 2).nan_to_num() for x in (k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), *given, attn_mask=pairs, enable_gqa=True
+    ).transpose(1, 2)
+    counted = rows[:, 20 - q_len :] if causal else torch.ones(3, q_len, dtype=torch.bool)
+    torch.testing.assert_close(found[counted], wanted[counted], rtol=1e-5, atol=1e-5)
 
 
 def test_mask_as_a_tensor() -> None:
@@ -254,30 +287,35 @@ def test_masks_in_pieces() -> None:
     holes = torch.ones(2, 10, dtype=torch.bool)
     holes[0, 4:6] = False
     kept = door.make_mask(2, 10, 10, attention_mask=holes)
-    assert kept.parts and kept.starts is None and kept.ends is None
-    assert door.make_mask(2, 10, 10, attention_mask=torch.ones(2, 10, dtype=torch.bool)).parts is False
+    assert kept.has_parts and kept.parts is None
+    assert door.make_mask(2, 10, 10, attention_mask=torch.ones(2, 10, dtype=torch.bool)).has_parts is False
     late = door.make_mask(2, 4, 10, 6, attention_mask=torch.ones(2, 10, dtype=torch.bool))
-    assert (late.used, late.parts, late.band) == (10, False, (None, 0))
+    assert (late.used, late.has_parts, late.band) == (10, False, (None, 0))
     early = door.make_mask(2, 4, 10, 2)
     assert early.used == 6
     assert door.make_mask(2, 4, 10, 20).band is None
     short = door.make_mask(2, 10, 10, attention_mask=torch.ones(2, 8, dtype=torch.bool))
-    assert short.parts and short.ends[0].tolist() == [0, 0]
+    assert short.parts == [[(8, 8), (2, 2)]] * 2
     wide = masking_utils.sliding_window_bidirectional_mask_function(3)
     assert door.make_mask(2, 4, 10, 2, mask_function=wide).band is None
-    assert door.make_mask(2, 10, 10, mask_function=wide, attention_mask=holes.flip(1)).ends is None
+    assert door.make_mask(2, 1, 10, torch.tensor(2), mask_function=wide).band is None
+    assert door.make_mask(2, 10, 10, mask_function=wide, attention_mask=holes.flip(1)).parts is None
     if not has_functions:
         q = torch.ones(2, 10, 1, 8)
         with pytest.raises(UnsupportedError, match="rawattn takes no mask function yet"):
             kept.attend(q, q, q, {})
 
 
-def test_starts() -> None:
+def test_parts() -> None:
     padding = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool).numpy()
-    starts, longest = door._starts(padding, None, "cpu")
-    assert starts.tolist() == [0, 2, 4, 8, 9, 12] and longest == 4
-    starts, longest = door._starts(None, torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).numpy(), "cpu")
-    assert starts.tolist() == [0, 2, 4, 7, 8] and longest == 3
+    causal, full = door.Band(right=0), door.Band()
+    assert door._parts(padding, causal, 4) == [[(2, 2), (2, 2)], [(4, 4)], [(1, 1), (3, 3)]]
+    assert door._parts(padding, causal, 1) == [[(0, 2), (1, 2)], [(1, 4)], [(0, 1), (1, 3)]]
+    assert door._parts(padding, full, 4) == [[(0, 2), (4, 2)], [(4, 4)], [(4, 1), (0, 3)]]
+    assert door._parts(padding & False, full, 3) == [[(3, 4)]] * 3
+    assert door._runs(torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).numpy()) == [[(2, 2), (2, 2)], [(3, 3), (1, 1)]]
+    starts = door._starts([[(0, 2), (1, 2)], [(1, 4)]], 10, "cpu")
+    assert [x.tolist() for x in starts[:2]] == [[0, 0, 1, 1, 2], [0, 2, 4, 10, 14]] and starts[2:] == (1, 4)
 
 
 @pytest.mark.parametrize(
