@@ -16,7 +16,7 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 13500,
+    "rawattn": 14700,
     "perf": 3900,
     "cuda_src": 7200,
     "tests": 19500,

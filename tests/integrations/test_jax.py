@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other tests need memory, too
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 jax = pytest.importorskip("jax", reason="needs JAX: pip install 'rawattn[jax]'")
 
@@ -39,7 +40,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
         found = jax.devices(request.param)[0]
     except RuntimeError as error:
         pytest.skip(f"needs a JAX that sees the GPU: {error}")
-    with jax.default_device(found), jax.enable_x64(True):
+    with jax.default_device(found), jax.enable_x64(True), jax.default_matmul_precision("highest"):
         yield found
 
 
