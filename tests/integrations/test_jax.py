@@ -219,6 +219,9 @@ def test_refusals() -> None:
         rawattn.jax.dot_product_attention(q, k, k, mask=q > 0)
     with pytest.raises(ProblemError, match="implementation is 'cudnn'"):
         rawattn.jax.dot_product_attention(q, k, k, implementation="cudnn")
+    wide = jnp.ones((1, 2, 1, 1100))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)UnsupportedError.*head_dim is 1100"):
+        jax.block_until_ready(rawattn.jax.attention(wide, wide, wide))
     with pytest.raises(TypeError, match=r"custom_vjp"):
         jax.jvp(lambda q: rawattn.jax.attention(q, k, v), (q,), (q,))
 
