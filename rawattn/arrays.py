@@ -109,7 +109,7 @@ def _read_numpy(x: Any, name: str) -> Array:
     return Array("numpy", CPU, _NUMPY_NAMES.get(x.dtype, str(x.dtype)), x.shape, _strides(x, name), x.ctypes.data, x)
 
 
-def _import_cupy(what: str) -> Any:
+def import_cupy(what: str) -> Any:
     """CuPy, which reads ``what``, where there is a GPU for it."""
     try:
         import cupy
@@ -139,7 +139,7 @@ def _read_foreign(x: Any, name: str) -> Array:
     kind = 2 if interface else int(x.__dlpack_device__()[0])
     if kind not in (1, 2, 13):  # CPU, CUDA, CUDA managed
         raise ProblemError(f"{name} lies on a device of DLPack kind {kind}; it must be on a CUDA GPU or the CPU.")
-    module = np if kind == 1 else _import_cupy(f"{name} (a {type(x).__name__})")
+    module = np if kind == 1 else import_cupy(f"{name} (a {type(x).__name__})")
     try:
         found = module.asarray(x) if interface else module.from_dlpack(x)
     except (BufferError, TypeError, RuntimeError) as error:

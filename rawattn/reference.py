@@ -335,8 +335,9 @@ class Formula:
     def weights_backward(
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
     ) -> tuple[Any, ...]:
-        """The probabilities, the gradients of the scaled dot products, lse and delta of the queries of one head. ``known`` are lse
-        and delta where these keys are a part of all."""
+        """The probabilities, the gradients of the scaled dot products, lse and delta of the queries of one head.
+
+        ``known`` are lse and delta where these keys are a part of all."""
         p, lse, dot, s = self.weights(q, k, sink, place, tile)
         if known is None:
             o = self.rounding(self.total(p, v, tile.kept))

@@ -295,9 +295,10 @@ class _Subnormal(reference.Formula):
     |w| where w is lost whole."""
 
     def gradients(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile
-    ) -> tuple[Any, ...]:
-        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile)
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile,
+        known: Any = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile, known)
         of_p, of_ds = (self.xp.where(abs(x) < 2.0**-14, self.xp.clip(x**2, 0.0, 2.0**-50 / 3), 0.0) for x in (p, ds))
         of_ds = of_ds * self.scale**2
         total, kept = self.total, tile.kept

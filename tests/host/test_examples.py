@@ -40,3 +40,29 @@ def test_generate_is_checked() -> None:
     if best != 3:
         with pytest.raises(SystemExit, match="is behind the likeliest one"):
             generate.check(model, request, None, 1e-3)
+
+
+def test_train_gpt(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It learns a text of nine letters by heart, and writes it."""
+    (tmp_path / "text").write_text("once more" * 30)
+    sizes = "--layers 1 --width 32 --heads 2 --length 18 --batch 8 --steps 80 --rate 1e-2 --write 18 --device cpu"
+    losses = example("train_gpt").main(["--text", str(tmp_path / "text"), *sizes.split()])
+    assert losses[0] > math.log(8) - 0.5 and len(losses) == 80 and losses[-1] < 0.1
+    printed = capsys.readouterr().out
+    assert printed.strip().endswith("once more" * 3) and "loss of 80 steps" in printed
+    assert printed.count("●") == 64
+
+
+def test_it_sees_nothing_of_the_future() -> None:
+    torch.manual_seed(0)
+    model, tokens = example("train_gpt").GPT(9, 24, 2, 32, 4), torch.randint(9, (1, 24))
+    logits = model(tokens)
+    tokens[0, 12] = (tokens[0, 12] + 1) % 9
+    same = (model(tokens) == logits).all(-1)[0]
+    assert same[:12].all() and not same[12:].any()
+
+
+def test_curve() -> None:
+    drawn = example("train_gpt").curve([4.0, 4.0, 3.0, 2.0], columns=4, rows=3).splitlines()
+    assert drawn == ["  4.00 │●●  ", "       │  ● ", "  2.00 │   ●", "       └────", "        loss of 4 steps"]
+    assert example("train_gpt").curve([1.0] * 200).count("●") == 64

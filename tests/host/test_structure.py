@@ -41,7 +41,12 @@ IMPORTERS = {
         "context.py",  # of parallel/
         "heads.py",
         "layout.py",
+        "flash_attn.py",
+        "sdpa.py",
+        "transformers.py",
     },
+    r"jax(\..*)?": {"jax.py"},
+    r"transformers(\..*)?": {"transformers.py"},
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))
@@ -121,7 +126,7 @@ def test_imports(path: pathlib.Path) -> None:
 
 def test_import_is_light() -> None:
     """The package comes without the libraries that a call may need: they are heavy, or need not be installed."""
-    heavy = {"torch", "cupy", "numba", "hypothesis", "cuda", "matplotlib"}
+    heavy = {"torch", "cupy", "numba", "hypothesis", "cuda", "matplotlib", "jax", "transformers"}
     code = f"import sys, rawattn; print(*{heavy} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert ran.stdout.split() == []

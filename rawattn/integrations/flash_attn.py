@@ -1,0 +1,252 @@
+"""The functions of flash-attn 2, with their signatures, computed by rawattn. ``flash_attn_interface`` beside it has those of 3.
+
+>>> from rawattn.integrations.flash_attn import flash_attn_func
+>>> o = flash_attn_func(q, k, v, causal=True)
+
+``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
+``rawattn.attention``, but for the functions over caches. Refused are dropout, and alibi_slopes over caches and where there is no
+``rawattn.score.function``. A ``deterministic`` of False allows other bits from run to run in gradients, as it does there.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+
+from .. import api, score, serving
+from ..errors import ProblemError, UnsupportedError
+from ..serving import api as caches
+
+__version__ = "2.8.3+rawattn"  # of the functions; some callers ask what flash-attn can do by it
+Window = tuple[int, int]
+
+
+def flash_attn_func(
+    q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse, None)."""
+    refuse(dropout_p=(dropout_p, 0.0))
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
+    return _with_probs(api.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Any, kv: Any, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Computes ``flash_attn_func`` of kv, (batch, kv_len, 2, kv_heads, head_dim)."""
+    k, v = kv.unbind(-3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Any, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Computes ``flash_attn_func`` of qkv, (batch, length, 3, heads, head_dim)."""
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
+) -> Any:  # fmt: skip
+    """Computes attention of sequences that lie end to end; with block_table k and v are pages of a cache, without gradients."""
+    refuse(dropout_p=(dropout_p, 0.0))
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    found = varlen(q, k, v, starts, longest, options, return_attn_probs, block_table)
+    return _with_probs(found, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any, kv: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Computes ``flash_attn_varlen_func`` of kv, (total_k, 2, kv_heads, head_dim)."""
+    k, v = kv.unbind(-3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any, cu_seqlens: Any, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Computes ``flash_attn_varlen_func`` of qkv, (total, 3, heads, head_dim)."""
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
+    cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Writes k and v into the cache behind cache_seqlens, and computes attention of q over all that is in it then."""
+    refuse(alibi_slopes=(alibi_slopes, None))
+    ignore(num_splits=(num_splits, 0, 1))
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    options = options_of(softmax_scale, causal, window_size, softcap)
+    return with_kvcache(q, (k_cache, v_cache), (k, v), rotary, places, options, return_softmax_lse)
+
+
+def refuse(**given: tuple[Any, Any]) -> None:
+    """Raises UnsupportedError for an argument that is not its default, the second of each pair."""
+    for name, (value, default) in given.items():
+        if value is not default and (isinstance(value, torch.Tensor) or value != default):
+            found = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+            raise UnsupportedError(f"{name} is {found}; rawattn does not have it yet: give {default!r}.")
+
+
+_ignored: set[str] = set()
+
+
+def ignore(**given: tuple[Any, ...]) -> None:
+    """Warns once of a hint that is none of its defaults, those behind the first of each tuple."""
+    for name, (value, *defaults) in given.items():
+        if name not in _ignored and not any(value is x or (type(value) is type(x) and value == x) for x in defaults):
+            _ignored.add(name)
+            warnings.warn(f"{name} is a hint to flash-attn's kernels; rawattn ignores it.", stacklevel=3)
+
+
+def options_of(scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True) -> dict[str, Any]:
+    """flash-attn's options as those of ``rawattn.attention``."""
+    return {"scale": scale, "causal": causal, "window": tuple(window), "softcap": softcap, "deterministic": deterministic}
+
+
+def alibi(slopes: Any) -> dict[str, Any]:
+    """The score that slopes, (heads,) or (batch, heads), mean: -slope * distance, the last query standing at the last key."""
+    if slopes is None:
+        return {}
+    if not hasattr(score, "function"):
+        refuse(alibi_slopes=(slopes, None))
+        return {}
+    of_batch = slopes.dim() == 2
+
+    def biased(s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        return s - (slopes[b, h] if of_batch else slopes[h]) * abs(q + (kv_len - q_len) - kv)
+
+    return {"score": score.function(biased)}
+
+
+def _with_probs(found: Any, wanted: bool) -> Any:
+    return (*found, None) if wanted else found
+
+
+def varlen(
+    q: Any, k: Any, v: Any, starts: tuple[Any, Any], longest: tuple[Any, Any], options: dict[str, Any], return_lse: bool,
+    pages: Any = None, lens: tuple[Any, Any] = (None, None),
+) -> Any:  # fmt: skip
+    """Computes attention of packed queries, over packed keys or those in pages."""
+    if pages is None:
+        used = {"q_lens": lens[0], "kv_lens": lens[1], "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
+        return api.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
+    refuse(seqused_q=(lens[0], None))
+    kv_lens = torch.diff(starts[1]) if lens[1] is None else lens[1]
+    step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
+    return caches.attention_kvcache(q, serving.KVCache(k, v), step, return_lse=return_lse, **_without_step(options))
+
+
+def _without_step(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a step does not have."""
+    return {name: options[name] for name in ("scale", "window", "softcap")}
+
+
+def with_kvcache(
+    q: Any, pools: tuple[Any, Any], new: tuple[Any, Any], rotary: tuple[Any, Any, bool], places: tuple[Any, ...],
+    options: dict[str, Any], return_lse: bool, starts: Any = None, longest: int | None = None,
+) -> Any:  # fmt: skip
+    """Computes ``flash_attn_with_kvcache``. ``places`` are cache_seqlens, cache_batch_idx, cache_leftpad and the table of pages;
+    ``starts`` is where each sequence's rows of q, and of k and v, begin."""
+    (k, v), (lens, rows, first, table) = new, places
+    if rows is not None and table is not None:
+        raise ProblemError("cache_batch_idx was given beside a table of pages, which already says where each sequence lies.")
+    if k is not None and lens is None:
+        raise ProblemError("k was given without cache_seqlens, which say where it goes.")
+    cache = serving.KVCache(*pools)
+    batch = q.shape[0] if starts is None else starts.shape[0] - 1
+    capacity = cache.page_size * (1 if table is None else table.shape[1])
+    if not isinstance(lens, torch.Tensor):
+        lens = torch.full((batch,), capacity if lens is None else lens, dtype=torch.int32, device=q.device)
+    if k is not None:  # rawattn counts the new rows too
+        lens = lens + (k.shape[1] if starts is None else torch.diff(starts))
+    table = rows[:, None] if rows is not None else table
+    step = serving.Step(lens, table, starts, first, causal=options["causal"], max_q_len=longest)
+    if k is not None:
+        rotated = caches.append(cache, step, k, v, rotary=_rotary(q, rotary, options, first), q=None if rotary[0] is None else q)
+        q = q if rotated is None else rotated
+    elif rotary[0] is not None:
+        raise ProblemError("rotary_cos was given without k; it is applied where k is appended.")
+    return caches.attention_kvcache(q, cache, step, return_lse=return_lse, **_without_step(options))
+
+
+def _rotary(q: Any, given: tuple[Any, Any, bool], options: dict[str, Any], first: Any) -> Any:
+    cos, sin, interleaved = given
+    if cos is None:
+        return None
+    if first is not None:
+        raise UnsupportedError("rotary_cos was given beside cache_leftpad, from which positions count there; rotate before.")
+    if q.dim() == 4 and q.shape[1] > 1 and not options["causal"] and options["window"] == (-1, -1):
+        raise UnsupportedError("rotary_cos was given for several queries that are not causal, which all have one position there.")
+    return serving.Rotary(cos, sin, interleaved)
+
+
+MODULES = {
+    "flash_attn": "flash_attn", "flash_attn.flash_attn_interface": "flash_attn", "flash_attn_interface": "flash_attn_interface"
+}  # fmt: skip
+
+
+def install() -> None:
+    """Makes ``import flash_attn`` and ``import flash_attn_interface`` give rawattn's functions, in this process.
+
+    Raises ProblemError where flash-attn itself is loaded.
+    """
+    for name in MODULES:
+        found = sys.modules.get(name)
+        if found is not None and not hasattr(found, "_of_rawattn"):
+            raise ProblemError(
+                f"{name} is loaded, from {getattr(found, '__file__', None)}; call install() before it is imported."
+            )
+    for name, ours in MODULES.items():
+        source, module = importlib.import_module(f"{__package__}.{ours}"), types.ModuleType(name, "flash-attn's, by rawattn.")
+        names = [each for each in vars(source) if each.startswith("flash_attn_") and each.endswith(("_func", "_kvcache"))]
+        vars(module).update({each: getattr(source, each) for each in names})
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=name == "flash_attn")
+        vars(module).update(__spec__=spec, __version__=source.__version__, __all__=names, _of_rawattn=True)
+        if name == "flash_attn":
+            module.__path__ = []
+        sys.modules[name] = module
+    vars(sys.modules["flash_attn"])["flash_attn_interface"] = sys.modules["flash_attn.flash_attn_interface"]
+
+
+def uninstall() -> None:
+    """Takes back what ``install`` did."""
+    for name in MODULES:
+        if hasattr(sys.modules.get(name), "_of_rawattn"):
+            del sys.modules[name]

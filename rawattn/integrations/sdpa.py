@@ -1,0 +1,207 @@
+"""torch's ``scaled_dot_product_attention``, computed by rawattn: as a function, or below torch's own.
+
+>>> from rawattn.integrations import sdpa
+>>> o = sdpa.scaled_dot_product_attention(query, key, value, is_causal=True)  # (batch, heads, length, head_dim)
+>>> sdpa.register()
+>>> torch.nn.attention.activate_flash_attention_impl("RAWATTN")  # F.scaled_dot_product_attention, where it takes flash
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .. import api, mask, score, torch_op
+from ..errors import ProblemError, UnsupportedError
+
+NAME = "RAWATTN"
+
+
+def scaled_dot_product_attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Computes what ``torch.nn.functional.scaled_dot_product_attention`` does, for tensors (batch, heads, length, head_dim), or
+    (heads, length, head_dim).
+
+    Nothing is copied. ``is_causal`` begins at the first key (top left). A query that keeps no key gives 0. The result lies in
+    memory as query does; where autograd follows the call, or torch traces it, always as (batch, length, heads, head_dim).
+
+    Raises UnsupportedError for dropout and where no kernel computes the call, ProblemError for a wrong argument.
+    """
+    if dropout_p:
+        raise UnsupportedError(f"dropout_p is {dropout_p}; rawattn has no dropout yet: give 0.0.")
+    if query.dim() not in (3, 4):
+        raise ProblemError(
+            f"query has {query.dim()} dimensions, {tuple(query.shape)}; it must have 4 or 3, (batch, heads, length, d)."
+        )
+    if not enable_gqa and query.shape[-3] != key.shape[-3]:
+        found = f"query has {query.shape[-3]} heads but key has {key.shape[-3]}"
+        raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
+    if query.dim() == 3:
+        given = (query[None], key[None], value[None])
+        return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options = kept(attn_mask, is_causal)
+    _, heads, rows, _ = query.stride()
+    if not 0 < heads <= rows and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
+        options["out"] = torch.empty_like(query).transpose(1, 2)
+    return api.attention(q, k, v, scale=scale, **options).transpose(1, 2)
+
+
+_CAUSAL = mask.Causal("top_left")
+
+
+def kept(attn_mask: Any, is_causal: bool) -> dict[str, Any]:
+    """The options of ``rawattn.attention`` that attn_mask and is_causal mean."""
+    if attn_mask is None:
+        return {"mask": _CAUSAL} if is_causal else {}
+    if is_causal:
+        raise ProblemError("attn_mask was given beside is_causal=True; give one of them.")
+    if not hasattr(mask, "function") or not hasattr(score, "function"):
+        raise UnsupportedError(
+            f"attn_mask is a {type(attn_mask).__name__}; rawattn has no mask as a tensor yet: give None, or say what it keeps by "
+            "the options of rawattn.attention (causal, window, mask)."
+        )
+    table = attn_mask[(None,) * (4 - attn_mask.dim())]
+    b, h, q, kv = (size > 1 for size in table.shape)  # of the others all indices are 0
+
+    def entry(batch: Any, head: Any, row: Any, column: Any) -> Any:
+        return table[batch if b else 0, head if h else 0, row if q else 0, column if kv else 0]
+
+    if attn_mask.dtype is torch.bool:
+        return {"mask": mask.function(lambda b, h, q, kv: entry(b, h, q, kv))}
+    return {"score": score.function(lambda s, b, h, q, kv: s + entry(b, h, q, kv))}
+
+
+# ---- below torch's own
+
+
+def register(name: str = NAME) -> None:
+    """Registers rawattn as an implementation of flash attention in torch, which then says when it is used:
+    ``torch.nn.attention.activate_flash_attention_impl(name)``, and ``restore_flash_attention_impl()`` for the end.
+
+    What torch computes by flash attention then comes from rawattn, in the whole process: ``F.scaled_dot_product_attention`` where
+    torch's own rules choose flash, ``torch.nn.attention.varlen``, and torch's context parallelism. Autograd above stays torch's.
+    Raises UnsupportedError where torch has no such registry; 2.13 has it.
+    """
+    add = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if add is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no register_flash_attention_impl; call rawattn.integrations.sdpa's "
+            "scaled_dot_product_attention, or take torch 2.13."
+        )
+    add(name, register_fn=Registration)
+
+
+class Registration:
+    """rawattn's functions in place of torch's, for tensors of a dispatch key, until ``remove``."""
+
+    def __init__(self, key: str = "CUDA") -> None:
+        self.library: Any = torch.library.Library("aten", "IMPL", key)
+        with warnings.catch_warnings():  # torch says that kernels are overridden, which was asked for
+            warnings.simplefilter("ignore")
+            for name, function in KERNELS.items():
+                self.library.impl(name, function, key)
+
+    def remove(self) -> None:
+        """Gives torch its own functions back."""
+        self.library = None
+
+
+def _flash_attention_forward(
+    query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+    return_debug_mask: bool, **more: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes torch's operator: dense, or packed where cum_seq_q is given."""
+    starts = (cum_seq_q, cum_seq_k, max_q, max_k)
+    o, lse = _forward(query, key, value, starts, dropout_p, is_causal, return_debug_mask, None, **more)
+    return (o, lse, *_rest(query))
+
+
+def _flash_attention_forward_no_dropout_inplace(
+    out: Any, query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, return_debug_mask: bool, **more: Any,
+) -> Any:  # fmt: skip
+    """Computes torch's operator, into out."""
+    starts = (cum_seq_q, cum_seq_k, max_q, max_k)
+    return _forward(query, key, value, starts, dropout_p, is_causal, return_debug_mask, out, **more)[1]
+
+
+def _flash_attention_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int,
+    max_k: int, dropout_p: float, is_causal: bool, rng_state: Any, unused: Any, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes torch's operator."""
+    given, starts = (grad_out, query, key, value, out, logsumexp), (cum_seq_q, cum_seq_k, max_q, max_k)
+    return _gradients(given, starts, is_causal, (window_size_left, window_size_right), scale)
+
+
+def _gradients(
+    given: tuple[Any, ...], starts: tuple[Any, ...], causal: bool, window: tuple[int | None, int | None], scale: float | None
+) -> tuple[Any, ...]:
+    """Computes dq, dk and dv."""
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {} if starts[0] is None else dict(zip(names, starts, strict=True))
+    do, q, k, v, o, lse = given
+    with torch.no_grad():
+        return tuple(api.attention_backward(do, q, k, v, o, lse.contiguous(), **options))
+
+
+def _forward(
+    query: Any, key: Any, value: Any, starts: tuple[Any, ...], dropout_p: float, is_causal: bool, debug: bool, out: Any, *,
+    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Any = None,
+    alibi_slopes: Any = None, block_table: Any = None, num_splits: int | None = None,
+) -> Any:  # fmt: skip
+    """Computes o and lse. num_splits is a hint, and ignored."""
+    given = {"dropout_p": dropout_p or None, "return_debug_mask": debug or None, "alibi_slopes": alibi_slopes}
+    for name, value_given in {**given, "block_table": block_table}.items():
+        if value_given is not None:
+            raise UnsupportedError(f"{name} was given; rawattn does not have it below torch's attention.")
+    options = {"causal": is_causal, "window": (window_size_left, window_size_right), "scale": scale, "kv_lens": seqused_k}
+    with torch.no_grad():  # autograd is above
+        if starts[0] is None:
+            return api.attention(query, key, value, return_lse=True, out=out, **options)
+        return api.attention_varlen(query, key, value, *starts, return_lse=True, out=out, **options)
+
+
+def _rest(query: Any) -> tuple[Any, ...]:
+    """The state of random numbers, an unused tensor and a mask for debugging: nothing here."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+
+
+def _scaled_dot_product_flash_attention(
+    query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes torch's operator on (batch, heads, length, head_dim); o lies as query does."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    starts = (None, None, q.shape[1], k.shape[1])
+    o, lse = _forward(
+        q, k, v, starts, dropout_p, is_causal, return_debug_mask, torch.empty_like(query).transpose(1, 2), scale=scale
+    )
+    return (o.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], *_rest(query))
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int,
+    max_k: int, dropout_p: float, is_causal: bool, philox_seed: Any, philox_offset: Any, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes torch's operator."""
+    given = tuple(x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    found = _gradients((*given, logsumexp), (None,) * 4, is_causal, (None, None), scale)
+    return tuple(x.transpose(1, 2) for x in found)
+
+
+KERNELS = {
+    each.__name__: each
+    for each in (
+        _flash_attention_forward, _flash_attention_forward_no_dropout_inplace, _flash_attention_backward,
+        _scaled_dot_product_flash_attention, _scaled_dot_product_flash_attention_backward,
+    )
+}  # fmt: skip

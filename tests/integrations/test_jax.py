@@ -1,0 +1,268 @@
+"""rawattn.jax gives the bits of rawattn.attention, and what JAX's own attention gives, under every transform."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other tests need memory, too
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+jax = pytest.importorskip("jax", reason="needs JAX: pip install 'rawattn[jax]'")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import rawattn  # noqa: E402
+import rawattn.jax  # noqa: E402
+from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
+from rawattn.variant.mask import Both, Causal, Window  # noqa: E402
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {}, "causal": {"causal": True}, "window": {"window": (3, 0), "softcap": 2.0, "scale": 0.3},
+    "mask": {"mask": Both(Causal("top_left"), Window(5, 2, "top_left"))}, "offset": {"causal": True, "q_offset": 4},
+}  # fmt: skip
+SINKS = np.array([0.5, -1.0, 2.0, -np.inf], np.float32)
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu("any"))], autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Where JAX computes."""
+    try:
+        found = jax.devices(request.param)[0]
+    except RuntimeError as error:
+        pytest.skip(f"needs a JAX that sees the GPU: {error}")
+    with jax.default_device(found), jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield found
+
+
+def make(dtype: str = "float32", q_len: int = 20, kv_len: int = 24, seed: int = 0) -> tuple[Any, ...]:
+    shapes = ((2, q_len, 4, 16), (2, kv_len, 2, 16), (2, kv_len, 2, 8))
+    random = np.random.default_rng(seed)
+    return tuple(jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes)
+
+
+def gradients(f: Any, *given: Any) -> Any:
+    """The gradients of a loss that depends on every element of o."""
+    return jax.grad(lambda *x: (f(*x).astype(jnp.float32) ** 2).sum(), tuple(range(len(given))))(*given)
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(a, b, strict=True))
+
+
+def near(a: Any, b: Any, tolerance: float = 2e-5) -> bool:
+    return all(np.allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_forward(name: str, dtype: str, jit: bool) -> None:
+    """The bits are those of a call on the arrays themselves, which come in by DLPack or as NumPy's."""
+    given = make(dtype)
+    f = functools.partial(rawattn.jax.attention, **OPTIONS[name], return_lse=True)
+    o, lse = (jax.jit(f) if jit else f)(*given)
+    assert o.dtype == dtype and lse.dtype == ("float64" if dtype == "float64" else "float32")
+    assert o.shape == (2, 20, 4, 8) and lse.shape == (2, 4, 20)
+    assert same((o, lse), plain(given, **OPTIONS[name]))
+
+
+def plain(given: Any, **options: Any) -> Any:
+    """What rawattn.attention gives for these arrays, where they are."""
+    on_gpu = given[0].devices().pop().platform != "cpu"
+    inputs = given if on_gpu else [np.asarray(x) for x in given]
+    return rawattn.attention(*inputs, **options, return_lse=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients(name: str, dtype: str) -> None:
+    given = make(dtype)
+    f = functools.partial(rawattn.jax.attention, **OPTIONS[name])
+    found = jax.jit(functools.partial(gradients, f))(*given)
+    o, lse = plain(given, **OPTIONS[name])
+    do = 2 * np.asarray(o, np.float32).astype(o.dtype)
+    on_gpu = given[0].devices().pop().platform != "cpu"
+    inputs = (jnp.asarray(do), *given, o, lse) if on_gpu else tuple(np.asarray(x) for x in (do, *given, o, lse))
+    assert same(found, rawattn.attention_backward(*inputs, dlse=inputs[-1] * 0, **OPTIONS[name]))
+
+
+def test_gradients_are_those_of_jax() -> None:
+    q, k, _ = make(kv_len=20)
+    given = q, k, k * 0.5
+    wanted = gradients(functools.partial(jax.nn.dot_product_attention, is_causal=True), *given)
+    assert near(gradients(functools.partial(rawattn.jax.attention, causal=True), *given), wanted)
+
+
+def test_gradients_of_lse_and_sinks() -> None:
+    """By finite differences in float64, along one direction of all inputs together."""
+    given = (*make("float64"), jnp.asarray(SINKS, "float64").at[3].set(0.25))
+
+    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        o, lse = rawattn.jax.attention(q, k, v, sinks=sinks, causal=True, return_lse=True)
+        return (o**3).sum() + jnp.where(lse > -1e30, lse**2, 0).sum()
+
+    random = np.random.default_rng(7)
+    way, step = [jnp.asarray(random.standard_normal(x.shape)) for x in given], 1e-5
+    up, down = (loss(*(x + sign * step * y for x, y in zip(given, way, strict=True))) for sign in (1, -1))
+    found = sum((x * y).sum() for x, y in zip(jax.grad(loss, (0, 1, 2, 3))(*given), way, strict=True))
+    assert abs(found - (up - down) / (2 * step)) < 1e-6 * abs(found)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_vmap(sinks: bool) -> None:
+    elements = [make(seed=seed) for seed in range(3)]
+    stacked = tuple(jnp.stack(x) for x in zip(*elements, strict=True))
+    f = functools.partial(rawattn.jax.attention, causal=True, **({"sinks": jnp.asarray(SINKS)} if sinks else {}))
+    assert same(jax.vmap(f)(*stacked), [f(*x) for x in elements])
+    found = jax.vmap(functools.partial(gradients, f))(*stacked)
+    assert near(found, [jnp.stack(x) for x in zip(*(gradients(f, *x) for x in elements), strict=True)], 1e-6)
+    _, k, v = elements[0]
+    over_q = jax.vmap(f, in_axes=(0, None, None))(stacked[0], k, v)
+    assert same(over_q, [f(x[0], k, v) for x in elements])
+    twice = jnp.stack([stacked[0], stacked[0]], 1)
+    nested = jax.vmap(jax.vmap(f, in_axes=(0, None, None)), in_axes=(0, None, None))(twice, k, v)
+    assert same(nested[:, 1], [f(x[0], k, v) for x in elements])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_shard_map(sinks: bool, device: Any) -> None:
+    """Over batch and heads; the sinks are whole along the batch, so their gradients are summed."""
+    devices = list(jax.devices(device.platform))
+    if len(devices) < 4:
+        pytest.skip(f"needs 4 devices, not {len(devices)}")
+    mesh = Mesh(np.array(devices[:4]).reshape(2, 2), ("batch", "heads"))
+    spec = P("batch", None, "heads", None)
+    given = (*make(), *([jnp.asarray(SINKS)] if sinks else []))
+
+    def f(q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
+        return rawattn.jax.attention(q, k, v, sinks=sinks, causal=True)
+
+    split = jax.shard_map(f, mesh=mesh, in_specs=(spec, spec, spec, P("heads"))[: len(given)], out_specs=spec)
+    assert same([jax.jit(split)(*given)], [f(*given)])
+    assert near(jax.jit(functools.partial(gradients, split))(*given), gradients(f, *given), 1e-6)
+
+
+def test_checkpoint_and_scan() -> None:
+    """Where JAX calls a function again, or many times."""
+    q, k, _ = make(kv_len=20)
+    q = k = k.repeat(2, 2)
+
+    def step(x: Any, _: Any) -> Any:
+        return jax.checkpoint(lambda x: rawattn.jax.attention(x, k, k, causal=True))(x), None
+
+    def loss(x: Any, reached: Any) -> Any:
+        return (reached(x) ** 2).sum()
+
+    def looped(x: Any) -> Any:
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    def unrolled(x: Any) -> Any:
+        for _ in range(3):
+            x = rawattn.jax.attention(x, k, k, causal=True)
+        return x
+
+    found, wanted = (jax.grad(functools.partial(loss, reached=f))(q) for f in (looped, unrolled))
+    assert near([found], [wanted], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"local_window_size": 4}, {"is_causal": True, "local_window_size": (6, 3), "scale": 0.5}],
+    ids=str,
+)
+@pytest.mark.parametrize("batched", [True, False])
+def test_dot_product_attention(options: dict[str, Any], batched: bool) -> None:
+    q, k, _ = make()
+    given = (q, k, k * 0.5) if batched else (q[0], k[0], k[0] * 0.5)
+    found = rawattn.jax.dot_product_attention(*given, **options, return_residual=True)
+    wanted = jax.nn.dot_product_attention(*given, **options, return_residual=True)
+    assert [x.shape for x in found] == [x.shape for x in wanted] and near(found, wanted)
+    assert same([rawattn.jax.dot_product_attention(*given, **options)], found[:1])
+
+
+def test_lengths(device: Any) -> None:
+    if device.platform != "cpu":
+        pytest.skip("no kernel of a GPU takes q_lens and kv_lens yet")
+    q, k, _ = make(kv_len=20)
+    lengths = {name: jnp.array(n, jnp.int32) for name, n in (("query_seq_lengths", [20, 7]), ("key_value_seq_lengths", [5, 20]))}
+    options = {"is_causal": True, "local_window_size": (30, 0), "return_residual": True, **lengths}
+    found = jax.jit(functools.partial(rawattn.jax.dot_product_attention, **options))(q, k, k)
+    wanted = jax.nn.dot_product_attention(q, k, k, **options)
+    kept = np.isfinite(np.asarray(found[1]))
+    assert kept.sum() == 4 * (20 + 7)
+    assert near([x[kept] for x in found], [x[kept] for x in wanted]) and not np.asarray(found[0])[~kept].any()
+    with pytest.raises(UnsupportedError, match="q_lens was given and a gradient was asked for"):
+        jax.grad(lambda q: rawattn.jax.attention(q, k, k, q_lens=lengths["query_seq_lengths"]).sum())(q)
+
+
+def test_refusals() -> None:
+    q, k, v = make()
+    with pytest.raises(ProblemError, match="v has shape"):
+        jax.jit(rawattn.jax.attention)(q, k, v[:, :3])
+    with pytest.raises(ProblemError, match="k has dtype fp16 but q has fp32"):
+        rawattn.jax.attention(q, k.astype("float16"), v)
+    with pytest.raises(ProblemError, match="constant_time=True"):
+        jax.grad(lambda q: rawattn.jax.attention(q, k, v, constant_time=True).sum())(q)
+    with pytest.raises(UnsupportedError, match="bias was given"):
+        rawattn.jax.dot_product_attention(q, k, k, q)
+    with pytest.raises(UnsupportedError, match="mask was given"):
+        rawattn.jax.dot_product_attention(q, k, k, mask=q > 0)
+    with pytest.raises(ProblemError, match="implementation is 'cudnn'"):
+        rawattn.jax.dot_product_attention(q, k, k, implementation="cudnn")
+    wide = jnp.ones((1, 2, 1, 1100))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)UnsupportedError.*head_dim is 1100"):
+        jax.block_until_ready(rawattn.jax.attention(wide, wide, wide))
+    with pytest.raises(TypeError, match=r"custom_vjp"):
+        jax.jvp(lambda q: rawattn.jax.attention(q, k, v), (q,), (q,))
+
+
+def test_nothing_else_is_imported() -> None:
+    code = "import sys, rawattn; assert 'jax' not in sys.modules; import rawattn.jax; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+CAPTURED = """
+import jax, jax.numpy as jnp, numpy as np, rawattn.api, rawattn.jax
+calls, attention = [], rawattn.api.attention
+def counted(*given, **options):
+    calls.append(1)
+    return attention(*given, **options)
+rawattn.api.attention = counted
+@jax.jit
+def step(x):
+    for _ in range(3):
+        x = rawattn.jax.attention(x, x, x, causal=True) + x
+    return x
+x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 300, 4, 64)), jnp.bfloat16)
+for seed in range(6):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 300, 4, 64)), jnp.bfloat16)
+    found, wanted = step(x), x
+    before = len(calls)
+    for _ in range(3):
+        wanted = rawattn.attention(wanted, wanted, wanted, causal=True) + wanted
+    assert np.array_equal(np.asarray(found), np.asarray(wanted)), seed
+    del calls[before:]
+print(len(calls))
+"""
+
+
+@pytest.mark.gpu("any")
+def test_command_buffer(device: Any) -> None:
+    """Captured in a CUDA graph, Python is called less often than the program runs, and new numbers are seen."""
+    if device.platform == "cpu":
+        pytest.skip("for the GPU")
+    flags = "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL"
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", CAPTURED], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 18

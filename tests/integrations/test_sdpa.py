@@ -1,0 +1,234 @@
+"""rawattn.integrations.sdpa against torch's own attention, and what torch's registry reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+
+from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
+from rawattn.integrations import sdpa  # noqa: E402
+from rawattn.variant import mask  # noqa: E402
+
+NAMES = ("heads_first", "rows_first", "packed", "expanded")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu("any"))])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def make(q_len: int = 20, kv_len: int = 20, kv_heads: int = 4, layout: str = "heads_first", device: str = "cpu") -> Any:
+    """q, k and v, (batch, heads, length, head_dim), that lie in memory as the layout says."""
+    random = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    found = []
+    for heads, n in ((4, q_len), (kv_heads, kv_len), (kv_heads, kv_len)):
+        x = torch.randn(2, heads, n, 16, generator=random).to(device, dtype)
+        if layout == "rows_first":
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        elif layout == "packed":
+            x = torch.stack([x, x], 3)[:, :, :, 0]
+        elif layout == "expanded":
+            x = x[:, :1].expand(-1, heads, -1, -1)
+        found.append(x)
+    return found
+
+
+def near(found: Any, wanted: Any) -> None:
+    tolerance = 1e-5 if found.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5, "is_causal": True}], ids=str)
+def test_function(options: dict[str, Any], layout: str, device: str) -> None:
+    for lengths in ((20, 20), (20, 33), (33, 20)):
+        given = make(*lengths, layout=layout, device=device)
+        near(sdpa.scaled_dot_product_attention(*given, **options), F.scaled_dot_product_attention(*given, **options))
+        three = [x[0] for x in given]
+        near(sdpa.scaled_dot_product_attention(*three, **options), F.scaled_dot_product_attention(*three, **options))
+
+
+def test_grouped_heads(device: str) -> None:
+    given = make(kv_heads=2, device=device)
+    near(sdpa.scaled_dot_product_attention(*given, enable_gqa=True), F.scaled_dot_product_attention(*given, enable_gqa=True))
+    with pytest.raises(ProblemError, match="query has 4 heads but key has 2"):
+        sdpa.scaled_dot_product_attention(*given)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_layout_of_the_result(layout: str, device: str) -> None:
+    q, k, v = make(layout=layout, device=device)
+    assert sdpa.scaled_dot_product_attention(q, k, v).stride() == torch.empty_like(q).stride()
+    followed = sdpa.scaled_dot_product_attention(q.detach().requires_grad_(), k, v)
+    assert followed.transpose(1, 2).is_contiguous(), "autograd follows new results only"
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "rows_first"])
+def test_gradients(layout: str, device: str) -> None:
+    given = [x.detach().requires_grad_() for x in make(kv_len=33, layout=layout, device=device)]
+    found, wanted = (
+        torch.autograd.grad((f(*given, is_causal=True).float() ** 2).sum(), given)
+        for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention)
+    )
+    for x, y in zip(found, wanted, strict=True):
+        near(x, y)
+
+
+def test_compiled() -> None:
+    given = make()
+    f = torch.compile(lambda *x: sdpa.scaled_dot_product_attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
+    near(f(*given), F.scaled_dot_product_attention(*given, is_causal=True))
+
+
+def test_refusals() -> None:
+    q, k, v = make()
+    with pytest.raises(UnsupportedError, match=r"dropout_p is 0.1"):
+        sdpa.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+    with pytest.raises(ProblemError, match="attn_mask was given beside is_causal"):
+        sdpa.scaled_dot_product_attention(q, k, v, q > 0, is_causal=True)
+    with pytest.raises(ProblemError, match="query has 2 dimensions"):
+        sdpa.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
+
+
+@pytest.mark.parametrize("shape", [(20, 33), (1, 33), (2, 1, 20, 33), (2, 4, 20, 33), (1, 4, 1, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_masks(dtype: Any, shape: tuple[int, ...]) -> None:
+    given, random = make(kv_len=33), torch.Generator().manual_seed(1)
+    table = torch.randn(shape, generator=random)
+    table = table > -1 if dtype is torch.bool else table
+    try:
+        found = sdpa.scaled_dot_product_attention(*given, attn_mask=table)
+    except UnsupportedError as error:
+        assert "attn_mask is a Tensor; rawattn has no mask as a tensor yet" in str(error)
+        assert not hasattr(sdpa.mask, "function")
+    else:
+        near(found, F.scaled_dot_product_attention(*given, attn_mask=table))
+
+
+# ---- below torch's own attention
+
+
+needs_registry = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="needs torch's registry of flash attention (2.13)"
+)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The functions that torch calls, while rawattn is registered for tensors on the CPU, where torch has none of these."""
+    names: list[str] = []
+
+    def counted(name: str, f: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            names.append(name)
+            return f(*given, **options)
+
+        return call
+
+    monkeypatch.setattr(sdpa, "KERNELS", {name: counted(name, f) for name, f in sdpa.KERNELS.items()})
+    registration = sdpa.Registration("CPU")
+    yield names
+    registration.remove()
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_operators(causal: bool, layout: str, called: list[str]) -> None:
+    """torch's own autograd above, rawattn below."""
+    given = [x.detach().requires_grad_() for x in make(kv_heads=2 if layout == "rows_first" else 4, layout=layout)]
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=0.3)
+    assert o.stride() == torch.empty_like(given[0]).stride() and lse.shape == (2, 4, 20)
+    wanted = F.scaled_dot_product_attention(*given, is_causal=causal, scale=0.3, enable_gqa=True)
+    near(o, wanted)
+    for x, y in zip(*(torch.autograd.grad((each**2).sum(), given) for each in (o, wanted)), strict=True):
+        near(x, y)
+    assert called == ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"]
+
+
+@needs_registry
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
+def test_varlen(window: tuple[int, int], called: list[str]) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    given = [x[0].transpose(0, 1).detach().requires_grad_() for x in make()]
+    starts = torch.tensor([0, 7, 20], dtype=torch.int32)
+    o = varlen_attn(*given, starts, starts, 13, 13, window_size=window)
+    at = torch.arange(20)
+    sequence = (at >= 7).int()
+    ahead = at[:, None] - at
+    left, right = (20 if side < 0 else side for side in window)
+    kept = (sequence[:, None] == sequence) & (ahead <= left) & (-ahead <= right)
+    wanted = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in given), attn_mask=kept).transpose(0, 1)
+    near(o, wanted)
+    for x, y in zip(*(torch.autograd.grad((each**2).sum(), given) for each in (o, wanted)), strict=True):
+        near(x, y)
+    assert called == ["_flash_attention_forward", "_flash_attention_backward"]
+
+
+def test_in_place(called: list[str]) -> None:
+    q, k, v = (x.transpose(1, 2).contiguous() for x in make())
+    out = torch.full_like(q, torch.nan)
+    torch.ops.aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, None, None, 20, 20, 0.0, True, False)
+    near(out, F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2))
+
+
+def test_operators_refuse(called: list[str]) -> None:
+    q, k, v = make()
+    with pytest.raises(UnsupportedError, match="dropout_p was given"):
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5)
+
+
+@needs_registry
+def test_registry() -> None:
+    """It is listed, activated and taken back; afterwards torch's own functions are there again."""
+    attention = torch.nn.attention
+    sdpa.register()
+    assert sdpa.NAME in attention.list_flash_attention_impls()
+    own = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_dot_product_flash_attention", "CUDA")
+    attention.activate_flash_attention_impl(sdpa.NAME)
+    try:
+        assert attention.current_flash_attention_impl() == sdpa.NAME
+        for name in sdpa.KERNELS:
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+    finally:
+        attention.restore_flash_attention_impl()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_dot_product_flash_attention", "CUDA") == own
+
+
+def test_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl", raising=False)
+    with pytest.raises(UnsupportedError, match="has no register_flash_attention_impl"):
+        sdpa.register()
+
+
+@needs_registry
+@pytest.mark.gpu("any")
+def test_torch_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.scaled_dot_product_attention gives rawattn's bits, forward and backward, eager and compiled."""
+    names: list[str] = []
+    original = sdpa._forward
+    monkeypatch.setattr(sdpa, "_forward", lambda *given, **options: names.append("") or original(*given, **options))
+    given = [x.detach().requires_grad_() for x in make(300, 300, device="cuda")]
+    wanted = sdpa.scaled_dot_product_attention(*given, is_causal=True)
+    dwanted = torch.autograd.grad((wanted.float() ** 2).sum(), given)
+    sdpa.register()
+    torch.nn.attention.activate_flash_attention_impl(sdpa.NAME)
+    try:
+        for f in (F.scaled_dot_product_attention, torch.compile(F.scaled_dot_product_attention)):
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                o = f(*given, is_causal=True)
+                found = torch.autograd.grad((o.float() ** 2).sum(), given)
+            assert torch.equal(o, wanted) and all(map(torch.equal, found, dwanted))
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    assert len(names) == 2
+
+
+def test_kept() -> None:
+    assert sdpa.kept(None, False) == {} and sdpa.kept(None, True) == {"mask": mask.Causal("top_left")}

@@ -1,0 +1,342 @@
+"""transformers with attn_implementation="rawattn", on tiny random models, against its own eager attention."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'rawattn[transformers]'")
+from transformers import masking_utils  # noqa: E402
+
+from rawattn.errors import UnsupportedError  # noqa: E402
+from rawattn.integrations import transformers as door  # noqa: E402
+
+has_functions = hasattr(door.mask, "function")
+transformers.logging.set_verbosity_error()
+SMALL = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {}),
+    "Mistral": ("MistralConfig", {"sliding_window": 9}),
+    "Gemma 2": ("Gemma2Config", {"sliding_window": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    "Gemma 3": ("Gemma3TextConfig", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gpt-oss": ("GptOssConfig", {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "Qwen 3": ("Qwen3Config", {}),
+    "Llama 4": ("Llama4TextConfig", {"attention_chunk_size": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}),
+}
+FUNCTIONS = {"Llama 4"}  # whose masks only a function says
+IDS = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+LEFT = torch.ones(2, 40, dtype=torch.long)
+LEFT[1, :13] = 0
+BOTH = LEFT * LEFT.flip(0, 1)
+POSITIONS = torch.stack([torch.arange(40) % 25, torch.arange(40)])
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"input_ids": IDS},
+    "left": {"input_ids": IDS, "attention_mask": LEFT},
+    "right": {"input_ids": IDS, "attention_mask": LEFT.flip(1)},
+    "both": {"input_ids": IDS, "attention_mask": BOTH},
+    "packed": {"input_ids": IDS[:1], "position_ids": POSITIONS[:1], "use_cache": False},
+    "packed rows": {"input_ids": IDS, "position_ids": POSITIONS, "use_cache": False},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> None:
+    door.enable()
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
+    """How often each way to compute was taken."""
+    counted: collections.Counter[str] = collections.Counter()
+    for name in ("_over_cache", "_end_to_end"):
+        original = getattr(door.Kept, name)
+
+        def call(self: Any, *given: Any, name: str = name, original: Any = original) -> Any:
+            counted[name] += 1
+            return original(self, *given)
+
+        monkeypatch.setattr(door.Kept, name, call)
+    yield counted
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    if request.param in FUNCTIONS and not has_functions:
+        pytest.skip("needs rawattn.mask.function")
+    return make(request.param)
+
+
+def make(name: str) -> Any:
+    config, more = MODELS[name]
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**(SMALL | more))).eval()
+
+
+def logits(model: Any, implementation: str, given: dict[str, Any]) -> Any:
+    model.set_attn_implementation(implementation)
+    device = next(model.parameters()).device
+    rows = given.get("attention_mask", torch.ones(given["input_ids"].shape)).bool()
+    return model(**{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}).logits[
+        rows.to(device)
+    ]
+
+
+def test_logits_and_gradients(model: Any, ways: Any) -> None:
+    """Of all rows that are no padding; gradients of all parameters."""
+    for name, given in CASES.items():
+        found, gradients = {}, {}
+        with torch.no_grad():
+            assert (logits(model, "rawattn", given) - logits(model, "eager", given)).abs().max() < 2e-6, name
+        for implementation in ("eager", "rawattn"):
+            model.zero_grad()
+            found[implementation] = logits(model, implementation, given)
+            (found[implementation] ** 2).mean().backward()
+            gradients[implementation] = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+        assert (found["eager"] - found["rawattn"]).abs().max() < 2e-6, name
+        wanted = gradients["eager"]
+        assert len(wanted) and (wanted - gradients["rawattn"]).abs().max() < 3e-6 * wanted.abs().max(), name
+    assert ways["_end_to_end"]
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("mask", [None, LEFT], ids=["whole", "padded"])
+def test_generate(model: Any, mask: Any, cache: dict[str, Any]) -> None:
+    """The same tokens, over more of them than a window has."""
+    found = []
+    for implementation in ("eager", "rawattn"):
+        model.set_attn_implementation(implementation)
+        given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "disable_compile": True}
+        found.append(model.generate(IDS, **given, **cache))
+    assert torch.equal(*found)
+
+
+def test_chunks_of_a_prompt() -> None:
+    """A prompt in two parts through a cache, then a token."""
+    model = make("Mistral")
+    for implementation in ("eager", "rawattn"):
+        model.set_attn_implementation(implementation)
+        cache, parts = transformers.DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for part in (IDS[:, :7], IDS[:, 7:39], IDS[:, 39:]):
+                parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+        if implementation == "eager":
+            wanted = torch.cat(parts, 1)
+    assert (torch.cat(parts, 1) - wanted).abs().max() < 2e-6
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BERT": ("BertConfig", {}), "ModernBERT": ("ModernBertConfig", {"local_attention": 8, "pad_token_id": 0}),
+    "ViT": ("ViTConfig", {"image_size": 32, "patch_size": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_encoders(name: str) -> None:
+    """Every query sees keys on both sides."""
+    config, more = OTHERS[name]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(getattr(transformers, config)(**sizes, **more)).eval()
+    images = torch.randn(2, 3, 32, 32)
+    for given in ({"pixel_values": images},) if name == "ViT" else tuple(CASES[case] for case in ("plain", "right", "left")):
+        found = []
+        for implementation in ("eager", "rawattn"):
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                found.append(model(**given)[0])
+        rows = given.get("attention_mask", torch.ones(found[0].shape[:2])).bool()
+        assert (found[0] - found[1])[rows].abs().max() < 3e-6
+
+
+def test_encoder_and_decoder() -> None:
+    whole = {"vocab_size": 97, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 30, "max_target_positions": 40}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.WhisperConfig(**whole, **tokens, **layers, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    given, found = {"input_features": torch.randn(2, 8, 60), "decoder_input_ids": IDS[:, :20]}, []
+    for implementation in ("eager", "rawattn"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(model(**given).logits)
+    assert (found[0] - found[1]).abs().max() < 3e-6
+
+
+def test_layers_share_what_is_made(ways: Any) -> None:
+    """Where sequences begin is written down once for all layers."""
+    made: list[Any] = []
+    model = make("Llama")
+    model.set_attn_implementation("rawattn")
+    original = door._starts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(door, "_starts", lambda *given: made.append(1) or original(*given))
+        model.generate(IDS, attention_mask=LEFT, max_new_tokens=3, do_sample=False)
+    assert len(made) == 3 and ways == {"_end_to_end": 12}
+
+
+def test_nothing_is_read_from_the_device() -> None:
+    """A query whose position is on the device, as with a static cache, and no mask: its length stays there."""
+    kept = door.make_mask(2, 1, 64, q_offset=torch.tensor(20))
+    assert isinstance(kept.used, torch.Tensor)
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (1, 64, 64))
+    found = kept.attend(q, k, v, {"scale": None})
+    assert torch.equal(found, door.caches.attention_kvcache(q, door.serving.KVCache(k, v), kept._step))
+    wanted = door.api.attention(q, k[:, :21], v[:, :21])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    assert door.make_mask(2, 7, 64, q_offset=torch.tensor(0)).used == 7
+
+
+def test_copies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows are read where they are, in a cache too; gradients through a cache make copies, which are said once."""
+    monkeypatch.setattr(door, "_warned", set())
+    model = make("Llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits(model, "rawattn", {**CASES["left"], "use_cache": False})
+        with torch.no_grad():
+            logits(model, "rawattn", CASES["left"])
+            model.generate(IDS, attention_mask=LEFT, max_new_tokens=3, do_sample=False)
+    with pytest.warns(UserWarning, match="rows with padding or several sequences are copied") as seen:
+        logits(model, "rawattn", CASES["left"])
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("q_len", [1, 6, 20])
+def test_padding(q_len: int, causal: bool, heads_first: bool) -> None:
+    """Queries against keys of which some are padding: the last ones of the same sequence, or, not causal, of another one. Memory
+    between sequences and of padding holds NaN."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.ones(3, 20, dtype=torch.bool)
+    rows[0, :5] = rows[1, :19] = False
+    if not causal:
+        rows[2, 11:] = False
+    q = torch.randn(3, q_len, 4, 16, generator=random)
+    pool = torch.full((3, 2, 32, 16) if heads_first else (3, 32, 2, 16), torch.nan)
+    k, v = ((pool.clone().transpose(1, 2) if heads_first else pool.clone()) for _ in range(2))
+    for x in (k, v):
+        x[:, :20] = torch.randn(3, 20, 2, 16, generator=random).masked_fill(~rows[..., None, None], torch.nan)
+    function = CAUSAL if causal else masking_utils.bidirectional_mask_function
+    kept = door.make_mask(3, q_len, 32 if causal else 20, 20 - q_len, mask_function=function, attention_mask=rows)
+    found = kept.attend(q, *((k, v) if causal else (k[:, :20], v[:, :20])), {})
+    pairs = rows[:, None, None].expand(-1, -1, q_len, -1)
+    if causal:
+        pairs = pairs & (torch.arange(20) <= torch.arange(20 - q_len, 20)[:, None])
+    given = [x[:, :20].transpose(1, 2).nan_to_num() for x in (k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), *given, attn_mask=pairs, enable_gqa=True
+    ).transpose(1, 2)
+    counted = rows[:, 20 - q_len :] if causal else torch.ones(3, q_len, dtype=torch.bool)
+    torch.testing.assert_close(found[counted], wanted[counted], rtol=1e-5, atol=1e-5)
+
+
+def test_mask_as_a_tensor() -> None:
+    model = make("Llama")
+    given = {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()}
+    given["attention_mask"][:, :, 20:, :3] = False
+    found = []
+    for implementation in ("sdpa", "rawattn"):
+        model.set_attn_implementation(implementation)
+        try:
+            with torch.no_grad():
+                found.append(model(**given).logits)
+        except UnsupportedError as error:
+            assert "attn_mask is a Tensor" in str(error) and not has_functions
+            return
+    assert (found[0] - found[1]).abs().max() < 2e-6
+
+
+# ---- what is recognised
+
+
+CAUSAL = masking_utils.causal_mask_function
+
+
+def test_bands() -> None:
+    packed, positions = torch.zeros(2, 4), torch.arange(4).expand(2, -1)
+    both = masking_utils.packed_sequence_compatibility_function
+    window = masking_utils.sliding_window_causal_mask_function(5)
+    assert door._band(CAUSAL) == ((None, 0), None)
+    assert door._band(window) == ((4, 0), None)
+    assert door._band(masking_utils.bidirectional_mask_function) == ((None, None), None)
+    assert door._band(masking_utils.sliding_window_bidirectional_mask_function(5)) == ((5, 5), None)
+    band, found = door._band(both(window, positions, packed))
+    assert band == (4, 0) and found is packed
+    for function in (
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(2)), masking_utils.or_masks(CAUSAL, CAUSAL),
+        masking_utils.and_masks(CAUSAL, lambda b, h, q, kv: q != kv), lambda b, h, q, kv: kv <= q,
+        both(both(CAUSAL, positions, packed), positions, packed),
+    ):  # fmt: skip
+        assert door._band(function) is None
+
+
+def test_masks_in_pieces() -> None:
+    """Rows with holes in them, and packed rows through a cache, are left to functions."""
+    holes = torch.ones(2, 10, dtype=torch.bool)
+    holes[0, 4:6] = False
+    kept = door.make_mask(2, 10, 10, attention_mask=holes)
+    assert kept.has_parts and kept.parts is None
+    assert door.make_mask(2, 10, 10, attention_mask=torch.ones(2, 10, dtype=torch.bool)).has_parts is False
+    late = door.make_mask(2, 4, 10, 6, attention_mask=torch.ones(2, 10, dtype=torch.bool))
+    assert (late.used, late.has_parts, late.band) == (10, False, (None, 0))
+    early = door.make_mask(2, 4, 10, 2)
+    assert early.used == 6
+    assert door.make_mask(2, 4, 10, 20).band is None
+    short = door.make_mask(2, 10, 10, attention_mask=torch.ones(2, 8, dtype=torch.bool))
+    assert short.parts == [[(8, 8), (2, 2)]] * 2
+    wide = masking_utils.sliding_window_bidirectional_mask_function(3)
+    assert door.make_mask(2, 4, 10, 2, mask_function=wide).band is None
+    assert door.make_mask(2, 1, 10, torch.tensor(2), mask_function=wide).band is None
+    assert door.make_mask(2, 10, 10, mask_function=wide, attention_mask=holes.flip(1)).parts is None
+    if not has_functions:
+        q = torch.ones(2, 10, 1, 8)
+        with pytest.raises(UnsupportedError, match="rawattn takes no mask function yet"):
+            kept.attend(q, q, q, {})
+
+
+def test_parts() -> None:
+    padding = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool).numpy()
+    causal, full = door.Band(right=0), door.Band()
+    assert door._parts(padding, causal, 4) == [[(2, 2), (2, 2)], [(4, 4)], [(1, 1), (3, 3)]]
+    assert door._parts(padding, causal, 1) == [[(0, 2), (1, 2)], [(1, 4)], [(0, 1), (1, 3)]]
+    assert door._parts(padding, full, 4) == [[(0, 2), (4, 2)], [(4, 4)], [(4, 1), (0, 3)]]
+    assert door._parts(padding & False, full, 3) == [[(3, 4)]] * 3
+    assert door._runs(torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).numpy()) == [[(2, 2), (2, 2)], [(3, 3), (1, 1)]]
+    starts = door._starts([[(0, 2), (1, 2)], [(1, 4)]], 10, "cpu")
+    assert [x.tolist() for x in starts[:2]] == [[0, 0, 1, 1, 2], [0, 2, 4, 10, 14]] and starts[2:] == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("dropout", 0.1), ("position_bias", torch.zeros(1)), ("cache", object()), ("output_attentions", True)]
+)
+def test_refusals(name: str, value: Any) -> None:
+    q = torch.ones(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match=f"{name} was given"):
+        door.attention(torch.nn.Module(), q, q, q, None, **{name: value})
+
+
+@pytest.mark.gpu("any")
+def test_on_a_gpu(model: Any) -> None:
+    """In bf16, no further from eager attention in fp32 than eager attention in bf16 is, or twice as far; generation runs."""
+    exact, model = copy.deepcopy(model).cuda(), model.cuda().to(torch.bfloat16)
+    for name, given in CASES.items():
+        with torch.no_grad():
+            wanted = logits(exact, "eager", given)
+            own, found = (logits(model, each, given).float() for each in ("eager", "rawattn"))
+        assert (found - wanted).abs().max() <= 2 * (own - wanted).abs().max() + 1e-3, name
+        logits(model, "rawattn", given).float().square().mean().backward()
+    for cache in ({}, {"cache_implementation": "static"}):
+        given = {"attention_mask": LEFT.cuda(), "max_new_tokens": 12, "do_sample": False, "disable_compile": True}
+        assert model.generate(IDS.cuda(), **given, **cache).shape == (2, 52)
