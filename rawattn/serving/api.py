@@ -371,7 +371,8 @@ class CpuCall:
                 check_written(name, made[operand.name], x, 1, self._given.items())
         views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *made.items())}
         for name in {"k_cache", "v_cache"} & set(views):  # as (pages, page_size, kv_heads, columns)
-            views[name] = views[name].transpose(LAYOUTS[self._layout])
+            if first.library == "numpy":  # whose view is the caller's own array
+                views[name] = views[name].transpose(LAYOUTS[self._layout])
         if isinstance(op, Combine):
             cpu.combine(op, views)
         elif isinstance(op, Append):

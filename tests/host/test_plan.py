@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name, value in (
         (arrays, "CPU", -2),
         (compiler, "compile_together", lambda *_: None),
-        (driver, "counters", lambda index: counters),
+        (driver, "counters", lambda index, size: counters),
         (driver, "current", lambda index: contextlib.nullcontext()),
         (driver, "device", lambda index: GPU),
         (driver, "Launch", Launch),

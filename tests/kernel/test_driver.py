@@ -60,7 +60,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[driver.Counters]:
     """The counters of device 0, eight for streams and eight for graphs, and plans that know no others."""
     monkeypatch.setattr(driver, "COUNTERS", 8)
     counters = driver.Counters(0)
-    monkeypatch.setattr(driver, "counters", lambda index: counters)
+    monkeypatch.setattr(driver, "counters", lambda index, size: counters)
     for cache in (api._plans, api._calls):
         cache.clear()
     yield counters
