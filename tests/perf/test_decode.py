@@ -1,0 +1,64 @@
+"""perf.decode without a GPU: its caches on the CPU, what it refuses, and its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from perf import decode
+from perf.decode import CASES, Caches, Decode
+from perf.lib.task import Unserved
+
+torch = pytest.importorskip("torch")
+SMALL = [
+    Decode("dense", (70, 33), heads=4, kv_heads=2, head_dim=32),
+    Decode("pages", (70, 33), page=16, q_len=3, heads=4, kv_heads=2, head_dim=32),
+    Decode("one head", (5,), page=64, heads=2, kv_heads=1, head_dim=16),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_ours_is_right_on_all_caches(case: Decode) -> None:
+    caches = Caches(case, "cpu", 1)
+    first, second = (call() for call in decode.ours(caches))
+    assert decode.error(caches, first) < decode.TOLERANCE < decode.error(caches, second)
+    first[-1, 0, 0, 0] = float("nan")
+    assert decode.error(caches, first) == float("inf")
+
+
+def test_the_bytes_are_those_that_are_read() -> None:
+    caches = Caches(Decode("dense", (64, 64), heads=4, kv_heads=2, head_dim=32), "cpu", 1)
+    assert caches.case.bytes == sum(x.numel() * x.element_size() for x in caches.pools[0])
+    big = Caches(SMALL[0], "cpu", 1 << 20)
+    assert sum(x.numel() * 2 for pools in big.pools for x in pools) >= 1 << 20
+
+
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[1], Decode("queries", (9, 9), q_len=2)], ids=lambda case: case.name)
+def test_what_cudnn_does_not_take(case: Decode) -> None:
+    with pytest.raises(Unserved):
+        decode.cudnn(Caches(case, "cpu", 1))
+
+
+def test_cases() -> None:
+    assert len({case.label for case in CASES}) == len(CASES)
+    lens = decode.zipf(64, 64 * 4096)
+    assert len(lens) == 64 and 0.99 < sum(lens) / (64 * 4096) <= 1.0 and lens[0] > 50_000
+
+
+def test_table() -> None:
+    rows: list[dict[str, Any]] = [
+        {"label": "a", "bytes": 4_000_000, "us": {"ours": 2.0, "cudnn": 3.0, "read": 1.0}},
+        {"label": "b", "bytes": 4_000_000, "us": {"ours": 4.0, "read": 1.0}},
+        {"label": "c", "bytes": 4_000_000, "us": {"cudnn": 1.0}},
+    ]
+    found = decode.table(rows, ["ours", "cudnn"])
+    assert found[1] == ["a", "2.00", "3.00", "1.00", "2000", "1.500"]
+    assert found[2][-1] == "-" and found[3][1] == "-" and found[-1][-1] == "1.500"
+
+
+def test_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.machine, "gpu", lambda tool: None)
+    monkeypatch.setattr(decode.machine, "facts", dict)
+    with pytest.raises(SystemExit, match="no nobody; there are ours, cudnn, fa3"):
+        decode.main(["--peers", "nobody"])
