@@ -184,7 +184,7 @@ class Bindings(types.ModuleType):
 
 
 def forget() -> None:
-    for cached in (driver.library, driver.device, driver._primary_context, driver._side_stream, driver._pdl, driver.counters,
+    for cached in (driver.library, driver.device, driver._primary_context, driver._side_stream, driver._pdl, driver._counters,
                    driver._geometry, driver.tensor_map):  # fmt: skip
         cached.cache_clear()
     driver._kept.clear()

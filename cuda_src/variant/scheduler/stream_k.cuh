@@ -1,7 +1,7 @@
 #pragma once
 // Equal shares of all key tiles for the blocks of a grid (Stream-K, arXiv 2301.03598), cut at the borders of splits. Each block finds
 // its share from the lengths, so no launch before this one plans. Works lie on a line: sequence by sequence, key head by key head,
-// block of rows by block of rows, split by split; a block's share begins at the first border at or after its part of the line.
+// block of rows by block of rows, split by split; a split is in the share of the block that has its middle.
 // Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded.
 //
 // This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed.
@@ -53,20 +53,27 @@ struct Line {
         return block;
     }
 
+    // The middle of a split, or of its group or work, from the work's beginning; of a short last one a place that the work still has.
+    __device__ i32 middle(const Splits& splits, i32 split) const {
+        const i32 tiles = splits.last - splits.first + work_tiles;
+        if (unit == a_work) return tiles / 2;
+        const i32 before = splits.tiles_before(unit == a_group ? splits.group_begin(split) : split);
+        return before + min(splits.tiles() * splits_of_unit() / 2, tiles - 1 - before);
+    }
+    __device__ i32 splits_of_unit() const { return unit == a_group ? split_group : 1; }
+
     // The first split of a work at `at` on the line that is in the share of `block` or a later one; the end where none is.
     __device__ i32 first_split(const Splits& splits, i64 at, i32 block) const {
         const i64 inside = begin(block) - at;
-        if (inside <= 0) return splits.begin;
-        if (unit == a_work || inside > splits.last - splits.first) return splits.end;
-        i32 split = splits.split_after(i32(inside) + splits.first);
-        if (unit == a_group) split = ceil_div(split, split_group) * split_group;
+        if (inside <= middle(splits, splits.begin)) return splits.begin;
+        if (unit == a_work || inside > splits.last - splits.first + work_tiles) return splits.end;
+        const i32 each = splits_of_unit(), half = splits.tiles() * each / 2;
+        i32 split = splits.split_after(i32(inside) + splits.first - half);
+        split = (split + each - 1) & -each;
+        if (split < splits.end && middle(splits, split) < inside) split += each;
         return min(split, splits.end);
     }
-    __device__ i32 owner(const Splits& splits, i64 at, i32 split) const {
-        const i32 first = unit == a_work ? splits.begin : unit == a_group ? splits.group_begin(split)
-                                                                          : split;
-        return block_at(at + splits.tiles_before(first));
-    }
+    __device__ i32 owner(const Splits& splits, i64 at, i32 split) const { return block_at(at + middle(splits, split)); }
 };
 
 // Splits [split, split_end) of a work, which lies at `at` on the line.
