@@ -260,9 +260,8 @@ def test_arguments_of_another_size_are_refused(cubin: bytes) -> None:
 
 
 def test_errors_have_the_drivers_name() -> None:
-    with pytest.raises(DeviceError, match=r"cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught:
-        with driver.current(0):
-            driver.call("cuMemAlloc", 1 << 50)
+    with pytest.raises(DeviceError, match=r"cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught, driver.current(0):
+        driver.call("cuMemAlloc", 1 << 50)
     assert caught.value.code == 2
     with pytest.raises(DeviceError, match="cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE"):
         driver.tensor_map(0, "bf16", (64, 0, 1, 1), (128, 128, 128), (64, 128, 1, 1))
