@@ -13,8 +13,10 @@ import pytest
 from rawattn import compiler, driver
 from rawattn.errors import RawattnError
 from rawattn.operation import Backward
-from rawattn.select import select
+from rawattn.select import KERNELS_OF, select
 from rawattn.testing import Case
+
+BY_NAME = {kernel.name: kernel for kernels in KERNELS_OF.values() for kernel in kernels}
 
 
 def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
@@ -38,8 +40,9 @@ def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test whose parameter ``kernel`` does not run here."""
+    """Skips a test whose parameter ``kernel``, or the kernel that it names, does not run here."""
     kernel = item.callspec.params.get("kernel") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+    kernel = BY_NAME.get(kernel, kernel) if isinstance(kernel, str) else kernel
     if kernel is not None and driver.device_count() and not kernel.runs_on(driver.device(0)):
         pytest.skip(f"{kernel.name} does not run on {driver.device(0).arch}")
 
