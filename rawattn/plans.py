@@ -19,6 +19,7 @@ from .operation import Operation
 from .program import (
     Counter,
     Field,
+    Fields,
     Launch,
     Pages,
     Parts,
@@ -161,6 +162,7 @@ class _Loaded(NamedTuple):
 
     binary: compiler.Binary
     function: driver.Function
+    fields: Fields
     layout: render.ArgsLayout
     open: tuple[tuple[Field, str, int], ...]  # with format and offset
 
@@ -168,7 +170,9 @@ class _Loaded(NamedTuple):
     def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Operation) -> _Loaded:
         layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
         late = [f for f in launch.fields if isinstance(f.fill, (Counter, Scratch)) or getattr(f.fill, "operand", None) in outputs]
-        return cls(binary, function, layout, tuple((f, layout.formats[f.name], layout.offsets[f.name]) for f in late))
+        return cls(
+            binary, function, launch.fields, layout, tuple((f, layout.formats[f.name], layout.offsets[f.name]) for f in late)
+        )
 
 
 _kernels: dict[tuple[str, int], _Loaded] = {}
@@ -176,11 +180,19 @@ _loading = threading.Lock()
 
 
 def _load(launch: Launch, op: Operation, selection: Selection, device: Device, on_compile: Callable[[], None] | None) -> _Loaded:
-    """The kernel of a launch; plans that share it load it once."""
+    """The kernel of a launch; plans that share it load it once. Launches of one source may fill its fields from other arrays."""
     key = launch.source.key, device.index
     found = _kernels.get(key)
-    if found is not None:
-        return found
+    if found is None:
+        found = _first(key, launch, op, selection, device, on_compile)
+    return found if found.fields == launch.fields else _Loaded.of(found.binary, found.function, launch, op)
+
+
+def _first(
+    key: tuple[str, int], launch: Launch, op: Operation, selection: Selection, device: Device,
+    on_compile: Callable[[], None] | None,
+) -> _Loaded:  # fmt: skip
+    """Compiles and loads the kernel of a launch, with all that its operation's kind may get."""
     kernel = selection.kernel
     configs = (selection.config, *selection.compiled_with)
     programs = (program for config in configs for program in kernel.programs(op, config, device))
