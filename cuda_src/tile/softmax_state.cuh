@@ -6,7 +6,8 @@
 
 constexpr int quarter_blocks = ceil_div(cfg::head_dim_v, 32);  // four registers each; the last ones may lie past the end
 constexpr int merge_blocks = quarter_blocks / cfg::merge_passes;
-constexpr int fetched_at_once = quarter_blocks <= 2 ? 8 : quarter_blocks <= 5 ? 6 : 3;  // states from global memory
+constexpr int fetched_at_once = quarter_blocks <= 2 ? 8 : quarter_blocks <= 5 ? 6
+                                                                              : 3;  // states from global memory
 static_assert(quarter_blocks % cfg::merge_passes == 0);
 
 template <int blocks>
