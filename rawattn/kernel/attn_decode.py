@@ -85,7 +85,7 @@ def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     """Keys of a split at least, and splits at most, powers of two: constants of the model, so that a row has the same bits in any
     batch. Sequences with few key heads are split more often."""
     most = 64 if op.kv_heads <= 2 else 32 if op.kv_heads <= 4 else 16
-    return op.split_keys or 256, MOST_SPLITS if op.split_keys else most
+    return min(op.split_keys, LONGEST + 1) or 256, MOST_SPLITS if op.split_keys else most
 
 
 class AttnDecode(Kernel[AttentionKVCache]):
@@ -110,6 +110,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if most_rows(op) > MOST_ROWS:
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
+        if hasattr(op.mask, "of_head"):
+            found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
         found += ["it takes no kv_begin yet"] * op.kv_begin + ["causal is an array; it takes True and False"] * op.causal_each
         return found + tiling.reasons(self.layout_reason(op.layout))
 

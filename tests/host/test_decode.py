@@ -21,7 +21,7 @@ from rawattn.serving import api
 from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
 from rawattn.variant.element import FP32
-from rawattn.variant.mask import Full, Window
+from rawattn.variant.mask import Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests import decode, emulator
 from tests.caches import Cached
@@ -408,3 +408,21 @@ def test_no_spills(arch: str, q_len: int) -> None:
 
     addresses = 32 if (arch, q_len) == ("sm_90a", 8) else 0  # two, which a tile reads again: 32 rows take 255 registers
     assert binary.spill_bytes <= addresses and not binary.advisories
+
+
+def test_splits_of_any_size() -> None:
+    """A split longer than any sequence is as long as the longest: the kernel counts in 32 bits."""
+    op = dataclasses.replace(Decode(page=16).operation, split_keys=1 << 40)
+    values = ATTN_DECODE.values(op)
+    assert (values["split_keys_log2"], values["most_splits_log2"]) == (30, 7)
+
+
+def test_masks_of_heads_are_refused() -> None:
+    class HeadMask(Causal):
+        def of_head(self, head: int) -> Causal:
+            return self
+
+    op = Decode(page=16).operation
+    assert not ATTN_DECODE.supports(op, TYPICAL["sm_90a"])
+    op = dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=HeadMask()))
+    assert "its mask differs by head" in ATTN_DECODE.supports(op, TYPICAL["sm_90a"])[0]
