@@ -71,7 +71,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 class Rates(NamedTuple):
-    """What a GPU and its link do in a second, and what a transfer costs besides."""
+    """Holds what a GPU and its link do in a second, and what a transfer costs besides."""
 
     forward: float  # FLOP
     backward: float

@@ -337,7 +337,7 @@ def _of_array(fill: Any, array: Array) -> int | bytes:
 
 
 def _pages(fill: Pages, pool: Array) -> bytes:
-    """How a kernel reads a pool of pages."""
+    """Returns what tells a kernel how to read a pool of pages."""
     size = ELEMENTS[pool.dtype].itemsize
     if not fill.page_rows:
         return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])

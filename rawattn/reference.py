@@ -407,7 +407,7 @@ def attention_kvcache(
 def append(
     cache: KVCache, step: Step | None, k: Any, v: Any, *, slots: Any = None, rotary: Rotary | None = None, q: Any = None
 ) -> tuple[Any, ...]:
-    """What ``rawattn.append`` leaves in a cache and gives, in float64, one row after the other.
+    """Computes what ``rawattn.append`` leaves in a cache and gives, in float64, one row after the other.
 
     >>> k_pool, v_pool = rawattn.reference.append(cache, step, k, v)
 
@@ -488,7 +488,7 @@ def _numpy(x: Any) -> npt.NDArray[Any]:
 
 
 def _step_rows(step: Step) -> list[tuple[Any, Any]]:
-    """Where each sequence's rows of q are, and of lse."""
+    """Returns where each sequence's rows of q are, and of lse."""
     if step.cu_seqlens_q is None:
         return [(i, i) for i in range(step.batch)]
     ends = _numpy(step.cu_seqlens_q).tolist()

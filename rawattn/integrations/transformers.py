@@ -119,14 +119,15 @@ def make_mask(
 
 
 def _padding(attention_mask: Any, first: int, count: int) -> Any:
-    """Which of the keys are no padding, (batch, count), on the host; those behind the mask are padding."""
+    """Returns which of the keys are no padding, (batch, count), on the host; those behind the mask are padding."""
     rows = attention_mask[:, first:][:, :count].cpu().numpy()
     return np.pad(rows, ((0, 0), (0, count - rows.shape[1])))
 
 
 def _band(function: Callable[..., Any]) -> tuple[Band, Any] | None:
-    """What a mask function of transformers keeps, and the numbers of the sequences that are packed in a row or None; None where
-    it is of another kind."""
+    """Returns what a mask function of transformers keeps, and the numbers of the sequences that are packed in a row or None.
+
+    Returns None where the function is of another kind."""
     band, packed = Band(), None
     for kind, held in _leaves(function):
         if kind == "causal_mask_function":
@@ -170,7 +171,7 @@ def _runs(ids: Any) -> Parts:
 
 
 def _cuts(row: Any) -> Any:
-    """Where runs of equal values begin, and the end of the last."""
+    """Returns where runs of equal values begin, and the end of the last."""
     return np.r_[0, np.flatnonzero(row[1:] != row[:-1]) + 1, len(row)]
 
 
@@ -197,8 +198,9 @@ _warned: set[str] = set()
 
 
 class Kept(BlockMask):
-    """Which pairs count: what layers get for attention_mask. transformers lets a finished mask pass only if it is a tensor or a
-    BlockMask, of four dimensions.
+    """Says which pairs count; layers get it for attention_mask.
+
+    transformers lets a finished mask pass only if it is a tensor or a BlockMask, of four dimensions.
 
     Attributes: ``band``, None for a mask that only ``function`` knows, and the ``options`` that mean it; ``used``, how many keys
     there are to see, an int or a tensor; ``has_parts``, whether rows hold padding or several sequences, and ``parts``, which, or
@@ -270,7 +272,7 @@ class Kept(BlockMask):
 
 
 def _step(x: Any) -> int | None:
-    """How many rows lie between sequences of x, (batch, length, heads, head_dim), if a row is a step of its second dimension;
+    """Counts the rows between sequences of x, (batch, length, heads, head_dim), if a row is a step of its second dimension;
     None where these are no whole rows."""
     if len(x) == 1:
         return int(x.shape[1])
@@ -286,8 +288,9 @@ def _rows(x: Any, step: int) -> Any:
 
 
 def _starts(parts: Parts, step: int, device: Any) -> tuple[Any, ...]:
-    """Where sequences of queries and of keys begin, and the longest lengths. Rows of keys that are between rows of the batch, or
-    behind the last key, belong to sequences without queries."""
+    """Returns where sequences of queries and of keys begin, and the longest lengths.
+
+    Rows of keys that are between rows of the batch, or behind the last key, belong to sequences without queries."""
     q, kv = [0], [0]
     for i, row in enumerate(parts):
         if kv[-1] < i * step:

@@ -104,20 +104,6 @@ class Append(Operation):
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Append:
         return cls.of(arrays, options["rotary"], *lengths)
 
-    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
-        return PLAIN
-
-    @property
-    def number(self) -> str:
-        return self.element.lse_name
-
-    @property
-    def selection_key(self) -> Any:
-        return self
-
-    def rounded(self) -> Append:
-        return self
-
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order, and the cache, which it writes; as (pages, page_size, kv_heads, columns)."""

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arrays import DTYPES, Array
-from ..operand import Layout, Operand
+from ..operand import PLAIN, Layout, Operand
+from ..spec import Spec
+from ..variant.element import Element
+from ..variant.mask import Mask
+from ..variant.score import Score
 
 FEW_ROWS = 1 << 27  # of all heads: from here on, near the limits, every row counts
 
@@ -28,6 +32,7 @@ class Operation(abc.ABC):
     A subclass is a frozen dataclass. Its inputs and outputs are any number of operands.
     """
 
+    element: Element  # of the arrays; an operation that has none says which ``number`` it computes in
     layout: Layout  # what kernels may ask of how the inputs lie in memory
 
     @classmethod
@@ -51,9 +56,9 @@ class Operation(abc.ABC):
         """The arrays that it writes, in order."""
 
     @property
-    @abc.abstractmethod
     def number(self) -> str:
         """The name of the format that is computed in, "fp32" or "fp64"."""
+        return self.element.lse_name
 
     @property
     @abc.abstractmethod
@@ -70,9 +75,9 @@ class Operation(abc.ABC):
         """Fewest bytes that must cross device memory: each input read once, each output written once."""
         return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
 
-    @abc.abstractmethod
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
-        """The facts of those inputs whose strides are free."""
+        """The facts of those inputs whose strides are free and matter."""
+        return PLAIN
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """Raises ProblemError where NumPy arrays, by name, hold numbers that make no operation. On a GPU nobody can see that
@@ -87,13 +92,13 @@ class Operation(abc.ABC):
     # ---- operations of nearly the same size
 
     @property
-    @abc.abstractmethod
     def selection_key(self) -> Any:
         """A key that operations share for which one kernel in one configuration is selected."""
+        return self
 
-    @abc.abstractmethod
     def rounded(self) -> Operation:
         """The operation by which that is selected: the largest with this key."""
+        return self
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -120,3 +125,34 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def from_json(cls, fields: dict[str, Any]) -> Operation:
         """The inverse of ``to_json``."""
+
+
+class OverKeys(Operation):
+    """This is what operations have in common in which queries attend to keys, as a ``Spec`` says."""
+
+    spec: Spec
+    head_dim: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def mask(self) -> Mask:
+        return self.spec.mask
+
+    @property
+    def score(self) -> Score:
+        return self.spec.score
+
+    @property
+    def return_lse(self) -> bool:
+        return self.spec.return_lse
+
+    @property
+    def scale(self) -> float:
+        """The factor on q.k."""
+        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one key and value head."""
+        return self.heads // self.kv_heads

@@ -53,20 +53,6 @@ class Combine(Operation):
         sizes = batch, q_len, o.shape[-2], o.shape[-1]
         return cls(ELEMENTS[o.dtype], count, *sizes, packed, "sinks" in arrays, width)
 
-    def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
-        return PLAIN
-
-    @property
-    def number(self) -> str:
-        return self.element.lse_name
-
-    @property
-    def selection_key(self) -> Any:
-        return self
-
-    def rounded(self) -> Combine:
-        return self
-
     def _pair(self, ending: str, role: str = "in") -> tuple[Operand, Operand]:
         batch = () if self.packed else (self.batch,)
         o = Operand(f"o{ending}", self.element.name, (*batch, self.q_len, self.heads, self.head_dim_v), role)

@@ -16,15 +16,14 @@ from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layo
 from ..spec import Spec, make_offsets
 from ..tma import ALIGNMENT, readable
 from ..variant import mask as masks
-from ..variant import score as scores
 from ..variant.element import ELEMENTS, Element
-from .base import FEW_ROWS, Operation, three_bits
+from .base import FEW_ROWS, OverKeys, three_bits
 
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward(Operation):
+class Forward(OverKeys):
     """o = softmax(mask(score(scale q k^T))) v, for each batch and head.
 
     Lengths are rows: of every sequence when dense, bounds on the longest one when ``varlen``. ``total_q`` and ``total_kv`` are
@@ -239,38 +238,12 @@ class Forward(Operation):
     # ---- its options, as kernels read them
 
     @property
-    def number(self) -> str:
-        return self.element.lse_name
-
-    @property
-    def mask(self) -> masks.Mask:
-        return self.spec.mask
-
-    @property
-    def score(self) -> scores.Score:
-        return self.spec.score
-
-    @property
-    def return_lse(self) -> bool:
-        return self.spec.return_lse
-
-    @property
     def constant_time(self) -> bool:
         return self.spec.constant_time
 
     @property
-    def scale(self) -> float:
-        """The factor on q.k."""
-        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
-
-    @property
-    def heads_per_kv(self) -> int:
-        """Query heads that share one key and value head."""
-        return self.heads // self.kv_heads
-
-    @property
     def lens(self) -> tuple[bool, bool]:
-        """Whether sequences use a part of their rows of q, and of k and v, whose lengths are on the device."""
+        """Says whether sequences use a part of their rows of q, and of k and v; the lengths are on the device."""
         return self.q_lens, self.kv_lens
 
     @functools.cached_property

@@ -13,9 +13,8 @@ from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec
 from ..variant.element import ELEMENTS, Element
-from ..variant.mask import Mask, causal_and, kept_pairs
-from ..variant.score import Score
-from .base import Operation
+from ..variant.mask import causal_and, kept_pairs
+from .base import OverKeys
 
 FORMS = {  # how pages are given -> the arrays that say so
     "dense": ("kv_lens",), "table": ("kv_lens", "page_table"), "indptr": ("indptr", "indices", "last_page_len"),
@@ -23,7 +22,7 @@ FORMS = {  # how pages are given -> the arrays that say so
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionKVCache(Operation):
+class AttentionKVCache(OverKeys):
     """o = softmax(mask(score(scale q k^T))) v, where k and v are a sequence's keys in the pages of a cache.
 
     ``q_len`` and ``kv_len`` are bounds on the longest sequence; the lengths themselves are on the device. ``storage`` is the
@@ -105,17 +104,6 @@ class AttentionKVCache(Operation):
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         return layout_of((name, arrays[name]) for name in ("q", "k_cache", "v_cache"))
 
-    @property
-    def number(self) -> str:
-        return self.element.lse_name
-
-    @property
-    def selection_key(self) -> Any:
-        return self
-
-    def rounded(self) -> AttentionKVCache:
-        return self
-
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order; those of the cache as (pages, page_size, kv_heads, columns)."""
@@ -141,28 +129,6 @@ class AttentionKVCache(Operation):
         return (o, lse) if self.spec.return_lse else (o,)
 
     # ---- its options
-
-    @property
-    def mask(self) -> Mask:
-        return self.spec.mask
-
-    @property
-    def score(self) -> Score:
-        return self.spec.score
-
-    @property
-    def return_lse(self) -> bool:
-        return self.spec.return_lse
-
-    @property
-    def scale(self) -> float:
-        """The factor on q.k."""
-        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
-
-    @property
-    def heads_per_kv(self) -> int:
-        """Query heads that share one key and value head."""
-        return self.heads // self.kv_heads
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -279,12 +245,12 @@ def check_page_size(page_size: int, form: str, table: int) -> None:
 
 
 def form_of(arrays: dict[str, Array]) -> str:
-    """How pages are given."""
+    """Says how pages are given."""
     return "indptr" if "indptr" in arrays else "table" if "page_table" in arrays else "dense"
 
 
 def batch_of(arrays: dict[str, Array]) -> int:
-    """How many sequences there are."""
+    """Counts the sequences."""
     return arrays["indptr"].shape[0] - 1 if "indptr" in arrays else arrays["kv_lens"].shape[0]
 
 

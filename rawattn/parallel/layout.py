@@ -1,4 +1,4 @@
-"""How sequences lie on the ranks of a process group, and between the whole and its parts."""
+"""This module knows how sequences lie on the ranks of a process group, and leads from the whole to its parts and back."""
 
 from __future__ import annotations
 

@@ -49,8 +49,9 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does at a time: it receives and sends pieces, and computes on a buffer of ``rows`` rows. ``own`` are pieces of
-    its own that belong in the buffer."""
+    """Says what a rank does at a time: it receives and sends pieces, and computes on a buffer of ``rows`` rows.
+
+    ``own`` are pieces of its own that belong in the buffer."""
 
     recvs: tuple[Piece, ...]
     sends: tuple[Piece, ...]

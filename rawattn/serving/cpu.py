@@ -23,7 +23,7 @@ Views = Mapping[str, Array]
 
 
 class _Place(NamedTuple):
-    """Where a sequence lies: its rows of q, of lse, its keys, and its pages."""
+    """Says where a sequence lies: its rows of q, of lse, its keys, and its pages."""
 
     rows: Any
     lse_rows: Any

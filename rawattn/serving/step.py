@@ -22,7 +22,7 @@ SHAPES = {  # of the arrays, "+1" for one more than sequences
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """How long each sequence is in one step, and which pages of a cache it has.
+    """Says how long each sequence is in one step, and which pages of a cache it has.
 
     >>> step = rawattn.Step(kv_lens, page_table, cu_seqlens_q)
 

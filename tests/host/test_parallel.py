@@ -280,7 +280,7 @@ def places(spans: Any) -> Any:
 
 
 def count_pairs(whole: Any, rank: int, plan: Any) -> Any:
-    """How often the calls of a rank compute each pair of its queries and of all keys."""
+    """Counts how often the calls of a rank compute each pair of its queries and of all keys."""
     mask, found = whole.masks[0], np.zeros((whole.q_len, whole.count * whole.kv_len), int)
     q, own = places(whole.spans(rank, whole.q_len)), places(whole.spans(rank, whole.kv_len))
     steps = [(plan.local, own)]

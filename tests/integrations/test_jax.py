@@ -35,7 +35,7 @@ SINKS = np.array([0.5, -1.0, 2.0, -np.inf], np.float32)
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu("any"))], autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Where JAX computes."""
+    """Gives each device on which JAX computes."""
     try:
         found = jax.devices(request.param)[0]
     except RuntimeError as error:
@@ -77,7 +77,7 @@ def test_forward(name: str, dtype: str, jit: bool) -> None:
 
 
 def plain(given: Any, **options: Any) -> Any:
-    """What rawattn.attention gives for these arrays, where they are."""
+    """Returns what rawattn.attention gives for these arrays, where they are."""
     on_gpu = given[0].devices().pop().platform != "cpu"
     inputs = given if on_gpu else [np.asarray(x) for x in given]
     return rawattn.attention(*inputs, **options, return_lse=True)
@@ -153,7 +153,7 @@ def test_shard_map(sinks: bool, device: Any) -> None:
 
 
 def test_checkpoint_and_scan() -> None:
-    """Where JAX calls a function again, or many times."""
+    """JAX calls a function again, or many times."""
     q, k, _ = make(kv_len=20)
     q = k = k.repeat(2, 2)
 

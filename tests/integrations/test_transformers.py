@@ -56,7 +56,7 @@ def enabled() -> None:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
-    """How often each way to compute was taken."""
+    """Counts how often each way to compute was taken."""
     counted: collections.Counter[str] = collections.Counter()
     for name in ("_over_cache", "_end_to_end"):
         original = getattr(door.Kept, name)
