@@ -137,19 +137,21 @@ def _flash_attention_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes torch's operator."""
     given, starts = (grad_out, query, key, value, out, logsumexp), (cum_seq_q, cum_seq_k, max_q, max_k)
-    return _gradients(given, starts, is_causal, (window_size_left, window_size_right), scale)
+    gradients = tuple(map(torch.empty_like, (query, key, value)))
+    return _gradients(given, starts, is_causal, (window_size_left, window_size_right), scale, gradients)
 
 
 def _gradients(
-    given: tuple[Any, ...], starts: tuple[Any, ...], causal: bool, window: tuple[int | None, int | None], scale: float | None
-) -> tuple[Any, ...]:
-    """Computes dq, dk and dv."""
+    given: tuple[Any, ...], starts: tuple[Any, ...], causal: bool, window: tuple[int | None, int | None], scale: float | None,
+    out: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes dq, dk and dv, into ``out``: torch's compiler expects gradients that lie as their inputs do."""
     names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     options |= {} if starts[0] is None else dict(zip(names, starts, strict=True))
     do, q, k, v, o, lse = given
     with torch.no_grad():
-        return tuple(api.attention_backward(do, q, k, v, o, lse.contiguous(), **options))
+        return tuple(api.attention_backward(do, q, k, v, o, lse.contiguous(), out=out, **options))
 
 
 def _forward(
@@ -194,7 +196,8 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes torch's operator."""
     given = tuple(x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = _gradients((*given, logsumexp), (None,) * 4, is_causal, (None, None), scale)
+    dq, dk, dv = (torch.empty_like(x).transpose(1, 2) for x in (query, key, value))
+    found = _gradients((*given, logsumexp), (None,) * 4, is_causal, (None, None), scale, (dq, dk, dv))
     return tuple(x.transpose(1, 2) for x in found)
 
 

@@ -146,8 +146,9 @@ def test_operators(causal: bool, layout: str, called: list[str]) -> None:
     assert o.stride() == torch.empty_like(given[0]).stride() and lse.shape == (2, 4, 20)
     wanted = F.scaled_dot_product_attention(*given, is_causal=causal, scale=0.3, enable_gqa=True)
     near(o, wanted)
-    for x, y in zip(*(torch.autograd.grad((each**2).sum(), given) for each in (o, wanted)), strict=True):
+    for each, x, y in zip(given, *(torch.autograd.grad((each**2).sum(), given) for each in (o, wanted)), strict=True):
         near(x, y)
+        assert x.stride() == torch.empty_like(each).stride()  # as torch's compiler expects
     assert called == ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"]
 
 
