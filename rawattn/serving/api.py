@@ -247,18 +247,29 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
 
     The formula is that of FlashAttention's splits (arXiv 2307.08691, section 3.1).
     """
-    given: dict[str, Any] = {}
+    given: list[Any] = []
     for i, part in enumerate(parts):
         if not isinstance(part, (tuple, list)) or len(part) != 2:
             raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")
-        given |= {f"o_{i}": part[0], f"lse_{i}": part[1]}
-    given |= {} if sinks is None else {"sinks": sinks}
-    if arrays.requires_grad(*given.values()):
-        raise ProblemError(NO_GRAD)
-    found = {name: arrays.read(x, name) for name, x in given.items()}
-    op = Combine.of_call(found, {}, ())
-    o, lse = _call_of(op, found, "NHD")(given["o_0"], None if out is None else (out, None))
+        given += part
+    key = arrays.signatures((*given, sinks))
+    call: GpuCall | CpuCall | None = _merges.get(key)
+    if call is None:
+        call = _merge_of(given, sinks)
+        if isinstance(call, GpuCall) and None not in key:
+            cache_put(_merges, key, call, KEPT_CALLS)
+    o, lse = call(given[0], None if out is None else (out, None))
     return o, lse
+
+
+def _merge_of(given: list[Any], sinks: Any) -> GpuCall | CpuCall:
+    """The merge of these parts, o_0, lse_0, o_1 and so on."""
+    names = Combine.input_names(len(given))
+    named = dict(zip(names, given, strict=False)) | ({} if sinks is None else {"sinks": sinks})
+    if arrays.requires_grad(*named.values()):
+        raise ProblemError(NO_GRAD)
+    found = {name: arrays.read(x, name) for name, x in named.items()}
+    return _call_of(Combine.of_call(found, {}, ()), found, "NHD")
 
 
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
@@ -328,6 +339,7 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
 
 KEPT_CALLS = 1024
 _calls: dict[Any, GpuCall] = {}
+_merges: dict[Any, GpuCall] = {}
 _plans: dict[Any, Plan] = {}
 
 
