@@ -1,4 +1,4 @@
-"""The command line: ``python -m rawattn [demo|doctor|show|choose|compile|clear]``."""
+"""The command line: ``python -m rawattn [demo|doctor|show|choose|compile|bundle|clear]``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from . import __version__, api, compiler, demo, doctor, driver
+from .bundle import save_bundle
 from .cache import CacheWarning, cache_folder
 from .compiler import Binary, Source
 from .device import TYPICAL, Device
@@ -120,6 +121,14 @@ def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     console.print(f"written to {folder}")
+
+
+def bundle(options: Options) -> int:
+    """Writes the kernels that recorded operations need into a file."""
+    with console.status("looking for kernels") as status:
+        count = save_bundle(options.spec, options.out, options.arch.split(","), lambda: status.update("NVRTC compiles"))
+    console.print(f"{count} kernels, {options.out.stat().st_size / 1e6:.1f} MB, written to {options.out}")
+    return 0
 
 
 def clear(options: Options) -> int:
@@ -242,6 +251,16 @@ def _parser() -> argparse.ArgumentParser:
     add_option = compile_parser.add_argument
     add_option("--out", type=pathlib.Path, metavar="FOLDER", help="also write machine code, sources and log into a folder")
     add_option("--force", action="store_true", help="let --out overwrite files that differ")
+    bundle_parser = add("bundle", bundle, "write the kernels that an application needs into one file, for rawattn.load_bundle")
+    bundle_parser.epilog = (
+        "Run the application with RAWATTN_LOG=FILE first, which records its operations, or write them with "
+        "json.dumps(operation.to_json()), one a line. With masks or scores of your own call rawattn.save_bundle where they are "
+        "imported. No GPU is needed; those that are here are prepared for besides the common boards of each architecture."
+    )
+    add_option = bundle_parser.add_argument
+    add_option("--arch", required=True, metavar="ARCH,...", help=f"architectures, of {', '.join(TYPICAL)}")
+    add_option("--spec", type=pathlib.Path, required=True, metavar="FILE", help="recorded operations")
+    add_option("--out", type=pathlib.Path, required=True, metavar="FILE", help="the file to write, such as kernels.zip")
     add("clear", clear, "empty the cache")
     return parser
 

@@ -8,7 +8,8 @@ The cache folder holds
     numba/              what Numba compiled for the CPU path
 
 An entry is written under a temporary name and renamed, so readers need no lock. NVRTC and CuPy are imported only to compile.
-Where the folder cannot be used, whatever the reason, a CacheWarning says so once and kernels stay in memory.
+Where the folder cannot be used, whatever the reason, a CacheWarning says so once and kernels stay in memory. What a bundle has
+(bundle.py) is taken from there, and the folder is not looked at.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Binary:
     log: str = dataclasses.field(repr=False)
     nvrtc: str
     seconds: float
-    origin: Literal["compiled", "disk", "memory"]
+    origin: Literal["compiled", "disk", "memory", "bundle"]
     key: str
 
     @property
@@ -110,6 +111,7 @@ class Binary:
 
 
 _memory: dict[str, Binary] = {}
+_bundled: dict[str, Binary] = {}
 _locks: dict[str, threading.Lock] = {}
 
 
@@ -118,18 +120,18 @@ def _hash(*parts: object) -> str:
 
 
 def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Binary:
-    """The machine code of a source: from memory, from disk, or compiled now. Threads and processes share one compilation.
+    """The machine code of a source: from memory, a bundle or disk, or compiled now. Threads and processes share one compilation.
 
     ``on_compile`` is called where neither cache has it, before NVRTC runs here or in a process that this call then waits for.
 
     Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC. Warns once per process with
     CacheWarning where the cache folder cannot be used.
     """
-    if source.key in _memory:
-        return _memory[source.key]
+    if (found := _at_hand(source)) is not None:
+        return found
     with _locks.setdefault(source.key, threading.Lock()):
-        if source.key in _memory:
-            return _memory[source.key]
+        if (found := _at_hand(source)) is not None:
+            return found
         folder = _folder()
         binary = _read(folder, source)
         if binary is None:
@@ -144,7 +146,7 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
 def compile_together(source: Source, others: Iterable[Source], on_compile: Callable[[], None] | None = None) -> Binary:
     """``compile``; where the source has to be compiled, also the others, at the same time, so that they are there when needed.
     What NVRTC refuses of them says so then."""
-    if source.key in _memory or ((folder := _folder()) is not None and os.path.exists(_entry(folder, source))):
+    if _at_hand(source) or ((folder := _folder()) is not None and os.path.exists(_entry(folder, source))):
         return compile(source, on_compile)
     from concurrent.futures import ThreadPoolExecutor  # takes 10 ms to import
 
@@ -169,6 +171,12 @@ def recompile(source: Source) -> Binary:
             binary = _store(folder, source, _run_nvrtc(source))
         _memory[source.key] = dataclasses.replace(binary, origin="memory")
     return binary
+
+
+def serve(binaries: Iterable[Binary]) -> None:
+    """Has these kernels at hand from now on. Of two for one source the first stays."""
+    for binary in binaries:
+        _bundled.setdefault(binary.key, binary)
 
 
 def disassemble(cubin: bytes, *options: str) -> str:
@@ -223,6 +231,11 @@ def clear() -> tuple[int, int]:
     return count, size
 
 
+def _at_hand(source: Source) -> Binary | None:
+    """The binary in memory or in a bundle. Memory is first: it has what took the place of a binary that the driver refused."""
+    return _memory.get(source.key) or _bundled.get(source.key)
+
+
 def _folder() -> pathlib.Path | None:
     """The cache folder; None, after a warning, where it cannot be used."""
     try:
@@ -232,8 +245,13 @@ def _folder() -> pathlib.Path | None:
         return None
 
 
+def entry_name(source: Source) -> str:
+    """The name of its file, in the cache folder and in bundles."""
+    return f"{pathlib.PurePath(source.name).stem}-{source.key}.cubin"
+
+
 def _entry(folder: pathlib.Path, source: Source) -> pathlib.Path:
-    return folder / f"{pathlib.PurePath(source.name).stem}-{source.key}.cubin"
+    return folder / entry_name(source)
 
 
 def _read(folder: pathlib.Path | None, source: Source) -> Binary | None:
@@ -244,12 +262,24 @@ def _read(folder: pathlib.Path | None, source: Source) -> Binary | None:
         entry = _entry(folder, source).read_bytes()
     except OSError:
         return None
+    return unpacked(entry, source.key, "disk")
+
+
+def unpacked(entry: bytes, key: str, origin: Literal["disk", "bundle"]) -> Binary | None:
+    """The binary that an entry holds; None where it is not whole, or is of another source than the one with this key."""
     data, seal = entry[:-_SEAL_BYTES], entry[-_SEAL_BYTES:]
     if seal != _seal(data):
         return None
     (elf_bytes,) = struct.unpack("<Q", data[-8:])
     facts = json.loads(data[elf_bytes:-8])
-    return Binary(data[:elf_bytes], origin="disk", **facts) if facts["key"] == source.key else None
+    return Binary(data[:elf_bytes], origin=origin, **facts) if facts["key"] == key else None
+
+
+def packed(binary: Binary) -> bytes:
+    """An entry with this binary."""
+    facts = {"key": binary.key, "nvrtc": binary.nvrtc, "seconds": binary.seconds, "log": binary.log}
+    data = binary.cubin + json.dumps(facts).encode() + struct.pack("<Q", len(binary.cubin))
+    return data + _seal(data)
 
 
 def _seal(data: bytes) -> bytes:
@@ -263,13 +293,11 @@ def _store(folder: pathlib.Path | None, source: Source, binary: Binary) -> Binar
         return binary
     entry = _entry(folder, source)
     temporary = entry.with_name(f"{entry.name}.{os.urandom(16).hex()}.tmp")
-    facts = {"key": binary.key, "nvrtc": binary.nvrtc, "seconds": binary.seconds, "log": binary.log}
-    data = binary.cubin + json.dumps(facts).encode() + struct.pack("<Q", len(binary.cubin))
     try:
         _remove_stale(folder)
         try:
             with open(temporary, "xb") as file:
-                file.write(data + _seal(data))
+                file.write(packed(binary))
             temporary.replace(entry)
         finally:
             temporary.unlink(missing_ok=True)

@@ -55,7 +55,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 # ---- the parser ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "show", "choose", "compile", "clear"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "show", "choose", "compile", "bundle", "clear"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], [command, "--help"]):
         with pytest.raises(SystemExit) as caught:
