@@ -132,8 +132,8 @@ def bundle(options: Options) -> int:
 
 
 def clear(options: Options) -> int:
-    """Empties the cache."""
-    count, size = compiler.clear()
+    """Empties the cache, or removes what was not used for long."""
+    count, size = compiler.clear(options.unused)
     console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {cache_folder()}")
     return 0
 
@@ -201,6 +201,12 @@ def _window(text: str) -> tuple[int | None, int | None]:
     return left, right
 
 
+def _seconds(text: str) -> float:
+    if not (found := re.fullmatch(r"(\d+)([dh])", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days or hours such as 30d or 12h")
+    return int(found[1]) * {"d": 86400.0, "h": 3600.0}[found[2]]
+
+
 def _problem_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument_group("problem").add_argument
@@ -261,7 +267,9 @@ def _parser() -> argparse.ArgumentParser:
     add_option("--arch", required=True, metavar="ARCH,...", help=f"architectures, of {', '.join(TYPICAL)}")
     add_option("--spec", type=pathlib.Path, required=True, metavar="FILE", help="recorded operations")
     add_option("--out", type=pathlib.Path, required=True, metavar="FILE", help="the file to write, such as kernels.zip")
-    add("clear", clear, "empty the cache")
+    clear_parser = add("clear", clear, "empty the cache")
+    clear_text = "remove only what was not used for so long, such as 30d or 12h; known to a day"
+    clear_parser.add_argument("--unused", type=_seconds, default=0.0, metavar="TIME", help=clear_text)
     return parser
 
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-from .cache import cache_folder, check, make, private_folder, warn_uncached
+from . import cache
 from .errors import CompileError, UnsupportedError
 from .tokens import code
 
@@ -42,14 +42,9 @@ OPTIONS = (
     "--ptxas-options=-v",
 )
 LOCK_SECONDS = 60.0  # longest wait for a process that compiles the same kernel; a kernel takes about one second
-STALE_SECONDS = 3600.0  # age at which a temporary file has lost its writer
 PIP_LINE = "pip install 'rawattn[cuda13]' (NVIDIA driver 580 or newer) or pip install 'rawattn[cuda12]'"
 
 _SEAL_BYTES = 40
-_OURS = re.compile(  # the paths in the cache folder that are rawattn's to remove
-    r"\w+-[0-9a-f]{64}\.cubin(\.[0-9a-f]{32}\.tmp)?|[0-9a-f]{2}\.lock"
-    r"|failed/[0-9a-f]{64}/.+\.(cu|cuh|log)|numba/.+\.nb[ci](\.tmp\.\w+)?"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,30 +199,26 @@ def nvrtc_version() -> str:
     return "{}.{}".format(*_nvrtc().getVersion())
 
 
-def clear() -> tuple[int, int]:
-    """Empties the memory and the disk cache; gives the number of files removed, locks aside, and their size in bytes.
+def clear(unused: float = 0.0) -> tuple[int, int]:
+    """Empties the memory and the disk cache; gives the number of files removed, locks aside, and their size in bytes. With
+    ``unused``, a number of seconds, only files are removed that were not used for so long, which is known to a day.
 
     Only files that rawattn wrote are removed, and then its folders that this leaves empty. A process that compiles at the same
     time loses at worst its entry. Raises OSError where a file cannot be removed, and where the folder is not this user's alone.
     """
-    _memory.clear()
-    folder = cache_folder()
+    if not unused:
+        _memory.clear()
+    folder = cache.cache_folder()
     if not folder.is_dir():
         return 0, 0
-    check(folder)
-    paths = [*folder.glob("*"), *folder.glob("failed/**/*"), *folder.glob("numba/**/*")]
+    cache.check(folder)
     count = size = 0
-    for path in paths:
-        if path.is_file() and _OURS.fullmatch(path.relative_to(folder).as_posix()):
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                bytes_here = path.stat().st_size
-                path.unlink()
-                size += bytes_here
-                count += path.suffix != ".lock"
-    for path in sorted(paths, reverse=True):  # what lies in a folder sorts behind it
-        if path.is_dir() and path.relative_to(folder).parts[0] in ("failed", "numba"):
-            with contextlib.suppress(OSError):  # not empty: somebody else's file
-                path.rmdir()
+    for file in cache.files(folder):
+        is_lock = file.path.suffix == ".lock"
+        if (file.used <= time.time() - unused and not (unused and is_lock)) and cache.remove(file):
+            size += file.bytes
+            count += not is_lock
+    cache.remove_empty(folder)
     return count, size
 
 
@@ -239,9 +230,9 @@ def _at_hand(source: Source) -> Binary | None:
 def _folder() -> pathlib.Path | None:
     """The cache folder; None, after a warning, where it cannot be used."""
     try:
-        return private_folder()
+        return cache.private_folder()
     except OSError as error:
-        warn_uncached(error)
+        cache.warn_uncached(error)
         return None
 
 
@@ -258,10 +249,12 @@ def _read(folder: pathlib.Path | None, source: Source) -> Binary | None:
     """The entry on disk; None where there is none, or one that is not whole."""
     if folder is None:
         return None
+    path = _entry(folder, source)
     try:
-        entry = _entry(folder, source).read_bytes()
+        entry = path.read_bytes()
     except OSError:
         return None
+    cache.touch(path)
     return unpacked(entry, source.key, "disk")
 
 
@@ -294,24 +287,16 @@ def _store(folder: pathlib.Path | None, source: Source, binary: Binary) -> Binar
     entry = _entry(folder, source)
     temporary = entry.with_name(f"{entry.name}.{os.urandom(16).hex()}.tmp")
     try:
-        _remove_stale(folder)
         try:
             with open(temporary, "xb") as file:
                 file.write(packed(binary))
             temporary.replace(entry)
         finally:
             temporary.unlink(missing_ok=True)
+        cache.tidy(folder, entry)
     except OSError as error:
-        warn_uncached(error)
+        cache.warn_uncached(error)
     return binary
-
-
-def _remove_stale(folder: pathlib.Path) -> None:
-    """Removes the temporary files of writers that died."""
-    for path in folder.glob("*.tmp"):
-        with contextlib.suppress(OSError):  # another process was faster
-            if _OURS.fullmatch(path.name) and path.stat().st_mtime < time.time() - STALE_SECONDS:
-                path.unlink()
 
 
 @contextlib.contextmanager
@@ -367,9 +352,9 @@ def _refused(source: Source, log: str, status: str) -> CompileError:
     first = next((line for line in lines if re.search(r"\b(error|fatal)\s*:", line)), status)
     files = {**dict(source.headers), source.name: source.text, "nvrtc.log": f"{' '.join(source.options)}\n{log}"}
     try:
-        folder = private_folder("failed", source.key)
+        folder = cache.private_folder("failed", source.key)
         for path, text in files.items():
-            make((folder / path).parent)
+            cache.make((folder / path).parent)
             (folder / path).write_text(text, encoding="utf-8")
     except OSError:
         return CompileError(f"{source.name} for {source.arch}: {first}", log)
