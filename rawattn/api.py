@@ -359,7 +359,7 @@ def _run(
 def _load_torch_op() -> bool:
     """Imports torch_op once torch is loaded, and tells whether it is there."""
     global _torch_op
-    if _torch_op is None and "torch" in sys.modules:
+    if _torch_op is None and sys.modules.get("torch") is not None:
         from . import torch_op as _torch_op
     return _torch_op is not None
 

@@ -57,7 +57,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 # ---- the parser ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "show", "choose", "compile", "bundle", "clear"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "show", "choose", "compile", "bundle", "bench", "clear"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], [command, "--help"]):
         with pytest.raises(SystemExit) as caught:
@@ -74,6 +74,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["compile", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["compile", "--window", "128"], "'128' is not a pair such as 128,0 or none,0"),
         (["compile", "--head-dim", "big"], "invalid int value: 'big'"),
+        (["bench", "--lengths", "512,0"], "'512,0' is not a list such as 512,4096"),
         (["clear", "--unused", "30"], "'30' is not a number of days or hours such as 30d or 12h"),
     ],
 )
@@ -524,7 +525,7 @@ def test_demo_with_a_gpu(libraries: list[str], right: bool, small: None, gpu: An
     gpu((13, 0), TYPICAL["sm_90a"])
     calls = []
     cuda = types.SimpleNamespace(is_available=lambda: "torch" in libraries)
-    monkeypatch.setattr(demo, "_import", lambda name: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(demo, "imported", lambda name: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(demo, "attend", lambda console, libraries, *rest: calls.append(libraries) or right)
     assert main([]) == int(not right)
     assert calls == [libraries]
