@@ -270,12 +270,17 @@ def warm_up(operations: Iterable[Operation] | str | os.PathLike[str], device: in
         ProblemError: a line of the file is no operation.
         UnsupportedError: no kernel computes one of them on the device.
     """
-    if isinstance(operations, (str, os.PathLike)):
-        operations = [_from_line(line) for line in pathlib.Path(operations).read_text(encoding="utf-8").splitlines()]
-    found, where = list(operations), driver.device(device)
+    found, where = operations_of(operations), driver.device(device)
     for op in found:
         load_all(op, select(op, where), where)
     return len(found)
+
+
+def operations_of(given: Iterable[Operation] | str | os.PathLike[str]) -> list[Operation]:
+    """Operations, or those of a file. Raises ProblemError where a line of it is no operation."""
+    if not isinstance(given, (str, os.PathLike)):
+        return list(given)
+    return [_from_line(line) for line in pathlib.Path(given).read_text(encoding="utf-8").splitlines()]
 
 
 def _from_line(line: str) -> Operation:
@@ -354,7 +359,7 @@ def _run(
 def _load_torch_op() -> bool:
     """Imports torch_op once torch is loaded, and tells whether it is there."""
     global _torch_op
-    if _torch_op is None and "torch" in sys.modules:
+    if _torch_op is None and sys.modules.get("torch") is not None:
         from . import torch_op as _torch_op
     return _torch_op is not None
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import reference
-from .cache import private_folder, warn_uncached
+from .cache import private_folder, touch, warn_uncached
 from .device import Device
 from .device import cpu as this_cpu
 from .errors import ProblemError, UnsupportedError
@@ -109,6 +109,8 @@ def _compile(name: str, number: str, storage: str) -> Any:
     try:
         own = private_folder("numba", f"{name}-{storage}-{lanes.MACHINE}")
         tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
+        for entry in own.rglob("*.nb[ci]"):
+            touch(entry)
         try:
             return lanes.compile(name, number, storage, own)
         except OSError:  # a full disk

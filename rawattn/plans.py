@@ -13,7 +13,7 @@ from . import arrays, compiler, driver, render, tma
 from .arrays import Array
 from .device import Device
 from .device import cpu as this_cpu
-from .errors import BinaryError, ProblemError
+from .errors import BinaryError, ProblemError, UnsupportedError
 from .operand import Operand, check_output
 from .operation import Operation
 from .program import (
@@ -151,10 +151,9 @@ class Plan:
 
 def load_all(op: Operation, selection: Selection, device: Device) -> None:
     """Compiles and loads all that operations of this kind may need."""
-    for config in (selection.config, *selection.compiled_with):
-        for program in selection.kernel.programs(op, config, device):
-            for launch in program.launches:
-                _load(launch, op, selection, device, None)
+    for program in selection.programs(op, device):
+        for launch in program.launches:
+            _load(launch, op, selection, device, None)
 
 
 class _Loaded(NamedTuple):
@@ -193,20 +192,32 @@ def _first(
     on_compile: Callable[[], None] | None,
 ) -> _Loaded:  # fmt: skip
     """Compiles and loads the kernel of a launch, with all that its operation's kind may get."""
-    kernel = selection.kernel
-    configs = (selection.config, *selection.compiled_with)
-    programs = (program for config in configs for program in kernel.programs(op, config, device))
-    others = {each.source.key: each.source for program in programs for each in program.launches}
-    binary = compiler.compile_together(launch.source, others.values(), on_compile)
+    others = {each.source.key: each.source for program in selection.programs(op, device) for each in program.launches}
+    try:
+        binary = compiler.compile_together(launch.source, others.values(), on_compile)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{op} on {device.name} needs {launch.source.name} for {device.arch}, which is in no loaded bundle and not in the "
+            f"cache folder; {error}; or make a bundle with it: RAWATTN_LOG=FILE records the operation, and python -m rawattn "
+            f"bundle --arch {device.arch} --spec FILE --out kernels.zip compiles it elsewhere."
+        ) from error
     with _loading:
         if key not in _kernels:
-            try:
-                function = driver.Function(binary.cubin, launch.entry, device.index)
-            except BinaryError:  # an entry of the cache that this driver cannot load
-                binary = compiler.recompile(launch.source)
-                function = driver.Function(binary.cubin, launch.entry, device.index)
+            binary, function = _on_device(binary, launch, device)
             _kernels[key] = _Loaded.of(binary, function, launch, op)
         return _kernels[key]
+
+
+def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple[compiler.Binary, driver.Function]:
+    """The entry of a launch, loaded; compiled again here where the driver cannot load what there is."""
+    try:
+        return binary, driver.Function(binary.cubin, launch.entry, device.index)
+    except BinaryError as refused:
+        try:
+            binary = compiler.recompile(launch.source)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{refused} NVRTC {binary.nvrtc} made what was to be loaded; {error}") from refused
+        return binary, driver.Function(binary.cubin, launch.entry, device.index)
 
 
 class GpuCall:

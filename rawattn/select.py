@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from . import records
@@ -24,6 +25,7 @@ from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .kernel.combine import COMBINE
 from .operand import PLAIN
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
+from .program import Program
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
@@ -45,6 +47,11 @@ class Selection(NamedTuple):
     refusals: tuple[tuple[str, str], ...] = ()
     slow: str | None = None
     compiled_with: tuple[Any, ...] = ()
+
+    def programs(self, op: Operation, device: Device) -> Iterator[Program]:
+        """All that operations of this kind may need."""
+        for config in (self.config, *self.compiled_with):
+            yield from self.kernel.programs(op, config, device)
 
 
 def select(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Selection:

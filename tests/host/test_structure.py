@@ -35,6 +35,7 @@ IMPORTERS = {
         "testing.py",
         "__main__.py",
         "compiler.py",
+        "timing.py",
         "torch_op.py",
         "torch_serving.py",
         "torch_sharding.py",
