@@ -28,7 +28,7 @@ from .operation import Operation
 from .select import select
 
 MANIFEST, FORM = "bundle.json", "rawattn bundle 1"
-REMEDY = "make it here: python -m rawattn bundle"
+REMEDY = "make it again with the version that loads it: python -m rawattn bundle"
 _PACKAGE = pathlib.Path(__file__).parent
 
 

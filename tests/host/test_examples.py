@@ -67,3 +67,25 @@ def test_curve() -> None:
     drawn = example("train_gpt").curve([4.0, 4.0, 3.0, 2.0], columns=4, rows=3).splitlines()
     assert drawn == ["  4.00 │●●  ", "       │  ● ", "  2.00 │   ●", "       └────", "        loss of 4 steps"]
     assert example("train_gpt").curve([1.0] * 200).count("●") == 64
+
+
+@pytest.mark.parametrize("fault", ["", "causal", "scale", "empty"])
+def test_fuzz_kernel(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It finds each fault, and shrinks it to a case of a few numbers; what is right passes."""
+    settings = ["--examples", "300", "--fault", fault] if fault else ["--examples", "40"]
+    found = example("fuzz_kernel").main(["--device", "cpu", *settings])
+    assert (found is not None) is bool(fault)
+    if found is not None:
+        assert found.q_len * found.kv_len <= 4 and found.heads == found.batch == 1
+        assert "the smallest case that is wrong: dtype=fp32" in capsys.readouterr().out
+
+
+def test_attend_cupy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("attend_cupy").main(["--length", "64"]) < 1e-3
+    assert "kernel   " in capsys.readouterr().out
+
+
+def test_attend_jax() -> None:
+    pytest.importorskip("jax")
+    losses = example("attend_jax").main(["--steps", "40"])
+    assert losses[0] > 1.5 and losses[-1] < 0.1
