@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from . import arrays, driver
+from . import arrays, captured, driver
 from .arrays import Array
 from .device import Device
 from .errors import ProblemError
@@ -180,6 +180,8 @@ def attention_backward(
     given: tuple[Any, ...] = (do, q, k, v, o, lse)
     if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
         given = (*given, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    if mask is not None or score is not None:
+        given, options = captured.taken(given, options, Backward.own_inputs)
     found: tuple[Any, ...] = run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out, Backward)
     return found
 
@@ -194,8 +196,8 @@ def plan_backward(
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
-    found, lengths = arrays.named(Backward.names, given), (max_seqlen_q, max_seqlen_kv)
-    return _plan(Backward, found, options_of(**options), lengths, kernel, config, on_compile)
+    found, asked = _named(Backward, given, options_of(**options))
+    return _plan(Backward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
 def explain_backward(
@@ -225,7 +227,8 @@ def plan(
     NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    return _plan(Forward, arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
+    found, asked = _named(Forward, given, options_of(**options))
+    return _plan(Forward, found, asked, lengths, kernel, config, on_compile)
 
 
 def explain(
@@ -244,7 +247,7 @@ def _explain(
     operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
     kernel: str | None, config: Any,
 ) -> Explanation:  # fmt: skip
-    found = arrays.named(operation.input_names(len(given)), given)
+    found, options = _named(operation, given, dict(options))
     op = operation.of_call(found, options, lengths)
     return explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
 
@@ -342,13 +345,22 @@ def _given(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
+    if options["mask"] is not None or options["score"] is not None:
+        given, options = captured.taken(given, options, Forward.own_inputs)
     compute = _torch_op.way(given) if _load_torch_op() else None
-    if compute is not None and len(given) > 6:
+    if compute is not None and any(x is not None for x in given[6:8]):
         raise ProblemError(
             "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there is no "
             "operator and no gradient with them yet."
         )
     return (compute or run)(given, options, lengths, kernel, config, out)
+
+
+def _named(operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays of a call by name, with those that its functions captured, and its options."""
+    given, options = captured.taken(given, options, operation.own_inputs)
+    own = operation.input_names(min(len(given), operation.own_inputs))
+    return arrays.named((*own, *captured.names(options)), given), options
 
 
 def _load_torch_op() -> bool:
@@ -370,21 +382,22 @@ def run(
     """Computes a call on arrays that have memory, which are those of ``operation.input_names``; ``options`` and ``lengths`` are
     what its ``of_call`` takes, for attention what ``options_of`` gives. ``asked`` is an object that is the same for the same
     options, lengths, kernel and config, where the caller keeps one: a key is then not made of them."""
-    signatures = arrays.signatures(given)
+    own = operation.own_inputs
+    signatures = arrays.signatures(given, own)
     try:
         asked = asked or key_of(options, lengths, kernel, config)
         call = _calls.get((signatures, asked, operation))
     except TypeError:  # an option that cannot be hashed is a wrong one
         asked = call = None
     if call is None and (dense := operation.dense(given)) is not given:
-        given, signatures = dense, arrays.signatures(dense)
+        given, signatures = dense, arrays.signatures(dense, own)
         call = asked and _calls.get((signatures, asked, operation))
     if call is None:
         family = None if asked is None else operation.family(signatures, options)
         family = family and (family, key_of(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
-            found = arrays.named(operation.input_names(len(given)), given)
+            found, _ = _named(operation, given, options)
             plan = _plan(operation, found, options, lengths, kernel, config)
             bound = plan.bind(found)
             if family is not None and not plan.device.is_cpu:
@@ -393,8 +406,10 @@ def run(
             bound = _resized(plan, signatures, options)
         if isinstance(bound, GpuCall) and asked is not None and None not in signatures:
             cache_put(_calls, (signatures, asked, operation), bound, KEPT_CALLS)
-        return one_or_all(bound(given[0], out))
-    return one_or_all(call(given[0], out))
+        if len(given) <= own:
+            return one_or_all(bound(given[0], out))
+        return one_or_all(bound(given[0], out, tuple(found[each.name].object for each in plan.op.captured)))
+    return one_or_all(call(given[0], out, given[own:]))
 
 
 def _resized(plan: Plan, signatures: tuple[Any, ...], options: dict[str, Any]) -> GpuCall:

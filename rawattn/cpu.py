@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import reference
+from . import captured, reference
 from .cache import private_folder, warn_uncached
 from .device import Device
 from .device import cpu as this_cpu
@@ -66,8 +66,11 @@ def _queries(config: Config, op: Forward) -> int:
     return max(1, config.tile_q // op.heads_per_kv)
 
 
-def _cap(score: Score) -> float | None:
-    """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function."""
+def _cap(mask: Pairs, score: Score) -> float | None:
+    """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function, or
+    the mask's."""
+    if hasattr(mask, "keep"):
+        return None
     score = score.base if isinstance(score, OffsetScore) else score  # type: ignore[assignment]
     logit = getattr(score.logit, "__func__", None)
     if logit is Scale.logit:
@@ -227,6 +230,7 @@ class Sequence(NamedTuple):
     o: Array
     lse: Array | None  # (heads, q_len)
     mask: Pairs
+    score: Score
     begin: Array  # (q_len, heads)
     end: Array
 
@@ -251,17 +255,18 @@ def run_forward(
     for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
         q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
-        own = mask if q_lens is None or q_lens[i] == q_len else UsedQueries(mask, int(q_lens[i]))
-        bounds = bounds_of(own, heads, q_len, kv_len)
-        sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, own, *bounds))
-    run_sequences(sequences, heads, score, scale, sinks, config)
+        used = q_len if q_lens is None else int(q_lens[i])
+        own = mask if used == q_len else UsedQueries(mask, used)
+        options = own, captured.of_lengths(score, used, kv_len), *bounds_of(own, heads, q_len, kv_len)
+        sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, *options))
+    run_sequences(sequences, heads, scale, sinks, config)
 
 
 ONE_PAGE = np.zeros(1, np.int32)
 
 
-def run_sequences(sequences: list[Sequence], heads: int, score: Score, scale: float, sinks: Array | None, config: Config) -> None:
-    """Computes attention of sequences of one number format, each by its own mask."""
+def run_sequences(sequences: list[Sequence], heads: int, scale: float, sinks: Array | None, config: Config) -> None:
+    """Computes attention of sequences of one number format, each by its own mask, and by scores of one kind."""
     units: list[_Unit] = []
     if not sequences:
         return
@@ -273,10 +278,10 @@ def run_sequences(sequences: list[Sequence], heads: int, score: Score, scale: fl
             visits = int((sequence.end[last - 1] - sequence.begin[first]).max())
             units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
     units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
-    element, cap = _element(sequences[0].q), _cap(score)
+    element, cap = _element(sequences[0].q), _cap(sequences[0].mask, sequences[0].score)
     sink_logits = _sink_logits(sinks, heads, element.lse_dtype)
     if cap is None:
-        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, score, scale, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, scale, sink_logits))
     else:
         attend = load(element).loops if units else None
         factors = (scale / cap if cap else scale, cap, config.tile_kv, _table(element))
@@ -314,9 +319,9 @@ def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
     return found
 
 
-def _compute_by_formula(element: Element, score: Score, scale: float, sinks: Array, unit: _Unit) -> None:
+def _compute_by_formula(element: Element, scale: float, sinks: Array, unit: _Unit) -> None:
     sequence, kv_head, queries, _ = unit
-    formula = _formula(element, sequence.mask, score, scale)
+    formula = _formula(element, sequence.mask, sequence.score, scale)
     group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
     q, k, v = sequence.q[:, heads], *(_gathered(sequence, x, kv_head) for x in (sequence.k, sequence.v))
@@ -373,7 +378,7 @@ def run_backward(
     """
     if not hasattr(score, "slope"):
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
-    element, cap, (heads, kv_heads) = _element(q), _cap(score), (q.shape[-2], k.shape[-2])
+    element, cap, (heads, kv_heads) = _element(q), _cap(mask, score), (q.shape[-2], k.shape[-2])
     number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
     interval = functools.cache(functools.partial(kept, mask, heads))
     delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)
@@ -547,10 +552,10 @@ class Cpu:
     def run(
         self, op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
         cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
-        q_lens: Array | None = None, kv_lens: Array | None = None,
+        q_lens: Array | None = None, kv_lens: Array | None = None, **own: Array,
     ) -> None:  # fmt: skip
-        """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
-        lengths, spec = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens), op.spec
+        """Computes the operation on NumPy arrays of its shapes, ``own`` of which its functions captured: ``run_forward``."""
+        lengths, spec = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens), captured.on_host(op.spec, own)
         run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, config=config)
 
     def __repr__(self) -> str:
@@ -588,7 +593,8 @@ class CpuBackward(Cpu):
 
     def run(self, op: Any, config: Any, **arrays: Any) -> None:  # type: ignore[override]
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
-        spec, scale = op.forward.spec, op.forward.scale
+        own = {each.name: arrays.pop(each.name) for each in op.captured}
+        spec, scale = captured.on_host(op.forward.spec, own), op.forward.scale
         run_backward(**arrays, mask=spec.placed_mask, score=spec.placed_score, scale=scale, threads=config.threads)
 
 

@@ -7,13 +7,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from .. import captured
 from ..arrays import Array, contiguous_strides, dense
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, layout_of
 from ..spec import Spec
 from ..tma import ALIGNMENT, readable
 from .base import Operation
-from .forward import Forward
+from .forward import Forward, check_arrays, limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Backward(Operation):
     names: ClassVar[tuple[str, ...]] = (
         "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks"
     )  # fmt: skip  # of all inputs, in the order in which they are given
+
+    own_inputs: ClassVar[int] = len(names)
 
     def __post_init__(self) -> None:
         forward = self.forward  # as it is for all gradients: lse is there, and the layout is that of more arrays
@@ -54,6 +57,9 @@ class Backward(Operation):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Backward:
         """The operation of a call of ``rawattn.attention_backward``."""
+        if captured.functions(options):
+            check_arrays(arrays, *lengths)
+            options = captured.resolved(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     @classmethod
@@ -89,6 +95,11 @@ class Backward(Operation):
         read = {each.name: each for each in self.forward.inputs}
         names = ("q", "k", "v", *["sinks"] * self.forward.sinks)
         return tuple(read[name]._replace(name=f"d{name}", role="out", contiguous=name == "sinks") for name in names)
+
+    @property
+    def captured(self) -> tuple[Operand, ...]:
+        """Those of the forward."""
+        return self.forward.captured
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of do, q, k, v and o."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .. import captured
 from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
@@ -59,6 +60,8 @@ class Forward(OverKeys):
         "kv_lens",
     )  # of all inputs, in the order in which they are given
 
+    own_inputs: ClassVar[int] = len(names)
+
     def __post_init__(self) -> None:
         if not self.varlen:
             object.__setattr__(self, "total_q", self.batch * self.q_len)
@@ -102,6 +105,9 @@ class Forward(OverKeys):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Forward:
         """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
+        if captured.functions(options):
+            check_arrays(arrays, *lengths)
+            options = captured.resolved(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
@@ -139,7 +145,12 @@ class Forward(OverKeys):
             found += [Operand(f"cu_seqlens_{side}", "int32", (self.batch + 1,)) for side in ("q", "kv")]
         found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
         lengths = ("q_lens",) * self.q_lens + ("kv_lens",) * self.kv_lens
-        return (*found, *(Operand(name, "int32", (self.batch,)) for name in lengths))
+        return (*found, *(Operand(name, "int32", (self.batch,)) for name in lengths), *self.captured)
+
+    @functools.cached_property
+    def captured(self) -> tuple[Operand, ...]:
+        """What the mask captured, and the score."""
+        return captured.operands(self.spec.mask, self.spec.score)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
@@ -329,6 +340,14 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
             _check_lens(name, arrays[name], q, batch)
     if "sinks" in arrays:
         _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
+
+
+def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> captured.Limits:
+    """One more than the largest numbers of batch, head, query and key that a function may see on these inputs, by name."""
+    q, k, starts = arrays["q"], arrays["k"], arrays.get("cu_seqlens_q")
+    batch = q.shape[0] if starts is None else starts.shape[0] - 1
+    q_offset, kv_offset = make_offsets(options.get("q_offset"), options.get("kv_offset")) or (0, 0)
+    return batch, q.shape[-2], q.shape[-3] + q_offset, k.shape[-3] + kv_offset
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:

@@ -1,0 +1,270 @@
+"""Masks and scores that are functions: what they captured become arrays of the call, and later operands of its operation.
+
+A call is given a function. It leaves here as two things: a ``Function``, which is hashable and has no arrays, takes its place among
+the options, and the captured arrays stand behind the call's own, as ``mask_0``, ``mask_1``, ``score_0`` and so on. Nothing that is
+kept holds an array. An operation makes an option of the ``Function`` when it knows the arrays' shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from . import arrays
+from .arrays import Array
+from .errors import ProblemError
+from .operand import Operand, describe
+from .variant import Option
+
+ROLES = ("mask", "score")
+ELEMENTS = ("bool", "uint8", "int8", "int16", "int32", "int64", "bf16", "fp16", "fp32", "fp64")  # of captured arrays
+Limits = tuple[int, int, int, int]  # one more than the largest b, h, q and kv that a function sees
+
+
+class Traced(Protocol):
+    """What a function is but for the values that it captured: ``rawattn.trace`` makes one of each code, and keeps it."""
+
+    role: str
+    labels: tuple[str, ...]  # the captured arrays' names in the function
+
+    def option(self, forms: tuple[tuple[str, tuple[int, ...]], ...], numbers: tuple[Any, ...], limits: Limits) -> Any:
+        """The option for captured arrays of these dtypes and shapes and these numbers."""
+
+    def to_json(self) -> Any:
+        """The function as JSON can hold it."""
+
+
+class Function(NamedTuple):
+    """A function among the options of a call: its code and its numbers, without its arrays."""
+
+    traced: Traced
+    numbers: tuple[Any, ...] = ()
+
+
+class BoundFunction:
+    """A function, the arrays that it captured, by reference, and the numbers, by value: ``rawattn.mask.function`` makes it.
+
+    ``text`` is the function as JSON, which graphs of torch.compile hold; arrays are arguments there."""
+
+    def __init__(self, traced: Traced, arrays: Sequence[Any], numbers: Sequence[Any] = ()) -> None:
+        self.function, self.arrays = Function(traced, tuple(numbers)), tuple(arrays)
+        self.text = json.dumps(to_json(self.function))
+
+    @property
+    def role(self) -> str:
+        return self.function.traced.role
+
+    def __repr__(self) -> str:
+        return f"rawattn.{self.role}.function({self.function.traced})"
+
+
+# ---- at the edge of a call
+
+
+def taken(given: tuple[Any, ...], options: dict[str, Any], own: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arrays of a call, with those behind them that its mask and score captured, and its options, with a ``Function`` in place
+    of each function. ``own`` is how many arrays are the call's own at most."""
+    captured: tuple[Any, ...] = ()
+    for role in ROLES:
+        value = options.get(role)
+        if value is None or isinstance(value, Option) or not is_function(value):
+            continue
+        function, found = bind(value, role)
+        options = {**options, role: function}
+        captured += found
+    return ((*given, *(None,) * (own - len(given)), *captured) if captured else given), options
+
+
+def is_function(value: Any) -> bool:
+    """Says whether a mask or a score is a function, and not an option."""
+    if type(value) is BoundFunction:
+        return True
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "interval") and not hasattr(value, "cuda_type")
+
+
+def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
+    """A function as an option, and the arrays that it captured."""
+    if type(value) is BoundFunction:
+        if value.role != role:
+            raise ProblemError(f"{role} is a {value.role}, {value!r}; make it by rawattn.{role}.function(...).")
+        return value.function, value.arrays
+    raise ProblemError(f"{role} is {value!r}; functions are traced by rawattn.trace, which is not here.")
+
+
+def bound(value: Any, role: str) -> BoundFunction:
+    """``rawattn.mask.function`` and ``rawattn.score.function``."""
+    if type(value) is BoundFunction and value.role == role:
+        return value
+    function, found = bind(value, role)
+    return BoundFunction(function.traced, found, function.numbers)
+
+
+def functions(options: Mapping[str, Any]) -> list[tuple[str, Function]]:
+    """The functions among the options, with their roles."""
+    return [(role, options[role]) for role in ROLES if type(options.get(role)) is Function]
+
+
+def names(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the captured arrays of a call, in order."""
+    return tuple(f"{role}_{i}" for role, function in functions(options) for i in range(len(function.traced.labels)))
+
+
+def labels(options: Mapping[str, Any]) -> dict[str, str]:
+    """The captured arrays in words, by name: as their function calls them."""
+    return {
+        f"{role}_{i}": title(role, label)
+        for role, function in functions(options)
+        for i, label in enumerate(function.traced.labels)
+    }
+
+
+def title(role: str, label: str) -> str:
+    """A captured array in words."""
+    return f"{label}, which {role} captured,"
+
+
+# ---- of an operation
+
+
+def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> Mapping[str, Any]:
+    """The options with an option in place of each function, for these arrays by name. Raises ProblemError where a captured array
+    is none that a kernel reads, or lies elsewhere than q."""
+    check(labels(options), given)
+    return made(options, given, limits)
+
+
+def made(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> Mapping[str, Any]:
+    """The same, of arrays that are not checked."""
+    replaced = {}
+    for role, (traced, numbers) in functions(options):
+        each = [given[f"{role}_{i}"] for i in range(len(traced.labels))]
+        replaced[role] = traced.option(tuple((x.dtype, tuple(x.shape)) for x in each), numbers, limits)
+    return {**options, **replaced}
+
+
+def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
+    """Raises ProblemError where a captured array is none that a kernel reads, or lies elsewhere than q. It reads no memory."""
+    q = given["q"]
+    for name, words in titles.items():
+        array = given.get(name)
+        if array is None:
+            raise ProblemError(f"{words} is missing; it must be an array.")
+        found = describe(array.library, array.device, array.dtype, array.shape)
+        if array.dtype not in ELEMENTS:
+            raise ProblemError(f"{words} is {found}; its dtype must be one of {', '.join(ELEMENTS)}.")
+        if (array.library, array.device) != (q.library, q.device):
+            wanted = describe(q.library, q.device, q.dtype, q.shape)
+            raise ProblemError(f"{words} is {found} but q is {wanted}; give all arrays from one library, on one device.")
+
+
+def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any]) -> None:
+    """Raises ProblemError where autograd would have to follow to a captured array."""
+    for words, x in zip(labels(options).values(), captured, strict=True):
+        if arrays.requires_grad(x):
+            raise ProblemError(
+                f"{words} requires grad, and captured arrays get no gradients yet; detach it, or call under torch.no_grad(). "
+                "Nothing is detached silently."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """What an option needs of an array that it captured: its name among the operands, dtype and shape."""
+
+    name: str
+    element: str
+    shape: tuple[int, ...]
+    label: str = dataclasses.field(default="", compare=False)
+
+
+def operands(*options: Any) -> tuple[Operand, ...]:
+    """The operands that options captured, in order."""
+    found = []
+    for role, option in zip(ROLES, options, strict=True):
+        for each in getattr(option, "arrays", ()):
+            words = title(role, getattr(each, "label", "") or each.name)
+            found.append(Operand(each.name, each.element, tuple(each.shape), label=words))
+    return tuple(found)
+
+
+# ---- on the host
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoundMask:
+    """A mask and the arrays that it captured, as the reference and the CPU path take it: ``keep`` says which keys of ``interval``
+    each query keeps."""
+
+    option: Any
+    arrays: tuple[Any, ...]
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
+        return np.zeros_like(q), np.full_like(q, kv_len)
+
+    def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
+        """Which of the queries q, a column, keep which of the keys kv, a row."""
+        return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoundScore:
+    """A score and the arrays that it captured, likewise; ``lengths`` are those of the sequence."""
+
+    option: Any
+    arrays: tuple[Any, ...]
+    lengths: tuple[int, int] | None = None
+
+    def of_lengths(self, q_len: int, kv_len: int) -> BoundScore:
+        """The score of a sequence of these lengths; itself where they are known."""
+        return self if self.lengths else BoundScore(self.option, self.arrays, (q_len, kv_len))
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """The logits, in the shape of s."""
+        assert self.lengths is not None
+        return self.option.logit(xp, self.arrays, s, batch, head, q, kv, *self.lengths)
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """Their derivatives by s."""
+        assert self.lengths is not None
+        return self.option.slope(xp, self.arrays, s, batch, head, q, kv, *self.lengths)
+
+
+def of_lengths(score: Any, q_len: int, kv_len: int) -> Any:
+    """The score of a sequence of these lengths."""
+    return score.of_lengths(q_len, kv_len) if hasattr(score, "of_lengths") else score
+
+
+def on_host(spec: Any, given: Mapping[str, Any]) -> Any:
+    """The spec with its mask and score bound to the arrays that they captured, which are among these, by name."""
+    mask, score = spec.mask, spec.score
+    if hasattr(mask, "keep"):
+        mask = BoundMask(mask, tuple(given[each.name] for each in mask.arrays))
+    if getattr(score, "arrays", None) is not None:
+        score = BoundScore(score, tuple(given[each.name] for each in score.arrays))
+    if mask is spec.mask and score is spec.score:
+        return spec
+    return dataclasses.replace(spec, mask=mask, score=score)
+
+
+# ---- as text
+
+
+def to_json(function: Function) -> dict[str, Any]:
+    """A function as JSON can hold it: its class, its code and its numbers."""
+    traced, numbers = function
+    plain = [x.item() if isinstance(x, np.generic) else x for x in numbers]
+    return {"traced": f"{type(traced).__module__}:{type(traced).__qualname__}", "code": traced.to_json(), "numbers": plain}
+
+
+def from_json(fields: Mapping[str, Any]) -> Function:
+    """The inverse of ``to_json``. It looks into modules that are imported already: a file makes nothing be imported."""
+    module, _, name = fields["traced"].partition(":")
+    found = getattr(sys.modules.get(module), name, None)
+    if not hasattr(found, "from_json"):
+        raise ProblemError(f"traced is {fields['traced']!r}; it must be a class of functions of a module that is imported.")
+    return Function(found.from_json(fields["code"]), tuple(fields["numbers"]))
