@@ -356,7 +356,9 @@ def _run(
     return (compute or run)(given, options, lengths, kernel, config, out)
 
 
-def _named(operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
+def _named(
+    operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options."""
     given, options = captured.taken(given, options, operation.own_inputs)
     own = operation.input_names(min(len(given), operation.own_inputs))

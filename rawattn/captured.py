@@ -1,13 +1,14 @@
 """Masks and scores that are functions: what they captured become arrays of the call, and later operands of its operation.
 
-A call is given a function. It leaves here as two things: a ``Function``, which is hashable and has no arrays, takes its place among
-the options, and the captured arrays stand behind the call's own, as ``mask_0``, ``mask_1``, ``score_0`` and so on. Nothing that is
-kept holds an array. An operation makes an option of the ``Function`` when it knows the arrays' shapes.
+A call is given a function. It leaves here as two things: a ``Function``, which is hashable and has no arrays, takes its place
+among the options, and the captured arrays stand behind the call's own, as ``mask_0``, ``mask_1``, ``score_0`` and so on. Nothing
+that is kept holds an array. An operation makes an option of the ``Function`` when it knows the arrays' shapes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from .arrays import Array
 from .errors import ProblemError
 from .operand import Operand, describe
 from .variant import Option
+from .variant.mask import Full
+from .variant.score import Scale
 
 ROLES = ("mask", "score")
 ELEMENTS = ("bool", "uint8", "int8", "int16", "int32", "int64", "bf16", "fp16", "fp32", "fp64")  # of captured arrays
@@ -31,6 +34,7 @@ class Traced(Protocol):
 
     role: str
     labels: tuple[str, ...]  # the captured arrays' names in the function
+    text: str  # what ``text_of`` gives
 
     def option(self, forms: tuple[tuple[str, tuple[int, ...]], ...], numbers: tuple[Any, ...], limits: Limits) -> Any:
         """The option for captured arrays of these dtypes and shapes and these numbers."""
@@ -47,13 +51,11 @@ class Function(NamedTuple):
 
 
 class BoundFunction:
-    """A function, the arrays that it captured, by reference, and the numbers, by value: ``rawattn.mask.function`` makes it.
-
-    ``text`` is the function as JSON, which graphs of torch.compile hold; arrays are arguments there."""
+    """A function, the arrays that it captured, by reference, and the numbers, by value: ``rawattn.mask.function`` makes it."""
 
     def __init__(self, traced: Traced, arrays: Sequence[Any], numbers: Sequence[Any] = ()) -> None:
         self.function, self.arrays = Function(traced, tuple(numbers)), tuple(arrays)
-        self.text = json.dumps(to_json(self.function))
+        assert traced.text  # which torch.compile reads: it is made here
 
     @property
     def role(self) -> str:
@@ -67,8 +69,8 @@ class BoundFunction:
 
 
 def taken(given: tuple[Any, ...], options: dict[str, Any], own: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arrays of a call, with those behind them that its mask and score captured, and its options, with a ``Function`` in place
-    of each function. ``own`` is how many arrays are the call's own at most."""
+    """The arrays of a call, with those behind them that its mask and score captured, and its options, with a ``Function`` in
+    place of each function. ``own`` is how many arrays are the call's own at most."""
     captured: tuple[Any, ...] = ()
     for role in ROLES:
         value = options.get(role)
@@ -109,6 +111,12 @@ def functions(options: Mapping[str, Any]) -> list[tuple[str, Function]]:
     return [(role, options[role]) for role in ROLES if type(options.get(role)) is Function]
 
 
+def without(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the default option in place of each function."""
+    defaults = {"mask": Full(), "score": Scale()}
+    return {**options, **{role: defaults[role] for role, _ in functions(options)}}
+
+
 def names(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the captured arrays of a call, in order."""
     return tuple(f"{role}_{i}" for role, function in functions(options) for i in range(len(function.traced.labels)))
@@ -131,14 +139,14 @@ def title(role: str, label: str) -> str:
 # ---- of an operation
 
 
-def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> Mapping[str, Any]:
+def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
     """The options with an option in place of each function, for these arrays by name. Raises ProblemError where a captured array
     is none that a kernel reads, or lies elsewhere than q."""
     check(labels(options), given)
     return made(options, given, limits)
 
 
-def made(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> Mapping[str, Any]:
+def made(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
     """The same, of arrays that are not checked."""
     replaced = {}
     for role, (traced, numbers) in functions(options):
@@ -254,17 +262,37 @@ def on_host(spec: Any, given: Mapping[str, Any]) -> Any:
 # ---- as text
 
 
-def to_json(function: Function) -> dict[str, Any]:
-    """A function as JSON can hold it: its class, its code and its numbers."""
-    traced, numbers = function
-    plain = [x.item() if isinstance(x, np.generic) else x for x in numbers]
-    return {"traced": f"{type(traced).__module__}:{type(traced).__qualname__}", "code": traced.to_json(), "numbers": plain}
+def to_json(found: Sequence[tuple[str, Function]]) -> dict[str, Any]:
+    """What ``functions`` gives as JSON can hold it: by role the text of the code, and the numbers."""
+    return {
+        role: {"traced": traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in numbers]}
+        for role, (traced, numbers) in found
+    }
 
 
-def from_json(fields: Mapping[str, Any]) -> Function:
-    """The inverse of ``to_json``. It looks into modules that are imported already: a file makes nothing be imported."""
-    module, _, name = fields["traced"].partition(":")
+def from_json(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Function]]:
+    """The inverse of ``to_json``: what else is in these fields, and the functions by role."""
+    own = {role: fields[role] for role in ROLES if "traced" in fields.get(role, {})}
+    rest = {name: value for name, value in fields.items() if name not in own}
+    return rest, {role: from_text(each["traced"], tuple(each["numbers"])) for role, each in own.items()}
+
+
+def text_of(traced: Any) -> str:
+    """What a ``Traced`` has as its text: its class and its code."""
+    return json.dumps({"class": f"{type(traced).__module__}:{type(traced).__qualname__}", "code": traced.to_json()})
+
+
+def from_text(text: str, numbers: tuple[Any, ...]) -> Function:
+    """The function of this text, with these numbers."""
+    return Function(_traced(text), numbers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced(text: str) -> Any:
+    """The inverse of ``text_of``. It looks into modules that are imported already: a text makes nothing be imported."""
+    fields = json.loads(text)
+    module, _, name = fields["class"].partition(":")
     found = getattr(sys.modules.get(module), name, None)
-    if not hasattr(found, "from_json"):
-        raise ProblemError(f"traced is {fields['traced']!r}; it must be a class of functions of a module that is imported.")
-    return Function(found.from_json(fields["code"]), tuple(fields["numbers"]))
+    if found is None or not hasattr(found, "from_json"):
+        raise ProblemError(f"class is {fields['class']!r}; it must be one of functions, of a module that is imported.")
+    return found.from_json(fields["code"])

@@ -66,16 +66,18 @@ def _queries(config: Config, op: Forward) -> int:
     return max(1, config.tile_q // op.heads_per_kv)
 
 
-def _cap(mask: Pairs, score: Score) -> float | None:
-    """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function, or
-    the mask's."""
-    if hasattr(mask, "keep"):
-        return None
+def _cap(score: Score) -> float | None:
+    """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function."""
     score = score.base if isinstance(score, OffsetScore) else score  # type: ignore[assignment]
     logit = getattr(score.logit, "__func__", None)
     if logit is Scale.logit:
         return 0.0
     return score.cap if logit is Softcap.logit and hasattr(score, "cap") else None
+
+
+def _known(mask: Pairs, score: Score) -> float | None:
+    """The same; None where they do not know the mask either."""
+    return None if hasattr(mask, "keep") else _cap(score)
 
 
 class Kernel(NamedTuple):
@@ -257,8 +259,9 @@ def run_forward(
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
         used = q_len if q_lens is None else int(q_lens[i])
         own = mask if used == q_len else UsedQueries(mask, used)
-        options = own, captured.of_lengths(score, used, kv_len), *bounds_of(own, heads, q_len, kv_len)
-        sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, *options))
+        bounds, places = bounds_of(own, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
+        own_score = captured.of_lengths(score, used, kv_len)
+        sequences.append(Sequence(i, *places, ONE_PAGE, kv_len, *out, own, own_score, *bounds))
     run_sequences(sequences, heads, scale, sinks, config)
 
 
@@ -278,7 +281,7 @@ def run_sequences(sequences: list[Sequence], heads: int, scale: float, sinks: Ar
             visits = int((sequence.end[last - 1] - sequence.begin[first]).max())
             units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
     units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
-    element, cap = _element(sequences[0].q), _cap(sequences[0].mask, sequences[0].score)
+    element, cap = _element(sequences[0].q), _known(sequences[0].mask, sequences[0].score)
     sink_logits = _sink_logits(sinks, heads, element.lse_dtype)
     if cap is None:
         _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, scale, sink_logits))
@@ -378,7 +381,7 @@ def run_backward(
     """
     if not hasattr(score, "slope"):
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
-    element, cap, (heads, kv_heads) = _element(q), _cap(mask, score), (q.shape[-2], k.shape[-2])
+    element, cap, (heads, kv_heads) = _element(q), _known(mask, score), (q.shape[-2], k.shape[-2])
     number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
     interval = functools.cache(functools.partial(kept, mask, heads))
     delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)

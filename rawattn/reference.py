@@ -156,16 +156,15 @@ def make_formula(
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     factor = make_scale(scale)
-    offsets = {"q_offset": make_offset("q_offset", q_offset), "kv_offset": make_offset("kv_offset", kv_offset)}
-    given, options = captured.taken((), {"mask": mask, "score": score, **offsets}, 0)
+    q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
+    given, options = captured.taken((), {"mask": mask, "score": score}, 0)
     own = dict(zip(captured.names(options), given, strict=True))
     if captured.functions(options):
         batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        ends = offsets["q_offset"] or 0, offsets["kv_offset"] or 0
-        limits = batch, q.shape[-2], q.shape[-3] + ends[0], k.shape[-3] + ends[1]
+        limits = batch, q.shape[-2], q.shape[-3] + (q_first or 0), k.shape[-3] + (kv_first or 0)
         options = captured.made(options, {name: read(x, name) for name, x in own.items()}, limits)
-    spec = Spec(make_mask(causal, window, options["mask"]), make_score(softcap, options["score"]), **offsets)
-    spec = captured.on_host(spec, own)
+    kept, logit = make_mask(causal, window, options["mask"]), make_score(softcap, options["score"])
+    spec = captured.on_host(Spec(kept, logit, q_offset=q_first, kv_offset=kv_first), own)
     factor = q.shape[-1] ** -0.5 if factor is None else factor
     return Formula(xp, place, getattr(xp, number), rounding, spec.placed_mask, spec.placed_score, factor)
 
@@ -174,8 +173,8 @@ def make_formula(
 class Tile:
     """Some queries of a sequence, a run of keys that holds all that they keep, and which pairs they keep.
 
-    ``q`` and ``kv`` are the positions in the sequence as a column and a row, ``lengths`` its numbers of queries and keys; ``rows``
-    says which of the wanted queries these are.
+    ``q`` and ``kv`` are the positions in the sequence as a column and a row, ``lengths`` its numbers of queries and keys;
+    ``rows`` says which of the wanted queries these are.
     """
 
     rows: slice

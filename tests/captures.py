@@ -1,14 +1,15 @@
-"""A mask and a score with captured arrays, written by hand, and how calls get them: as ``rawattn.trace`` makes them of functions."""
+"""A mask and a score with captured arrays, written by hand, in the form that ``rawattn.trace`` gives functions."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rawattn.captured import BoundFunction, Captured, Limits
+from rawattn.captured import BoundFunction, Captured, Limits, text_of
 from rawattn.program import AxisStride, Field, Fields, Pointer
 from rawattn.variant import Option
 from rawattn.variant.mask import Ints
@@ -67,6 +68,10 @@ class ByHand:
     def option(self, forms: tuple[tuple[str, tuple[int, ...]], ...], numbers: tuple[Any, ...], limits: Limits) -> Any:
         found = [Captured(f"{self.role}_{i}", *form, self.labels[i]) for i, form in enumerate(forms)]
         return (Documents if self.role == "mask" else HeadBias)(*numbers, tuple(found))
+
+    @functools.cached_property
+    def text(self) -> str:
+        return text_of(self)
 
     def to_json(self) -> Any:
         return [self.role, list(self.labels)]
