@@ -48,9 +48,10 @@ template <class M> struct KvTilesOption : Given {
 // ... and where they are a list with holes: what is asked of a box of queries, heads and keys, whose bounds belong to it. It is 0 where
 // no pair is kept, 2 where every one is, and 1 where some are or it cannot tell; and 0 for each box inside of one of which it is 0. A
 // mask may be `cheap`: a few instructions, so that a warp's fragment asks for all its elements at once.
-template <class M> struct ListMaskOption : Given {
+template <class M, class Bounds> struct ListMaskOption : Given {
     static const M m;
-    static_assert(requires { i32(m.classify({i, i}, {i, i}, {i, i})); }, "Mask: classify(queries, heads, keys): 0, 1 or 2");
+    static const Bounds b;
+    static_assert(requires { i32(m.classify(b, b, b)); }, "Mask: classify(queries, heads, keys): 0, 1 or 2");
 };
 // ... and what a kernel over keys asks: the inverse. Full is a tile whose every query keeps every key.
 template <class M> struct QTilesOption : Given {

@@ -3,17 +3,18 @@
 // tiles at a time, a tile each lane, after it has asked in the same way for 32 times as many together. Nothing is stored, whatever
 // the length.
 #include "tile/range.cuh"
+#include "tile/ring.cuh"
 #include "variant/function/range.cuh"
 #include "variant/interfaces.cuh"
 
-template struct ListMaskOption<Mask>;
+using Bounds = user::Range<i32>;
+template struct ListMaskOption<Mask, Bounds>;
 
 // The class of queries [q_begin, q_begin + q_count) and keys [kv_begin, kv_begin + kv_count) of a work's head, as of the mask's
 // classify; those past the last ones do not count, but keys there make no tile full: the mask drops them.
 __device__ inline i32 classify(const Mask& mask, const Rows& rows, i32 head, i32 q_begin, i32 q_count, i32 kv_begin, i32 kv_count) {
     const i32 q = rows.q_len - q_begin, kv = rows.kv_len - kv_begin;  // how many are left
     if (q <= 0 || kv <= 0 || kv_begin < 0) return 0;
-    using Bounds = user::Range<i32>;
     const i32 found = mask.classify(Bounds{q_begin, q_begin + min(q, q_count) - 1}, Bounds{head, head},
                                     Bounds{kv_begin, kv_begin + min(kv, kv_count) - 1});
     return found == 2 && kv < kv_count ? 1 : found;
