@@ -179,14 +179,7 @@ struct Warp {
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key.
     __device__ void mask_and_score(const Work& work, bool full, i32 first) {
         map_fragment(work.score, s, work.row, first);
-        if (full) return;
-#pragma unroll
-        for (int r = 0; r < rows_each; ++r) {
-            const auto kept = work.mask.row(work.row + 8 * r, first);
-#pragma unroll
-            for (int i = 0; i < m_tiles_per_warp * cfg::tile_kv / 2; ++i)
-                if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
-        }
+        if (!full) mask_fragment(work.mask, s, work.row, first);
     }
     // The weights of one key tile.
     __device__ void weigh(Work& work, bool full, i32 tile, u32 slot) {

@@ -38,8 +38,20 @@ template <class R> struct RowsOption : Given {
 template <class M> struct MaskOption : Given {
     static const M m;
     static_assert(requires { M(args, rows, work); }, "Mask(args, rows, work)");
-    static_assert(requires { requires is_same<decltype(m.kv_tiles(i, i)), TileRange>; }, "Mask: kv_tiles(q_begin, q_end): TileRange");
     static_assert(requires { bool(m.row(i, i).keep(i)); }, "Mask: row(q, first).keep(offset): whether q keeps key first + offset");
+};
+// ... which key tiles some queries visit, where these are an interval ...
+template <class M> struct KvTilesOption : Given {
+    static const M m;
+    static_assert(requires { requires is_same<decltype(m.kv_tiles(i, i)), TileRange>; }, "Mask: kv_tiles(q_begin, q_end): TileRange");
+};
+// ... and where they are a list with holes: what is asked of a box of queries, heads and keys, whose bounds belong to it. It is 0 where
+// no pair is kept, 2 where every one is, and 1 where some are or it cannot tell; and 0 for each box inside of one of which it is 0. A
+// mask may be `cheap`: a few instructions, so that a warp's fragment asks for all its elements at once.
+template <class M, class Bounds> struct ListMaskOption : Given {
+    static const M m;
+    static const Bounds b;
+    static_assert(requires { i32(m.classify(b, b, b)); }, "Mask: classify(queries, heads, keys): 0, 1 or 2");
 };
 // ... and what a kernel over keys asks: the inverse. Full is a tile whose every query keeps every key.
 template <class M> struct QTilesOption : Given {
