@@ -181,6 +181,12 @@ class _Loaded(NamedTuple):
         )
 
 
+    def places_of(self, captured: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+        """Where the addresses of captured arrays lie: the number of each, and an offset."""
+        fills = {Pointer(name): i for i, name in enumerate(captured)}
+        return tuple((fills[field.fill], offset) for field, _, offset in self.open if field.fill in fills)
+
+
 def _is_late(fill: Any, outputs: set[str], captured: set[Pointer]) -> bool:
     """Says whether the value of a field is not known before a launch."""
     return isinstance(fill, (Counter, Scratch)) or getattr(fill, "operand", None) in outputs or fill in captured
@@ -233,8 +239,9 @@ class GpuCall:
         self._given = {name: array.without_memory() for name, array in given.items()}
         self._plan, self._device = plan, like.device
         self._captured = tuple(operand.name for operand in plan.op.captured)
+        self._places = tuple(loaded.places_of(self._captured) for loaded in plan._loaded)
         self._program: Program = plan.program
-        self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
+        self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
         scratch = plan.program.scratch_bytes
         self._new_scratch = arrays.maker(like, (scratch,), "uint8") if scratch else None
@@ -266,13 +273,15 @@ class GpuCall:
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
             places.append(arrays.address(scratch))
-        addresses = tuple(map(arrays.address, captured))
-        key = (stream_id, *places, *addresses)
-        launches = self._launches.get(key)
-        if launches is None or capturing:
-            launches = self._prepare(results, given, addresses, scratch, stream, stream_id, capturing)
+        key, addresses = (stream_id, *places), (*map(arrays.address, captured),)
+        launches, of = self._launches.get(key, (None, ()))
+        if launches is None or capturing or of != addresses:
+            if launches is None or capturing or given:
+                launches = self._prepare(results, given, addresses, scratch, stream, stream_id, capturing)
+            else:
+                launches = self._moved(launches, addresses)
             if None not in places and not capturing:
-                cache_put(self._launches, key, launches, KEPT_LAUNCHES)
+                cache_put(self._launches, key, (launches, addresses), KEPT_LAUNCHES)
         for launch in launches:
             launch()
         for x in given:
@@ -307,6 +316,13 @@ class GpuCall:
                 struct.pack_into(form, memory, offset, value)
             launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
         return tuple(launches)
+
+    def _moved(self, launches: tuple[driver.Launch, ...], addresses: tuple[int, ...]) -> tuple[driver.Launch, ...]:
+        """The launches with captured arrays at other addresses."""
+        return tuple(
+            launch.moved([(offset, addresses[i]) for i, offset in places]) if places else launch
+            for launch, places in zip(launches, self._places, strict=True)
+        )
 
     def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
         """Returns the value of a field that depends on the outputs or on the stream."""

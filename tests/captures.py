@@ -23,6 +23,7 @@ class Documents(Option):
     arrays: tuple[Captured, ...]
     type: ClassVar[str] = "Documents"
     source: ClassVar[str] = "../tests/host/documents.cuh"
+    lists: ClassVar[bool] = True
 
     @property
     def fields(self) -> Fields:

@@ -201,7 +201,7 @@ class Forward(OverKeys):
     def selection_key(self) -> Any:
         """Its kind, options and heads, and its lengths and offsets to three significant bits."""
         sizes = self._sizes()
-        return (self.kind, self._rounded_spec(sizes), self.layout, self.heads, self.kv_heads, sizes)
+        return (self.kind, self._rounded_spec(sizes).built_in, self.layout, self.heads, self.kv_heads, sizes)
 
     def rounded(self) -> Forward:
         """The operation whose lengths and offsets are rounded up so."""

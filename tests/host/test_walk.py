@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
