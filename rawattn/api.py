@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from . import arrays, captured, driver
+from . import arrays, driver, functions
 from .arrays import Array
 from .device import Device
 from .errors import ProblemError
@@ -180,9 +180,11 @@ def attention_backward(
     given: tuple[Any, ...] = (do, q, k, v, o, lse)
     if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
         given = (*given, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    captured: tuple[Any, ...] = ()
     if mask is not None or score is not None:
-        given, options = captured.taken(given, options, Backward.own_inputs)
-    found: tuple[Any, ...] = run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out, Backward)
+        options, captured = functions.taken(options)
+    lengths = (max_seqlen_q, max_seqlen_kv)
+    found: tuple[Any, ...] = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
     return found
 
 
@@ -345,24 +347,24 @@ def _given(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
+    captured: tuple[Any, ...] = ()
     if options["mask"] is not None or options["score"] is not None:
-        given, options = captured.taken(given, options, Forward.own_inputs)
-    compute = _torch_op.way(given) if _load_torch_op() else None
-    if compute is not None and any(x is not None for x in given[6:8]):
+        options, captured = functions.taken(options)
+    compute = _torch_op.way(given + captured) if _load_torch_op() else None
+    if compute is not None and len(given) > 6:
         raise ProblemError(
             "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there is no "
             "operator and no gradient with them yet."
         )
-    return (compute or run)(given, options, lengths, kernel, config, out)
+    return (compute or run)(given, options, lengths, kernel, config, out, captured=captured)
 
 
 def _named(
     operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options."""
-    given, options = captured.taken(given, options, operation.own_inputs)
-    own = operation.input_names(min(len(given), operation.own_inputs))
-    return arrays.named((*own, *captured.names(options)), given), options
+    options, captured = functions.taken(options)
+    return arrays.named(operation.input_names(len(given)), given) | arrays.named(functions.names(options), captured), options
 
 
 def _load_torch_op() -> bool:
@@ -379,39 +381,39 @@ _load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None = None, config: Any = None,
-    out: Any = None, operation: type[Operation] = Forward, asked: Any = None,
+    out: Any = None, operation: type[Operation] = Forward, asked: Any = None, captured: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
-    """Computes a call on arrays that have memory, which are those of ``operation.input_names``; ``options`` and ``lengths`` are
-    what its ``of_call`` takes, for attention what ``options_of`` gives. ``asked`` is an object that is the same for the same
+    """Computes a call on arrays that have memory, which are those of ``operation.input_names``, and ``captured``, those of the
+    functions among its options; ``options`` and ``lengths`` are what its ``of_call`` takes, for attention what ``options_of``
+    gives, with functions ``taken``. ``asked`` is an object that is the same for the same
     options, lengths, kernel and config, where the caller keeps one: a key is then not made of them."""
-    own = operation.own_inputs
-    signatures = arrays.signatures(given, own)
+    signatures, forms = arrays.signatures(given), arrays.forms(captured) if captured else ()
     try:
         asked = asked or key_of(options, lengths, kernel, config)
-        call = _calls.get((signatures, asked, operation))
+        call = _calls.get((signatures, asked, operation, forms))
     except TypeError:  # an option that cannot be hashed is a wrong one
         asked = call = None
     if call is None and (dense := operation.dense(given)) is not given:
-        given, signatures = dense, arrays.signatures(dense, own)
-        call = asked and _calls.get((signatures, asked, operation))
+        given, signatures = dense, arrays.signatures(dense)
+        call = asked and _calls.get((signatures, asked, operation, forms))
     if call is None:
-        family = None if asked is None else operation.family(signatures, options)
+        family = None if asked is None or captured else operation.family(signatures, options)
         family = family and (family, key_of(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
-            found, _ = _named(operation, given, options)
+            found = arrays.named(operation.input_names(len(given)), given)
+            found |= arrays.named(functions.names(options), captured)
             plan = _plan(operation, found, options, lengths, kernel, config)
             bound = plan.bind(found)
             if family is not None and not plan.device.is_cpu:
                 cache_put(_families, family, plan, KEPT_PLANS)
         else:
             bound = _resized(plan, signatures, options)
-        if isinstance(bound, GpuCall) and asked is not None and None not in signatures:
-            cache_put(_calls, (signatures, asked, operation), bound, KEPT_CALLS)
-        if len(given) <= own:
-            return one_or_all(bound(given[0], out))
-        return one_or_all(bound(given[0], out, tuple(found[each.name].object for each in plan.op.captured)))
-    return one_or_all(call(given[0], out, given[own:]))
+            captured = tuple(found[each.name].object for each in plan.op.captured)
+        if isinstance(bound, GpuCall) and asked is not None and None not in signatures and None not in forms:
+            cache_put(_calls, (signatures, asked, operation, forms), bound, KEPT_CALLS)
+        return one_or_all(bound(given[0], out, captured))
+    return one_or_all(call(given[0], out, captured))
 
 
 def _resized(plan: Plan, signatures: tuple[Any, ...], options: dict[str, Any]) -> GpuCall:

@@ -194,25 +194,29 @@ def signature(x: Any) -> tuple[Any, ...] | None:
         return None
 
 
-def form(x: Any) -> tuple[Any, ...] | None:
-    """The signature of a tensor but for its address, of one that a function captured."""
-    found = signature(x)
-    return found and found[1:]
-
-
 def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
     """The arrays of a call by name, without those that are None."""
     return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
 
 
-def signatures(given: tuple[Any, ...], own: int = 1 << 30) -> tuple[Any, ...]:
-    """The signature of each array; None for one that has none, and () where there is no array. Those behind the call's own were
-    captured: theirs have no address."""
+def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of each array; None for one that has none, and () where there is no array."""
     if _forward_ad is not None and _forward_ad._current_level >= 0:  # each is read whole, which finds tangents
         return (None,) * len(given)
-    if len(given) <= own:
-        return tuple(map(signature, given))
-    return (*map(signature, given[:own]), *map(form, given[own:]))
+    return tuple(map(signature, given))
+
+
+def forms(captured: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of each array but for its address, of arrays that functions captured."""
+    if _forward_ad is not None and _forward_ad._current_level >= 0:
+        return (None,) * len(captured)
+    return tuple(map(form, captured))
+
+
+def form(x: Any) -> tuple[Any, ...] | None:
+    """The signature of an array but for its address."""
+    found = signature(x)
+    return found and found[1:]
 
 
 def address(x: Any) -> int:

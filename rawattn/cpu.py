@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import captured, reference
+from . import functions, reference
 from .cache import private_folder, warn_uncached
 from .device import Device
 from .device import cpu as this_cpu
@@ -260,7 +260,7 @@ def run_forward(
         used = q_len if q_lens is None else int(q_lens[i])
         own = mask if used == q_len else UsedQueries(mask, used)
         bounds, places = bounds_of(own, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
-        own_score = captured.of_lengths(score, used, kv_len)
+        own_score = functions.of_lengths(score, used, kv_len)
         sequences.append(Sequence(i, *places, ONE_PAGE, kv_len, *out, own, own_score, *bounds))
     run_sequences(sequences, heads, scale, sinks, config)
 
@@ -558,7 +558,7 @@ class Cpu:
         q_lens: Array | None = None, kv_lens: Array | None = None, **own: Array,
     ) -> None:  # fmt: skip
         """Computes the operation on NumPy arrays of its shapes, ``own`` of which its functions captured: ``run_forward``."""
-        lengths, spec = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens), captured.on_host(op.spec, own)
+        lengths, spec = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens), functions.on_host(op.spec, own)
         run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, config=config)
 
     def __repr__(self) -> str:
@@ -597,7 +597,7 @@ class CpuBackward(Cpu):
     def run(self, op: Any, config: Any, **arrays: Any) -> None:  # type: ignore[override]
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
         own = {each.name: arrays.pop(each.name) for each in op.captured}
-        spec, scale = captured.on_host(op.forward.spec, own), op.forward.scale
+        spec, scale = functions.on_host(op.forward.spec, own), op.forward.scale
         run_backward(**arrays, mask=spec.placed_mask, score=spec.placed_score, scale=scale, threads=config.threads)
 
 

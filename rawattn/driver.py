@@ -175,7 +175,7 @@ def _pdl() -> list[Any]:
     return [attribute]
 
 
-_ADDRESS = struct.Struct("<Q")
+_ADDRESS, _Pointers = struct.Struct("<Q"), ctypes.c_void_p * 1
 
 
 class Launch:
@@ -191,21 +191,21 @@ class Launch:
         config.sharedMemBytes, config.hStream = facts.smem_bytes, stream
         if facts.uses_pdl:
             config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
-        self._index, self._issued = function.index, (cuda.cuLaunchKernelEx, config, function.handle)
-        self._fill(ctypes.create_string_buffer(args, len(args)))
+        self._index, self._handle, self._config = function.index, function.handle, config
+        self._fill(ctypes.create_string_buffer(args, len(args)), cuda.cuLaunchKernelEx)
 
-    def _fill(self, args: ctypes.Array[ctypes.c_char]) -> None:
-        self._args, self._pointers = args, (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        self._issue = functools.partial(*self._issued, ctypes.addressof(self._pointers), 0)
+    def _fill(self, args: ctypes.Array[ctypes.c_char], issue: Any) -> None:
+        self._args, self._pointers = args, _Pointers(ctypes.addressof(args))
+        self._issue = functools.partial(issue, self._config, self._handle, ctypes.addressof(self._pointers), 0)
 
     def moved(self, addresses: Iterable[tuple[int, int]]) -> Launch:
         """The same launch with other addresses at some offsets of its arguments; at a tenth of the price of a new one."""
         found = object.__new__(Launch)
-        found._index, found._issued = self._index, self._issued
-        args = ctypes.create_string_buffer(self._args.raw, len(self._args))
+        found._index, found._handle, found._config = self._index, self._handle, self._config
+        args = type(self._args).from_buffer_copy(self._args)
         for offset, address in addresses:
             _ADDRESS.pack_into(args, offset, address)
-        found._fill(args)
+        found._fill(args, self._issue.func)
         return found
 
     def __call__(self) -> None:

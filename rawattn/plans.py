@@ -91,12 +91,12 @@ class Plan:
         if named:
             given = self._in_order(given, named)
         own = len(self.op.inputs) - len(self.op.captured)
-        key = arrays.signatures(given, own)
+        key = arrays.signatures(given[:own]), arrays.forms(given[own:])
         call = self._calls.get(key)
         if call is None:
             found = self._read(given)
             bound = self.bind(found)
-            if isinstance(bound, GpuCall) and None not in key:
+            if isinstance(bound, GpuCall) and None not in key[0] and None not in key[1]:
                 cache_put(self._calls, key, bound, KEPT_CALLS)
             return one_or_all(bound(given[0], out, tuple(found[each.name].object for each in self.op.captured)))
         return one_or_all(call(given[0], out, given[own:]))
@@ -179,7 +179,6 @@ class _Loaded(NamedTuple):
         return cls(
             binary, function, launch.fields, layout, tuple((f, layout.formats[f.name], layout.offsets[f.name]) for f in late)
         )
-
 
     def places_of(self, captured: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
         """Where the addresses of captured arrays lie: the number of each, and an offset."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import captured
+from . import functions
 from .arrays import read
 from .errors import ProblemError, UnsupportedError
 from .spec import Spec, make_mask, make_offset, make_scale, make_score
@@ -157,14 +157,14 @@ def make_formula(
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     factor = make_scale(scale)
     q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
-    given, options = captured.taken((), {"mask": mask, "score": score}, 0)
-    own = dict(zip(captured.names(options), given, strict=True))
-    if captured.functions(options):
+    options, captured = functions.taken({"mask": mask, "score": score})
+    own = dict(zip(functions.names(options), captured, strict=True))
+    if own or functions.among(options):
         batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         limits = batch, q.shape[-2], q.shape[-3] + (q_first or 0), k.shape[-3] + (kv_first or 0)
-        options = captured.made(options, {name: read(x, name) for name, x in own.items()}, limits)
+        options = functions.made(options, {name: read(x, name) for name, x in own.items()}, limits)
     kept, logit = make_mask(causal, window, options["mask"]), make_score(softcap, options["score"])
-    spec = captured.on_host(Spec(kept, logit, q_offset=q_first, kv_offset=kv_first), own)
+    spec = functions.on_host(Spec(kept, logit, q_offset=q_first, kv_offset=kv_first), own)
     factor = q.shape[-1] ** -0.5 if factor is None else factor
     return Formula(xp, place, getattr(xp, number), rounding, spec.placed_mask, spec.placed_score, factor)
 
@@ -337,7 +337,7 @@ class Formula:
         if not hasattr(self.score, "logit"):
             raise UnsupportedError(f"the reference has no formula for the score {self.score!r}: it has no logit(...).")
         dot = self.scale * (q @ k.T)
-        s = _cast(captured.of_lengths(self.score, *tile.lengths).logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
+        s = _cast(functions.of_lengths(self.score, *tile.lengths).logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
         s = xp.where(tile.kept, self.rounding(s), -INF)
         m = xp.amax(s, axis=-1, keepdims=True)
         m = xp.where(m < sink, sink, m)
@@ -378,7 +378,7 @@ class Formula:
         """The score's derivative; None where it is 1."""
         if not hasattr(self.score, "slope"):
             raise UnsupportedError(f"the score {self.score!r} has no slope(...), its derivative by s, which gradients need.")
-        return captured.of_lengths(self.score, *tile.lengths).slope(self.xp, dot, *place, tile.q, tile.kv)
+        return functions.of_lengths(self.score, *tile.lengths).slope(self.xp, dot, *place, tile.q, tile.kv)
 
     def sink_gradient(self, p: Any, delta: Any) -> Any:
         """The gradient of a head's sink."""

@@ -26,8 +26,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from . import api, torch_sharding
-from . import captured as functions
+from . import api, functions, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
@@ -137,8 +136,9 @@ def _is_cast(given: Sequence[Any]) -> bool:
 
 
 def attention(
-    given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
-) -> Any:
+    given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
+    captured: tuple[Any, ...] = (),
+) -> Any:  # fmt: skip
     """Computes ``api.attention`` by way of the operator. Dynamo traces this function: it holds nothing that breaks a graph."""
     for name, value in (("out", out), ("kernel", kernel), ("config", config)):
         if value is not None:
@@ -147,21 +147,18 @@ def attention(
                 "leave it out."
             )
     q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
-    captured = list(given[_OWN:]) or None
     if not torch.compiler.is_dynamo_compiling():
-        _check_tensors(given, options)
+        _check_tensors(Forward.names, given)
+        _check_tensors(tuple(functions.labels(options).values()), captured)
         _register_sharding()
     text = _text_of(options)
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
-    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text, captured)
+    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text, list(captured) or None)
     return (o, lse) if options["return_lse"] else o
 
 
-_OWN = Forward.own_inputs  # tensors of a call; those behind were captured
-
-
-def _check_tensors(given: Sequence[Any], options: dict[str, Any]) -> None:
-    for name, x in zip((*Forward.names, *functions.labels(options).values()), given, strict=False):
+def _check_tensors(names: tuple[str, ...], given: Sequence[Any]) -> None:
+    for name, x in zip(names, given, strict=False):
         if x is None and name not in "qkv":
             continue
         if not isinstance(x, torch.Tensor):
@@ -186,7 +183,7 @@ def _text_of(options: dict[str, Any]) -> str:
     """Writes the options of a call as the operators take them, also where dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
         return _constant_text(tuple([(name, _constant(value)) for name, value in options.items()]))
-    return _text(Spec.of(**functions.without(options)), functions.functions(options))
+    return _text(Spec.of(**functions.without(options)), functions.among(options))
 
 
 def _text(spec: Spec, own: Sequence[tuple[str, functions.Function]] = ()) -> str:
@@ -229,7 +226,7 @@ def _constant(value: Any) -> Any:
 def _constant_text(constants: tuple[tuple[str, Any], ...]) -> str:
     """Writes the options that ``_constant`` took apart."""
     options = {name: _option(value) for name, value in constants}
-    return _text(Spec.of(**functions.without(options)), functions.functions(options))
+    return _text(Spec.of(**functions.without(options)), functions.among(options))
 
 
 # torch.compiler.assume_constant_result says the same, but imports dynamo, which takes a second.
@@ -259,12 +256,7 @@ def _compute(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Computes the operator on real tensors."""
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
-    return api.run(_behind(given, captured, _OWN), _options(spec), (max_seqlen_q, max_seqlen_kv))
-
-
-def _behind(given: tuple[Any, ...], captured: Sequence[Any] | None, own: int) -> tuple[Any, ...]:
-    """Puts captured tensors behind a call's own, of which there are ``own`` at most."""
-    return (*given, *(None,) * (own - len(given)), *captured) if captured else given
+    return api.run(given, _options(spec), (max_seqlen_q, max_seqlen_kv), captured=tuple(captured or ()))
 
 
 def _compute_backward(
@@ -275,7 +267,7 @@ def _compute_backward(
     """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
     given = (do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
     options, lengths = {**_options(spec), "return_lse": False}, (max_seqlen_q, max_seqlen_kv)
-    found = api.run((*given, *(captured or ())), options, lengths, None, None, None, Backward)
+    found = api.run(given, options, lengths, None, None, None, Backward, captured=tuple(captured or ()))
     return (*found, lse.new_empty(0)) if sinks is None else found
 
 
@@ -349,15 +341,18 @@ class Attention(torch.autograd.Function):
     """Attention that autograd follows, below a call or below the operator. It keeps its tensors, o and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], asked: Asked) -> Any:
-        """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``."""
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], captured: tuple[Any, ...], asked: Asked
+    ) -> Any:
+        """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``, but for those
+        that functions captured."""
         options, lengths = asked.options, asked.lengths
         if isinstance(options, str):
-            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options, given[_OWN:] or None)
+            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options, captured or None)
         else:
-            o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked)
-        ctx.save_for_backward(*given, o, lse)
-        ctx.asked = asked
+            o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked, captured)
+        ctx.save_for_backward(*given, *captured, o, lse)
+        ctx.asked, ctx.count = asked, len(given)
         if not asked.both:
             return o
         ctx.set_materialize_grads(False)
@@ -368,22 +363,23 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
-        (*given, o, lse), asked = ctx.saved_tensors, ctx.asked
+        (*saved, o, lse), asked = ctx.saved_tensors, ctx.asked
+        given, captured = saved[: ctx.count], tuple(saved[ctx.count :])
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
         if do is None:
             if dlse is None:
-                return (None,) * 6
+                return (None,) * 7
             do = torch.zeros_like(o)
         if isinstance(asked.options, str) or _is_seen(do, dlse, given):
             text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
             starts = cu_seqlens_q, cu_seqlens_kv
-            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, *starts, *asked.lengths, text, given[_OWN:] or None)
+            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, *starts, *asked.lengths, text, captured or None)
         else:
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
-                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *given[_OWN:])
-            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked)
-        return (*found[:3], None if sinks is None else found[3], None, None)
+                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked, captured)
+        return (*found[:3], None if sinks is None else found[3], None, None, None)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -420,15 +416,17 @@ def _followed(apply: Any, *args: Any) -> Any:
 
 
 def differentiable(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
-) -> Any:
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
+    captured: tuple[Any, ...] = (),
+) -> Any:  # fmt: skip
     """Computes ``api.attention`` so that autograd can follow."""
     if out is not None:
         raise ProblemError(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
-    functions.check_no_grad(options, given[_OWN:])
+    if captured:
+        functions.check_no_grad(options, captured)
     try:
         asked = _asked.get(key := api.key_of(options, lengths, kernel, config))
     except TypeError:  # an option that cannot be hashed is a wrong one
@@ -437,7 +435,7 @@ def differentiable(
         asked = _ask(options, lengths, kernel, config)
         if key is not None:
             cache_put(_asked, key, asked, KEPT_ASKED)
-    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, asked)
+    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked)
 
 
 def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Asked:
@@ -457,15 +455,14 @@ def _autograd(
     max_seqlen_kv: Any = None, spec: str = "{}", captured: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Lets autograd follow where a tensor requires grad."""
-    given = _behind((q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), captured, _OWN)
-    lengths = (max_seqlen_q, max_seqlen_kv)
-    _check_followed(given)
+    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    _check_followed((*given, *(captured or ())))
     if captured:
         functions.check_no_grad(_options(spec), captured)
     if _grad_enabled() and _any_requires_grad(*given):
         if _options(spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
-        return _followed(_apply, q, k, v, sinks, given, Asked(spec, lengths, True))
+        return _followed(_apply, q, k, v, sinks, given, tuple(captured or ()), Asked(spec, lengths, True))
     with torch._C._AutoDispatchBelowAutograd():
         return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, captured)
 
@@ -518,7 +515,7 @@ for _key in ("CPU", "CUDA"):
 def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Joins the mapped dimension to the batch, and repeats what is not mapped. With functions, which see the batch, computes one
     element after the other."""
-    if len(rest) > 5 and functions.functions(_options(rest[5])):
+    if len(rest) > 5 and functions.among(_options(rest[5])):
         return _one_by_one(_ATTENTION, info.batch_size, in_dims, (q, k, v, *rest)), (0, 0)
     if q.dim() - (in_dims[0] is not None) == 3:
         raise ProblemError("attention_varlen was called under vmap; put the sequences into one packed call instead.")
@@ -541,7 +538,7 @@ def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tup
     batch, and for functions, which see it, computes one element after the other."""
     count, names = info.batch_size, ("dlse", "sinks", "cu_seqlens_q")
     others = dict(zip(names, args[6:9], strict=False))
-    has_functions = len(args) > 12 and bool(functions.functions(_options(args[12])))
+    has_functions = len(args) > 12 and bool(functions.among(_options(args[12])))
     if others.get("sinks") is None and others.get("cu_seqlens_q") is None and not has_functions:
         tensors = (None if x is None else _joined(x, dim, count) for x, dim in zip(args[:7], in_dims[:7], strict=True))
         *found, dsinks = _BACKWARD(*tensors, *args[7:])

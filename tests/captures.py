@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rawattn.captured import BoundFunction, Captured, Limits, text_of
+from rawattn.functions import BoundFunction, Captured, Limits, text_of
 from rawattn.program import AxisStride, Field, Fields, Pointer
 from rawattn.variant import Option
 from rawattn.variant.mask import Ints

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .. import captured
+from .. import functions
 from ..arrays import Array, contiguous_strides, dense
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, layout_of
@@ -33,8 +33,6 @@ class Backward(Operation):
         "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks"
     )  # fmt: skip  # of all inputs, in the order in which they are given
 
-    own_inputs: ClassVar[int] = len(names)
-
     def __post_init__(self) -> None:
         forward = self.forward  # as it is for all gradients: lse is there, and the layout is that of more arrays
         if forward.spec.return_lse or forward.layout != PLAIN:
@@ -57,9 +55,9 @@ class Backward(Operation):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Backward:
         """The operation of a call of ``rawattn.attention_backward``."""
-        if captured.functions(options):
+        if functions.among(options):
             check_arrays(arrays, *lengths)
-            options = captured.resolved(options, arrays, limits(arrays, options))
+            options = functions.resolved(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     @classmethod

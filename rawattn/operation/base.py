@@ -7,7 +7,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ..arrays import DTYPES, Array
 from ..operand import PLAIN, Layout, Operand
@@ -32,15 +32,13 @@ class Operation(abc.ABC):
     A subclass is a frozen dataclass. Its inputs and outputs are any number of operands.
     """
 
-    own_inputs: ClassVar[int] = 1 << 30  # arrays of a call, at most; those behind them were captured by functions
     element: Element  # of the arrays; an operation that has none says which ``number`` it computes in
     layout: Layout  # what kernels may ask of how the inputs lie in memory
 
     @classmethod
     @abc.abstractmethod
     def input_names(cls, count: int) -> tuple[str, ...]:
-        """The names of the arrays that a call may give, in order, where it gives ``count`` of them or None in their place; those
-        that its functions captured come behind these."""
+        """The names of the arrays that a call may give, in order, where it gives ``count`` of them or None in their place."""
 
     @classmethod
     @abc.abstractmethod

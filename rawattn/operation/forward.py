@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import captured
+from .. import functions
 from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
@@ -60,8 +60,6 @@ class Forward(OverKeys):
         "kv_lens",
     )  # of all inputs, in the order in which they are given
 
-    own_inputs: ClassVar[int] = len(names)
-
     def __post_init__(self) -> None:
         if not self.varlen:
             object.__setattr__(self, "total_q", self.batch * self.q_len)
@@ -105,9 +103,9 @@ class Forward(OverKeys):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Forward:
         """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
-        if captured.functions(options):
+        if functions.among(options):
             check_arrays(arrays, *lengths)
-            options = captured.resolved(options, arrays, limits(arrays, options))
+            options = functions.resolved(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
@@ -150,7 +148,7 @@ class Forward(OverKeys):
     @functools.cached_property
     def captured(self) -> tuple[Operand, ...]:
         """What the mask captured, and the score."""
-        return captured.operands(self.spec.mask, self.spec.score)
+        return functions.operands(self.spec.mask, self.spec.score)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
@@ -342,7 +340,7 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
         _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
 
 
-def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> captured.Limits:
+def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> functions.Limits:
     """One more than the largest numbers of batch, head, query and key that a function may see on these inputs, by name."""
     q, k, starts = arrays["q"], arrays["k"], arrays.get("cu_seqlens_q")
     batch = q.shape[0] if starts is None else starts.shape[0] - 1

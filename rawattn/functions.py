@@ -1,7 +1,7 @@
 """Masks and scores that are functions: what they captured become arrays of the call, and later operands of its operation.
 
 A call is given a function. It leaves here as two things: a ``Function``, which is hashable and has no arrays, takes its place
-among the options, and the captured arrays stand behind the call's own, as ``mask_0``, ``mask_1``, ``score_0`` and so on. Nothing
+among the options, and the captured arrays go beside the call's own, as ``mask_0``, ``mask_1``, ``score_0`` and so on. Nothing
 that is kept holds an array. An operation makes an option of the ``Function`` when it knows the arrays' shapes.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -68,31 +69,33 @@ class BoundFunction:
 # ---- at the edge of a call
 
 
-def taken(given: tuple[Any, ...], options: dict[str, Any], own: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arrays of a call, with those behind them that its mask and score captured, and its options, with a ``Function`` in
-    place of each function. ``own`` is how many arrays are the call's own at most."""
+def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured."""
     captured: tuple[Any, ...] = ()
-    for role in ROLES:
-        value = options.get(role)
-        if value is None or isinstance(value, Option) or not is_function(value):
-            continue
-        function, found = bind(value, role)
-        options = {**options, role: function}
+    mask, score = options["mask"], options["score"]
+    if mask is not None and is_function(mask):
+        mask, captured = bind(mask, "mask")
+        options = {**options, "mask": mask}
+    if score is not None and is_function(score):
+        score, found = bind(score, "score")
+        options = {**options, "score": score}
         captured += found
-    return ((*given, *(None,) * (own - len(given)), *captured) if captured else given), options
+    return options, captured
 
 
 def is_function(value: Any) -> bool:
     """Says whether a mask or a score is a function, and not an option."""
-    if type(value) is BoundFunction:
+    if type(value) is types.FunctionType or type(value) is BoundFunction:
         return True
-    return callable(value) and not isinstance(value, type) and not hasattr(value, "interval") and not hasattr(value, "cuda_type")
+    if isinstance(value, (Option, type)) or not callable(value):
+        return False
+    return not hasattr(value, "interval") and not hasattr(value, "cuda_type")
 
 
 def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
     """A function as an option, and the arrays that it captured."""
     if type(value) is BoundFunction:
-        if value.role != role:
+        if value.function.traced.role != role:
             raise ProblemError(f"{role} is a {value.role}, {value!r}; make it by rawattn.{role}.function(...).")
         return value.function, value.arrays
     raise ProblemError(f"{role} is {value!r}; functions are traced by rawattn.trace, which is not here.")
@@ -106,7 +109,7 @@ def bound(value: Any, role: str) -> BoundFunction:
     return BoundFunction(function.traced, found, function.numbers)
 
 
-def functions(options: Mapping[str, Any]) -> list[tuple[str, Function]]:
+def among(options: Mapping[str, Any]) -> list[tuple[str, Function]]:
     """The functions among the options, with their roles."""
     return [(role, options[role]) for role in ROLES if type(options.get(role)) is Function]
 
@@ -114,20 +117,18 @@ def functions(options: Mapping[str, Any]) -> list[tuple[str, Function]]:
 def without(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with the default option in place of each function."""
     defaults = {"mask": Full(), "score": Scale()}
-    return {**options, **{role: defaults[role] for role, _ in functions(options)}}
+    return {**options, **{role: defaults[role] for role, _ in among(options)}}
 
 
 def names(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the captured arrays of a call, in order."""
-    return tuple(f"{role}_{i}" for role, function in functions(options) for i in range(len(function.traced.labels)))
+    return tuple(f"{role}_{i}" for role, function in among(options) for i in range(len(function.traced.labels)))
 
 
 def labels(options: Mapping[str, Any]) -> dict[str, str]:
     """The captured arrays in words, by name: as their function calls them."""
     return {
-        f"{role}_{i}": title(role, label)
-        for role, function in functions(options)
-        for i, label in enumerate(function.traced.labels)
+        f"{role}_{i}": title(role, label) for role, function in among(options) for i, label in enumerate(function.traced.labels)
     }
 
 
@@ -149,7 +150,7 @@ def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Lim
 def made(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
     """The same, of arrays that are not checked."""
     replaced = {}
-    for role, (traced, numbers) in functions(options):
+    for role, (traced, numbers) in among(options):
         each = [given[f"{role}_{i}"] for i in range(len(traced.labels))]
         replaced[role] = traced.option(tuple((x.dtype, tuple(x.shape)) for x in each), numbers, limits)
     return {**options, **replaced}
@@ -263,7 +264,7 @@ def on_host(spec: Any, given: Mapping[str, Any]) -> Any:
 
 
 def to_json(found: Sequence[tuple[str, Function]]) -> dict[str, Any]:
-    """What ``functions`` gives as JSON can hold it: by role the text of the code, and the numbers."""
+    """What ``among`` gives as JSON can hold it: by role the text of the code, and the numbers."""
     return {
         role: {"traced": traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in numbers]}
         for role, (traced, numbers) in found
