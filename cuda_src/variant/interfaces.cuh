@@ -29,6 +29,7 @@ template <class R> struct RowsOption : Given {
     static_assert(requires { i32(r.q_len), i32(r.kv_len); }, "Rows: q_len, kv_len");
     static_assert(requires { r.q, r.kv; }, "Rows: q, kv (BatchEntry or RowSpan, in q and in k and v)");
     static_assert(requires { i32(r.q_offset), i32(r.kv_offset); }, "Rows: q_offset, kv_offset (positions of the first rows)");
+    static_assert(requires { i32(r.extent().kv_len); }, "Rows: extent(): lengths and first rows as masks and scores see them");
     static_assert(requires { i32(r.shift(i)); }, "Rows: shift(to_last): q + shift stands on the key of that number");
     static_assert(requires { i32(r.q_of(i)), i32(r.head_of(i, i)); }, "Rows: q_of(row), head_of(work.head, row)");
     static_assert(requires { i64(r.offset({i, i, i}, i, i)); }, "Rows: offset(strides, row, head) in a tensor like q or o");
