@@ -193,6 +193,10 @@ class Both(Option):
         return (*self.a.sources, *self.b.sources, self.source)
 
     @property
+    def texts(self) -> dict[str, str]:
+        return {**getattr(self.a, "texts", {}), **getattr(self.b, "texts", {})}
+
+    @property
     def constants(self) -> dict[str, int]:
         return {**self.a.constants, **self.b.constants}
 

@@ -24,6 +24,22 @@ class ListWalk(Option):
     source: ClassVar[str] = "variant/walk/list.cuh"
 
 
+@dataclasses.dataclass(frozen=True)
+class IntervalCursor(Option):
+    """The same as ``IntervalWalk`` for warps that go along key tiles by themselves."""
+
+    type: ClassVar[str] = "IntervalCursor"
+    source: ClassVar[str] = "variant/walk/interval_cursor.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ListCursor(Option):
+    """The same as ``ListWalk`` for such warps."""
+
+    type: ClassVar[str] = "ListCursor"
+    source: ClassVar[str] = "variant/walk/list_cursor.cuh"
+
+
 def lists(mask: object) -> bool:
     """Says whether the tiles that a mask visits may have holes between them."""
     return bool(getattr(mask, "lists", False))

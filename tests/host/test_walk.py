@@ -70,9 +70,17 @@ def check(case: Case, make: Any, folder: pathlib.Path) -> None:
             np.testing.assert_allclose(o[batch, :, head], wanted, rtol=1.2e-2, atol=1.2e-2)
 
 
-KERNELS = ("attn_fwd",)
+KERNELS = ("attn_fwd", "attn_fwd_mma", "attn_fwd_simt")
 CASES = [
     *((Case(name, kv_len=410, q_len=200), make) for name in KERNELS for make in (documents, block_table, checkerboard)),
+    *((Case(name, q_len=97, kv_len=333, heads=4, kv_heads=4, offsets=(130, 40)), block_table) for name in KERNELS),
+    *((Case(name, q_len=70, kv_len=97, offsets=(3, 50)), documents) for name in KERNELS),
+    *((Case(name, q_len=95, kv_len=170, kv_heads=2, lens=((40, 0), (170, 13))), documents) for name in KERNELS),
+    *((Case(name, q_len=70, kv_len=200, kv_heads=2, lens=((70, 65), (33, 200)), score=emulated.ALIBI), checkerboard) for name in KERNELS),
+    *((Case(name, q_len=40, kv_len=300, split_keys=64), make) for name in KERNELS for make in (documents, checkerboard)),
+    (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4), block_table),
+    (Case("attn_fwd_mma", q_len=33, kv_len=200, heads=3, score=emulated.ALIBI), checkerboard),
+    (Case("attn_fwd_mma", q_len=3, kv_len=300, heads=4, split_keys=96, offsets=(60, 5)), block_table),
 ]
 
 

@@ -1,6 +1,7 @@
 #pragma once
 // The key tiles of a block are a list with holes: the first warp finds them as it loads them, and tells the others with each tile's K.
 // The entry of a tile has the classes of the tile after it, so that a warpgroup knows what to do with a tile before it waits for it.
+#include "tile/ring.cuh"
 #include "variant/walk/scan.cuh"
 
 struct ListWalk {
@@ -45,12 +46,19 @@ struct ListWalk {
         const Rows rows(producer.args, work.batch);
         const Mask mask(producer.args, rows, work);
         const Kv source(producer.args, rows, work);
-        Scan<cfg::tile_q / 64, 64> scan(mask, rows, work.head, work.q_begin);
-        Visit at = scan.next();
+        Scan scan({mask, rows, work.head, work.q_begin, cfg::tile_q});
+        const auto classes_of = [&](i32 tile) {
+            u32 found = 0;
+#pragma unroll 1
+            for (i32 i = 0; i < cfg::consumers; ++i)
+                found |= u32(QueryRows{mask, rows, work.head, work.q_begin + 64 * i, 64}.classify(tile)) << 2 * i;
+            return found;
+        };
+        Visit at = scan.next(classes_of);
         publish(producer.smem, ring, work, at.classes);
         i32 before = -1;
         while (at.classes) {
-            const Visit after = scan.next();
+            const Visit after = scan.next(classes_of);
             if (threadIdx.x == 0) {
                 producer.await_k();
                 producer.smem.board.entry[producer.kv.stage] = {at.tile, after.classes};

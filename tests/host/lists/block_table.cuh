@@ -26,18 +26,16 @@ struct BlockTable {
         return found;
     }
     struct Row {
-        const BlockTable& table;
-        i64 at;
-        i32 first;
+        const Args& args;
+        const i32* blocks;  // of keys
+        i32 from, left;     // the first key's position, and how many there are
 
         __device__ bool keep(i32 offset) const {
-            if (offset >= table.kv_len - first) return false;
-            const i32 block = (first + offset + table.kv_offset) / table.args.mask_block;
-            return user::read(table.args.mask_0 + at + user::inside(block, table.args.mask_kv_blocks)) != 0;
+            return offset < left && user::read(blocks + user::inside((from + offset) / args.mask_block, args.mask_kv_blocks)) != 0;
         }
     };
     __device__ Row row(i32 q, i32 first) const {
         const i32 block = user::inside((q + q_offset) / args.mask_block, args.mask_q_blocks);
-        return {*this, (i64(head) * args.mask_q_blocks + block) * args.mask_kv_blocks, first};
+        return {args, args.mask_0 + (i64(head) * args.mask_q_blocks + block) * args.mask_kv_blocks, first + kv_offset, kv_len - first};
     }
 };

@@ -4,7 +4,7 @@
 #include "variant/work_tile.cuh"
 
 struct Checkerboard {
-    static constexpr bool cheap = true;
+    static constexpr bool cheap = false;
     i32 side, head, kv_len, q_offset, kv_offset;
 
     __device__ Checkerboard(const Args& args, const Rows& rows, const WorkTile& work)
