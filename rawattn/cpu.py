@@ -558,7 +558,10 @@ class Cpu:
         q_lens: Array | None = None, kv_lens: Array | None = None, **own: Array,
     ) -> None:  # fmt: skip
         """Computes the operation on NumPy arrays of its shapes, ``own`` of which its functions captured: ``run_forward``."""
-        lengths, spec = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens), functions.on_host(op.spec, own)
+        lengths, spec = (
+            (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens),
+            functions.on_host(op.spec, own, (cu_seqlens_q, cu_seqlens_kv)),
+        )
         run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, config=config)
 
     def __repr__(self) -> str:
@@ -597,7 +600,8 @@ class CpuBackward(Cpu):
     def run(self, op: Any, config: Any, **arrays: Any) -> None:  # type: ignore[override]
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
         own = {each.name: arrays.pop(each.name) for each in op.captured}
-        spec, scale = functions.on_host(op.forward.spec, own), op.forward.scale
+        starts = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_kv")
+        spec, scale = functions.on_host(op.forward.spec, own, starts), op.forward.scale
         run_backward(**arrays, mask=spec.placed_mask, score=spec.placed_score, scale=scale, threads=config.threads)
 
 

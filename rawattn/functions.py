@@ -9,61 +9,45 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import arrays
+from . import arrays, trace
 from .arrays import Array
 from .errors import ProblemError
-from .operand import Operand, describe
+from .operand import Operand, check_contiguous, describe
+from .trace import Traced
+from .trace.capture import ELEMENTS
+from .trace.proofs import Limits
 from .variant import Option
 from .variant.mask import Full
 from .variant.score import Scale
 
 ROLES = ("mask", "score")
-ELEMENTS = ("bool", "uint8", "int8", "int16", "int32", "int64", "bf16", "fp16", "fp32", "fp64")  # of captured arrays
-Limits = tuple[int, int, int, int]  # one more than the largest b, h, q and kv that a function sees
-
-
-class Traced(Protocol):
-    """What a function is but for the values that it captured: ``rawattn.trace`` makes one of each code, and keeps it."""
-
-    role: str
-    labels: tuple[str, ...]  # the captured arrays' names in the function
-    text: str  # what ``text_of`` gives
-
-    def option(self, forms: tuple[tuple[str, tuple[int, ...]], ...], numbers: tuple[Any, ...], limits: Limits) -> Any:
-        """The option for captured arrays of these dtypes and shapes and these numbers."""
-
-    def to_json(self) -> Any:
-        """The function as JSON can hold it."""
+ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arrays
 
 
 class Function(NamedTuple):
-    """A function among the options of a call: its code and its numbers, without its arrays."""
+    """A function among the options of a call: what was traced, and its numbers, without its arrays."""
 
     traced: Traced
-    numbers: tuple[Any, ...] = ()
+    numbers: tuple[int | float, ...] = ()
 
 
 class BoundFunction:
     """A function, the arrays that it captured, by reference, and the numbers, by value: ``rawattn.mask.function`` makes it."""
 
-    def __init__(self, traced: Traced, arrays: Sequence[Any], numbers: Sequence[Any] = ()) -> None:
-        self.function, self.arrays = Function(traced, tuple(numbers)), tuple(arrays)
+    def __init__(self, traced: Traced, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = ()) -> None:
+        self.function, self.arrays, self.role = Function(traced, tuple(numbers)), tuple(arrays), traced.role
         assert traced.text  # which torch.compile reads: it is made here
 
-    @property
-    def role(self) -> str:
-        return self.function.traced.role
-
     def __repr__(self) -> str:
-        return f"rawattn.{self.role}.function({self.function.traced})"
+        traced, numbers = self.function
+        captured = f", which captured {', '.join(traced.labels)}" if traced.labels else ""
+        return f"<rawattn.{self.role}.function {traced.code!r}{captured}{f', with {list(numbers)}' if numbers else ''}>"
 
 
 # ---- at the edge of a call
@@ -95,14 +79,15 @@ def is_function(value: Any) -> bool:
 def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
     """A function as an option, and the arrays that it captured."""
     if type(value) is BoundFunction:
-        if value.function.traced.role != role:
-            raise ProblemError(f"{role} is a {value.role}, {value!r}; make it by rawattn.{role}.function(...).")
+        if value.role != role:
+            raise ProblemError(f"{role} is {value!r}; make it by rawattn.{role}.function(...).")
         return value.function, value.arrays
-    raise ProblemError(f"{role} is {value!r}; functions are traced by rawattn.trace, which is not here.")
+    traced, captured, numbers = trace.bind(value, role)
+    return Function(traced, numbers), captured
 
 
 def bound(value: Any, role: str) -> BoundFunction:
-    """``rawattn.mask.function`` and ``rawattn.score.function``."""
+    """What ``rawattn.mask.function`` and ``rawattn.score.function`` give."""
     if type(value) is BoundFunction and value.role == role:
         return value
     function, found = bind(value, role)
@@ -164,11 +149,12 @@ def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
         if array is None:
             raise ProblemError(f"{words} is missing; it must be an array.")
         found = describe(array.library, array.device, array.dtype, array.shape)
-        if array.dtype not in ELEMENTS:
-            raise ProblemError(f"{words} is {found}; its dtype must be one of {', '.join(ELEMENTS)}.")
+        if array.dtype not in ELEMENT_NAMES:
+            raise ProblemError(f"{words} is {found}; its dtype must be one of {', '.join(ELEMENT_NAMES)}.")
         if (array.library, array.device) != (q.library, q.device):
             wanted = describe(q.library, q.device, q.dtype, q.shape)
             raise ProblemError(f"{words} is {found} but q is {wanted}; give all arrays from one library, on one device.")
+        check_contiguous(words, array)
 
 
 def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any]) -> None:
@@ -179,16 +165,6 @@ def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any]) -> None:
                 f"{words} requires grad, and captured arrays get no gradients yet; detach it, or call under torch.no_grad(). "
                 "Nothing is detached silently."
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Captured:
-    """What an option needs of an array that it captured: its name among the operands, dtype and shape."""
-
-    name: str
-    element: str
-    shape: tuple[int, ...]
-    label: str = dataclasses.field(default="", compare=False)
 
 
 def operands(*options: Any) -> tuple[Operand, ...]:
@@ -205,42 +181,51 @@ def operands(*options: Any) -> tuple[Operand, ...]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BoundMask:
-    """A mask and the arrays that it captured, as the reference and the CPU path take it: ``keep`` says which keys of ``interval``
-    each query keeps."""
+class _OnHost:
+    """An option, the arrays that it captured, and where each sequence begins, of packed ones."""
 
     option: Any
     arrays: tuple[Any, ...]
+    starts: tuple[Any, Any]
+
+    def start(self, batch: int) -> tuple[int, int]:
+        """The rows of q and of k with which a sequence begins."""
+        q, kv = (0 if each is None else int(each[batch]) for each in self.starts)
+        return q, kv
+
+
+class HostMask(_OnHost):
+    """A mask as the reference and the CPU path take it: ``keep`` says which keys of ``interval`` each query keeps."""
 
     def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
-        return np.zeros_like(q), np.full_like(q, kv_len)
+        """All keys."""
+        found: tuple[Any, Any] = self.option.interval(q, q_len, kv_len)
+        return found
 
     def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
         """Which of the queries q, a column, keep which of the keys kv, a row."""
-        return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len)
+        return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len, *self.start(batch))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BoundScore:
-    """A score and the arrays that it captured, likewise; ``lengths`` are those of the sequence."""
+class HostScore(_OnHost):
+    """A score as they take it; ``lengths`` are those of the sequence."""
 
-    option: Any
-    arrays: tuple[Any, ...]
     lengths: tuple[int, int] | None = None
 
-    def of_lengths(self, q_len: int, kv_len: int) -> BoundScore:
+    def of_lengths(self, q_len: int, kv_len: int) -> HostScore:
         """The score of a sequence of these lengths; itself where they are known."""
-        return self if self.lengths else BoundScore(self.option, self.arrays, (q_len, kv_len))
+        return self if self.lengths else dataclasses.replace(self, lengths=(q_len, kv_len))
 
     def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """The logits, in the shape of s."""
         assert self.lengths is not None
-        return self.option.logit(xp, self.arrays, s, batch, head, q, kv, *self.lengths)
+        return self.option.logit(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
     def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """Their derivatives by s."""
         assert self.lengths is not None
-        return self.option.slope(xp, self.arrays, s, batch, head, q, kv, *self.lengths)
+        return self.option.slope(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
 
 def of_lengths(score: Any, q_len: int, kv_len: int) -> Any:
@@ -248,16 +233,15 @@ def of_lengths(score: Any, q_len: int, kv_len: int) -> Any:
     return score.of_lengths(q_len, kv_len) if hasattr(score, "of_lengths") else score
 
 
-def on_host(spec: Any, given: Mapping[str, Any]) -> Any:
-    """The spec with its mask and score bound to the arrays that they captured, which are among these, by name."""
-    mask, score = spec.mask, spec.score
-    if hasattr(mask, "keep"):
-        mask = BoundMask(mask, tuple(given[each.name] for each in mask.arrays))
-    if getattr(score, "arrays", None) is not None:
-        score = BoundScore(score, tuple(given[each.name] for each in score.arrays))
-    if mask is spec.mask and score is spec.score:
-        return spec
-    return dataclasses.replace(spec, mask=mask, score=score)
+def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:
+    """The spec with its mask and score bound to the arrays that they captured, which are among these, by name. ``starts`` are
+    cu_seqlens of packed sequences."""
+    found = {
+        role: kind(option, tuple(given[each.name] for each in option.arrays), starts)
+        for role, kind in (("mask", HostMask), ("score", HostScore))
+        if hasattr(option := getattr(spec, role), "arrays")
+    }
+    return dataclasses.replace(spec, **found) if found else spec
 
 
 # ---- as text
@@ -278,22 +262,9 @@ def from_json(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Func
     return rest, {role: from_text(each["traced"], tuple(each["numbers"])) for role, each in own.items()}
 
 
-def text_of(traced: Any) -> str:
-    """What a ``Traced`` has as its text: its class and its code."""
-    return json.dumps({"class": f"{type(traced).__module__}:{type(traced).__qualname__}", "code": traced.to_json()})
-
-
-def from_text(text: str, numbers: tuple[Any, ...]) -> Function:
-    """The function of this text, with these numbers."""
+def from_text(text: str, numbers: tuple[int | float, ...]) -> Function:
+    """The function of a ``Traced`` with this text, with these numbers."""
     return Function(_traced(text), numbers)
 
 
-@functools.lru_cache(maxsize=1024)
-def _traced(text: str) -> Any:
-    """The inverse of ``text_of``. It looks into modules that are imported already: a text makes nothing be imported."""
-    fields = json.loads(text)
-    module, _, name = fields["class"].partition(":")
-    found = getattr(sys.modules.get(module), name, None)
-    if found is None or not hasattr(found, "from_json"):
-        raise ProblemError(f"class is {fields['class']!r}; it must be one of functions, of a module that is imported.")
-    return found.from_json(fields["code"])
+_traced = functools.lru_cache(maxsize=1024)(Traced.from_text)

@@ -37,8 +37,7 @@ def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
 
 class Operand(NamedTuple):
     """One array argument of an operation. ``element`` is a name such as "bf16" or "int32", ``role`` "in" or "out". One that is
-    ``contiguous`` has its elements side by side, in order. ``label`` is what a function calls an array that it captured, of which
-    all strides are free, and the address may change from call to call."""
+    ``contiguous`` has its elements side by side, in order. ``label`` says in words what a function captured."""
 
     name: str
     element: str
@@ -60,9 +59,7 @@ class Operand(NamedTuple):
             found = describe(array.library, array.device, array.dtype, array.shape)
             wanted = describe(library, device, self.element, self.shape)
             raise ProblemError(f"{self.title} is {found}; it must be {wanted}.")
-        if self.label:
-            return
-        check_contiguous(self.name, array)
+        check_contiguous(self.title, array)
         if self.contiguous:
             check_whole(self.name, array)
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from . import functions
 from .arrays import read
 from .errors import ProblemError, UnsupportedError
+from .operation.forward import limits as limits_of
 from .spec import Spec, make_mask, make_offset, make_scale, make_score
 from .variant.mask import FromKey, Mask, Pairs, causal_and, of_head
 from .variant.score import Score
@@ -69,7 +70,7 @@ def attention(
     """
     formula = make_formula(
         q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset,
-        cu_seqlens_q,
+        (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
     return (o, lse) if return_lse else o
@@ -87,7 +88,7 @@ def rounded(
     """
     formula = make_formula(
         q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset,
-        cu_seqlens_q,
+        (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
     return (o, lse) if return_lse else o
@@ -117,7 +118,7 @@ def attention_backward(
     """
     formula = make_formula(
         q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset,
-        cu_seqlens_q,
+        (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
@@ -135,7 +136,7 @@ def rounded_backward(
     """
     formula = make_formula(
         q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset,
-        cu_seqlens_q,
+        (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
@@ -150,7 +151,7 @@ def _rounding(q: Any) -> Callable[[Any], Any]:
 
 def make_formula(
     q: Any, k: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any,
-    score: Any, q_offset: Any = None, kv_offset: Any = None, cu_seqlens_q: Any = None,
+    score: Any, q_offset: Any = None, kv_offset: Any = None, starts: tuple[Any, Any] = (None, None),
 ) -> Formula:  # fmt: skip
     """The formula for q's library and device and these options, in the dtype of that name."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
@@ -159,12 +160,12 @@ def make_formula(
     q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
     options, captured = functions.taken({"mask": mask, "score": score})
     own = dict(zip(functions.names(options), captured, strict=True))
-    if own or functions.among(options):
-        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        limits = batch, q.shape[-2], q.shape[-3] + (q_first or 0), k.shape[-3] + (kv_first or 0)
+    if functions.among(options):
+        found = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
+        limits = limits_of({name: x for name, x in found.items() if x is not None}, {"q_offset": q_first, "kv_offset": kv_first})
         options = functions.made(options, {name: read(x, name) for name, x in own.items()}, limits)
     kept, logit = make_mask(causal, window, options["mask"]), make_score(softcap, options["score"])
-    spec = functions.on_host(Spec(kept, logit, q_offset=q_first, kv_offset=kv_first), own)
+    spec = functions.on_host(Spec(kept, logit, q_offset=q_first, kv_offset=kv_first), own, starts)
     factor = q.shape[-1] ** -0.5 if factor is None else factor
     return Formula(xp, place, getattr(xp, number), rounding, spec.placed_mask, spec.placed_score, factor)
 

@@ -400,10 +400,8 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 def _sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
     asked = {name: options.get(name) for name in _OPTIONS[1:]}
-    starts = options.get("cu_seqlens_q")
-    formula = reference.make_formula(
-        q, k, "float64", lambda x: x, causal=options.get("causal", False), **asked, cu_seqlens_q=starts
-    )
+    starts = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
+    formula = reference.make_formula(q, k, "float64", lambda x: x, causal=options.get("causal", False), **asked, starts=starts)
     return _Sizes(**_fields(formula), power=power)
 
 

@@ -16,6 +16,7 @@ from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
 from ..tma import ALIGNMENT, readable
+from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
 from .base import FEW_ROWS, OverKeys, three_bits
@@ -340,12 +341,13 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
         _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
 
 
-def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> functions.Limits:
-    """One more than the largest numbers of batch, head, query and key that a function may see on these inputs, by name."""
+def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> Limits:
+    """The sizes of the problem that functions are for, on these inputs, by name. Bounds on lengths prove nothing."""
     q, k, starts = arrays["q"], arrays["k"], arrays.get("cu_seqlens_q")
-    batch = q.shape[0] if starts is None else starts.shape[0] - 1
-    q_offset, kv_offset = make_offsets(options.get("q_offset"), options.get("kv_offset")) or (0, 0)
-    return batch, q.shape[-2], q.shape[-3] + q_offset, k.shape[-3] + kv_offset
+    offsets = make_offsets(options.get("q_offset"), options.get("kv_offset")) or (0, 0)
+    rows = q.shape[-3], k.shape[-3]
+    batch, packed = (q.shape[0], (0, 0)) if starts is None else (starts.shape[0] - 1, rows)
+    return Limits(batch, q.shape[-2], *rows, *offsets, *packed)
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:

@@ -7,7 +7,9 @@ noted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -81,17 +83,21 @@ class Traced:
         from ..variant.function import option  # it imports this package
 
         shapes = tuple(tuple(shape) for _, shape in forms)
-        return option(self.code, shapes, tuple(numbers), Limits(*limits))
+        return option(self.code, shapes, tuple(numbers), Limits(*limits), self.labels)
 
-    def to_json(self) -> str:
-        """The code, as JSON can hold it."""
-        return str(self.code)
+    @functools.cached_property
+    def text(self) -> str:
+        """Its code and labels as JSON."""
+        return json.dumps([self.code, *self.labels])
 
     @classmethod
-    def from_json(cls, code: str) -> Traced:
-        """The inverse of ``to_json``. What comes back binds no function."""
+    def from_text(cls, text: str) -> Traced:
+        """The inverse of ``text``. What comes back binds no function."""
+        code, *labels = json.loads(text)
         found = Code(code)
-        return cls(found, tuple(f"{found.role}_{i}" for i in range(len(found.arrays))))
+        if len(labels) != len(found.arrays):
+            raise ProblemError(f"text is {text[:80]!r}; it must have the names of {len(found.arrays)} arrays.")
+        return cls(found, tuple(labels))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Traced) and self.code == other.code

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from ..errors import ProblemError
 from ..program import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
 from ..trace import cuda_text, recognition
@@ -15,16 +17,19 @@ from ..trace.evaluation import evaluate
 from ..trace.gradients import slope
 from ..trace.proofs import Limits, prove
 from . import Option
+from .mask import Ints
 
 
 class Captured(NamedTuple):
     """What is needed of an array that a function captured. Its last axis is contiguous. ``pyramid``: over how many of its last
-    axes minima and maxima of blocks are wanted (``cuda_src/variant/function/pyramid.cuh``), 0 for none."""
+    axes minima and maxima of blocks are wanted (``cuda_src/variant/function/pyramid.cuh``), 0 for none. ``label`` is what the
+    function calls it."""
 
     name: str
     element: str
     shape: tuple[int, ...]
     pyramid: int = 0
+    label: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +45,7 @@ class _Function(Option):
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", Code(self.code))  # from JSON they come as str and list
         object.__setattr__(self, "numbers", tuple(self.numbers))
-        object.__setattr__(self, "arrays", tuple(Captured(n, e, tuple(shape), p) for n, e, shape, p in self.arrays))
+        object.__setattr__(self, "arrays", tuple(Captured(n, e, tuple(shape), *rest) for n, e, shape, *rest in self.arrays))
         object.__setattr__(self, "checked", tuple((node, axis) for node, axis in self.checked))
 
     @property
@@ -94,6 +99,11 @@ class FunctionMask(_Function):
 
     type: ClassVar[str] = "FunctionMask"
     role: ClassVar[str] = "mask"
+    lists: ClassVar[bool] = True  # the tiles that it visits may have holes between them
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        """A run that holds all keys that a query keeps: ``keep`` says which of them."""
+        return np.zeros_like(q), np.full_like(q, kv_len)
 
     def keep(
         self, xp: Any, arrays: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0, kv_start: Any = 0
@@ -139,7 +149,9 @@ def _slope(code: Code) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def option(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits) -> Any:
+def option(
+    code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits, labels: tuple[str, ...]
+) -> Any:
     """The mask or score of a traced function and what it captured: a built-in one where that has the same meaning."""
     checked = prove(code, shapes, numbers, limits)
     found = recognition.recognised(code, numbers)
@@ -151,7 +163,7 @@ def option(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int |
         )
     pyramids = cuda_text.pyramids_of(code)
     arrays = tuple(
-        Captured(f"{code.role}_{i}", element, shape, pyramid)
-        for i, ((element, _), shape, pyramid) in enumerate(zip(code.arrays, shapes, pyramids, strict=True))
+        Captured(f"{code.role}_{i}", element, shape, pyramid, label)
+        for i, ((element, _), shape, pyramid, label) in enumerate(zip(code.arrays, shapes, pyramids, labels, strict=True))
     )
     return (FunctionMask if code.role == "mask" else FunctionScore)(code, numbers, arrays, checked)
