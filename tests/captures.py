@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import rawattn.functions
+import rawattn
 from rawattn.functions import BoundFunction
 
 
 def documents(doc: Any, reach: int = 1 << 20) -> BoundFunction:
     """The function that keeps keys of the query's document, as far as ``reach`` before it."""
-    return rawattn.functions.bound(lambda q, kv: (doc[q] == doc[kv]) & (q - kv <= reach), "mask")
+    return rawattn.mask.function(lambda q, kv: (doc[q] == doc[kv]) & (q - kv <= reach))
 
 
 def head_bias(slopes: Any) -> BoundFunction:
     """The function that adds a bias of each head."""
-    return rawattn.functions.bound(lambda s, b, h, q, kv: s + slopes[h] * (kv - q), "score")
+    return rawattn.score.function(lambda s, b, h, q, kv: s + slopes[h] * (kv - q))

@@ -231,6 +231,19 @@ class SplitMask(Wrapper):
         return (*self.base.fields, Field("split_keys", "i32"))
 
 
+def function(f: Callable[..., Any]) -> Any:
+    """A mask that is a Python function of a query and a key, made ready once: for calls that torch.compile traces.
+
+    >>> mask = rawattn.mask.function(lambda b, h, q, kv: (doc[q] == doc[kv]) & (q >= kv))
+    >>> o = rawattn.attention(q, k, v, mask=mask)
+
+    Arrays that it captured are taken by reference, numbers by value, as they are now. Other calls take the function itself.
+    """
+    from .. import functions  # which knows arrays, and imports this module
+
+    return functions.bound(f, "mask")
+
+
 def of_head(mask: Pairs, head: int) -> Pairs:
     """The pairs of one query head."""
     found: Pairs = mask.of_head(head) if hasattr(mask, "of_head") else mask
