@@ -7,7 +7,9 @@ noted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -82,6 +84,11 @@ class Traced:
 
         shapes = tuple(tuple(shape) for _, shape in forms)
         return option(self.code, shapes, tuple(numbers), Limits(*limits))
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The class and the code as text, which graphs of torch.compile hold."""
+        return json.dumps({"class": f"{type(self).__module__}:{type(self).__qualname__}", "code": self.to_json()})
 
     def to_json(self) -> str:
         """The code, as JSON can hold it."""
@@ -160,8 +167,8 @@ def _arguments(function: Any, role: str) -> list[Expr]:
         if len(names) != len(POSITIONAL[role]):
             allowed = ", ".join((*(("s",) if role == "score" else ()), *VARIABLES))
             raise ProblemError(
-                f"it takes ({', '.join(names)}); it must take any of {allowed}, by these names, or ({', '.join(POSITIONAL[role])}) "
-                "in this order."
+                f"it takes ({', '.join(names)}); it must take any of {allowed}, by these names, or "
+                f"({', '.join(POSITIONAL[role])}) in this order."
             )
         meant = list(POSITIONAL[role])
     if role == "mask" and "s" in meant:
@@ -218,8 +225,9 @@ def _traced_anew(function: Any, role: str) -> Bound:
         raise
     except Exception as error:
         raise ProblemError(
-            f"{role} {_named(function)} cannot be traced: {type(error).__name__}: {error}. It is called with symbols that stand for one "
-            "query and one key; it may use operators, comparisons, if, where(), functions of torch and NumPy, and elements of arrays."
+            f"{role} {_named(function)} cannot be traced: {type(error).__name__}: {error}. It is called with symbols that "
+            "stand for one query and one key; it may use operators, comparisons, if, where(), functions of torch and NumPy, and "
+            "elements of arrays."
         ) from error
 
 
