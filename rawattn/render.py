@@ -22,7 +22,8 @@ _PACKAGE = pathlib.Path(__file__).parent
 FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") if f.is_dir())  # in a wheel; in a checkout
 
 CAPTURED = (  # what elements of captured arrays are in C++
-    "function::Bool", "function::Bf16", "function::Fp16", "unsigned char", "signed char", "short", "i32", "i64", "float", "double",
+    "function::Bool", "function::Bf16", "function::Fp16", "unsigned char", "signed char", "short", "i32", "i64", "float",
+    "double",
 )  # fmt: skip
 # C++ type -> (bytes, alignment, format of the struct module). Args is laid out as the compiler does it; Facts.args_bytes agrees.
 CTYPES = {
@@ -41,6 +42,8 @@ CTYPES = {
     "function::Divisor": (12, 4, "12s"),
     "i32*": (8, 8, "Q"),
     "u32*": (8, 8, "Q"),
+    "const void*": (8, 8, "Q"),
+    "void*": (8, 8, "Q"),
     "i64": (8, 8, "q"),
     "i32": (4, 4, "i"),
     "float": (4, 4, "f"),
@@ -112,7 +115,7 @@ def layout(fields: Fields, number: str = "fp32") -> ArgsLayout:
 class Config(str):
     """The text of ``config.cuh``. ``texts`` has the headers that were written for its options, by name."""
 
-    texts: Mapping[str, str] = {}  # noqa: RUF012
+    texts: Mapping[str, str] = {}
 
 
 def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], options: Mapping[str, Option]) -> Config:

@@ -13,7 +13,7 @@ from ..operand import Layout
 from ..operation import Forward, Operation
 from ..program import Fields, Launch, Program
 from ..variant import Option
-from . import tiling
+from . import pyramid, tiling
 
 Op = TypeVar("Op", bound=Operation)
 
@@ -128,7 +128,7 @@ class OneLaunch(Kernel[Forward]):
             return Program(())
         source, fields = self._rendered(op, config, device.arch)
         values, grid = self.values(op, config, device), self.grid(op, config, device)
-        return Program((Launch(self.name, source, fields, values, grid),))
+        return pyramid.before(Program((Launch(self.name, source, fields, values, grid),)), op.mask, device)
 
     def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
         """``render`` and ``fields``, made once for each kind."""

@@ -1,9 +1,8 @@
 """What a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are compiled in.
 
 Each thing is noted with its path from the function: a cell of the closure, a global, a default, an item, an attribute. Another
-function of the same code is followed along the same paths, and is the same function where it finds the same kinds of things there.
-No array is kept: notes hold paths, types and code.
-"""
+function of the same code is followed along the same paths, and is the same function where it finds the same kinds of things
+there. No array is kept: notes hold paths, types and code."""
 
 from __future__ import annotations
 
@@ -41,7 +40,8 @@ class ArraySlot:
 
     def accepts(self, value: Any) -> bool:
         """Says whether an array may take its place."""
-        return type(value) is self.cls and value.dtype == self.dtype and len(value.shape) == self.ndim
+        array: Any = value
+        return type(value) is self.cls and array.dtype == self.dtype and len(array.shape) == self.ndim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +72,14 @@ def number_kind(value: Any) -> str | None:
 
 def is_array(value: Any) -> bool:
     """Says whether it is an array of some library."""
-    cls = type(value)
-    return hasattr(cls, "__getitem__") and hasattr(cls, "dtype") and hasattr(cls, "shape") and not isinstance(value, np.generic)
+    cls: Any = type(value)
+    return all(hasattr(cls, name) for name in ("__getitem__", "dtype", "shape")) and not isinstance(value, np.generic)
 
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """Something that was compiled in. ``what`` says of what the value was noted: "code" of a function, its "type", its "length" and
-    type, that it is the "same" as what another path leads to, or the "value" itself."""
+    """Something that was compiled in. ``what`` says of what the value was noted: "code" of a function, its "type", its "length"
+    and type, that it is the "same" as what another path leads to, or the "value" itself."""
 
     path: Path
     what: str
@@ -175,8 +175,8 @@ class SymbolicArray:
         index = wrap(i)
         if index.type in ("float", "bool"):
             raise ProblemError(
-                f"{self._of.label} is indexed by a {index.type}; it must be an integer: convert it by .int() or .astype(int), or by "
-                "// in place of /."
+                f"{self._of.label} is indexed by a {index.type}; it must be an integer: convert it by .int() or "
+                ".astype(int), or by // in place of /."
             )
         if index.op == "const" and index.args[0] < 0:
             return make("dim", "int", (self._slot, axis)) + index
@@ -185,8 +185,8 @@ class SymbolicArray:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ProblemError(
-            f"{function.__name__}() of a whole array or a row; a function sees one query and one key: compute it before, and index "
-            "the result. (A product of rows that is added to s belongs into q and k: concatenate along head_dim.)"
+            f"{function.__name__}() of a whole array or a row; a function sees one query and one key: compute it before, and "
+            "index the result. (A product of rows that is added to s belongs into q and k: concatenate along head_dim.)"
         )
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -37,8 +37,8 @@ def _parts(x: Expr) -> list[Expr]:
 
 
 def classify(
-    code: Code, arrays: Sequence[Any], numbers: Sequence[Any], b: Any, h: Any, q: tuple[Any, Any], kv: tuple[Any, Any], q_len: Any,
-    kv_len: Any, q_start: Any = 0, kv_start: Any = 0, pyramids: dict[tuple[int, int], Pyramid] | None = None,
+    code: Code, arrays: Sequence[Any], numbers: Sequence[Any], b: Any, h: Any, q: tuple[Any, Any], kv: tuple[Any, Any], q_len:
+    Any, kv_len: Any, q_start: Any = 0, kv_start: Any = 0, pyramids: dict[tuple[int, int], Pyramid] | None = None,
 ) -> Any:  # fmt: skip
     """EMPTY, CUT or FULL for each box, whose bounds are arrays of positions, both inclusive. ``pyramids`` keeps what is made of
     the arrays for the next call with the same ones."""

@@ -1,11 +1,11 @@
 """A function as text in CUDA C: a struct of a mask or a score, as ``cuda_src/variant/interfaces.cuh`` asks for it.
 
-Floats of a mask are float32, each operation rounded by itself: every kernel and the host find the same pairs. Those of a score are
-of the kernel's Number.
-"""
+Floats of a mask are float32, each operation rounded by itself: every kernel and the host find the same pairs. Those of a score
+are of the kernel's Number."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import struct
 from collections.abc import Collection, Sequence
@@ -52,10 +52,19 @@ class _Shaped(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Number(NamedTuple):
-    """A captured number, or what is made of such."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Made:
+    """What the host makes of captured numbers."""
 
     of: Expr
+
+    def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> Any:
+        """The field's value."""
+        raise NotImplementedError
+
+
+class Number(Made):
+    """A number."""
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> Any:
         """The number."""
@@ -63,10 +72,8 @@ class Number(NamedTuple):
         return int(found) if isinstance(found, bool) else found
 
 
-class Divisor(NamedTuple):
+class Divisor(Made):
     """A number that is divided by: itself, and the multiplier and shift that do it; see Hacker's Delight, 10-9."""
-
-    of: Expr
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> bytes:
         """x // d is x * multiplier >> 32 + shift for every x from 0 to 2^31 - 1; other divisors divide the long way."""
@@ -77,7 +84,7 @@ class Divisor(NamedTuple):
         return struct.pack("<iIi", d, -(-(1 << 31 + bits) // d), bits - 1)
 
 
-What = Array | Size | Step | Blocks | Number | Divisor
+What = Array | Size | Step | Blocks | Made
 
 
 class Written(NamedTuple):
@@ -94,9 +101,9 @@ CTYPES = {  # element -> the C++ type of an array's elements
     "fp32": "float", "fp64": "double", "bf16": "function::Bf16", "fp16": "function::Fp16",
 }  # fmt: skip
 _PLAIN = {
-    "imul": "{} * {}", "shl": "{} << {}", "shr": "{} >> {}", "band": "{} & {}", "bor": "{} | {}", "bxor": "{} ^ {}", "lt": "{} < {}",
-    "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "xor": "{} != {}", "not": "!{}", "where": "{} ? {} : {}",
-    "neg": "-{}", "min": "min({}, {})", "max": "max({}, {})",
+    "imul": "{} * {}", "shl": "{} << {}", "shr": "{} >> {}", "band": "{} & {}", "bor": "{} | {}", "bxor": "{} ^ {}",
+    "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "xor": "{} != {}", "not": "!{}",
+    "where": "{} ? {} : {}", "neg": "-{}", "min": "min({}, {})", "max": "max({}, {})",
 }  # fmt: skip
 _SCORE = (
     _PLAIN
@@ -205,7 +212,7 @@ class Writer:
         floor = "udiv" if is_nonnegative(a) and is_nonnegative(b) else "floordiv"
         return f"function::{floor}({self.text(a)}, {divisor})"
 
-    def made(self, word: str, ctype: str, what: Number | Divisor) -> str:
+    def made(self, word: str, ctype: str, what: Made) -> str:
         """A field that the host makes of captured numbers, once."""
         alike = {name: known for name, (_, known) in self.fields.items() if isinstance(known, type(what))}
         name = next((name for name, known in alike.items() if known.of is what.of), f"{self.role}_{word}_{len(alike)}")
@@ -323,7 +330,8 @@ _HEAD = """\
 struct {name}Head : function::Sequence {{
     const Args& args;{head_members}
 
-    __device__ {name}Head(const Args& args, const Rows& rows, const WorkTile& work) : function::Sequence(rows, work), args(args) {{{head}
+    __device__ {name}Head(const Args& args, const Rows& rows, const WorkTile& work)
+        : function::Sequence(rows, work), args(args) {{{head}
     }}
 }};
 """

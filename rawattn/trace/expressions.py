@@ -3,10 +3,9 @@
 Equal expressions are one object, so that equal functions give equal kernels and a common part is computed once. An expression's
 ``digest`` follows from its form alone: what is sorted by it has one order in every process, whatever was traced before.
 
-Integers are kept as sums of multiples, ``lin``, so that common terms cancel and the coefficient of kv is at hand. A ``long`` has 64
-bits: an element of an array of int64, or bits and choices of such. A ``raw`` integer may have any of its bits, so it is brought into
-+-LOADED where arithmetic begins: sums of several then fit 32 bits.
-"""
+Integers are kept as sums of multiples, ``lin``, so that common terms cancel and the coefficient of kv is at hand. A ``long``
+has 64 bits: an element of an array of int64, or bits and choices of such. A ``raw`` integer may have any of its bits, so it is
+brought into +-LOADED where arithmetic begins: sums of several then fit 32 bits."""
 
 from __future__ import annotations
 
@@ -499,8 +498,8 @@ def known_bounds(constant: int, terms: dict[Expr, int]) -> tuple[float, float]:
 
 
 def compare(op: str, a: Any, b: Any) -> Expr:
-    """a < b, a <= b or a == b: "lt", "le", "eq". Between integers kv is brought to one side alone where it can be, and common terms
-    cancel."""
+    """a < b, a <= b or a == b: "lt", "le", "eq". Between integers kv is brought to one side alone where it can be, and common
+    terms cancel."""
     a, b = wrap(a), wrap(b)
     if _floats(a, b):
         return folded(op, "bool", as_type(a, "float"), as_type(b, "float"))

@@ -10,16 +10,16 @@ from .expressions import Expr, S, add, const, div, mul, negative, nodes, sub, un
 
 _Rule = Callable[..., tuple["Expr | None", ...]]
 
-# Of each operand, from the operands, the result and the gradient of the result; None where it is not followed. At a corner of min,
-# max and abs it is that of one side.
+# Of each operand, from the operands, the result and the gradient of the result; None where it is not followed. At a corner of
+# min, max and abs it is that of one side.
 RULES: dict[str, _Rule] = {
-    "add": lambda a, b, y, g: (g, g), "sub": lambda a, b, y, g: (g, negative(g)), "mul": lambda a, b, y, g: (mul(g, b), mul(g, a)),
-    "div": lambda a, b, y, g: (div(g, b), negative(div(mul(g, y), b))), "neg": lambda a, y, g: (negative(g),),
-    "exp": lambda a, y, g: (mul(g, y),), "exp2": lambda a, y, g: (mul(g, mul(y, math.log(2))),),
-    "log": lambda a, y, g: (div(g, a),), "log2": lambda a, y, g: (div(mul(g, 1 / math.log(2)), a),),
-    "tanh": lambda a, y, g: (mul(g, sub(1.0, mul(y, y))),), "sqrt": lambda a, y, g: (div(mul(g, 0.5), y),),
-    "sin": lambda a, y, g: (mul(g, unary("cos", a)),), "cos": lambda a, y, g: (negative(mul(g, unary("sin", a))),),
-    "abs": lambda a, y, g: (mul(g, unary("sign", a)),),
+    "add": lambda a, b, y, g: (g, g), "sub": lambda a, b, y, g: (g, negative(g)),
+    "mul": lambda a, b, y, g: (mul(g, b), mul(g, a)), "div": lambda a, b, y, g: (div(g, b), negative(div(mul(g, y), b))),
+    "neg": lambda a, y, g: (negative(g),), "exp": lambda a, y, g: (mul(g, y),),
+    "exp2": lambda a, y, g: (mul(g, mul(y, math.log(2))),), "log": lambda a, y, g: (div(g, a),),
+    "log2": lambda a, y, g: (div(mul(g, 1 / math.log(2)), a),), "tanh": lambda a, y, g: (mul(g, sub(1.0, mul(y, y))),),
+    "sqrt": lambda a, y, g: (div(mul(g, 0.5), y),), "sin": lambda a, y, g: (mul(g, unary("cos", a)),),
+    "cos": lambda a, y, g: (negative(mul(g, unary("sin", a))),), "abs": lambda a, y, g: (mul(g, unary("sign", a)),),
     "erf": lambda a, y, g: (mul(g, mul(2 / math.sqrt(math.pi), unary("exp", negative(mul(a, a))))),),
     "min": lambda a, b, y, g: (where(a <= b, g, 0.0), where(a <= b, 0.0, g)),
     "max": lambda a, b, y, g: (where(b <= a, g, 0.0), where(b <= a, 0.0, g)),

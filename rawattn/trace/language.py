@@ -9,8 +9,29 @@ from typing import Any
 
 from ..errors import ProblemError
 from .expressions import (
-    FUNCTIONS, Expr, absolute, add, as_type, compare, const, div, floor, floor_divide, integers, invert, logical, maximum, minimum,
-    mul, negative, power, remainder, sub, unary, where, wrap,
+    FUNCTIONS,
+    Expr,
+    absolute,
+    add,
+    as_type,
+    compare,
+    const,
+    div,
+    floor,
+    floor_divide,
+    integers,
+    invert,
+    logical,
+    maximum,
+    minimum,
+    mul,
+    negative,
+    power,
+    remainder,
+    sub,
+    unary,
+    where,
+    wrap,
 )  # fmt: skip
 from .formulas import UNARY
 
@@ -20,7 +41,7 @@ def _kind(dtype: Any) -> str:
     return "bool" if "bool" in name else "float" if "float" in name else "int"
 
 
-def _clamp(x: Any, min: Any = None, max: Any = None, **words: Any) -> Expr:  # noqa: A002  # the libraries' names
+def _clamp(x: Any, min: Any = None, max: Any = None, **words: Any) -> Expr:  # the libraries' names
     low, high = words.get("a_min", min), words.get("a_max", max)
     found = wrap(x) if low is None else maximum(x, low)
     return found if high is None else minimum(found, high)
@@ -92,24 +113,27 @@ FUNCTIONS |= {
     "clamp_min": lambda x, low: maximum(x, low), "clamp_max": lambda x, high: minimum(x, high), "add": _scaled(add),
     "radd": add, "sub": _scaled(sub), "subtract": _scaled(sub), "rsub": lambda a, b: sub(b, a), "mul": mul, "multiply": mul,
     "rmul": mul, "div": _divide, "divide": _divide, "true_divide": div, "rdiv": lambda a, b: div(b, a), "neg": negative,
-    "negative": negative, "positive": wrap, "pow": power, "power": power, "float_power": power, "square": lambda x: power(x, 2),
-    "floor_divide": floor_divide, "remainder": remainder, "mod": remainder, "reciprocal": lambda x: div(1, x),
-    "rsqrt": lambda x: div(1, unary("sqrt", x)), "expm1": lambda x: sub(unary("exp", x), 1), "log1p": lambda x: unary("log", add(1, x)),
-    "log10": lambda x: mul(unary("log", x), 0.4342944819032518), "sigmoid": _sigmoid, "expit": _sigmoid, "softplus": _softplus,
-    "relu": lambda x: maximum(x, 0.0), "silu": lambda x: mul(x, _sigmoid(x)), "gelu": _gelu, "logical_and": _logical("and"),
-    "logical_or": _logical("or"), "logical_xor": _logical("xor"), "logical_not": lambda x: invert(as_type(x, "bool")),
-    "and": _bits("and"), "or": _bits("or"), "xor": _bits("xor"), "bitwise_and": _bits("and"), "bitwise_or": _bits("or"),
+    "negative": negative, "positive": wrap, "pow": power, "power": power, "float_power": power,
+    "square": lambda x: power(x, 2), "floor_divide": floor_divide, "remainder": remainder, "mod": remainder,
+    "reciprocal": lambda x: div(1, x), "rsqrt": lambda x: div(1, unary("sqrt", x)), "expm1": lambda x: sub(unary("exp", x), 1),
+    "log1p": lambda x: unary("log", add(1, x)), "log10": lambda x: mul(unary("log", x), 0.4342944819032518),
+    "sigmoid": _sigmoid, "expit": _sigmoid, "softplus": _softplus, "relu": lambda x: maximum(x, 0.0),
+    "silu": lambda x: mul(x, _sigmoid(x)), "gelu": _gelu, "logical_and": _logical("and"), "logical_or": _logical("or"),
+    "logical_xor": _logical("xor"), "logical_not": lambda x: invert(as_type(x, "bool")), "and": _bits("and"),
+    "or": _bits("or"), "xor": _bits("xor"), "bitwise_and": _bits("and"), "bitwise_or": _bits("or"),
     "bitwise_xor": _bits("xor"), "invert": invert, "bitwise_not": invert, "lshift": lambda a, b: integers("shl", a, b),
     "rshift": lambda a, b: integers("shr", a, b), "left_shift": lambda a, b: integers("shl", a, b),
     "right_shift": lambda a, b: integers("shr", a, b), "bitwise_left_shift": lambda a, b: integers("shl", a, b),
-    "bitwise_right_shift": lambda a, b: integers("shr", a, b), "lt": _compared("lt"), "less": _compared("lt"), "le": _compared("le"),
-    "less_equal": _compared("le"), "gt": _compared("lt", swapped=True), "greater": _compared("lt", swapped=True),
-    "ge": _compared("le", swapped=True), "greater_equal": _compared("le", swapped=True), "eq": _compared("eq"),
-    "equal": _compared("eq"), "ne": _compared("eq", opposite=True), "not_equal": _compared("eq", opposite=True),
-    "bool": lambda x: as_type(x, "bool"), "int": lambda x: as_type(x, "int"), "long": lambda x: as_type(x, "int"),
-    "float": lambda x: as_type(x, "float"), "double": lambda x: as_type(x, "float"), "to": _to, "astype": _to, "type": _to,
-    "type_as": lambda x, other: as_type(x, wrap(other).type), "new_zeros": _made(0), "new_ones": _made(1), "zeros_like": _made(0),
-    "ones_like": _made(1), "full_like": lambda x, value, **_: wrap(value), "clone": wrap, "detach": wrap, "contiguous": wrap,
+    "bitwise_right_shift": lambda a, b: integers("shr", a, b), "lt": _compared("lt"), "less": _compared("lt"),
+    "le": _compared("le"), "less_equal": _compared("le"), "gt": _compared("lt", swapped=True),
+    "greater": _compared("lt", swapped=True), "ge": _compared("le", swapped=True),
+    "greater_equal": _compared("le", swapped=True), "eq": _compared("eq"), "equal": _compared("eq"),
+    "ne": _compared("eq", opposite=True), "not_equal": _compared("eq", opposite=True), "bool": lambda x: as_type(x, "bool"),
+    "int": lambda x: as_type(x, "int"), "long": lambda x: as_type(x, "int"), "float": lambda x: as_type(x, "float"),
+    "double": lambda x: as_type(x, "float"), "to": _to, "astype": _to, "type": _to,
+    "type_as": lambda x, other: as_type(x, wrap(other).type), "new_zeros": _made(0), "new_ones": _made(1),
+    "zeros_like": _made(0), "ones_like": _made(1), "full_like": lambda x, value, **_: wrap(value), "clone": wrap,
+    "detach": wrap, "contiguous": wrap,
 }  # fmt: skip
 for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):  # of a tensor and an argument, torch's names
     FUNCTIONS.setdefault(_name, {"floordiv": floor_divide, "truediv": div}.get(_name, FUNCTIONS.get(_name, power)))

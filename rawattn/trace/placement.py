@@ -1,10 +1,9 @@
 """Where a kernel computes each part of an expression: as seldom as it can.
 
-There are five places: constants; the host, for captured numbers and what is made of them alone; the head, once for each work; the
-row, once for a query and a run of keys; and the element, whose key is ``first + offset`` with an offset that is a constant where the
-loop over a fragment is unrolled. What is linear in the offset keeps it last: a comparison of positions is then one instruction with
-an immediate operand, and a bias that is linear in positions one multiply-add.
-"""
+There are five places: constants; the host, for captured numbers and what is made of them alone; the head, once for each work;
+the row, once for a query and a run of keys; and the element, whose key is ``first + offset`` with an offset that is a constant
+where the loop over a fragment is unrolled. What is linear in the offset keeps it last: a comparison of positions is then one
+instruction with an immediate operand, and a bias that is linear in positions one multiply-add."""
 
 from __future__ import annotations
 
@@ -12,8 +11,27 @@ import math
 from collections.abc import Collection
 
 from .expressions import (
-    FIRST, KV, OFFSET, Expr, S, add, as_type, children, const, div, from_linear, is_const, linear, make, mul, negative, nodes, rebuilt,
-    sub, unary, var,
+    FIRST,
+    KV,
+    OFFSET,
+    Expr,
+    S,
+    add,
+    as_type,
+    children,
+    const,
+    div,
+    from_linear,
+    is_const,
+    linear,
+    make,
+    mul,
+    negative,
+    nodes,
+    rebuilt,
+    sub,
+    unary,
+    var,
 )  # fmt: skip
 
 PLACES = ("const", "host", "head", "row", "element")

@@ -1,4 +1,5 @@
-"""What is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices stay in their arrays.
+"""What is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices stay in their
+arrays.
 
 Nothing on the device is read: an element may be any number that its dtype holds.
 """
@@ -19,33 +20,35 @@ ELEMENT_LIMITS = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16
 
 
 class Limits(NamedTuple):
-    """Sizes of a problem. q and kv are counted from the offsets on; packed rows are those of all sequences end to end."""
+    """One more than the largest b, h, q and kv that a function sees; and the rows of all sequences end to end."""
 
     batch: int
     heads: int
     q_len: int
     kv_len: int
-    q_offset: int = 0
-    kv_offset: int = 0
     q_rows: int = 0
     kv_rows: int = 0
 
     def box(self) -> dict[str, Range]:
         """The ranges of the variables."""
-        length = max(self.q_offset + self.q_len, self.kv_offset + self.kv_len)
-        has_offset = self.q_offset or self.kv_offset
-        spans = {
-            "b": (0, self.batch - 1), "h": (0, self.heads - 1), "q": (self.q_offset, self.q_offset + self.q_len - 1),
-            "kv": (self.kv_offset, self.kv_offset + self.kv_len - 1), "q_len": (0, length if has_offset else self.q_len),
-            "kv_len": (0, length if has_offset else self.kv_len), "q_start": (0, self.q_rows), "kv_start": (0, self.kv_rows),
-        }  # fmt: skip
-        return {name: Range(np.int64(lo), np.int64(max(lo, hi))) for name, (lo, hi) in spans.items()}
+        length = max(self.q_len, self.kv_len)  # of both, where they are parts of longer sequences
+        most = {
+            "b": self.batch - 1,
+            "h": self.heads - 1,
+            "q": self.q_len - 1,
+            "kv": self.kv_len - 1,
+            "q_len": length,
+            "kv_len": length,
+        }
+        most |= {"q_start": self.q_rows, "kv_start": self.kv_rows}
+        return {name: Range(np.int64(0), np.int64(max(0, hi))) for name, hi in most.items()}
 
 
 def prove(
     code: Code, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
-    """The indices that may leave their arrays, which kernels check: the number of the element among the code's nodes, and the axis.
+    """The indices that may leave their arrays, which kernels check: the number of the element among the code's nodes, and the
+    axis.
 
     Raises ProblemError where an integer may not fit 32 bits, a shift is not by 0 to 31, or a captured number divides by 0."""
     box, is_empty = limits.box(), min(limits[:4]) == 0
@@ -84,15 +87,23 @@ def _exact_int(x: int) -> Range:
 def _check(x: Expr, found: Range) -> None:
     lo, hi = LIMITS["int"]
     if x.type == "int" and (found.lo < lo or found.hi > hi):
-        raise ProblemError(
-            f"{x!r} may reach {int(found.hi if found.hi > hi else found.lo)}, and integers must fit 32 bits; bound what it is made of, as "
-            "by clip(), or compute it before and capture an array."
-        )
+        _refuse(x, int(found.hi if found.hi > hi else found.lo))
+
+
+def _refuse(x: Expr, reached: int) -> None:
+    raise ProblemError(
+        f"{x!r} may reach {reached}, and integers must fit 32 bits; bound what it is made of, as by clip(), or compute it before "
+        "and capture an array."
+    )
 
 
 def _check_operands(x: Expr, found: dict[Expr, Range]) -> None:
+    if x.op == "lin":  # the terms are added in any order
+        reached = abs(x.args[0]) + sum(max(abs(c * int(found[atom].lo)), abs(c * int(found[atom].hi))) for atom, c in x.args[1])
+        if reached > LIMITS["int"][1]:
+            _refuse(x, reached)
     if x.op in ("shl", "shr"):
-        a, by = (found[y] for y in x.args)
+        by = found[x.args[1]]
         most = 63 if x.type == "long" else 31
         if by.lo < 0 or by.hi > most:
             raise ProblemError(f"{x!r} may shift by less than 0 or more than {most}; write the shift as n % {most + 1}.")

@@ -49,7 +49,7 @@ class Pyramid:
                 for offset in np.ndindex(*spans)
             ]
             for out, side, f in ((low, 0, np.minimum), (high, 1, np.maximum)):
-                out[at] = functools.reduce(f, [self.levels[number][side][(*here, *block)] for block in blocks])
+                out[at] = functools.reduce(f, [self.levels[number][side][here + block] for block in blocks])
         return _of_ends(low, high, kind)
 
     def flat(self) -> Any:
@@ -67,7 +67,8 @@ def _of_ends(low: Any, high: Any, kind: str) -> Range:
 
 
 def loaded(array: Any, kind: str, indices: Sequence[Range], pyramid: Callable[[int], Pyramid]) -> Range:
-    """Bounds of what is loaded: exact for single elements and small boxes, else by the pyramid of the last axes, else of nothing."""
+    """Bounds of what is loaded: exact for single elements and small boxes, else by the pyramid of the last axes, else of
+    nothing."""
     array = np.asarray(array)
     clipped = [Range(np.clip(i.lo, 0, n - 1), np.clip(i.hi, 0, n - 1)) for i, n in zip(indices, array.shape, strict=True)]
     wide = [axis for axis, i in enumerate(clipped) if not np.all(i.point)]

@@ -37,7 +37,7 @@ class Range:
 def anything(kind: str, nan: Any = True) -> Range:
     """The range of which nothing is known."""
     lo, hi = LIMITS[kind]
-    return Range(*(np.float64(x) if kind == "float" else np.int64(x) for x in (lo, hi)), nan if kind == "float" else False)
+    return Range(np.float64(lo), np.float64(hi), nan) if kind == "float" else Range(np.int64(lo), np.int64(hi))
 
 
 def exactly(x: Any, kind: str) -> Range:
@@ -62,7 +62,8 @@ def _corners(f: Callable[[Any, Any], Any], a: Range, b: Range) -> Range:
 
 
 def _floats(found: Range, *operands: Range) -> Range:
-    """The range of a function of floats that is made of NaN where an operand is, or where two infinities or an infinity and 0 meet."""
+    """The range of a function of floats that is made of NaN where an operand is, or where two infinities or an infinity and 0
+    meet."""
     nan = functools.reduce(np.logical_or, [x.nan for x in operands])
     far = functools.reduce(np.logical_or, [np.isinf(x.lo) | np.isinf(x.hi) for x in operands])
     lost = np.isnan(found.lo) | np.isnan(found.hi) | (nan & ~(found.lo <= found.hi))
@@ -207,19 +208,21 @@ RULES: dict[str, Callable[..., Range]] = {
     "add": lambda a, b: _floats(_wider(Range(a.lo + b.lo, a.hi + b.hi)), a, b),
     "sub": lambda a, b: _floats(_wider(Range(a.lo - b.hi, a.hi - b.lo)), a, b),
     "mul": lambda a, b: _floats(_wider(_corners(np.multiply, a, b)), a, b), "div": _div,
-    "neg": lambda a: Range(-a.hi, -a.lo, a.nan), "imul": functools.partial(_corners, np.multiply), "floordiv": _floordiv, "mod": _mod,
-    "band": _band, "bor": _bits(np.bitwise_or), "bxor": _bits(np.bitwise_xor), "shl": _shl, "shr": _shr, "abs": _abs,
-    "where": _where, "min": _extreme(np.minimum), "max": _extreme(np.maximum),
+    "neg": lambda a: Range(-a.hi, -a.lo, a.nan), "imul": functools.partial(_corners, np.multiply), "floordiv": _floordiv,
+    "mod": _mod, "band": _band, "bor": _bits(np.bitwise_or), "bxor": _bits(np.bitwise_xor), "shl": _shl, "shr": _shr,
+    "abs": _abs, "where": _where, "min": _extreme(np.minimum), "max": _extreme(np.maximum),
     "lt": lambda a, b: _truth((a.hi < b.lo) & _never_nan(a, b), a.lo < b.hi),
     "le": lambda a, b: _truth((a.hi <= b.lo) & _never_nan(a, b), a.lo <= b.hi),
     "eq": lambda a, b: _truth(a.point & b.point & (a.lo == b.lo), (a.lo <= b.hi) & (b.lo <= a.hi)),
     "and": lambda a, b: Range(a.lo & b.lo, a.hi & b.hi), "or": lambda a, b: Range(a.lo | b.lo, a.hi | b.hi), "xor": _xor,
     "not": lambda a: Range(1 - a.hi, 1 - a.lo), "trunc": _trunc,
     "saturate": lambda a: Range(np.clip(a.lo, -LOADED, LOADED), np.clip(a.hi, -LOADED, LOADED)),
-    "sign": lambda a: Range(np.sign(a.lo), np.sign(a.hi), a.nan), "sin": lambda a: Range(-1.0 + 0 * a.lo, 1.0 + 0 * a.lo, True),
-    "cos": lambda a: Range(-1.0 + 0 * a.lo, 1.0 + 0 * a.lo, True), "exp": _increasing("exp", 0.0), "exp2": _increasing("exp2", 0.0),
-    "log": _increasing("log", domain=0.0), "log2": _increasing("log2", domain=0.0), "sqrt": _increasing("sqrt", 0.0, domain=0.0),
-    "tanh": _increasing("tanh", -1.0, 1.0), "erf": _increasing("erf", -1.0, 1.0), "floor": lambda a: Range(np.floor(a.lo), np.floor(a.hi), a.nan),
+    "sign": lambda a: Range(np.sign(a.lo), np.sign(a.hi), a.nan),
+    "sin": lambda a: Range(-1.0 + 0 * a.lo, 1.0 + 0 * a.lo, True),
+    "cos": lambda a: Range(-1.0 + 0 * a.lo, 1.0 + 0 * a.lo, True), "exp": _increasing("exp", 0.0),
+    "exp2": _increasing("exp2", 0.0), "log": _increasing("log", domain=0.0), "log2": _increasing("log2", domain=0.0),
+    "sqrt": _increasing("sqrt", 0.0, domain=0.0), "tanh": _increasing("tanh", -1.0, 1.0), "erf": _increasing("erf", -1.0, 1.0),
+    "floor": lambda a: Range(np.floor(a.lo), np.floor(a.hi), a.nan),
 }  # fmt: skip
 
 
@@ -242,8 +245,9 @@ Leaf = Callable[[Expr, Sequence[Range]], Range]
 
 
 def bounds(root: Expr, leaf: Leaf, check: Callable[[Expr, Range], None] | None = None) -> dict[Expr, Range]:
-    """Bounds of every expression that the root is computed from. ``leaf`` gives those of variables, of what was captured, and of an
-    element from the bounds of its indices; ``check`` sees the bounds of each integer before they are cut to what 32 bits hold."""
+    """Bounds of every expression that the root is computed from. ``leaf`` gives those of variables, of what was captured, and
+    of an element from the bounds of its indices; ``check`` sees the bounds of each integer before they are cut to what 32 bits
+    hold."""
     done: dict[Expr, Range] = {}
     for node in nodes(root):
         operands = [done[a] for a in node.args if isinstance(a, Expr)]

@@ -1,7 +1,7 @@
 """Functions that say what a built-in option says are that option, and run at its speed.
 
-A condition is taken apart at its "and"s. Each part that bounds kv by q + n, or by q + (kv_len - q_len) + n, is one side of a causal
-mask or a window; the rest of n may be anything that is known on the host.
+A condition is taken apart at its "and"s. Each part that bounds kv by q + n, or by q + (kv_len - q_len) + n, is one side of a
+causal mask or a window; the rest of n may be anything that is known on the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..variant.mask import UNBOUNDED, Both, Causal, Full, Window
 from ..variant.score import FLOAT32_MAX, FLOAT32_MIN, Scale, Softcap
 from .canonical import Code
 from .evaluation import evaluate
-from .expressions import KV, KV_LEN, Q, Q_LEN, Expr, S, from_linear, linear
+from .expressions import KV, KV_LEN, Q_LEN, Expr, Q, S, from_linear, linear
 
 
 class _Side(NamedTuple):
@@ -61,7 +61,7 @@ def _mask(root: Expr, numbers: Sequence[Any]) -> Any:
     if right is not None and right.reach == 0 and right.is_fixed:
         causal = Causal(align)
         return causal if left is None else Both(causal, Window(left.reach, None, align))
-    return Window(*(None if side is None else side.reach for side in (left, right)), align)  # type: ignore[misc]
+    return Window(None if left is None else left.reach, None if right is None else right.reach, align)
 
 
 def _sides(x: Expr, numbers: Sequence[Any]) -> list[_Side]:

@@ -166,8 +166,8 @@ def _arguments(function: Any, role: str) -> list[Expr]:
         if len(names) != len(POSITIONAL[role]):
             allowed = ", ".join((*(("s",) if role == "score" else ()), *VARIABLES))
             raise ProblemError(
-                f"it takes ({', '.join(names)}); it must take any of {allowed}, by these names, or ({', '.join(POSITIONAL[role])}) "
-                "in this order."
+                f"it takes ({', '.join(names)}); it must take any of {allowed}, by these names, or "
+                f"({', '.join(POSITIONAL[role])}) in this order."
             )
         meant = list(POSITIONAL[role])
     if role == "mask" and "s" in meant:
@@ -224,8 +224,9 @@ def _traced_anew(function: Any, role: str) -> Bound:
         raise
     except Exception as error:
         raise ProblemError(
-            f"{role} {_named(function)} cannot be traced: {type(error).__name__}: {error}. It is called with symbols that stand for one "
-            "query and one key; it may use operators, comparisons, if, where(), functions of torch and NumPy, and elements of arrays."
+            f"{role} {_named(function)} cannot be traced: {type(error).__name__}: {error}. It is called with symbols that "
+            "stand for one query and one key; it may use operators, comparisons, if, where(), functions of torch and NumPy, and "
+            "elements of arrays."
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""Masks and scores that are Python functions, traced (``rawattn/trace``): their C++ types are written here, and no file has them."""
+"""Masks and scores that are Python functions, traced (``rawattn/trace``): their C++ types are written here, and no file has
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ from ..trace.evaluation import evaluate
 from ..trace.gradients import slope
 from ..trace.proofs import Limits, prove
 from . import Option
-from .mask import Ints
 
 
 class Captured(NamedTuple):
@@ -84,7 +84,8 @@ class _Function(Option):
     @property
     def values(self) -> dict[str, Any]:
         shapes = tuple(array.shape for array in self.arrays)
-        return {name: what.value(shapes, self.numbers) for name, _, what in self._written.fields if hasattr(what, "value")}
+        made = ((name, what) for name, _, what in self._written.fields)
+        return {name: what.value(shapes, self.numbers) for name, what in made if isinstance(what, cuda_text.Made)}
 
     def __str__(self) -> str:
         numbers = f" with {', '.join(map(str, self.numbers))}" if self.numbers else ""
@@ -95,14 +96,14 @@ class _Function(Option):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FunctionMask(_Function):
-    """A mask that is a Python function."""
+    """A mask that is a Python function. The tiles that it visits may have holes between them."""
 
     type: ClassVar[str] = "FunctionMask"
     role: ClassVar[str] = "mask"
-    lists: ClassVar[bool] = True  # the tiles that it visits may have holes between them
+    lists: ClassVar[bool] = True
 
-    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        """A run that holds all keys that a query keeps: ``keep`` says which of them."""
+    def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
+        """All keys: the queries may keep any of them."""
         return np.zeros_like(q), np.full_like(q, kv_len)
 
     def keep(
@@ -113,8 +114,8 @@ class FunctionMask(_Function):
         return evaluate(self.code.root, at, arrays, self.numbers, xp, xp.float32)
 
     def classify(self, arrays: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
-        """0 where no pair of the queries and keys in a box is kept, 2 where every one is, 1 else: for NumPy arrays of boxes; ``q``
-        and ``kv`` are pairs of inclusive bounds."""
+        """0 where no pair of the queries and keys in a box is kept, 2 where every one is, 1 else: for NumPy arrays of boxes;
+        ``q`` and ``kv`` are pairs of inclusive bounds."""
         return classify(self.code, arrays, self.numbers, b, h, q, kv, q_len, kv_len)
 
 
@@ -126,13 +127,15 @@ class FunctionScore(_Function):
     role: ClassVar[str] = "score"
 
     def logit(
-        self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0, kv_start: Any = 0
+        self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
+        kv_start: Any = 0
     ) -> Any:  # fmt: skip
         """The logits of scaled dot products, in their dtype."""
         return self._evaluated(self.code.root, xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
 
     def slope(
-        self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0, kv_start: Any = 0
+        self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
+        kv_start: Any = 0
     ) -> Any:  # fmt: skip
         """The derivative of each logit by its s."""
         return self._evaluated(_slope(self.code), xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
