@@ -238,7 +238,8 @@ class AttnFwdMma(OneLaunch):
 
     def _split(self, op: Forward, config: Config, device: Device, splits: int, keys: int) -> Program:
         """Two launches: of each row the results over each split of the keys, and their fold."""
-        (main,) = super().lower(op, config, device).launches
+        whole = super().lower(op, config, device)
+        *pyramids, main = whole.launches
         fold = combine.fold(op, splits, device, self._kept((op.kind, device.arch), lambda: combined(op, device.arch)))
         rows = op.batch * op.heads * op.q_len
         main = main._replace(
@@ -246,7 +247,7 @@ class AttnFwdMma(OneLaunch):
         )
         size = op.element.lse_bytes
         scratch = Buffer("o_partial", splits * rows * op.head_dim_v * size), Buffer("lse_partial", splits * rows * size)
-        return Program((main, fold), scratch)
+        return Program((*pyramids, main, fold), (*whole.scratch, *scratch))
 
     def programs(self, op: Forward, config: Config, device: Device) -> tuple[Program, ...]:
         whole = super().lower(op, unsplit(config), device)

@@ -347,7 +347,7 @@ def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> Limits:
     offsets = make_offsets(options.get("q_offset"), options.get("kv_offset")) or (0, 0)
     rows = q.shape[-3], k.shape[-3]
     batch, packed = (q.shape[0], (0, 0)) if starts is None else (starts.shape[0] - 1, rows)
-    return Limits(batch, q.shape[-2], *rows, *offsets, *packed)
+    return Limits(batch, q.shape[-2], rows[0] + offsets[0], rows[1] + offsets[1], *packed)
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:
