@@ -56,7 +56,7 @@ class BoundFunction:
 def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured."""
     captured: tuple[Any, ...] = ()
-    mask, score = options["mask"], options["score"]
+    mask, score = options.get("mask"), options.get("score")
     if mask is not None and is_function(mask):
         mask, captured = bind(mask, "mask")
         options = {**options, "mask": mask}
