@@ -40,6 +40,11 @@ class Code(str):
         return tuple(found[i] for i in range(len(found)))
 
     @property
+    def numbers(self) -> int:
+        """How many numbers it captured."""
+        return len({x.args[0] for x in nodes(self.root) if x.op == "param"})
+
+    @property
     def digest(self) -> str:
         """A short name that follows from the text."""
         return hashlib.sha256(self.encode()).hexdigest()[:16]

@@ -316,6 +316,7 @@ static void mma_bf16(float* d, const u32* a, const u32* b) {
         return 0;
     });
 }
+static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
 static void mma_fp16(float*, const u32*, const u32*) { __builtin_trap(); }
 }  // namespace ptx
 
