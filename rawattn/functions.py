@@ -21,6 +21,7 @@ from .errors import ProblemError
 from .operand import Operand, check_contiguous, describe
 from .trace import Traced
 from .trace.capture import ELEMENTS
+from .trace.classes import classify
 from .trace.proofs import Limits
 from .variant import Option
 from .variant.mask import Full
@@ -206,6 +207,10 @@ class HostMask(_OnHost):
         """Which of the queries q, a column, keep which of the keys kv, a row."""
         return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len, *self.start(batch))
 
+    def classify(self, *box: Any) -> Any:
+        """0 where no pair in a box is kept, 2 where every one is, 1 elsewhere: as ``trace.classes.classify``."""
+        return classify(self.option.code, self.arrays, self.option.numbers, *box)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostScore(_OnHost):
@@ -226,6 +231,25 @@ class HostScore(_OnHost):
         """Their derivatives by s."""
         assert self.lengths is not None
         return self.option.slope(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+
+
+class HostFunctions(NamedTuple):
+    """The functions of a sequence's mask and score, None where they are none, and the positions of its first rows."""
+
+    mask: HostMask | None
+    score: HostScore | None
+    offsets: tuple[int, int]
+
+
+def host_functions(mask: Any, score: Any) -> HostFunctions:
+    """What is in a mask and a score that wrappers may be around."""
+    found, offsets = [], (0, 0)
+    for each in (mask, score):
+        while not isinstance(each, _OnHost) and hasattr(each, "base"):
+            offsets = (each.q_offset, each.kv_offset) if hasattr(each, "q_offset") else offsets
+            each = each.base
+        found.append(each if isinstance(each, _OnHost) else None)
+    return HostFunctions(found[0], found[1], offsets)  # type: ignore[arg-type]
 
 
 def of_lengths(score: Any, q_len: int, kv_len: int) -> Any:
