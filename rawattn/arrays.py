@@ -20,7 +20,7 @@ from .variant.element import ELEMENTS
 
 CPU = -1
 _NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in ELEMENTS.values()} | {
-    np.dtype(name): name for name in ("int32", "int64", "uint8")
+    np.dtype(name): name for name in ("int32", "int64", "uint8", "int8", "int16", "bool")
 }
 DTYPES = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
 
@@ -30,7 +30,7 @@ class Array(NamedTuple):
 
     library: str  # "torch", "cupy" or "numpy"
     device: int  # CUDA ordinal, or CPU
-    dtype: str  # "bf16", "fp16", "fp32", "fp64", "int32", "int64", or the library's own name for another
+    dtype: str  # "bf16", "fp16", "fp32", "fp64", "int32" and other integers, "bool", or the library's own name for another
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     pointer: int
@@ -206,6 +206,19 @@ def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(signature, given))
 
 
+def forms(captured: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of each array but for its address, of arrays that functions captured."""
+    if _forward_ad is not None and _forward_ad._current_level >= 0:
+        return (None,) * len(captured)
+    return tuple(map(form, captured))
+
+
+def form(x: Any) -> tuple[Any, ...] | None:
+    """The signature of an array but for its address."""
+    found = signature(x)
+    return found and found[1:]
+
+
 def address(x: Any) -> int:
     """Returns the address where a torch or CuPy array begins."""
     return x.data_ptr() if isinstance(x, _tensor) else x.data.ptr
@@ -224,7 +237,7 @@ def _torch_names() -> dict[Any, str]:
     if not _torch_tables:
         torch = sys.modules["torch"]
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-        dtypes |= {"int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8}
+        dtypes |= {name: getattr(torch, name) for name in ("int32", "int64", "uint8", "int8", "int16", "bool")}
         _torch_tables["dtypes"] = dtypes
         _torch_tables["names"] = {dtype: name for name, dtype in dtypes.items()}
     return _torch_tables["names"]

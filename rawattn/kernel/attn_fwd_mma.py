@@ -16,6 +16,7 @@ from ..render import config_header, source
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
+from ..variant.walk import IntervalCursor, ListCursor, lists
 from . import combine, tiling
 from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
@@ -122,6 +123,7 @@ class AttnFwdMma(OneLaunch):
         if not self.runs_on(device):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
         found += tiling.tensor_core_reasons(op) + tiling.too_many_tiles(op, 32)
+        found += tiling.function_reasons(op)
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -156,7 +158,7 @@ class AttnFwdMma(OneLaunch):
         if packs(op) or tiling.is_few(op):
             few = dataclasses.replace(found[0], kv_len=4096, heads=8 * op.heads_per_kv, kv_heads=8)
             found = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
-        if isinstance(op.mask, (Full, Causal)):
+        if isinstance(op.mask, (Full, Causal)) or lists(op.mask):
             return found
         return tuple(tiling.with_mask(each, Both(Causal(), Window())) for each in found)
 
@@ -199,7 +201,9 @@ class AttnFwdMma(OneLaunch):
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         plan = tiling.lpt_scheduler(op, persistent=False)
+        walk = ListCursor() if lists(op.mask) else IntervalCursor()
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
+        own["Walk"] = walk
         if config.pack_gqa:
             mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
             own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
@@ -234,7 +238,8 @@ class AttnFwdMma(OneLaunch):
 
     def _split(self, op: Forward, config: Config, device: Device, splits: int, keys: int) -> Program:
         """Two launches: of each row the results over each split of the keys, and their fold."""
-        (main,) = super().lower(op, config, device).launches
+        whole = super().lower(op, config, device)
+        main = whole.launches[-1]
         fold = combine.fold(op, splits, device, self._kept((op.kind, device.arch), lambda: combined(op, device.arch)))
         rows = op.batch * op.heads * op.q_len
         main = main._replace(
@@ -242,7 +247,7 @@ class AttnFwdMma(OneLaunch):
         )
         size = op.element.lse_bytes
         scratch = Buffer("o_partial", splits * rows * op.head_dim_v * size), Buffer("lse_partial", splits * rows * size)
-        return Program((main, fold), scratch)
+        return Program((*whole.launches[:-1], main, fold), (*whole.scratch, *scratch))
 
     def programs(self, op: Forward, config: Config, device: Device) -> tuple[Program, ...]:
         whole = super().lower(op, unsplit(config), device)

@@ -11,6 +11,7 @@ from ..operation import Forward
 from ..program import Field, Fields, View
 from ..render import config_header, source
 from ..variant import Option, element, softmax, store
+from ..variant.walk import IntervalCursor, ListCursor, lists
 from . import tiling
 from .base import OneLaunch
 from .tiling import most_tiles
@@ -69,6 +70,7 @@ class AttnFwdSimt(OneLaunch):
         found += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
         if op.constant_time and op.element == element.FP64:
             found.append("it takes longer for some numbers of fp64; constant_time is for bf16, fp16 and fp32")
+        found += tiling.function_reasons(op)
         return found + tiling.too_many_tiles(op, 8)
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -118,7 +120,8 @@ class AttnFwdSimt(OneLaunch):
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         scheduler = tiling.lpt_scheduler(op, persistent=False)
-        return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out)
+        walk = ListCursor() if lists(op.mask) else IntervalCursor()
+        return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out, Walk=walk)
 
     def fields(self, op: Forward, config: Config) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))

@@ -31,6 +31,11 @@ class Option:
         return (self.source,)
 
     @property
+    def texts(self) -> dict[str, str]:
+        """The text of those ``sources`` that are no files, but written for this option."""
+        return {}
+
+    @property
     def constants(self) -> dict[str, int]:
         """Returns what it adds to ``namespace cfg``."""
         return {}
@@ -71,6 +76,10 @@ class Wrapper(Option):
         return (*self.base.sources, self.source)
 
     @property
+    def texts(self) -> dict[str, str]:
+        return self.base.texts
+
+    @property
     def constants(self) -> dict[str, int]:
         return self.base.constants
 
@@ -81,6 +90,11 @@ class Wrapper(Option):
     @property
     def constant_time(self) -> Option:
         return dataclasses.replace(self, base=getattr(self.base, "constant_time", self.base))
+
+    @property
+    def lists(self) -> bool:
+        """Of a mask: whether the tiles that it visits may have holes between them."""
+        return getattr(self.base, "lists", False)
 
 
 def constant_time(choices: dict[str, Option]) -> dict[str, Option]:

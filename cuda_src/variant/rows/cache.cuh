@@ -30,6 +30,7 @@ struct CacheRows {
         const i32 batch = threadIdx.x % 32 * 32;
         if (batch < args.batches) Lengths::prefetch(args, batch);
     }
+    __device__ Extent extent() const { return {queries, kv_len, q.first, 0}; }
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - queries); }
     __device__ i32 q_of(i32 row) const { return row / heads; }
     __device__ i32 head_of(i32 head, i32 row) const { return head * heads + row % heads; }

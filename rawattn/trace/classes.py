@@ -1,0 +1,68 @@
+"""Whether a mask keeps no pair of a box of queries and keys, every one, or some: the host's face of what kernels ask by tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .canonical import Code
+from .expressions import Expr, logical, make, nodes, rebuilt
+from .pyramid import Pyramid, loaded
+from .ranges import Range, bounds, exactly
+
+EMPTY, CUT, FULL = 0, 1, 2
+
+
+@functools.lru_cache(maxsize=256)
+def strengthened(code: Code) -> Expr:
+    """The same condition, to be bounded: where a == b is asked together with another comparison of a, that of b is added. A group
+    of -1 that is excluded on one side alone is so on both then."""
+    done: dict[Expr, Expr] = {}
+    for node in nodes(code.root):
+        done[node] = rebuilt(node, done) if node.op in ("and", "or", "not") else node
+        if node.op == "and":
+            asked = _parts(node)
+            for equal in (p for p in asked if p.op == "eq"):
+                for a, b in (equal.args, equal.args[::-1]):
+                    for p in (p for p in asked if p.op in ("lt", "le") and any(x is a for x in p.args)):
+                        done[node] = logical("and", done[node], make(p.op, "bool", tuple(b if x is a else x for x in p.args)))
+    return done[code.root]
+
+
+def _parts(x: Expr) -> list[Expr]:
+    return [p for a in x.args for p in _parts(a)] if x.op == "and" else [x]
+
+
+def classify(
+    code: Code, arrays: Sequence[Any], numbers: Sequence[Any], b: Any, h: Any, q: tuple[Any, Any], kv: tuple[Any, Any], q_len:
+    Any, kv_len: Any, q_start: Any = 0, kv_start: Any = 0, pyramids: dict[tuple[int, int], Pyramid] | None = None,
+) -> Any:  # fmt: skip
+    """EMPTY, CUT or FULL for each box, whose bounds are arrays of positions, both inclusive. ``pyramids`` keeps what is made of
+    the arrays for the next call with the same ones."""
+    kept = {} if pyramids is None else pyramids
+    values = {"b": b, "h": h, "q_len": q_len, "kv_len": kv_len, "q_start": q_start, "kv_start": kv_start}
+    box = {name: exactly(x, "int") for name, x in values.items()}
+    box |= {name: Range(*(np.asarray(x, np.int64) for x in ends)) for name, ends in (("q", q), ("kv", kv))}
+
+    def pyramid(number: int, axes: int) -> Pyramid:
+        if (number, axes) not in kept:
+            kept[number, axes] = Pyramid(arrays[number], axes)
+        return kept[number, axes]
+
+    def leaf(x: Expr, operands: Sequence[Range]) -> Range:
+        match x.op:
+            case "var":
+                return box[x.args[0]]
+            case "param":
+                return exactly(np.float32(numbers[x.args[0]]) if x.type == "float" else numbers[x.args[0]], x.type)
+            case "dim":
+                return exactly(arrays[x.args[0]].shape[x.args[1]], "int")
+        return loaded(arrays[x.args[0]], x.type, operands, functools.partial(pyramid, x.args[0]))
+
+    root = strengthened(code)
+    found = bounds(root, leaf)[root]
+    lo, hi = np.broadcast_arrays(found.lo, found.hi, *q, *kv)[:2]
+    return np.where(hi == 0, EMPTY, np.where(lo == 1, FULL, CUT)).astype(np.int8)
