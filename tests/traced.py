@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from rawattn.variant.function import FunctionMask, FunctionScore
 from tests import emulator
 
 Array = npt.NDArray[Any]
+_numbers = itertools.count()  # libraries of one process share names
 INCLUDE = re.compile(r'#include "([^"]+)"')
 HEAD = """\
 #include "threads.hpp"
@@ -95,7 +97,7 @@ class Library:
         text = INCLUDE.sub("", text).replace("#pragma once", "")
         args = "".join(f"    {field.ctype} {field.name};\n" for field in self.fields(option))
         questions = (MASK if isinstance(option, FunctionMask) else SCORE).format(i=i)
-        return f"namespace n{i} {{\nusing Number = {ctype};\nstruct Args {{\n{args}}};\n{text}{questions}}}\n"
+        return f"namespace n{next(_numbers)} {{\nusing Number = {ctype};\nstruct Args {{\n{args}}};\n{text}{questions}}}\n"
 
     @staticmethod
     def fields(option: Any) -> Fields:

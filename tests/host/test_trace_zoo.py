@@ -27,7 +27,9 @@ BUILT_IN = {
     "full": Full(), "causal": Causal("top_left"), "causal_bottom_right": Causal(), "sliding": Both, "window": Window,
     "softcap": Softcap(30.0),
 }  # fmt: skip
-TRULY_FOUND = {"natten_2d": 0.8, "temporal": 0.6, "image_bidirectional": 0.6, "top_blocks": 0.2, "block_diffusion": 0.6, "shared_prefix": 0.9}
+FOUND = {  # the share of empty and of full tiles that one question finds, where it is not nearly all
+    "dilated": 0.85, "natten_2d_tiled": 0.8, "block_diffusion": 0.85, "image_bidirectional": 0.5, "temporal": 0.4, "top_blocks": 0,
+}  # fmt: skip
 
 
 class Trial:
@@ -111,7 +113,7 @@ def test_mask(masks: tuple[Library, dict[str, list[Trial]]], name: str) -> None:
         for tile in TILES:
             count += check_classes(library, place, trial, expected, tile)
     for what in ("empty", "full"):
-        assert count[f"found {what}"] >= TRULY_FOUND.get(name, 0.97 if what == "empty" else 0.9) * count[what] - 1, (what, count)
+        assert count[f"found {what}"] >= FOUND.get(name, 0.95) * count[what] - 1, (what, count)
 
 
 def tree_bits(trial: Trial) -> Array:
