@@ -60,7 +60,11 @@ def fields(array: Any) -> Fields:
 def render(element: str, axes: int, arch: str, ctypes: Fields) -> Source:
     """The source for arrays of one format."""
     begins_early = int(arch[3:].rstrip("a")) >= 90
-    options: dict[str, Option] = {"Element": FP32, "Item": Item(element), "Launch": Dependent() if begins_early else Independent()}
+    options: dict[str, Option] = {
+        "Element": FP32,
+        "Item": Item(element),
+        "Launch": Dependent() if begins_early else Independent(),
+    }
     return source(FILE, config_header({"axes": axes}, ctypes, [], options), arch)
 
 
@@ -83,6 +87,4 @@ def before(program: Program, mask: Any, device: Device) -> Program:
     wanted = [each for each in getattr(mask, "arrays", ()) if getattr(each, "pyramid", 0) and math.prod(each.shape)]
     if not wanted or not program.launches:
         return program
-    return Program(
-        (*(launch(each, device) for each in wanted), *program.launches), (*map(buffer, wanted), *program.scratch)
-    )
+    return Program((*(launch(each, device) for each in wanted), *program.launches), (*map(buffer, wanted), *program.scratch))

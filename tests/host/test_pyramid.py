@@ -69,7 +69,9 @@ def test_nan_is_the_least_and_the_greatest(tmp_path: pathlib.Path) -> None:
         (tmp_path / element).mkdir()
         lo, hi = emulate(x, element, 1, tmp_path / element).astype(np.float64).reshape(2, -1)
         assert (np.isnan(lo) == np.isnan(hi)).all()
-        assert list(np.nonzero(np.isnan(lo[:13]))[0]) == [0, 2, 3] and not np.isnan(lo[13 + 2 : 13 + 7]).any() and np.isnan(lo[-1])
+        assert (
+            list(np.nonzero(np.isnan(lo[:13]))[0]) == [0, 2, 3] and not np.isnan(lo[13 + 2 : 13 + 7]).any() and np.isnan(lo[-1])
+        )
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
