@@ -40,7 +40,8 @@ extern "C" void keep_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 s
             for (i32 x = 0; x < step; ++x) *kept++ = row.keep(x);
         }}
 }}
-extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_first, i32 h_last, i32 tile_q, i32 tile_kv, signed char* found) {{
+extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_first, i32 h_last, i32 tile_q, i32 tile_kv,
+                             signed char* found) {{
     const FunctionMask mask(*args, *rows, {{b, h_first, 0, 0}});
     for (i32 q = 0; q < rows->q_len; q += tile_q)
         for (i32 kv = 0; kv < rows->kv_len; kv += tile_kv)
@@ -48,7 +49,8 @@ extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_fi
 }}
 """
 SCORE = """
-extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, const Number* s, Number* value, Number* slope) {{
+extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, const Number* s, Number* value,
+                          Number* slope) {{
     const FunctionScore score(*args, *rows, {{b, h, 0, 0}});
     for (i32 q = 0; q < rows->q_len; ++q)
         for (i32 kv = 0; kv < rows->kv_len; ++kv, ++s) {{

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .canonical import Code
-from .expressions import Expr, compare, logical, make, nodes, rebuilt
+from .expressions import Expr, compare, logical, make, nodes, parts, rebuilt
 from .pyramid import Pyramid, loaded
 from .ranges import Range, bounds, exactly
 
@@ -25,7 +25,7 @@ def strengthened(code: Code) -> Expr:
     for node in nodes(code.root):
         done[node] = rebuilt(node, done) if node.op in ("and", "or", "not") else node
         if node.op == "and":
-            for found in _following(_parts(node)):
+            for found in _following(parts("and", node)):
                 done[node] = logical("and", done[node], found)
     return done[code.root]
 
@@ -42,10 +42,6 @@ def _following(asked: Sequence[Expr]) -> Iterator[Expr]:
             found = compare("lt" if "lt" in (x.op, y.op) else "le", x.args[0], y.args[1])
             if found.deps & {"q", "kv"}:
                 yield found
-
-
-def _parts(x: Expr) -> list[Expr]:
-    return [p for a in x.args for p in _parts(a)] if x.op == "and" else [x]
 
 
 def classify(

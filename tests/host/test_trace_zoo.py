@@ -4,17 +4,13 @@ Numba, and the classes of tiles, all against the functions themselves on arrays.
 from __future__ import annotations
 
 import collections
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rawattn import trace
-from rawattn.trace import numba_text
-from rawattn.trace.classes import EMPTY, FULL, classify
-from rawattn.trace.pyramid import Pyramid
-from rawattn.variant.function import FunctionMask, FunctionScore, option
+from rawattn.trace.classes import EMPTY, FULL
+from rawattn.variant.function import FunctionMask, FunctionScore
 from rawattn.variant.mask import Both, Causal, Full, Mask, Window
 from rawattn.variant.score import Softcap
 from tests import zoo
@@ -28,7 +24,8 @@ BUILT_IN = {
     "softcap": Softcap(30.0),
 }  # fmt: skip
 FOUND = {  # the share of empty and of full tiles that one question finds, where it is not nearly all
-    "dilated": 0.85, "natten_2d_tiled": 0.8, "block_diffusion": 0.85, "image_bidirectional": 0.5, "temporal": 0.4, "top_blocks": 0,
+    "dilated": 0.85, "natten_2d_tiled": 0.8, "block_diffusion": 0.85, "image_bidirectional": 0.5, "temporal": 0.4,
+    "top_blocks": 0,
 }  # fmt: skip
 
 
@@ -77,7 +74,9 @@ def merged(trials: list[Trial]) -> Any:
     return trials[0].option
 
 
-@pytest.mark.parametrize("maker", [maker for maker in (*zoo.MASKS, *zoo.SCORES) if maker.__name__ in BUILT_IN], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "maker", [maker for maker in (*zoo.MASKS, *zoo.SCORES) if maker.__name__ in BUILT_IN], ids=lambda x: x.__name__
+)
 def test_built_in(maker: Any) -> None:
     wanted = BUILT_IN[maker.__name__]
     for i in range(TRIALS):
