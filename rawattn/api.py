@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from . import arrays, driver
+from . import arrays, driver, functions
 from .arrays import Array
 from .device import Device
 from .errors import ProblemError
@@ -180,7 +180,11 @@ def attention_backward(
     given: tuple[Any, ...] = (do, q, k, v, o, lse)
     if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
         given = (*given, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
-    found: tuple[Any, ...] = run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out, Backward)
+    captured: tuple[Any, ...] = ()
+    if mask is not None or score is not None:
+        options, captured = functions.taken(options)
+    lengths = (max_seqlen_q, max_seqlen_kv)
+    found: tuple[Any, ...] = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
     return found
 
 
@@ -194,8 +198,8 @@ def plan_backward(
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
-    found, lengths = arrays.named(Backward.names, given), (max_seqlen_q, max_seqlen_kv)
-    return _plan(Backward, found, options_of(**options), lengths, kernel, config, on_compile)
+    found, asked = _named(Backward, given, options_of(**options))
+    return _plan(Backward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
 def explain_backward(
@@ -225,7 +229,8 @@ def plan(
     NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    return _plan(Forward, arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
+    found, asked = _named(Forward, given, options_of(**options))
+    return _plan(Forward, found, asked, lengths, kernel, config, on_compile)
 
 
 def explain(
@@ -244,7 +249,7 @@ def _explain(
     operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
     kernel: str | None, config: Any,
 ) -> Explanation:  # fmt: skip
-    found = arrays.named(operation.input_names(len(given)), given)
+    found, options = _named(operation, given, dict(options))
     op = operation.of_call(found, options, lengths)
     return explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
 
@@ -342,13 +347,24 @@ def _given(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
-    compute = _torch_op.way(given) if _load_torch_op() else None
+    captured: tuple[Any, ...] = ()
+    if options["mask"] is not None or options["score"] is not None:
+        options, captured = functions.taken(options)
+    compute = _torch_op.way(given + captured) if _load_torch_op() else None
     if compute is not None and len(given) > 6:
         raise ProblemError(
             "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there is no "
             "operator and no gradient with them yet."
         )
-    return (compute or run)(given, options, lengths, kernel, config, out)
+    return (compute or run)(given, options, lengths, kernel, config, out, captured=captured)
+
+
+def _named(
+    operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays of a call by name, with those that its functions captured, and its options."""
+    options, captured = functions.taken(options)
+    return arrays.named(operation.input_names(len(given)), given) | arrays.named(functions.names(options), captured), options
 
 
 def _load_torch_op() -> bool:
@@ -365,36 +381,39 @@ _load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None = None, config: Any = None,
-    out: Any = None, operation: type[Operation] = Forward, asked: Any = None,
+    out: Any = None, operation: type[Operation] = Forward, asked: Any = None, captured: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
-    """Computes a call on arrays that have memory, which are those of ``operation.input_names``; ``options`` and ``lengths`` are
-    what its ``of_call`` takes, for attention what ``options_of`` gives. ``asked`` is an object that is the same for the same
+    """Computes a call on arrays that have memory, which are those of ``operation.input_names``, and ``captured``, those of the
+    functions among its options; ``options`` and ``lengths`` are what its ``of_call`` takes, for attention what ``options_of``
+    gives, with functions ``taken``. ``asked`` is an object that is the same for the same
     options, lengths, kernel and config, where the caller keeps one: a key is then not made of them."""
-    signatures = arrays.signatures(given)
+    signatures, forms = arrays.signatures(given), arrays.forms(captured) if captured else ()
     try:
         asked = asked or key_of(options, lengths, kernel, config)
-        call = _calls.get((signatures, asked, operation))
+        call = _calls.get((signatures, asked, operation, forms))
     except TypeError:  # an option that cannot be hashed is a wrong one
         asked = call = None
     if call is None and (dense := operation.dense(given)) is not given:
         given, signatures = dense, arrays.signatures(dense)
-        call = asked and _calls.get((signatures, asked, operation))
+        call = asked and _calls.get((signatures, asked, operation, forms))
     if call is None:
-        family = None if asked is None else operation.family(signatures, options)
+        family = None if asked is None or captured else operation.family(signatures, options)
         family = family and (family, key_of(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
             found = arrays.named(operation.input_names(len(given)), given)
+            found |= arrays.named(functions.names(options), captured)
             plan = _plan(operation, found, options, lengths, kernel, config)
             bound = plan.bind(found)
             if family is not None and not plan.device.is_cpu:
                 cache_put(_families, family, plan, KEPT_PLANS)
         else:
             bound = _resized(plan, signatures, options)
-        if isinstance(bound, GpuCall) and asked is not None and None not in signatures:
-            cache_put(_calls, (signatures, asked, operation), bound, KEPT_CALLS)
-        return one_or_all(bound(given[0], out))
-    return one_or_all(call(given[0], out))
+            captured = tuple(found[each.name].object for each in plan.op.captured)
+        if isinstance(bound, GpuCall) and asked is not None and None not in signatures and None not in forms:
+            cache_put(_calls, (signatures, asked, operation, forms), bound, KEPT_CALLS)
+        return one_or_all(bound(given[0], out, captured))
+    return one_or_all(call(given[0], out, captured))
 
 
 def _resized(plan: Plan, signatures: tuple[Any, ...], options: dict[str, Any]) -> GpuCall:

@@ -206,6 +206,19 @@ def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(signature, given))
 
 
+def forms(captured: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of each array but for its address, of arrays that functions captured."""
+    if _forward_ad is not None and _forward_ad._current_level >= 0:
+        return (None,) * len(captured)
+    return tuple(map(form, captured))
+
+
+def form(x: Any) -> tuple[Any, ...] | None:
+    """The signature of an array but for its address."""
+    found = signature(x)
+    return found and found[1:]
+
+
 def address(x: Any) -> int:
     """Returns the address where a torch or CuPy array begins."""
     return x.data_ptr() if isinstance(x, _tensor) else x.data.ptr

@@ -231,6 +231,19 @@ def product(typing, a, first, row, column, b, start, step, depth):
     return types.UniTuple(vector, BLOCK)(a, index, index, index, b, index, index, index), emit
 
 
+@intrinsic
+def call(typing, address, array):
+    """Calls the function at an address with a pointer to an array of integers."""
+
+    def emit(context, builder, signature, args):
+        data = context.make_array(signature.args[1])(context, builder, args[1]).data
+        kind = ir.FunctionType(ir.VoidType(), [data.type])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, array), emit
+
+
 @njit
 def fetch(k, v, pages, first, begin, keys, table, tile_k, tile_v, width):
     """Brings the keys first + begin and on to tile_k (key, head_dim), and values to tile_v (key, width), up to first + keys;
@@ -330,13 +343,37 @@ def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
         store(panel_o, at, load(panel_o, at) * shrink + total)
 
 
-def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse):
+@njit
+def gather_where(s, keys, tile_v, width, shrink, panel_o, panel, kept):
+    """The same, where ``kept`` is 0 for weights that do not count."""
+    lanes = BYTES // s.itemsize
+    for i in range(width):
+        total = fill(shrink, 0.0)
+        for j in range(keys):
+            x = load(s, j * lanes) * spread(tile_v, j * width + i)
+            total += less(fill(x, 0.0), load(kept, j * lanes), x, fill(x, 0.0))
+        at = (panel * width + i) * lanes
+        store(panel_o, at, load(panel_o, at) * shrink + total)
+
+
+@njit
+def ask(function, context, s, slopes, pitch, column, keys, first, row, is_cut):
+    """Has a function make logits of the dot products of a panel: see lanes_function.py."""
+    context[0], context[1], context[2], context[3] = s.ctypes.data, slopes.ctypes.data, pitch, column
+    context[4], context[5], context[6], context[7] = keys, first, row, is_cut
+    call(function, context)
+
+
+def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, function, context, classes, o, lse):
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
     q (rows, head_dim), o (rows, head_dim_v), sinks (rows) and lse (rows) are contiguous, in the format that is computed with; k
     (pages, page_size, head_dim) and v (pages, page_size, head_dim_v) have contiguous rows. Key j is row j % page_size of the page
     pages[j // page_size]; keys before the first and behind the last that a row keeps are not read. The logit is scale * q.k where
     cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none.
+
+    Where ``function`` is not 0, it is the address of one that makes logits of these, -inf for pairs that do not count; ``context``
+    is its own, and classes (panels, tiles) is 0 where none counts, 2 where all do, and 1 elsewhere.
     """
     rows, head_dim = q.shape
     kv_len, head_dim_v = pages.size * v.shape[1], v.shape[2]
@@ -349,7 +386,8 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse
     tile_k, tile_v = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype), np.zeros(tile_kv * width, q.dtype)
     s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)
     row_max, row_sum = np.full(panels * lanes, -np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
-    lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
+    lo, hi, kept = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype), np.zeros(s.size, q.dtype)
+    origin = context[5]
     some_begin, some_end = np.full(panels, kv_len, np.int64), np.zeros(panels, np.int64)  # keys that a row of the panel keeps
     every_begin, every_end = np.zeros(panels, np.int64), np.full(panels, kv_len, np.int64)  # keys that all its rows keep
     lowest, highest = kv_len, 0
@@ -368,15 +406,25 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse
         for panel in range(panels):
             if some_begin[panel] >= first + keys or some_end[panel] <= first:
                 continue
+            if function != 0 and classes[panel, first // tile_kv] == 0:
+                continue
             logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s)
+            if function != 0:
+                is_cut = classes[panel, first // tile_kv] == 1
+                ask(function, context, s, s, lanes, 0, keys, origin + first, panel * lanes, is_cut)
             masked = every_begin[panel] > first or every_end[panel] < first + keys
             if masked:
                 for lane in range(lanes):
                     row = panel * lanes + lane
                     lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < rows else (0, 0)
                 hide(s, keys, lo, hi)
+            if function != 0 and not finite:
+                for i in range(keys * lanes):
+                    kept[i] = s[i] != -np.inf
             shrink = softmax(s, keys, row_max, row_sum, panel)
-            if masked and not finite:
+            if function != 0 and not finite:
+                gather_where(s, keys, tile_v, width, shrink, panel_o, panel, kept)
+            elif masked and not finite:
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
                 gather(s, keys, tile_v, width, shrink, panel_o, panel)
@@ -549,7 +597,8 @@ def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -
     if name == "attend":
         kv = types.Array(getattr(types, storage), 3, "A", readonly=True, aligned=False)  # what any array may be passed as
         pages = types.Array(types.int32, 1, "C", readonly=True, aligned=False)
-        loops.compile((rows, kv, kv, pages, bounds, bounds, row, x, x, types.intp, row, rows, row))
+        classes = types.Array(types.uint8, 2, "C")
+        loops.compile((rows, kv, kv, pages, bounds, bounds, row, x, x, types.intp, row, types.int64, bounds, classes, rows, row))
     else:
         loops.compile((*[rows] * 4, row, row, bounds, bounds, x, x, x, *[rows] * 3))
     loops.disable_compile()

@@ -23,7 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from . import functions
+from .arrays import read
 from .errors import ProblemError, UnsupportedError
+from .operation.forward import limits as limits_of
 from .spec import Spec, make_mask, make_offset, make_scale, make_score
 from .variant.mask import FromKey, Mask, Pairs, causal_and, of_head
 from .variant.score import Score
@@ -65,7 +68,10 @@ def attention(
     -inf is none; one of inf leaves o = 0 and lse = inf. A masked key or value takes no part, whatever it holds; NaN in q or in a
     kept key makes the row NaN.
     """
-    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset)
+    formula = make_formula(
+        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset,
+        (cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
     return (o, lse) if return_lse else o
 
@@ -80,7 +86,10 @@ def rounded(
 
     Takes what ``attention`` takes, and gives the same results as float32.
     """
-    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset)
+    formula = make_formula(
+        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset,
+        (cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
     return (o, lse) if return_lse else o
 
@@ -107,7 +116,10 @@ def attention_backward(
     A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. NaN or inf in a query reaches
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
     """
-    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset)
+    formula = make_formula(
+        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset,
+        (cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
 
@@ -122,7 +134,10 @@ def rounded_backward(
 
     Takes what ``attention_backward`` takes, and gives the same results as float32.
     """
-    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset)
+    formula = make_formula(
+        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset,
+        (cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
 
@@ -135,17 +150,22 @@ def _rounding(q: Any) -> Callable[[Any], Any]:
 
 
 def make_formula(
-    q: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any,
-    score: Any, q_offset: Any = None, kv_offset: Any = None,
+    q: Any, k: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any,
+    score: Any, q_offset: Any = None, kv_offset: Any = None, starts: tuple[Any, Any] = (None, None),
 ) -> Formula:  # fmt: skip
     """The formula for q's library and device and these options, in the dtype of that name."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     factor = make_scale(scale)
-    spec = Spec(
-        make_mask(causal, window, mask), make_score(softcap, score), q_offset=make_offset("q_offset", q_offset),
-        kv_offset=make_offset("kv_offset", kv_offset),
-    )  # fmt: skip
+    q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
+    options, captured = functions.taken({"mask": mask, "score": score})
+    own = dict(zip(functions.names(options), captured, strict=True))
+    if functions.among(options):
+        found = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
+        limits = limits_of({name: x for name, x in found.items() if x is not None}, {"q_offset": q_first, "kv_offset": kv_first})
+        options = functions.made(options, {name: read(x, name) for name, x in own.items()}, limits)
+    kept, logit = make_mask(causal, window, options["mask"]), make_score(softcap, options["score"])
+    spec = functions.on_host(Spec(kept, logit, q_offset=q_first, kv_offset=kv_first), own, starts)
     factor = q.shape[-1] ** -0.5 if factor is None else factor
     return Formula(xp, place, getattr(xp, number), rounding, spec.placed_mask, spec.placed_score, factor)
 
@@ -154,7 +174,8 @@ def make_formula(
 class Tile:
     """Some queries of a sequence, a run of keys that holds all that they keep, and which pairs they keep.
 
-    ``q`` and ``kv`` are the positions in the sequence as a column and a row; ``rows`` says which of the wanted queries these are.
+    ``q`` and ``kv`` are the positions in the sequence as a column and a row, ``lengths`` its numbers of queries and keys;
+    ``rows`` says which of the wanted queries these are.
     """
 
     rows: slice
@@ -162,6 +183,7 @@ class Tile:
     q: Any
     kv: Any
     kept: Any
+    lengths: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,13 +268,14 @@ class Formula:
 
     def heads(self, first: int, count: int) -> Iterator[tuple[Pairs, Sequence[int]]]:
         """The pairs that a mask keeps and the heads that they are of, counted from ``first``: all, or each where they differ."""
-        if hasattr(self.mask, "of_head"):
+        if hasattr(self.mask, "of_head") or hasattr(self.mask, "keep"):
             yield from ((of_head(self.mask, first + head), (head,)) for head in range(count))
         else:
             yield self.mask, range(count)
 
-    def tiles(self, mask: Pairs, queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
-        """The queries in tiles whose logits fit in memory, but for tiles that keep no key."""
+    def tiles(self, mask: Pairs, place: tuple[int, int], queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
+        """The queries in tiles whose logits fit in memory, but for tiles that keep no key. ``place`` are the numbers of the
+        sequence and of the head."""
         step = max(1, LOGITS // max(1, kv_len))
         for first in range(0, len(queries), step):
             chosen = queries[first : first + step]
@@ -261,22 +284,24 @@ class Formula:
             if low < high:
                 j = np.arange(low, high)
                 kept = (j >= begin[:, None]) & (j < end[:, None])
-                arrays = (self.xp.asarray(x, **self.place) for x in (chosen[:, None], j[None], kept))
-                yield Tile(slice(first, first + len(chosen)), slice(low, high), *arrays)
+                q, kv, kept = (self.xp.asarray(x, **self.place) for x in (chosen[:, None], j[None], kept))
+                if hasattr(mask, "keep"):
+                    kept = kept & mask.keep(self.xp, *place, q, kv, q_len, kv_len)
+                yield Tile(slice(first, first + len(chosen)), slice(low, high), q, kv, kept, (q_len, kv_len))
 
     def forward_sequence(
         self, origin: tuple[int, int], q: Any, k: Any, v: Any, sinks: list[float], queries: Any, at: Any, o: Any, lse: Any
     ) -> None:
         """Writes the queries of one sequence to the rows ``at`` of o and lse; its number and that of the first head are
         ``origin``."""
-        masks = self.heads(origin[1], q.shape[1])
-        for heads, tile in ((heads, tile) for mask, heads in masks for tile in self.tiles(mask, queries, len(q), len(k))):
-            to = self.xp.asarray(at[tile.rows], **self.place)
-            for head in heads:
-                kv_head = head // (q.shape[1] // k.shape[1])
-                rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
-                inputs = _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype)
-                o[to, head], lse[head, to] = self.attend(*inputs, sinks[head], (origin[0], origin[1] + head), tile)
+        for mask, heads in self.heads(origin[1], q.shape[1]):
+            for tile in self.tiles(mask, (origin[0], origin[1] + heads[0]), queries, len(q), len(k)):
+                to = self.xp.asarray(at[tile.rows], **self.place)
+                for head in heads:
+                    kv_head = head // (q.shape[1] // k.shape[1])
+                    rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
+                    inputs = _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype)
+                    o[to, head], lse[head, to] = self.attend(*inputs, sinks[head], (origin[0], origin[1] + head), tile)
 
     def backward_sequence(
         self, origin: tuple[int, int], do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: list[float], dq: Any, dk: Any, dv: Any,
@@ -287,11 +312,11 @@ class Formula:
         for head, sink in enumerate(sinks):
             kv_head = head // (q.shape[1] // k.shape[1])
             lse, delta = self.xp.full_like(dlse[head], sink), -dlse[head]
-            for tile in self.tiles(of_head(self.mask, origin[1] + head), np.arange(len(q)), len(q), len(k)):
+            place = origin[0], origin[1] + head
+            for tile in self.tiles(of_head(self.mask, place[1]), place, np.arange(len(q)), len(q), len(k)):
                 rows, keys = tile.rows, tile.keys
                 inputs = do[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head]
                 x = [_cast(x, self.dtype) for x in inputs]
-                place = origin[0], origin[1] + head
                 given = None if known is None else tuple(each[head, rows, None] for each in known)
                 found = self.gradients(x[0], x[1], x[2], x[3], dlse[head, rows, None], sink, place, tile, given)
                 dq[rows, head] += found[0]
@@ -313,7 +338,7 @@ class Formula:
         if not hasattr(self.score, "logit"):
             raise UnsupportedError(f"the reference has no formula for the score {self.score!r}: it has no logit(...).")
         dot = self.scale * (q @ k.T)
-        s = _cast(self.score.logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
+        s = _cast(functions.of_lengths(self.score, *tile.lengths).logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
         s = xp.where(tile.kept, self.rounding(s), -INF)
         m = xp.amax(s, axis=-1, keepdims=True)
         m = xp.where(m < sink, sink, m)
@@ -354,7 +379,7 @@ class Formula:
         """The score's derivative; None where it is 1."""
         if not hasattr(self.score, "slope"):
             raise UnsupportedError(f"the score {self.score!r} has no slope(...), its derivative by s, which gradients need.")
-        return self.score.slope(self.xp, dot, *place, tile.q, tile.kv)
+        return functions.of_lengths(self.score, *tile.lengths).slope(self.xp, dot, *place, tile.q, tile.kv)
 
     def sink_gradient(self, p: Any, delta: Any) -> Any:
         """The gradient of a head's sink."""

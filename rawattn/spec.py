@@ -69,6 +69,12 @@ class Spec:
         """The positions of the first rows of q and of k; None where the mask's alignment places them."""
         return None if self.q_offset is None and self.kv_offset is None else (self.q_offset or 0, self.kv_offset or 0)
 
+    @property
+    def built_in(self) -> Spec:
+        """The same options, with the default in place of each function: their kinds say what else selections depend on."""
+        found = {name: getattr(_DEFAULT, name) for name in ("mask", "score") if hasattr(getattr(self, name), "arrays")}
+        return dataclasses.replace(self, **found) if found else self
+
     def at(self, offsets: tuple[int, int] | None) -> Spec:
         """The same options with other offsets."""
         q_offset, kv_offset = offsets or (None, None)

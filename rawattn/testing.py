@@ -332,7 +332,7 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     plain_o = _float64(reference.rounded(q, k, v, **options))
     single = [x.float() if hasattr(x, "float") else x.astype("float32") for x in (q, k, v)]
     plain_lse = _float64(reference.rounded(*single, **options, return_lse=True)[1])
-    o_size, s_size = map(_float64, _sizes(q, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
+    o_size, s_size = map(_float64, _sizes(q, k, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
     lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
     # A dot product of n terms has n roundings, each uniform within 2^-24 of a partial sum. Partial sums grow like a random walk
@@ -368,7 +368,7 @@ def expect_backward(
     tolerance = _Tolerance(q)
     exact = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options)]
     plain = [_float64(x) for x in reference.rounded_backward(do, q, k, v, **options)]
-    formula, names = _sizes(q, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
+    formula, names = _sizes(q, k, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
     sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(do, q, k, v, dlse, *_given(options))]
     lost = [np.zeros(())] * 3
     if tolerance.is_fp16:
@@ -398,9 +398,10 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
     return abs(q.shape[-1] ** -0.5 if scale is None else scale) * np.swapaxes(size, -1, -2)
 
 
-def _sizes(q: Any, options: dict[str, Any], power: int) -> _Sizes:
+def _sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
     asked = {name: options.get(name) for name in _OPTIONS[1:]}
-    formula = reference.make_formula(q, "float64", lambda x: x, causal=options.get("causal", False), **asked)
+    starts = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
+    formula = reference.make_formula(q, k, "float64", lambda x: x, causal=options.get("causal", False), **asked, starts=starts)
     return _Sizes(**_fields(formula), power=power)
 
 

@@ -13,6 +13,7 @@ from ..render import config_header, source
 from ..variant import Option, element, kv, launch, rows, scheduler, softmax, store, weight
 from ..variant.lengths import KvLens, PageListLens
 from ..variant.place import OnePage, PageList, PageTable
+from ..variant.walk import lists
 from . import tiling
 from .base import Kernel
 
@@ -110,6 +111,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if most_rows(op) > MOST_ROWS:
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
+        if lists(op.mask):
+            found.append("it takes masks that keep one run of keys for each query, and its mask is a function")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
         found += ["it takes no kv_begin yet"] * op.kv_begin + ["causal is an array; it takes True and False"] * op.causal_each

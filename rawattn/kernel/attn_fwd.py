@@ -105,6 +105,7 @@ class AttnFwd(OneLaunch):
             found.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
         found += tiling.tensor_core_reasons(op)
         found += tiling.too_many_tiles(op, 64)
+        found += tiling.function_reasons(op)
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:

@@ -123,6 +123,7 @@ class AttnFwdMma(OneLaunch):
         if not self.runs_on(device):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
         found += tiling.tensor_core_reasons(op) + tiling.too_many_tiles(op, 32)
+        found += tiling.function_reasons(op)
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:

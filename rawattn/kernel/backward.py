@@ -21,6 +21,7 @@ from ..variant.dlse import GivenDlse, ZeroDlse
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
 from ..variant.store import DQ, DQ_SUM
+from ..variant.walk import lists
 from . import tiling
 from .base import Kernel
 
@@ -43,6 +44,8 @@ def reasons(op: Backward, q_block: int, tile_kv: int, places: int = 1) -> list[s
         found.append(f"it needs the derivative of the score, slope(...), and {type(forward.score).__name__} has none")
     if forward.constant_time:
         found.append("its time is not shown to be independent of the data; constant_time is for the forward")
+    if lists(forward.mask):
+        found.append("it takes masks that keep one run of keys for each query, and its mask is a function")
     most = tiling.MOST_TILES // places
     for count, size in ((q_blocks(forward, q_block) * forward.heads, q_block), (kv_tiles(forward, tile_kv), tile_kv)):
         if count > most:

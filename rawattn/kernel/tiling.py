@@ -49,6 +49,14 @@ def tensor_core_reasons(op: Forward, widest: int = 256) -> list[str]:
     return found
 
 
+def function_reasons(op: Forward) -> list[str]:
+    """The reason why functions among the options are refused, where they are."""
+    found = [name for name in ("mask", "score") if hasattr(getattr(op, name), "arrays")]
+    if not (op.constant_time and found):
+        return []
+    return [f"its {' and its '.join(found)} may take any time, as functions do; constant_time is for built-in masks and scores"]
+
+
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
     """The reason why the tiles of an operation cannot be counted, where they, or the smallest, have ``tile_q`` rows."""
     count = most_tiles(op, tile_q)

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .. import functions
 from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
 from ..tma import ALIGNMENT, readable
+from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
 from .base import FEW_ROWS, OverKeys, three_bits
@@ -102,6 +104,9 @@ class Forward(OverKeys):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Forward:
         """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
+        if functions.among(options):
+            check_arrays(arrays, *lengths)
+            options = functions.resolved(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
@@ -139,7 +144,12 @@ class Forward(OverKeys):
             found += [Operand(f"cu_seqlens_{side}", "int32", (self.batch + 1,)) for side in ("q", "kv")]
         found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
         lengths = ("q_lens",) * self.q_lens + ("kv_lens",) * self.kv_lens
-        return (*found, *(Operand(name, "int32", (self.batch,)) for name in lengths))
+        return (*found, *(Operand(name, "int32", (self.batch,)) for name in lengths), *self.captured)
+
+    @functools.cached_property
+    def captured(self) -> tuple[Operand, ...]:
+        """What the mask captured, and the score."""
+        return functions.operands(self.spec.mask, self.spec.score)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
@@ -190,7 +200,7 @@ class Forward(OverKeys):
     def selection_key(self) -> Any:
         """Its kind, options and heads, and its lengths and offsets to three significant bits."""
         sizes = self._sizes()
-        return (self.kind, self._rounded_spec(sizes), self.layout, self.heads, self.kv_heads, sizes)
+        return (self.kind, self._rounded_spec(sizes).built_in, self.layout, self.heads, self.kv_heads, sizes)
 
     def rounded(self) -> Forward:
         """The operation whose lengths and offsets are rounded up so."""
@@ -329,6 +339,15 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
             _check_lens(name, arrays[name], q, batch)
     if "sinks" in arrays:
         _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
+
+
+def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> Limits:
+    """The sizes of the problem that functions are for, on these inputs, by name. Bounds on lengths prove nothing."""
+    q, k, starts = arrays["q"], arrays["k"], arrays.get("cu_seqlens_q")
+    offsets = make_offsets(options.get("q_offset"), options.get("kv_offset")) or (0, 0)
+    rows = q.shape[-3], k.shape[-3]
+    batch, packed = (q.shape[0], (0, 0)) if starts is None else (starts.shape[0] - 1, rows)
+    return Limits(batch, q.shape[-2], rows[0] + offsets[0], rows[1] + offsets[1], *packed)
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:

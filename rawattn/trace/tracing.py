@@ -96,22 +96,21 @@ class Traced:
         from ..variant.function import option  # it imports this package
 
         shapes = tuple(tuple(shape) for _, shape in forms)
-        return option(self.code, shapes, tuple(numbers), Limits(*limits))
+        return option(self.code, shapes, tuple(numbers), Limits(*limits), self.labels)
 
     @functools.cached_property
     def text(self) -> str:
-        """The class and the code as text, which graphs of torch.compile hold."""
-        return json.dumps({"class": f"{type(self).__module__}:{type(self).__qualname__}", "code": self.to_json()})
-
-    def to_json(self) -> str:
-        """The code, as JSON can hold it."""
-        return str(self.code)
+        """Its code and labels as JSON."""
+        return json.dumps([self.code, *self.labels])
 
     @classmethod
-    def from_json(cls, code: str) -> Traced:
-        """The inverse of ``to_json``. What comes back binds no function."""
+    def from_text(cls, text: str) -> Traced:
+        """The inverse of ``text``. What comes back binds no function."""
+        code, *labels = json.loads(text)
         found = Code(code)
-        return cls(found, tuple(f"{found.role}_{i}" for i in range(len(found.arrays))))
+        if len(labels) != len(found.arrays):
+            raise ProblemError(f"text is {text[:80]!r}; it must have the names of {len(found.arrays)} arrays.")
+        return cls(found, tuple(labels))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Traced) and self.code == other.code

@@ -22,12 +22,14 @@ from . import Option
 
 class Captured(NamedTuple):
     """What is needed of an array that a function captured. Its last axis is contiguous. ``pyramid``: over how many of its last
-    axes minima and maxima of blocks are wanted (``cuda_src/variant/function/pyramid.cuh``), 0 for none."""
+    axes minima and maxima of blocks are wanted (``cuda_src/variant/function/pyramid.cuh``), 0 for none. ``label`` is what the
+    function calls it."""
 
     name: str
     element: str
     shape: tuple[int, ...]
     pyramid: int = 0
+    label: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class _Function(Option):
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", Code(self.code))  # from JSON they come as str and list
         object.__setattr__(self, "numbers", tuple(self.numbers))
-        object.__setattr__(self, "arrays", tuple(Captured(n, e, tuple(shape), p) for n, e, shape, p in self.arrays))
+        object.__setattr__(self, "arrays", tuple(Captured(n, e, tuple(shape), *rest) for n, e, shape, *rest in self.arrays))
         object.__setattr__(self, "checked", tuple((node, axis) for node, axis in self.checked))
 
     @property
@@ -150,7 +152,9 @@ def _slope(code: Code) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def option(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits) -> Any:
+def option(
+    code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits, labels: tuple[str, ...]
+) -> Any:
     """The mask or score of a traced function and what it captured: a built-in one where that has the same meaning."""
     checked = prove(code, shapes, numbers, limits)
     found = recognition.recognised(code, numbers)
@@ -162,7 +166,7 @@ def option(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int |
         )
     pyramids = cuda_text.pyramids_of(code)
     arrays = tuple(
-        Captured(f"{code.role}_{i}", element, shape, pyramid)
-        for i, ((element, _), shape, pyramid) in enumerate(zip(code.arrays, shapes, pyramids, strict=True))
+        Captured(f"{code.role}_{i}", element, shape, pyramid, label)
+        for i, ((element, _), shape, pyramid, label) in enumerate(zip(code.arrays, shapes, pyramids, labels, strict=True))
     )
     return (FunctionMask if code.role == "mask" else FunctionScore)(code, numbers, arrays, checked)
