@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from rawattn.variant.function import FunctionMask, FunctionScore
 from tests import emulator
 
 Array = npt.NDArray[Any]
+_numbers = itertools.count()  # libraries of one process share names
 INCLUDE = re.compile(r'#include "([^"]+)"')
 HEAD = """\
 #include "threads.hpp"
@@ -38,7 +40,8 @@ extern "C" void keep_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 s
             for (i32 x = 0; x < step; ++x) *kept++ = row.keep(x);
         }}
 }}
-extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_first, i32 h_last, i32 tile_q, i32 tile_kv, signed char* found) {{
+extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_first, i32 h_last, i32 tile_q, i32 tile_kv,
+                             signed char* found) {{
     const FunctionMask mask(*args, *rows, {{b, h_first, 0, 0}});
     for (i32 q = 0; q < rows->q_len; q += tile_q)
         for (i32 kv = 0; kv < rows->kv_len; kv += tile_kv)
@@ -46,7 +49,8 @@ extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_fi
 }}
 """
 SCORE = """
-extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, const Number* s, Number* value, Number* slope) {{
+extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, const Number* s, Number* value,
+                          Number* slope) {{
     const FunctionScore score(*args, *rows, {{b, h, 0, 0}});
     for (i32 q = 0; q < rows->q_len; ++q)
         for (i32 kv = 0; kv < rows->kv_len; ++kv, ++s) {{
@@ -95,7 +99,7 @@ class Library:
         text = INCLUDE.sub("", text).replace("#pragma once", "")
         args = "".join(f"    {field.ctype} {field.name};\n" for field in self.fields(option))
         questions = (MASK if isinstance(option, FunctionMask) else SCORE).format(i=i)
-        return f"namespace n{i} {{\nusing Number = {ctype};\nstruct Args {{\n{args}}};\n{text}{questions}}}\n"
+        return f"namespace n{next(_numbers)} {{\nusing Number = {ctype};\nstruct Args {{\n{args}}};\n{text}{questions}}}\n"
 
     @staticmethod
     def fields(option: Any) -> Fields:

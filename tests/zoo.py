@@ -271,9 +271,10 @@ def dense(rng: Rng, n: int, m: int) -> Any:
 
 MASKS: list[Callable[[Rng, int, int], Any]] = [
     full, causal, causal_bottom_right, sliding, window, chained, prefix_lm, documents, documents_causal, documents_sliding,
-    bounds_of_queries, flashmask, dilated, natten_1d, natten_2d, natten_2d_tiled, sta_3d, block_table, top_blocks, tree, tree_bits,
-    global_tokens, padding, left_padding_causal, padding_array, chunked, streaming, head_windows, block_diffusion, shared_prefix,
-    vision_cross, image_bidirectional, temporal, strided, same_segment_sorted_by_route, thresholds, dense,
+    bounds_of_queries, flashmask, dilated, natten_1d, natten_2d, natten_2d_tiled, sta_3d, block_table, top_blocks, tree,
+    tree_bits, global_tokens, padding, left_padding_causal, padding_array, chunked, streaming, head_windows,
+    block_diffusion, shared_prefix, vision_cross, image_bidirectional, temporal, strided, same_segment_sorted_by_route,
+    thresholds, dense,
 ]  # fmt: skip
 
 

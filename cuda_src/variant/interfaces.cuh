@@ -61,7 +61,9 @@ template <class M> struct QTilesOption : Given {
 };
 // score: the logit of a dot product s, in units of 1 / scale_log2, which is the same for all heads; non-decreasing in s. One that
 // is a function of s alone may have apply(s), which does a warp's fragment of float at once, and exponent(s, less, within):
-// scale_log2 * score(s) + less, straight from the dot product; where it cannot tell, the highest bit of `within` is cleared.
+// scale_log2 * score(s) + less, straight from the dot product; where it cannot tell, the highest bit of `within` is cleared. One that
+// is not may have row(q, first), with what the keys of a row share: its value(s, offset) and slope(s, offset) are those of key first +
+// offset.
 template <class S> struct ScoreOption : Given {
     static const S s;
     static_assert(requires { S(args, rows, work); }, "Score(args, rows, work)");

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ProblemError
 from .capture import ELEMENTS
-from .expressions import COMMUTATIVE, RANK, Expr, make, nodes, rebuilt
+from .expressions import COMMUTATIVE, RANK, Expr, children, make, nodes, parts, rebuilt
 from .formulas import FORMULAS
 
 INPUTS = ("load", "dim", "param")  # whose first argument is the number of an array, or of a number
@@ -126,8 +126,8 @@ def canonical(root: Expr, role: str) -> tuple[Code, list[int], list[int]]:
         if x in seen:
             return
         seen.add(x)
-        parts = [atom for atom, _ in x.args[1]] if x.op == "lin" else [a for a in x.args if isinstance(a, Expr)]
-        for part in sorted(parts, key=shapes.__getitem__) if x.op in (*COMMUTATIVE, "lin") else parts:
+        own = parts(x.op, x) if x.op in ("and", "or") else list(children(x))
+        for part in sorted(own, key=shapes.__getitem__) if x.op in (*COMMUTATIVE, "lin") else own:
             visit(part)
         if x.op in INPUTS:
             slots["param" if x.op == "param" else "array", x.args[0]] = None
@@ -140,7 +140,9 @@ def canonical(root: Expr, role: str) -> tuple[Code, list[int], list[int]]:
 
 def _shape(x: Expr, shapes: Mapping[Expr, str]) -> str:
     """A digest of the form that does not depend on the numbers of what was captured."""
-    if x.op == "lin":
+    if x.op in ("and", "or"):
+        words = sorted(shapes[part] for part in parts(x.op, x))
+    elif x.op == "lin":
         words = [str(x.args[0]), *sorted(f"{shapes[atom]}*{c}" for atom, c in x.args[1])]
     else:
         args = x.args[1:] if x.op in INPUTS else x.args

@@ -11,7 +11,7 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,28 +76,27 @@ def is_array(value: Any) -> bool:
     return all(hasattr(cls, name) for name in ("__getitem__", "dtype", "shape")) and not isinstance(value, np.generic)
 
 
-@dataclasses.dataclass(frozen=True)
-class Note:
-    """Something that was compiled in. ``what`` says of what the value was noted: "code" of a function, its "type", its "length"
-    and type, that it is the "same" as what another path leads to, or the "value" itself."""
+def _is_value(found: Any, value: Any, function: Any) -> bool:
+    return found is value or (type(found) is type(value) and bool(found == value))
+
+
+# What was noted of a value, and whether another function has the same there: from what is found, what was noted, and the
+# function.
+NOTES: dict[str, Callable[[Any, Any, Any], bool]] = {
+    "code": lambda found, value, function: found.__code__ is value or found.__code__ == value,
+    "type": lambda found, value, function: type(found) is value,
+    "length": lambda found, value, function: (type(found), len(found)) == value,
+    "same": lambda found, value, function: found is follow(function, value),  # as what another path leads to
+    "value": _is_value,
+}
+
+
+class Note(NamedTuple):
+    """Something that was compiled in."""
 
     path: Path
     what: str
     value: Any
-
-    def holds(self, function: Any) -> bool:
-        """Says whether another function has the same there."""
-        found = follow(function, self.path)
-        match self.what:
-            case "code":
-                return found.__code__ == self.value
-            case "type":
-                return type(found) is self.value
-            case "length":
-                return (type(found), len(found)) == self.value
-            case "same":
-                return found is follow(function, self.value)
-        return found is self.value or (type(found) is type(self.value) and bool(found == self.value))
 
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
@@ -112,6 +111,16 @@ def follow(x: Any, path: Path) -> Any:
     for step, at in path:
         x = _STEPS[step](x, at)
     return x
+
+
+def follower(path: Path) -> Callable[[Any], Any]:
+    """``follow`` along one path, quicker."""
+    if not path:
+        return lambda x: x
+    if len(path) == 1 and path[0][0] == "cell":
+        i = path[0][1]
+        return lambda x: x.__closure__[i].cell_contents
+    return lambda x: follow(x, path)
 
 
 class SymbolicArray:
@@ -158,7 +167,7 @@ class SymbolicArray:
             raise ProblemError(f"{self._of.label} has {self._of.ndim} dimensions and is given more indices.")
         indices = list(self._indices)
         for axis, i in zip(axes, given, strict=False):
-            if not (isinstance(i, slice) and i == slice(None)):
+            if not (isinstance(i, slice) and i.start is i.stop is i.step is None):
                 indices[axis] = self._index(i, axis)
         if any(i is None for i in indices):
             return SymbolicArray(self._slot, self._of, tuple(indices))
@@ -229,13 +238,17 @@ class Owner:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.called()(*args, **kwargs)
+
+    def called(self) -> Any:
+        """What a call of it calls."""
         function = type(self._value).__call__
         if not isinstance(function, types.FunctionType):
             raise ProblemError(f"{self._label} is a {type(self._value).__name__}, which is no Python function; write one.")
         if _is_of_library(function):  # a module of torch
-            return self.forward(*args, **kwargs)
+            return self.forward
         path = (*self._path, ("type", None), ("attribute", "__call__"))
-        return self._capture.rebuild(function, path, self._label)(self, *args, **kwargs)
+        return types.MethodType(self._capture.rebuild(function, path, self._label), self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ProblemError(f"{self._label}.{name} is assigned to; a mask or a score changes nothing outside of itself.")
@@ -274,7 +287,7 @@ class Capture:
         """What takes the place of a value while the function is traced."""
         kind = number_kind(value)
         if kind is not None:
-            return self._slot(NumberSlot(path, label, kind, kind == "int" and value < 0), value)
+            return self._slot(NumberSlot(path, label, kind, kind == "int" and bool(value < 0)), value)
         if _is_fixed(value):
             self.notes.append(Note(path, "value", value))
             return value

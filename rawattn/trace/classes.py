@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from .canonical import Code
-from .expressions import Expr, logical, make, nodes, rebuilt
+from .expressions import Expr, compare, logical, make, nodes, parts, rebuilt
 from .pyramid import Pyramid, loaded
 from .ranges import Range, bounds, exactly
 
@@ -18,22 +19,29 @@ EMPTY, CUT, FULL = 0, 1, 2
 
 @functools.lru_cache(maxsize=256)
 def strengthened(code: Code) -> Expr:
-    """The same condition, to be bounded: where a == b is asked together with another comparison of a, that of b is added. A group
-    of -1 that is excluded on one side alone is so on both then."""
+    """The same condition, to be bounded, with what follows from two of its comparisons together. From a == b and one of a follows
+    that of b: a group of -1 that is excluded on one side alone is so on both. From a <= b and b <= c follows a <= c."""
     done: dict[Expr, Expr] = {}
     for node in nodes(code.root):
         done[node] = rebuilt(node, done) if node.op in ("and", "or", "not") else node
         if node.op == "and":
-            asked = _parts(node)
-            for equal in (p for p in asked if p.op == "eq"):
-                for a, b in (equal.args, equal.args[::-1]):
-                    for p in (p for p in asked if p.op in ("lt", "le") and any(x is a for x in p.args)):
-                        done[node] = logical("and", done[node], make(p.op, "bool", tuple(b if x is a else x for x in p.args)))
+            for found in _following(parts("and", node)):
+                done[node] = logical("and", done[node], found)
     return done[code.root]
 
 
-def _parts(x: Expr) -> list[Expr]:
-    return [p for a in x.args for p in _parts(a)] if x.op == "and" else [x]
+def _following(asked: Sequence[Expr]) -> Iterator[Expr]:
+    """What follows from two of these conditions, and says something of the query or the key."""
+    orders = [x for x in asked if x.op in ("lt", "le")]
+    for equal in (x for x in asked if x.op == "eq"):
+        for a, b in (equal.args, equal.args[::-1]):
+            for x in (x for x in orders if any(y is a for y in x.args)):
+                yield make(x.op, "bool", tuple(b if y is a else y for y in x.args))
+    for x, y in itertools.permutations(orders, 2):
+        if x.args[1] is y.args[0]:
+            found = compare("lt" if "lt" in (x.op, y.op) else "le", x.args[0], y.args[1])
+            if found.deps & {"q", "kv"}:
+                yield found
 
 
 def classify(

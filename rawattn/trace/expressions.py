@@ -45,7 +45,7 @@ def call(name: str, args: Any, kwargs: Any) -> Expr:
     """What a function of an array library makes of expressions."""
     if name not in FUNCTIONS:
         raise ProblemError(f"{name}() is not known of single elements; there are {', '.join(sorted(FUNCTIONS))}.")
-    return FUNCTIONS[name](*args, **kwargs)
+    return FUNCTIONS[name](*args, **{word: value for word, value in kwargs.items() if word != "inplace"})
 
 
 class Expr:
@@ -525,8 +525,8 @@ def compare(op: str, a: Any, b: Any) -> Expr:
         return make(form, "bool", ordered(form, (rest, side) if c < 0 else (side, rest)))
     if a.raw or b.raw:
         return make(op, "bool", ordered(op, (a, b)))
-    above = from_linear(constant, {atom: k for atom, k in terms.items() if k > 0})
-    below = from_linear(0, {atom: -k for atom, k in terms.items() if k < 0})
+    above = from_linear(max(constant, 0), {atom: k for atom, k in terms.items() if k > 0})
+    below = from_linear(max(-constant, 0), {atom: -k for atom, k in terms.items() if k < 0})
     return make(form, "bool", ordered(form, (above, below)))
 
 
@@ -538,9 +538,18 @@ def logical(op: str, a: Any, b: Any) -> Expr:
     for x, y in ((a, b), (b, a)):
         if y.op == "const":
             return {"and": x if y.args[0] else y, "or": y if y.args[0] else x, "xor": invert(x) if y.args[0] else x}[op]
-    if a is b:
-        return a if op != "xor" else const(False)
-    return make(op, "bool", ordered(op, (a, b)))
+    if op == "xor":
+        return const(False) if a is b else make(op, "bool", ordered(op, (a, b)))
+    joined = {*parts(op, a), *parts(op, b)}
+    if any(invert(x) in joined for x in joined):  # a condition and its opposite
+        return const(op == "or")
+    first, *rest = sorted(joined, key=lambda x: x.digest)
+    return functools.reduce(lambda x, y: make(op, "bool", (x, y)), rest, first)
+
+
+def parts(op: str, x: Expr) -> list[Expr]:
+    """The conditions that "and"s, or "or"s, join."""
+    return [part for a in x.args for part in parts(op, a)] if x.op == op else [x]
 
 
 def invert(a: Any) -> Expr:

@@ -40,7 +40,7 @@ def _formula(x: Expr, names: dict[Expr, str]) -> str:
         case "var":
             return str(args[0])
         case "const":
-            return _constant(args[0])
+            return _constant(x.args[0])
         case "param":
             return f"number(n{args[0]})" if x.type == "float" else f"n{args[0]}"
         case "dim":

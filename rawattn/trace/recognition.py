@@ -13,7 +13,7 @@ from ..variant.mask import UNBOUNDED, Both, Causal, Full, Window
 from ..variant.score import FLOAT32_MAX, FLOAT32_MIN, Scale, Softcap
 from .canonical import Code
 from .evaluation import evaluate
-from .expressions import KV, KV_LEN, Q_LEN, Expr, Q, S, from_linear, linear
+from .expressions import KV, KV_LEN, Q_LEN, Expr, Q, S, from_linear, linear, nodes, parts
 
 
 class _Side(NamedTuple):
@@ -32,22 +32,16 @@ def recognised(code: Code, numbers: Sequence[Any]) -> Any:
 
 def _value(x: Expr, numbers: Sequence[Any]) -> Any:
     """What an expression of captured numbers alone is; None for others."""
-    from .expressions import nodes
-
     if x.deps or any(node.op in ("dim", "load") for node in nodes(x)):
         return None
     return evaluate(x, {}, (), numbers).item()
-
-
-def _parts(x: Expr) -> list[Expr]:
-    return [part for a in x.args for part in _parts(a)] if x.op == "and" else [x]
 
 
 def _mask(root: Expr, numbers: Sequence[Any]) -> Any:
     if root.op == "const":
         return Full() if root.args[0] else None
     sides: list[_Side] = []
-    for part in _parts(root):
+    for part in parts("and", root):
         found = _sides(part, numbers)
         if not found:
             return None

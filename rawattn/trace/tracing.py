@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 
 from ..errors import ProblemError, RawattnError
 from .canonical import Code, canonical, renumbered, slots_of
-from .capture import Capture, Note, Slot, code_of, follow
+from .capture import NOTES, Capture, Note, Owner, Slot, code_of, follower
 from .evaluation import evaluate
 from .expressions import Expr, S, as_type, tracer, var, where, wrap
 from .proofs import Limits
@@ -62,17 +63,29 @@ class Traced:
     def bind(self, function: Any) -> tuple[tuple[Any, ...], tuple[int | float, ...]] | None:
         """The arrays and numbers that a function captured, where it is the traced one up to their values; else None."""
         try:
-            if not all(note.holds(function) for note in self.notes):
-                return None
-            values = [follow(function, slot.path) for slot in self.slots]
+            for find, holds, known in self._tests:
+                if not holds(find(function), known, function):
+                    return None
+            values = []
+            for find, accepts in self._finds:
+                value = find(function)
+                if not accepts(value):
+                    return None
+                values.append(value)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            return None
-        if not all(slot.accepts(value) for slot, value in zip(self.slots, values, strict=True)):
             return None
         for x, known in self.specialised:
             if _value_of(x, values) != known:
                 return None
-        return tuple(values[i] for i in self.arrays), tuple(_number(values[i]) for i in self.numbers)
+        return tuple([values[i] for i in self.arrays]), tuple([_number(values[i]) for i in self.numbers])
+
+    @functools.cached_property
+    def _tests(self) -> list[tuple[Any, Any, Any]]:
+        return [(follower(path), NOTES[what], value) for path, what, value in self.notes]
+
+    @functools.cached_property
+    def _finds(self) -> list[tuple[Any, Any]]:
+        return [(follower(slot.path), slot.accepts) for slot in self.slots]
 
     def option(self, forms: Sequence[tuple[str, tuple[int, ...]]], numbers: Sequence[Any], limits: Sequence[int]) -> Any:
         """The option of these captured arrays, (dtype, shape) each, and numbers, in a problem of these ``Limits``: a built-in one
@@ -110,7 +123,7 @@ class Traced:
 
 
 def _number(x: Any) -> int | float:
-    return x.item() if isinstance(x, np.generic) else x
+    return x if type(x) in (int, float) else x.item() if isinstance(x, np.generic) else x
 
 
 def _value_of(x: Expr, values: Sequence[Any]) -> Any:
@@ -155,15 +168,16 @@ class _Paths:
         return result
 
 
-def _arguments(function: Any, role: str) -> list[Expr]:
-    """The symbols that a function is called with."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+def _arguments(function: Any, role: str) -> tuple[list[Expr], dict[str, Expr]]:
+    """The symbols that a function is called with, by position and by name."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [*by_position, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)]
     if not names and any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        names = list(POSITIONAL[role])
+        names = by_position = list(POSITIONAL[role])
     meant = [ALIASES.get(name) for name in names]
     if None in meant or len(set(meant)) < len(meant):
-        if len(names) != len(POSITIONAL[role]):
+        if len(by_position) != len(POSITIONAL[role]) or len(names) > len(by_position):
             allowed = ", ".join((*(("s",) if role == "score" else ()), *VARIABLES))
             raise ProblemError(
                 f"it takes ({', '.join(names)}); it must take any of {allowed}, by these names, or "
@@ -172,7 +186,8 @@ def _arguments(function: Any, role: str) -> list[Expr]:
         meant = list(POSITIONAL[role])
     if role == "mask" and "s" in meant:
         raise ProblemError("it takes s, which a mask does not see; give a function of s as score=.")
-    return [S if name == "s" else var(str(name)) for name in meant]
+    symbols = [S if name == "s" else var(str(name)) for name in meant]
+    return symbols[: len(by_position)], dict(zip(names[len(by_position) :], symbols[len(by_position) :], strict=True))
 
 
 def _result(root: Expr, role: str) -> Expr:
@@ -197,8 +212,9 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
     paths = _Paths(capture.values)
     token = tracer.set(paths)
     try:
-        arguments = _arguments(replaced, role)
-        root = _result(paths.explore(lambda: replaced(*arguments)), role)
+        called = replaced.called() if isinstance(replaced, Owner) else replaced
+        args, words = _arguments(called, role)
+        root = _result(paths.explore(lambda: called(*args, **words)), role)
     finally:
         tracer.reset(token)
     code, arrays, numbers = canonical(root, role)
@@ -262,13 +278,13 @@ def bind(function: Any, role: str) -> Bound:
     """
     if role not in ROLES:
         raise ProblemError(f"role is {role!r}; it must be one of {', '.join(map(repr, ROLES))}.")
-    code = code_of(function)
+    code = function.__code__ if type(function) is types.FunctionType else code_of(function)
     if code is None:
         raise ProblemError(f"{role} is {function!r}; it must be a Python function, or an option such as rawattn.mask.Causal().")
     for traced in _cache.get((code, role)):
         found = traced.bind(function)
         if found is not None:
-            return Bound(traced, *found)
+            return Bound(traced, found[0], found[1])
     bound = _traced_anew(function, role)
     _cache.put((code, role), bound.traced)
     return bound

@@ -24,11 +24,11 @@ constexpr float minus_inf = -__builtin_inff();
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define __log2f log2f
-#define __fmaf_rn fmaf
-#define __fma_rn fma
+#define __log2f ::log2f
+#define __fmaf_rn ::fmaf
+#define __fma_rn ::fma
 #define __ldg(pointer) (*(pointer))
-#define __fsqrt_rn sqrtf
+#define __fsqrt_rn ::sqrtf
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmul_rn(float a, float b) { return a * b; }

@@ -4,17 +4,13 @@ Numba, and the classes of tiles, all against the functions themselves on arrays.
 from __future__ import annotations
 
 import collections
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rawattn import trace
-from rawattn.trace import numba_text
-from rawattn.trace.classes import EMPTY, FULL, classify
-from rawattn.trace.pyramid import Pyramid
-from rawattn.variant.function import FunctionMask, FunctionScore, option
+from rawattn.trace.classes import EMPTY, FULL
+from rawattn.variant.function import FunctionMask, FunctionScore
 from rawattn.variant.mask import Both, Causal, Full, Mask, Window
 from rawattn.variant.score import Softcap
 from tests import zoo
@@ -27,7 +23,10 @@ BUILT_IN = {
     "full": Full(), "causal": Causal("top_left"), "causal_bottom_right": Causal(), "sliding": Both, "window": Window,
     "softcap": Softcap(30.0),
 }  # fmt: skip
-TRULY_FOUND = {"natten_2d": 0.8, "temporal": 0.6, "image_bidirectional": 0.6, "top_blocks": 0.2, "block_diffusion": 0.6, "shared_prefix": 0.9}
+FOUND = {  # the share of empty and of full tiles that one question finds, where it is not nearly all
+    "dilated": 0.85, "natten_2d_tiled": 0.8, "block_diffusion": 0.85, "image_bidirectional": 0.5, "temporal": 0.4,
+    "top_blocks": 0,
+}  # fmt: skip
 
 
 class Trial:
@@ -75,7 +74,9 @@ def merged(trials: list[Trial]) -> Any:
     return trials[0].option
 
 
-@pytest.mark.parametrize("maker", [maker for maker in (*zoo.MASKS, *zoo.SCORES) if maker.__name__ in BUILT_IN], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "maker", [maker for maker in (*zoo.MASKS, *zoo.SCORES) if maker.__name__ in BUILT_IN], ids=lambda x: x.__name__
+)
 def test_built_in(maker: Any) -> None:
     wanted = BUILT_IN[maker.__name__]
     for i in range(TRIALS):
@@ -111,7 +112,7 @@ def test_mask(masks: tuple[Library, dict[str, list[Trial]]], name: str) -> None:
         for tile in TILES:
             count += check_classes(library, place, trial, expected, tile)
     for what in ("empty", "full"):
-        assert count[f"found {what}"] >= TRULY_FOUND.get(name, 0.97 if what == "empty" else 0.9) * count[what] - 1, (what, count)
+        assert count[f"found {what}"] >= FOUND.get(name, 0.95) * count[what] - 1, (what, count)
 
 
 def tree_bits(trial: Trial) -> Array:
