@@ -10,7 +10,7 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
 from ..render import wgmma
-from ..variant import Option, clear, store, weight
+from ..variant import Option, clear, store
 from ..variant.mask import Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
@@ -176,7 +176,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=backward.kv_scheduler(op, config.direction),
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
         Store=STORES[config.store][0],
     )  # fmt: skip
     loads = backward.loads(config.tile_q, config.tile_kv)

@@ -13,7 +13,7 @@ from ..operand import Layout
 from ..operation import Forward
 from ..program import Buffer, Field, Fields, Program, View
 from ..render import config_header, source
-from ..variant import Option, kv, rows, scheduler, softmax, store
+from ..variant import Option, kv, rows, scheduler, softmax, store, weight
 from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
 from . import combine, tiling
@@ -202,7 +202,7 @@ class AttnFwdMma(OneLaunch):
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         if config.pack_gqa:
             mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
-            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
+            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score, "Weight": weight.make(op.spec.dropout, pack_gqa=True)}
         if config.split:
             own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}  # type: ignore[arg-type]
             own["Scheduler"] = scheduler.LptScheduler(persistent=False, split=True)
