@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..program import Field, Fields, Pointer
 from . import Option
 
-LEVELS = 1 << 16  # of probabilities: a weight has 16 random bits
+LEVELS = 1 << 15  # of probabilities: a weight has 15 random bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Identity(Option):
 
 @dataclasses.dataclass(frozen=True)
 class Dropout(Option):
-    """Makes a weight 0 with probability ``rate``, which is p rounded to a multiple of 2^-16 from 2^-16 to 1 - 2^-16, and divides
+    """Makes a weight 0 with probability ``rate``, which is p rounded to a multiple of 2^-15 from 2^-15 to 1 - 2^-15, and divides
     the others by 1 - ``rate``.
 
     ``kept`` is the definition in Python, which the reference and the tests read; the loops of ``lanes.py`` compute it, too.
@@ -62,7 +62,7 @@ class Dropout(Option):
         i, j = np.asarray(q, np.uint32), np.asarray(kv, np.uint32)
         words = philox((i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, head, batch), (seed % 2**32, (seed >> 32) % 2**32))
         word = np.choose(j % 2 * 2 + j // 8 % 2, words)
-        return (word >> (i // 8 % 2 * 16)) % LEVELS >= self.threshold
+        return (word >> (i // 8 % 2 * 16 + 1)) % LEVELS >= self.threshold
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,10 @@
 #pragma once
-// Dropout (Srivastava et al., JMLR 15, 2014): a weight is 0 with probability p, which is args.dropout_threshold / 2^16, and else is
+// Dropout (Srivastava et al., JMLR 15, 2014): a weight is 0 with probability p, which is args.dropout_threshold / 2^15, and else is
 // multiplied by 1 / (1 - p), args.dropout_factor.
 //
 // Whether it is kept is a pure function of args.seed, the sequence, the query head, and the positions of query and key: tiles, grids,
-// splits and kernels have no part in it. The seed is Philox's key. One counter makes eight numbers of 16 bits: those of the queries
+// splits and kernels have no part in it. The seed is Philox's key. One counter makes eight numbers of 15 bits, the upper ones
+// of 16: those of the queries
 // i and i + 8 with the keys j, j + 1, j + 8 and j + 9, of a block of 16 x 16 pairs. These are what a thread has of such a block in a
 // product's accumulator (tile/fragment.cuh), so it takes one call for eight weights. Where rows are keys, it has four of the eight
 // of two counters, and the lane with the key beside its own has the others.
@@ -19,7 +20,7 @@ struct Dropout {
 
     __device__ Dropout(const Args& args, const Rows& rows, const WorkTile& work)
         : random{ptx::uniform(u32(*args.seed)), ptx::uniform(u32(*args.seed >> 32))}, batch(work.batch), head(work.head),
-          limit(u32(args.dropout_threshold) << 16), q_offset(rows.q_offset), kv_offset(rows.kv_offset) {}
+          limit(u32(args.dropout_threshold) << 17), q_offset(rows.q_offset), kv_offset(rows.kv_offset) {}
 
     __device__ static Number factor(const Args& args) { return args.dropout_factor; }
 
@@ -70,29 +71,28 @@ struct Dropout {
     __device__ KeptPairs<q_blocks * kv_blocks> transposed(i32 q, i32 kv) const {
         KeptPairs<q_blocks * kv_blocks> kept{};
 #pragma unroll
-        for (int i = 0; i < q_blocks * kv_blocks; ++i) {
-            const i32 first = q + i / kv_blocks * 16, key = kv + i % kv_blocks * 16;
-            const u32 bits = is_aligned() ? transposed_block(first, key) : eight([&](int e) {
-                return keep(head, first + e / 4 * 8 + e % 2, key + e / 2 % 2 * 8);
-            });
-            kept.bits[i / 4] |= bits << i % 4 * 8;
-        }
-        return kept;
+        for (int i = 0; i < q_blocks * kv_blocks; ++i) add_block(kept.bits[i / 4], q + i / kv_blocks * 16, kv + i % kv_blocks * 16);
+        return kept.again();
     }
     // The lane of an even key makes the numbers of the even query and of both keys, the next key's lane those of the odd query; each
     // gives the other what is of its key.
-    __device__ u32 transposed_block(i32 q, i32 kv) const {
+    __device__ void add_block(u32& bits, i32 q, i32 kv) const {
+        if (!is_aligned()) {
+            const u32 found = eight([&](int e) { return keep(head, q + e / 4 * 8 + e % 2, kv + e / 2 % 2 * 8); });
+#pragma unroll
+            for (int i = 0; i < 4; ++i) add_pairs(bits, found << (15 - i) & 0x8000 | found << (27 - i) & 0x80000000);
+            return;
+        }
         const bool odd = kv % 2;
         const Philox::Words all = words(head, q + odd + q_offset, kv + kv_offset);
-        u32 bits = 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const u32 own = odd ? all.x[2 + h] : all.x[h];
             const u32 other = __shfl_xor_sync(0xffffffffu, odd ? all.x[h] : all.x[2 + h], 4);
-            const u32 word[2] = {odd ? other : own, odd ? own : other};  // of the even query and of the odd one
-#pragma unroll
-            for (int c = 0; c < 4; ++c) bits |= u32(keeps(word[c % 2], c / 2)) << (c / 2 * 4 + h * 2 + c % 2);
+            add_pairs(bits, keeps_both(odd ? other : own));  // of the even query
+            add_pairs(bits, keeps_both(odd ? own : other));
         }
-        return bits;
     }
+    // The highest bit of each half says whether it is kept.
+    __device__ u32 keeps_both(u32 word) const { return (word >> 1 & 0x7fff7fff) + (0x8000 - (limit >> 17)) * 0x10001; }
 };
