@@ -18,7 +18,7 @@ from .operation import Backward, Forward, Operation, from_json
 from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
 from .select import Selection, select, warn_once
-from .spec import Window
+from .spec import Window, is_int, make_dropout
 from .variant.mask import Mask
 from .variant.score import Score
 
@@ -34,7 +34,8 @@ def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
     kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, kernel: str | None = None,
+    config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
 
@@ -65,6 +66,13 @@ def attention(
         deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
         q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
             scores then see positions, and no alignment applies. Where one is given the other is 0.
+        dropout: probability, from 0.0 up and less than 1.0, with which a weight becomes 0 after the softmax; the others are
+            divided by 1 - dropout. lse is of all weights. It is rounded to a multiple of 2^-15, to neither 0 nor 1. A weight's
+            fate is a pure function of the seed, the sequence's number, the query head and the positions of query and key, by
+            Philox 4x32-10, on every device and in the backward. It depends on no data, so constant_time holds.
+        seed: for dropout: an int of 64 bits, or one int64 of q's library and device in an array (1,), which is read when the
+            kernels run: a CUDA graph draws new weights for a new number there. For torch tensors None takes one from torch's
+            generator of q's device, as torch's own dropout does, in graphs and under checkpointing too.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     torch's autograd follows the call, once, and keeps o and lse. Under tracing it is ``torch.ops.rawattn.attention``.
@@ -87,9 +95,10 @@ def attention(
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    return _run(_given(q, k, v, None, None, sinks, q_lens, kv_lens), options, (None, None), kernel, config, out)
+    given = _given(q, k, v, None, None, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
+    return _run(given, options, (None, None), kernel, config, out)
 
 
 def attention_varlen(
@@ -97,7 +106,8 @@ def attention_varlen(
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
     kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, kernel: str | None = None,
+    config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -120,9 +130,9 @@ def attention_varlen(
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens)
+    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
@@ -134,7 +144,8 @@ def attention_backward(
     max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
     window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
     score: Score | None = None, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, out: Any = None, kernel: str | None = None, config: Any = None,
+    kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, out: Any = None, kernel: str | None = None,
+    config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -151,6 +162,7 @@ def attention_backward(
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``attention_varlen``, for packed sequences.
         causal, window, softcap, scale, mask, score, q_offset, kv_offset: the options of the forward. A score of your own needs
             ``slope`` in Python and ``derivative`` in CUDA, its derivative.
+        dropout, seed: those of the forward; the seed is needed.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
             ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
@@ -175,36 +187,35 @@ def attention_backward(
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    given: tuple[Any, ...] = (do, q, k, v, o, lse)
-    if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
-        given = (*given, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    more = _given(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _seed(q, dropout, seed, "give that of the forward"))
+    given = (do, q, k, v, o, lse, *more)
     found: tuple[Any, ...] = run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out, Backward)
     return found
 
 
 def plan_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
-    config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None,
+    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """``plan`` for ``attention_backward``: ``plan.run(do, q, k, v, o, lse)`` gives the gradients.
 
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
     found, lengths = arrays.named(Backward.names, given), (max_seqlen_q, max_seqlen_kv)
     return _plan(Backward, found, options_of(**options), lengths, kernel, config, on_compile)
 
 
 def explain_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
-    config: Any = None, **options: Any,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None,
+    kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """``explain`` for ``attention_backward``. It says what would be copied, too."""
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
     dense = Backward.dense(given)
     found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config)
     copied = tuple(name for name, x, y in zip(Backward.names, given, dense, strict=True) if x is not y)
@@ -213,7 +224,7 @@ def explain_backward(
 
 def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, seed: Any = None, kernel: str | None = None, config: Any = None,
     on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """Makes the plan for arrays like these, compiled and loaded: ``plan.run(q, k, v)`` then costs the least a call can cost.
@@ -222,21 +233,25 @@ def plan(
     >>> o = p.run(q, k, v)
 
     Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen``. ``on_compile`` is called before
-    NVRTC runs, which takes about a second; a cached kernel does not need it.
+    NVRTC runs, which takes about a second; a cached kernel does not need it. With ``dropout`` the last input of ``run`` is the
+    seed, an array; here it may be left out.
     """
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
+    lengths = (max_seqlen_q, max_seqlen_kv)
     return _plan(Forward, arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
 
 
 def explain(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None, **options: Any,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, seed: Any = None, kernel: str | None = None, config: Any = None,
+    **options: Any,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
+    lengths = (max_seqlen_q, max_seqlen_kv)
     return _explain(Forward, given, options, lengths, kernel, config)
 
 
@@ -312,13 +327,13 @@ class Explanation:
 def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
-    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a call by name, in one order."""
     return {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
 
 
@@ -331,19 +346,39 @@ def key_of(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None
     return (*values, *map(type, values))
 
 
-def _given(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
+def _given(*arrays: Any) -> tuple[Any, ...]:
     """The arrays of a call, without what is None at the end."""
-    count = len(others)
-    while count and others[count - 1] is None:
+    count = len(arrays)
+    while count and arrays[count - 1] is None:
         count -= 1
-    return (q, k, v, *others[:count])
+    return arrays[:count]
+
+
+def _seed(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
+    """The seed of a call as an array, which is made where an int is given, or for torch tensors nothing; None without dropout.
+    ``missing`` says what to do where there is none and none may be drawn."""
+    if dropout == 0 and type(dropout) is float:  # no dropout, in the fewest steps
+        return None
+    if not make_dropout(dropout):
+        return None
+    if _load_torch_op() and _torch_op.is_tensor(q):
+        return _torch_op.seed_of(q, seed, missing)
+    if seed is None:
+        way = missing or "give an int, or one int64 in an array of q's library: there is no generator that it may be drawn from"
+        raise ProblemError(f"seed is None, and dropout is {dropout}; {way}.")
+    return arrays.one_int64(q, seed) if is_int(seed) else seed
+
+
+def _stand_in(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
+    """A seed for a plan or an explanation, which read none."""
+    return _seed(q, options.get("dropout", 0.0), 0 if seed is None else seed)
 
 
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
     compute = _torch_op.way(given) if _load_torch_op() else None
-    if compute is not None and len(given) > 6:
+    if compute is not None and any(x is not None for x in given[6:8]):
         raise ProblemError(
             "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there is no "
             "operator and no gradient with them yet."

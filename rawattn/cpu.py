@@ -36,6 +36,7 @@ from .device import cpu as this_cpu
 from .errors import ProblemError, UnsupportedError
 from .operand import Layout
 from .operation import Backward, Forward
+from .reference import Dropped
 from .variant.element import ELEMENTS, Element
 from .variant.mask import Pairs, UsedQueries, kept_pairs, of_head
 from .variant.offset import OffsetScore
@@ -241,7 +242,7 @@ class _Unit(NamedTuple):
 def run_forward(
     q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, scale: float,
     sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None,
-    q_lens: Array | None = None, kv_lens: Array | None = None, *, config: Config,
+    q_lens: Array | None = None, kv_lens: Array | None = None, dropped: Dropped | None = None, *, config: Config,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
 
@@ -254,13 +255,16 @@ def run_forward(
         own = mask if q_lens is None or q_lens[i] == q_len else UsedQueries(mask, int(q_lens[i]))
         bounds = bounds_of(own, heads, q_len, kv_len)
         sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, own, *bounds))
-    run_sequences(sequences, heads, score, scale, sinks, config)
+    run_sequences(sequences, heads, score, scale, sinks, config, dropped)
 
 
 ONE_PAGE = np.zeros(1, np.int32)
 
 
-def run_sequences(sequences: list[Sequence], heads: int, score: Score, scale: float, sinks: Array | None, config: Config) -> None:
+def run_sequences(
+    sequences: list[Sequence], heads: int, score: Score, scale: float, sinks: Array | None, config: Config,
+    dropped: Dropped | None = None,
+) -> None:  # fmt: skip
     """Computes attention of sequences of one number format, each by its own mask."""
     units: list[_Unit] = []
     if not sequences:
@@ -276,14 +280,24 @@ def run_sequences(sequences: list[Sequence], heads: int, score: Score, scale: fl
     element, cap = _element(sequences[0].q), _cap(score)
     sink_logits = _sink_logits(sinks, heads, element.lse_dtype)
     if cap is None:
-        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, score, scale, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, score, scale, dropped, sink_logits))
     else:
         attend = load(element).loops if units else None
         factors = (scale / cap if cap else scale, cap, config.tile_kv, _table(element))
-        _in_threads(config.threads, units, functools.partial(_compute, element, attend, factors, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute, element, attend, factors, dropped, sink_logits))
 
 
-def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Array, unit: _Unit) -> None:
+def _random(dropped: Dropped | None, sequence: int, q: range, heads: range, first_key: int = 0) -> tuple[Array, Array]:
+    """What the loops ask for dropout: the position and the head of each row, and what all rows share."""
+    if dropped is None:
+        return np.zeros(0, np.int64), np.zeros(4, np.int64)
+    q_offset, kv_offset = dropped.offsets
+    place = np.stack(np.meshgrid(np.array(q) + q_offset, np.array(heads), indexing="ij"), -1)
+    shared = dropped.option.threshold, dropped.seed, sequence, kv_offset + first_key
+    return place.astype(np.int64).ravel(), np.array(shared, np.int64)
+
+
+def _compute(element: Element, attend: Any, factors: tuple[Any, ...], dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
     sequence, kv_head, queries, _ = unit
     group, number, storage = len(sinks) // sequence.k.shape[2], element.lse_dtype, _storage(element)
     heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -291,15 +305,16 @@ def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Arr
     k, v = (x[:, :, kv_head].view(storage) for x in (sequence.k, sequence.v))
     begin, end = (bound[queries, heads].flatten() for bound in (sequence.begin, sequence.end))
     o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
-    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
+    random = _random(dropped, sequence.batch, range(queries.start, queries.stop), range(heads.start, heads.stop))
+    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *random, *factors, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
     if sequence.lse is not None:
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
 
 
-def _formula(element: Element, mask: Pairs, score: Score, scale: float) -> reference.Formula:
+def _formula(element: Element, mask: Pairs, score: Score, scale: float, dropped: Dropped | None = None) -> reference.Formula:
     """The reference's, in the format that is computed with."""
-    return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale)
+    return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale, dropped)
 
 
 def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
@@ -314,9 +329,9 @@ def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
     return found
 
 
-def _compute_by_formula(element: Element, score: Score, scale: float, sinks: Array, unit: _Unit) -> None:
+def _compute_by_formula(element: Element, score: Score, scale: float, dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
     sequence, kv_head, queries, _ = unit
-    formula = _formula(element, sequence.mask, score, scale)
+    formula = _formula(element, sequence.mask, score, scale, dropped)
     group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
     q, k, v = sequence.q[:, heads], *(_gathered(sequence, x, kv_head) for x in (sequence.k, sequence.v))
@@ -361,7 +376,8 @@ class _KeyUnit(NamedTuple):
 def run_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Pairs, score: Score,
     scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
-    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, threads: int | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, dropped: Dropped | None = None, *,
+    threads: int | None = None,
 ) -> None:  # fmt: skip
     """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
     dq, dk, dv and dsinks in place. Rows of no sequence get 0.
@@ -398,10 +414,10 @@ def run_backward(
         seconds = _backward_seconds(sum(unit.pairs for unit in units), q.shape[-1] + v.shape[-1])
         threads = _backward_threads(seconds, this_cpu())
     if cap is None:
-        compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale))
+        compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale, dropped))
     else:
         factors = scale / cap if cap else scale, cap, scale
-        compute = functools.partial(_gradients, load(element, "backward").loops, factors)
+        compute = functools.partial(_gradients, load(element, "backward").loops, factors, dropped)
     for work, todo in ((_delta, shared), (compute, units), (_add_parts, shared)):
         _in_threads(threads, todo, work)
     if dsinks is not None:
@@ -444,7 +460,7 @@ def _delta(x: _Gradients) -> None:
     x.dsinks[...] = -(p * x.delta).sum(-1)
 
 
-def _gradients(loops: Any, factors: tuple[float, ...], unit: _KeyUnit) -> None:
+def _gradients(loops: Any, factors: tuple[float, ...], dropped: Dropped | None, unit: _KeyUnit) -> None:
     x, j, keys, _ = unit
     group, head_dim, number = x.q.shape[1], x.q.shape[2], x.delta.dtype
     begin, end = (np.clip(bound, keys.start, keys.stop) - keys.start for bound in (x.begin, x.end))
@@ -456,7 +472,10 @@ def _gradients(loops: Any, factors: tuple[float, ...], unit: _KeyUnit) -> None:
     lse = np.where(lse == -np.inf, np.inf, lse)  # its probabilities are 0
     begin, end = (bound[queries].flatten() for bound in (begin, end))
     dq, dk, dv = (np.empty(rows.shape, number) for rows in (q, k, v))
-    loops(do, q, k, v, lse, delta, begin, end, *factors, dq, dk, dv)
+    sequence, head = x.origin
+    rows = range(queries.start or 0, queries.stop)
+    random = _random(dropped, sequence, rows, range(head, head + group), keys.start)
+    loops(do, q, k, v, lse, delta, begin, end, *random, *factors, dq, dk, dv)
     x.dk[keys], x.dv[keys] = dk, dv
     out = x.dq if x.parts is None else x.parts[j]
     out[queries] = dq.reshape(-1, group, head_dim)
@@ -547,11 +566,12 @@ class Cpu:
     def run(
         self, op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
         cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
-        q_lens: Array | None = None, kv_lens: Array | None = None,
+        q_lens: Array | None = None, kv_lens: Array | None = None, seed: Array | None = None,
     ) -> None:  # fmt: skip
         """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
         lengths, spec = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens), op.spec
-        run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, config=config)
+        dropped, pairs = Dropped.of(spec, seed), (spec.placed_mask, spec.placed_score)
+        run_forward(q, k, v, o, lse, *pairs, op.scale, sinks, *lengths, dropped, config=config)
 
     def __repr__(self) -> str:
         return self.name
@@ -586,10 +606,11 @@ class CpuBackward(Cpu):
         seconds = _backward_seconds(forward.pairs * forward.batch * forward.heads, forward.head_dim + forward.head_dim_v)
         return seconds / config.threads + config.threads * SECONDS_PER_THREAD
 
-    def run(self, op: Any, config: Any, **arrays: Any) -> None:  # type: ignore[override]
+    def run(self, op: Any, config: Any, seed: Array | None = None, **arrays: Any) -> None:  # type: ignore[override]
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
         spec, scale = op.forward.spec, op.forward.scale
-        run_backward(**arrays, mask=spec.placed_mask, score=spec.placed_score, scale=scale, threads=config.threads)
+        options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
+        run_backward(**arrays, **options, threads=config.threads)
 
 
 CPU, CPU_BACKWARD = Cpu(), CpuBackward()

@@ -330,13 +330,62 @@ def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
         store(panel_o, at, load(panel_o, at) * shrink + total)
 
 
-def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse):
+LOW = np.uint64(0xFFFFFFFF)
+MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+WORD = np.uint64(32)
+
+
+@njit
+def philox(a, b, c, d, low, high):
+    """The four words of a counter by a key, as ``variant.weight.philox``."""
+    for _ in range(10):
+        x, y = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
+        a, b, c, d = (y >> WORD) ^ b ^ low, y & LOW, (x >> WORD) ^ d ^ high, x & LOW
+        low, high = (low + STEPS[0]) & LOW, (high + STEPS[1]) & LOW
+    return a, b, c, d
+
+
+@njit
+def find_kept(kept, first, keys, panel, place, random):
+    """Writes 1 where the weight of a key from ``first`` on and of a row of a panel is kept, else 0, (key, lane):
+    ``variant.weight.Dropout.kept``."""
+    threshold, seed, batch, kv_offset = random
+    rows, lanes = place.size // 2, BYTES // kept.itemsize
+    low, high = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
+    start = first + kv_offset
+    for lane in range(lanes):
+        row = panel * lanes + lane
+        if row >= rows:
+            continue
+        q, head = place[2 * row], place[2 * row + 1]
+        half = np.uint64(q // 8 % 2 * 16 + 1)
+        for group in range(start // 16 * 4, (start + keys + 15) // 16 * 4):
+            words = philox(np.uint64(q // 16 * 8 + q % 8), np.uint64(group), np.uint64(head), np.uint64(batch), low, high)
+            for i in range(4):
+                j = group // 4 * 16 + group % 4 * 2 + i // 2 + i % 2 * 8 - start
+                if 0 <= j < keys:
+                    kept[j * lanes + lane] = np.int64((words[i] >> half) & np.uint64(0x7FFF)) >= threshold
+
+
+@njit
+def drop(x, keys, column, pitch, kept, factor):
+    """Multiplies x[key pitch + column] by the factor where it is kept, else by 0, whatever it is."""
+    lanes = BYTES // x.itemsize
+    for j in range(keys):
+        at = j * pitch + column
+        y = load(x, at)
+        store(x, at, less(fill(y, 0.5), load(kept, j * lanes), y * fill(y, factor), fill(y, 0.0)))
+
+
+def attend(q, k, v, pages, begin, end, sinks, place, random, scale, cap, tile_kv, table, o, lse):
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
     q (rows, head_dim), o (rows, head_dim_v), sinks (rows) and lse (rows) are contiguous, in the format that is computed with; k
     (pages, page_size, head_dim) and v (pages, page_size, head_dim_v) have contiguous rows. Key j is row j % page_size of the page
     pages[j // page_size]; keys before the first and behind the last that a row keeps are not read. The logit is scale * q.k where
-    cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none.
+    cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none. ``place`` has the position and the head of each row,
+    ``random`` the threshold of dropout, 0 for none, the seed, the sequence's number and the position of key 0.
     """
     rows, head_dim = q.shape
     kv_len, head_dim_v = pages.size * v.shape[1], v.shape[2]
@@ -349,6 +398,7 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse
     tile_k, tile_v = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype), np.zeros(tile_kv * width, q.dtype)
     s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)
     row_max, row_sum = np.full(panels * lanes, -np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
+    kept, factor = np.zeros(tile_kv * lanes * (random[0] > 0), q.dtype), q.dtype.type(32768 / (32768 - random[0]))
     lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
     some_begin, some_end = np.full(panels, kv_len, np.int64), np.zeros(panels, np.int64)  # keys that a row of the panel keeps
     every_begin, every_end = np.zeros(panels, np.int64), np.full(panels, kv_len, np.int64)  # keys that all its rows keep
@@ -376,6 +426,9 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, o, lse
                     lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < rows else (0, 0)
                 hide(s, keys, lo, hi)
             shrink = softmax(s, keys, row_max, row_sum, panel)
+            if random[0] > 0:
+                find_kept(kept, first, keys, panel, place, random)
+                drop(s, keys, 0, lanes, kept, factor)
             if masked and not finite:
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
@@ -469,12 +522,13 @@ def write_scaled(tile, width, scale, x, first, rows):
             x[first + j, i] = tile[j * width + i] * scale
 
 
-def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv):
+def backward(do, q, k, v, lse, delta, begin, end, place, random, factor, cap, scale, dq, dk, dv):
     """Gradients of the rows of q and the keys of k, where a row keeps the keys begin[row] to end[row]: writes dq, dk and dv.
 
     All arrays are contiguous, in one format: do (rows, head_dim_v), q and dq (rows, head_dim), k and dk (kv_len, head_dim), v and
     dv (kv_len, head_dim_v), lse and delta (rows). lse is inf where a row's probabilities are 0. Where cap is 0, the logit is
-    scale * q.k, and factor is scale; else it is cap * tanh(factor * q.k), and factor is scale / cap.
+    scale * q.k, and factor is scale; else it is cap * tanh(factor * q.k), and factor is scale / cap. ``place`` and ``random`` are
+    as in ``attend``.
 
     For a tile of keys and some panels of rows, S and its gradient dS are (key, row). The products S = K Q^T, dP = V dO^T and
     dQ = K^T dS have rows in lanes, as in ``attend``; dV = P dO and dK = dS Q have columns.
@@ -495,6 +549,7 @@ def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv
     tile_dk, tile_dv = np.zeros((TILE_KV + BLOCK) * width, q.dtype), np.zeros((TILE_KV + BLOCK) * width_v, q.dtype)
     s, ds = np.zeros((TILE_KV + BLOCK) * pitch, q.dtype), np.zeros((TILE_KV + BLOCK) * pitch, q.dtype)
     lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
+    kept, rescale = np.zeros(TILE_KV * lanes, q.dtype), q.dtype.type(32768 / (32768 - random[0]))
 
     for first in range(0, kv_len, TILE_KV):
         keys = min(TILE_KV, kv_len - first)
@@ -515,7 +570,12 @@ def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv
                 active = panel - group + 1
                 dots(tile_k, block, keys, panel_q, panel, head_dim, factor, s, column, pitch)
                 dots(tile_v, head_dim_v, keys, panel_do, panel, head_dim_v, 1.0, ds, column, pitch)
+                if random[0] > 0:
+                    find_kept(kept, first, keys, panel, place, random)
+                    drop(ds, keys, column, pitch, kept, rescale)
                 differentiate(s, ds, keys, column, pitch, row_lse, row_delta, panel, cap, not every, lo, hi)
+                if random[0] > 0:
+                    drop(s, keys, column, pitch, kept, rescale)
                 accumulate(tile_k, 0, 1, block, ds, column, pitch, keys, panel_dq, panel * block * lanes, lanes, block)
             for i in range(0, width_v * (active > 0), lanes):
                 at = group * lanes * width_v + i
@@ -549,8 +609,8 @@ def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -
     if name == "attend":
         kv = types.Array(getattr(types, storage), 3, "A", readonly=True, aligned=False)  # what any array may be passed as
         pages = types.Array(types.int32, 1, "C", readonly=True, aligned=False)
-        loops.compile((rows, kv, kv, pages, bounds, bounds, row, x, x, types.intp, row, rows, row))
+        loops.compile((rows, kv, kv, pages, bounds, bounds, row, bounds, bounds, x, x, types.intp, row, rows, row))
     else:
-        loops.compile((*[rows] * 4, row, row, bounds, bounds, x, x, x, *[rows] * 3))
+        loops.compile((*[rows] * 4, row, row, *[bounds] * 4, x, x, x, *[rows] * 3))
     loops.disable_compile()
     return loops

@@ -212,6 +212,17 @@ def make_scale(scale: Any) -> float | None:
     return scores.number("scale", scale, f"a finite number up to {scores.FLOAT32_MAX}, or None for 1 / sqrt(head_dim)")
 
 
+def is_int(seed: Any) -> bool:
+    """Says whether a seed is a plain int. Raises ProblemError for one that 64 bits do not hold, and for what is no seed."""
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        if not -(1 << 63) <= seed < 1 << 63:
+            raise ProblemError(f"seed is {seed}; an int must be from -2^63 to 2^63 - 1.")
+        return True
+    if not hasattr(seed, "shape"):
+        raise ProblemError(f"seed is {seed!r}; it must be an int, or one int64 in an array of shape (1,).")
+    return False
+
+
 def make_dropout(p: Any) -> float:
     """The probability with which a weight is dropped."""
     need = "a number from 0.0 up, less than 1.0"

@@ -30,9 +30,9 @@ from . import api, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
-from .operation.forward import check_arrays
+from .operation.forward import check_arrays, check_has_seed
 from .plans import cache_put
-from .spec import Spec
+from .spec import Spec, is_int
 from .variant import Option
 from .variant.element import ELEMENTS
 
@@ -47,7 +47,7 @@ NO_SECOND = (
 )
 _OPTIONS = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
-    'SymInt? max_seqlen_kv=None, str spec="{}"'
+    'SymInt? max_seqlen_kv=None, str spec="{}", Tensor? seed=None'
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -68,6 +68,21 @@ _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C.
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by torch.autograd.grad(is_grads_batched=True)
 _grad_enabled = torch.is_grad_enabled
+
+
+def is_tensor(x: Any) -> bool:
+    """Tells whether it is torch's."""
+    return isinstance(x, _tensor)
+
+
+def seed_of(q: Any, seed: Any, missing: str = "") -> Any:
+    """Returns the seed of a call as a tensor on q's device: the tensor that is given, one that an int fills, or one that torch's
+    generator of the device draws there. Nothing waits for the device, and a graph draws anew at every replay."""
+    if seed is None:
+        if missing:
+            raise ProblemError(f"seed is None, and there is dropout; {missing}.")
+        return torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    return torch.full((1,), seed, dtype=torch.int64, device=q.device) if is_int(seed) else seed
 
 
 def _some_requires_grad(*given: Any) -> bool:
@@ -145,13 +160,13 @@ def attention(
                 f"{name} was given where torch traces, transforms or casts the call; torch.ops.rawattn.attention has no {name}: "
                 "leave it out."
             )
-    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
+    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
     if not torch.compiler.is_dynamo_compiling():
         _check_tensors(given)
         _register_sharding()
     text = _text_of(options)
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
-    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text)
+    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text, seed)
     return (o, lse) if options["return_lse"] else o
 
 
@@ -244,27 +259,28 @@ def _option(value: Any) -> Any:
 
 def _named(tensors: Sequence[Any]) -> dict[str, Any]:
     """Returns the operator's tensors by name, in the order of ``Forward.names``."""
-    q, k, v, sinks, *starts = tensors
-    return dict(zip(Forward.names, (q, k, v, *starts, sinks), strict=False))
+    q, k, v, sinks, starts_q, starts_kv, seed = tensors
+    return dict(zip(Forward.names, (q, k, v, starts_q, starts_kv, sinks, None, None, seed), strict=True))
 
 
 def _compute(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}",
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Computes the operator on real tensors."""
     lengths = (max_seqlen_q, max_seqlen_kv)
-    return api.run((q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), _options(spec), lengths)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
+    return api.run(given if seed is None else (*given, None, None, seed), _options(spec), lengths)
 
 
 def _compute_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
+    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
     found = api.attention_backward(
         do, q, k, v, o, lse.contiguous(), dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, sinks=sinks, **_backward_options(spec),
+        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, sinks=sinks, seed=seed, **_backward_options(spec),
     )  # fmt: skip
     return (*found, lse.new_empty(0)) if sinks is None else found
 
@@ -277,10 +293,10 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("rawattn::attention", lib=_library)
 def _fake(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}",
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
-    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, spec)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 
@@ -288,18 +304,18 @@ def _fake(
 @torch.library.register_fake("rawattn::attention_backward", lib=_library)
 def _fake_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
+    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """As ``_fake``, for the gradients."""
-    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, spec)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape[0]))
 
 
 def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: str) -> None:
     """Raises ProblemError where the arguments of an operator contradict each other."""
     given = {name: _described(x) for name, x in _named(tensors).items() if x is not None}
-    _options(spec)
     check_arrays(given, max_seqlen_q, max_seqlen_kv)
+    check_has_seed(given, _options(spec)["dropout"])
 
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "int32"}
@@ -338,7 +354,7 @@ class Attention(torch.autograd.Function):
         """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``."""
         options, lengths = asked.options, asked.lengths
         if isinstance(options, str):
-            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options)
+            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options, given[8])
         else:
             o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked)
         ctx.save_for_backward(*given, o, lse)
@@ -354,18 +370,18 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
         (*given, o, lse), asked = ctx.saved_tensors, ctx.asked
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
         if do is None:
             if dlse is None:
                 return (None,) * 6
             do = torch.zeros_like(o)
         if isinstance(asked.options, str) or _is_seen(do, dlse, given):
             text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
-            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text)
+            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text, seed)
         else:
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
-                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
             found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked)
         return (*found[:3], None if sinks is None else found[3], None, None)
 
@@ -437,17 +453,18 @@ def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
 
 def _autograd(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}",
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Lets autograd follow where a tensor requires grad."""
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, seed)
+    lengths = (max_seqlen_q, max_seqlen_kv)
     _check_followed(given)
     if _grad_enabled() and _any_requires_grad(*given):
         if _options(spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
         return _followed(_apply, q, k, v, sinks, given, Asked(spec, lengths, True))
     with torch._C._AutoDispatchBelowAutograd():
-        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec)
+        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, seed)
 
 
 def _autograd_backward(*args: Any) -> tuple[Any, ...]:
@@ -500,7 +517,8 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: An
     if q.dim() - (in_dims[0] is not None) == 3:
         raise ProblemError("attention_varlen was called under vmap; put the sequences into one packed call instead.")
     if any(dim is not None for dim in in_dims[3:]):
-        raise ProblemError("sinks is mapped by vmap; it must be the same for every element of the batch.")
+        name = "seed" if len(in_dims) > 9 and in_dims[9] is not None else "sinks"
+        raise ProblemError(f"{name} is mapped by vmap; it must be the same for every element of the batch.")
 
     joined = (_joined(x, dim, info.batch_size) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
     o, lse = (x.unflatten(0, (info.batch_size, -1)) for x in _ATTENTION(*joined, *rest))
@@ -517,6 +535,10 @@ def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tup
     """Joins the mapped dimension to the batch. With sinks, whose gradient is a sum over the batch, and for varlen, which has no
     batch, computes one element after the other."""
     count, names = info.batch_size, ("dlse", "sinks", "cu_seqlens_q")
+    if len(args) > 13 and args[13] is not None and args[7] is not None:
+        raise ProblemError(
+            "dropout and sinks were given under vmap, whose gradients are computed one by one; leave out one of them."
+        )
     others = dict(zip(names, args[6:9], strict=False))
     if others.get("sinks") is None and others.get("cu_seqlens_q") is None:
         tensors = (None if x is None else _joined(x, dim, count) for x, dim in zip(args[:7], in_dims[:7], strict=True))
@@ -546,7 +568,7 @@ def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any
 
 def _pairs(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", **_: Any,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
     """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes."""
     varlen = cu_seqlens_q is not None

@@ -1,10 +1,12 @@
-"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch.
+"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch; those with dropout, which numbers
+both, not at all.
 
 Along a split batch each part has its own sum of the sinks' gradient."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +35,9 @@ def register() -> None:
     def forward(
         q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any
     ) -> list[Any]:  # fmt: skip
-        varlen, found = cu_seqlens_q is not None, []
-        for way in _ways((q, k, v), varlen):
-            others = [way.sinks] * (sinks is not None) + [whole] * 2 * varlen
+        varlen, drops, found = cu_seqlens_q is not None, len(options) > 3 and options[3] is not None, []
+        for way in itertools.islice(_ways((q, k, v), varlen), 1 if drops else None):
+            others = [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + drops)
             found.append(([way.rows, way.lse], [way.rows] * 3 + others))
         return found
 
@@ -43,9 +45,9 @@ def register() -> None:
         do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
         cu_seqlens_kv: Any = None, *options: Any,
     ) -> list[Any]:  # fmt: skip
-        varlen, found = cu_seqlens_q is not None, []
-        for way in _ways((q, k, v, do, o), varlen):
-            others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None) + [whole] * 2 * varlen
+        varlen, drops, found = cu_seqlens_q is not None, len(options) > 3 and options[3] is not None, []
+        for way in itertools.islice(_ways((q, k, v, do, o), varlen), 1 if drops else None):
+            others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + drops)
             results = [way.rows] * 3 + [whole if sinks is None else way.dsinks]
             found.append((results, [way.rows] * 5 + [way.lse, *others]))
         return found

@@ -83,9 +83,7 @@ class Forward(OverKeys):
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
         check_arrays(arrays, max_q_len, max_kv_len)
-        if ("seed" in arrays) != (spec.dropout > 0):
-            found, need = ("was given", "it goes with") if "seed" in arrays else ("is missing", "it is needed for")
-            raise ProblemError(f"seed {found}, and dropout is {spec.dropout}; {need} a dropout above 0.0.")
+        check_has_seed(arrays, spec.dropout)
         q, k, v = (arrays[name] for name in "qkv")
         varlen = "cu_seqlens_q" in arrays
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
@@ -376,6 +374,13 @@ def _check_sinks(sinks: Array, q: Array, element: str) -> None:
             "head of q."
         )
     check_contiguous("sinks", sinks)
+
+
+def check_has_seed(arrays: dict[str, Array], dropout: float) -> None:
+    """Raises ProblemError where there is dropout without a seed, or a seed without dropout."""
+    if ("seed" in arrays) != (dropout > 0):
+        found, need = ("was given", "it goes with") if "seed" in arrays else ("is missing", "it is needed for")
+        raise ProblemError(f"seed {found}, and dropout is {dropout}; {need} a dropout above 0.0.")
 
 
 def _check_seed(seed: Array, q: Array) -> None:

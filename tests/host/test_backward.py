@@ -140,9 +140,7 @@ def dropped(op: Forward, batch: int, q_len: int, kv_len: int) -> Array:
     return np.stack([weight.kept(SEED, batch, head, q[:, None], kv[None]) for head in range(op.heads)]) * weight.factor
 
 
-def formula(
-    q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward, batch: int = 0
-) -> tuple[Array, ...]:
+def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward, batch: int = 0) -> tuple[Array, ...]:
     """o, lse, dq, dk, dv, dsinks of one batch in float64, by torch."""
     weights = torch.tensor(dropped(op, batch, len(q), len(k)))
     q, k, v, do, dlse, sinks = (torch.tensor(x.astype(np.float64)) for x in (q, k, v, do, dlse, sinks))
