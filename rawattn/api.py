@@ -34,7 +34,7 @@ def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
     kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, kernel: str | None = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0, seed: Any = None, kernel: str | None = None,
     config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
@@ -56,23 +56,18 @@ def attention(
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
             key, no query keeps a key behind them, and masks see these lengths. On a GPU there are no gradients with them yet.
-        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
-            where autograd follows the call, or torch traces, transforms or casts it.
+        out: receives the result; like o, apart from the inputs. Not where autograd follows, or torch traces, transforms or casts.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
-            softcap. The time still follows from shapes, strides, options and packed sequences' lengths. Not covered: a score of
-            your own, power, which constants such as 0 save, clocks, and the L2 cache. ``perf.prove`` tests the time.
+            softcap. Not covered: a score of your own, power, which constants such as 0 save, clocks, and the L2 cache.
         deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
         q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
             scores then see positions, and no alignment applies. Where one is given the other is 0.
-        dropout: probability, from 0.0 up and less than 1.0, with which a weight becomes 0 after the softmax; the others are
-            divided by 1 - dropout. lse is of all weights. It is rounded to a multiple of 2^-15, to neither 0 nor 1. A weight's
-            fate is a pure function of the seed, the sequence's number, the query head and the positions of query and key, by
-            Philox 4x32-10, on every device and in the backward. It depends on no data, so constant_time holds.
-        seed: for dropout: an int of 64 bits, or one int64 of q's library and device in an array (1,), which is read when the
-            kernels run: a CUDA graph draws new weights for a new number there. For torch tensors None takes one from torch's
-            generator of q's device, as torch's own dropout does, in graphs and under checkpointing too.
+        dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
+            the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
+        seed: an int of 64 bits, or one int64 in an array (1,), which kernels read when they run, also in a graph: with a pair's
+            positions, head and sequence it says whether a weight is dropped. None: torch's generator of q's device gives one.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     torch's autograd follows the call, once, and keeps o and lse. Under tracing it is ``torch.ops.rawattn.attention``.
@@ -86,9 +81,8 @@ def attention(
     keeps keys near it (0 x NaN is NaN). Values are summed before they are divided: bf16 ones above 2^96, and fp32 and fp64 ones
     near the largest number over kv_len, may give inf. The same inputs give the same bits on every run.
 
-    Raises:
-        ProblemError: an argument is wrong; the message names it and what is needed.
-        UnsupportedError: no kernel computes this on the arrays' device; the message has every kernel's reason.
+    Raises ProblemError where an argument is wrong; the message names it and what is needed. Raises UnsupportedError where no
+    kernel computes this on the arrays' device, with every kernel's reason.
 
     The formula is equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
     """
@@ -106,7 +100,7 @@ def attention_varlen(
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
     kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, kernel: str | None = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0, seed: Any = None, kernel: str | None = None,
     config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
@@ -357,7 +351,7 @@ def _given(*arrays: Any) -> tuple[Any, ...]:
 def _seed(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
     """The seed of a call as an array, which is made where an int is given, or for torch tensors nothing; None without dropout.
     ``missing`` says what to do where there is none and none may be drawn."""
-    if dropout == 0 and type(dropout) is float:  # no dropout, in the fewest steps
+    if type(dropout) is int and dropout == 0:  # the default; an int, since torch.compile would follow a float's value
         return None
     if not make_dropout(dropout):
         return None

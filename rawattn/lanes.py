@@ -348,13 +348,14 @@ def philox(a, b, c, d, low, high):
 
 @njit
 def find_kept(kept, first, keys, panel, place, random):
-    """Writes 1 where the weight of a key from ``first`` on and of a row of a panel is kept, else 0, (key, lane):
-    ``variant.weight.Dropout.kept``."""
+    """Writes 1 where the weight of a key from ``first`` on and of a row of a panel is kept, else 0, (key, lane), as
+    ``variant.weight.Dropout.kept`` says. ``place`` has the position and the head of each row, ``random`` the threshold, 0 for no
+    dropout, the seed, the sequence's number and the position of key 0."""
     threshold, seed, batch, kv_offset = random
     rows, lanes = place.size // 2, BYTES // kept.itemsize
     low, high = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
     start = first + kv_offset
-    for lane in range(lanes):
+    for lane in range(lanes if threshold > 0 else 0):
         row = panel * lanes + lane
         if row >= rows:
             continue
@@ -369,10 +370,10 @@ def find_kept(kept, first, keys, panel, place, random):
 
 
 @njit
-def drop(x, keys, column, pitch, kept, factor):
-    """Multiplies x[key pitch + column] by the factor where it is kept, else by 0, whatever it is."""
-    lanes = BYTES // x.itemsize
-    for j in range(keys):
+def drop(x, keys, column, pitch, kept, random):
+    """Makes x[key pitch + column] 0 where it is dropped, whatever it is, and rescales what is kept."""
+    lanes, factor = BYTES // x.itemsize, 32768 / (32768 - random[0])
+    for j in range(keys if random[0] > 0 else 0):
         at = j * pitch + column
         y = load(x, at)
         store(x, at, less(fill(y, 0.5), load(kept, j * lanes), y * fill(y, factor), fill(y, 0.0)))
@@ -384,8 +385,7 @@ def attend(q, k, v, pages, begin, end, sinks, place, random, scale, cap, tile_kv
     q (rows, head_dim), o (rows, head_dim_v), sinks (rows) and lse (rows) are contiguous, in the format that is computed with; k
     (pages, page_size, head_dim) and v (pages, page_size, head_dim_v) have contiguous rows. Key j is row j % page_size of the page
     pages[j // page_size]; keys before the first and behind the last that a row keeps are not read. The logit is scale * q.k where
-    cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none. ``place`` has the position and the head of each row,
-    ``random`` the threshold of dropout, 0 for none, the seed, the sequence's number and the position of key 0.
+    cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none. ``place`` and ``random`` are those of ``find_kept``.
     """
     rows, head_dim = q.shape
     kv_len, head_dim_v = pages.size * v.shape[1], v.shape[2]
@@ -398,8 +398,7 @@ def attend(q, k, v, pages, begin, end, sinks, place, random, scale, cap, tile_kv
     tile_k, tile_v = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype), np.zeros(tile_kv * width, q.dtype)
     s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)
     row_max, row_sum = np.full(panels * lanes, -np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
-    kept, factor = np.zeros(tile_kv * lanes * (random[0] > 0), q.dtype), q.dtype.type(32768 / (32768 - random[0]))
-    lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
+    lo, hi, kept = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype), np.zeros(tile_kv * lanes, q.dtype)
     some_begin, some_end = np.full(panels, kv_len, np.int64), np.zeros(panels, np.int64)  # keys that a row of the panel keeps
     every_begin, every_end = np.zeros(panels, np.int64), np.full(panels, kv_len, np.int64)  # keys that all its rows keep
     lowest, highest = kv_len, 0
@@ -426,9 +425,8 @@ def attend(q, k, v, pages, begin, end, sinks, place, random, scale, cap, tile_kv
                     lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < rows else (0, 0)
                 hide(s, keys, lo, hi)
             shrink = softmax(s, keys, row_max, row_sum, panel)
-            if random[0] > 0:
-                find_kept(kept, first, keys, panel, place, random)
-                drop(s, keys, 0, lanes, kept, factor)
+            find_kept(kept, first, keys, panel, place, random)
+            drop(s, keys, 0, lanes, kept, random)
             if masked and not finite:
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
@@ -527,8 +525,8 @@ def backward(do, q, k, v, lse, delta, begin, end, place, random, factor, cap, sc
 
     All arrays are contiguous, in one format: do (rows, head_dim_v), q and dq (rows, head_dim), k and dk (kv_len, head_dim), v and
     dv (kv_len, head_dim_v), lse and delta (rows). lse is inf where a row's probabilities are 0. Where cap is 0, the logit is
-    scale * q.k, and factor is scale; else it is cap * tanh(factor * q.k), and factor is scale / cap. ``place`` and ``random`` are
-    as in ``attend``.
+    scale * q.k, and factor is scale; else it is cap * tanh(factor * q.k), and factor is scale / cap.
+    ``place`` and ``random`` are those of ``find_kept``.
 
     For a tile of keys and some panels of rows, S and its gradient dS are (key, row). The products S = K Q^T, dP = V dO^T and
     dQ = K^T dS have rows in lanes, as in ``attend``; dV = P dO and dK = dS Q have columns.
@@ -548,8 +546,7 @@ def backward(do, q, k, v, lse, delta, begin, end, place, random, factor, cap, sc
     tile_k, tile_v = np.zeros((TILE_KV + BLOCK) * block, q.dtype), np.zeros((TILE_KV + BLOCK) * head_dim_v, q.dtype)
     tile_dk, tile_dv = np.zeros((TILE_KV + BLOCK) * width, q.dtype), np.zeros((TILE_KV + BLOCK) * width_v, q.dtype)
     s, ds = np.zeros((TILE_KV + BLOCK) * pitch, q.dtype), np.zeros((TILE_KV + BLOCK) * pitch, q.dtype)
-    lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
-    kept, rescale = np.zeros(TILE_KV * lanes, q.dtype), q.dtype.type(32768 / (32768 - random[0]))
+    lo, hi, kept = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype), np.zeros(TILE_KV * lanes, q.dtype)
 
     for first in range(0, kv_len, TILE_KV):
         keys = min(TILE_KV, kv_len - first)
@@ -570,12 +567,10 @@ def backward(do, q, k, v, lse, delta, begin, end, place, random, factor, cap, sc
                 active = panel - group + 1
                 dots(tile_k, block, keys, panel_q, panel, head_dim, factor, s, column, pitch)
                 dots(tile_v, head_dim_v, keys, panel_do, panel, head_dim_v, 1.0, ds, column, pitch)
-                if random[0] > 0:
-                    find_kept(kept, first, keys, panel, place, random)
-                    drop(ds, keys, column, pitch, kept, rescale)
+                find_kept(kept, first, keys, panel, place, random)
+                drop(ds, keys, column, pitch, kept, random)
                 differentiate(s, ds, keys, column, pitch, row_lse, row_delta, panel, cap, not every, lo, hi)
-                if random[0] > 0:
-                    drop(s, keys, column, pitch, kept, rescale)
+                drop(s, keys, column, pitch, kept, random)
                 accumulate(tile_k, 0, 1, block, ds, column, pitch, keys, panel_dq, panel * block * lanes, lanes, block)
             for i in range(0, width_v * (active > 0), lanes):
                 at = group * lanes * width_v + i
