@@ -44,13 +44,12 @@ def attention(
     Args:
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
-        k: (batch, kv_len, kv_heads, head_dim); heads is a multiple of kv_heads, query head h reads head h // (heads / kv_heads).
-        v: (batch, kv_len, kv_heads, head_dim_v).
+        k, v: (batch, kv_len, kv_heads, head_dim), v with head_dim_v; query head h reads head h // (heads / kv_heads) of them.
         causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn (torch's
             alignment: ``mask=rawattn.mask.Causal(align="top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
-        softcap: cap of the logits, softcap * tanh(logit / softcap); None or 0.0 for no cap. A number, not a tensor.
-        scale: factor on q.k; 1 / sqrt(head_dim) by default. A number, not a tensor.
+        softcap, scale: numbers, no tensors: the cap of the logits, softcap * tanh(logit / softcap), None or 0.0 for none; the
+            factor on q.k, 1 / sqrt(head_dim) by default.
         mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
@@ -62,19 +61,17 @@ def attention(
             address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
             softcap. Not covered: a score of your own, power, which constants such as 0 save, clocks, and the L2 cache.
         deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
-        q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
-            scores then see positions, and no alignment applies. Where one is given the other is 0.
+        q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. All options
+            then see positions, and no alignment applies. Where one is given the other is 0.
         dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
             the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
         seed: an int of 64 bits, or one int64 in an array (1,), which kernels read when they run, also in a graph: with a pair's
             positions, head and sequence it says whether a weight is dropped. None: torch's generator of q's device gives one.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
-    torch's autograd follows the call, once, and keeps o and lse. Under tracing it is ``torch.ops.rawattn.attention``.
-
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
-        ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len).
+        ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len). torch's autograd follows them, once.
 
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
     the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile

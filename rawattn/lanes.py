@@ -379,6 +379,22 @@ def drop(x, keys, column, pitch, kept, random):
         store(x, at, less(fill(y, 0.5), load(kept, j * lanes), y * fill(y, factor), fill(y, 0.0)))
 
 
+@njit
+def finish(row_max, row_sum, sinks, begin, end, panel_o, width, o, lse):
+    """Writes o and lse of sums and their references."""
+    lanes = BYTES // o.itemsize
+    for row in range(o.shape[0]):
+        total, largest, weight = row_sum[row], row_max[row], o.dtype.type(1)
+        if sinks[row] != -np.inf:  # the sums move to the larger of the two maxima
+            largest = max(row_max[row], sinks[row])
+            weight = o.dtype.type(0 if row_max[row] == -np.inf else math.exp(row_max[row] - largest))
+            total = total * weight + (1 if sinks[row] == largest else math.exp(sinks[row] - largest))
+        lse[row] = -np.inf if total == 0 else largest + math.log(total)
+        for i in range(o.shape[1]):
+            x = panel_o[(row // lanes * width + i) * lanes + row % lanes]
+            o[row, i] = 0 if total == 0 or begin[row] >= end[row] else x * weight / total
+
+
 def attend(q, k, v, pages, begin, end, sinks, place, random, scale, cap, tile_kv, table, o, lse):
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
@@ -431,16 +447,7 @@ def attend(q, k, v, pages, begin, end, sinks, place, random, scale, cap, tile_kv
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
                 gather(s, keys, tile_v, width, shrink, panel_o, panel)
-    for row in range(rows):
-        total, largest, weight = row_sum[row], row_max[row], q.dtype.type(1)
-        if sinks[row] != -np.inf:  # the sums move to the larger of the two maxima
-            largest = max(row_max[row], sinks[row])
-            weight = q.dtype.type(0 if row_max[row] == -np.inf else math.exp(row_max[row] - largest))
-            total = total * weight + (1 if sinks[row] == largest else math.exp(sinks[row] - largest))
-        lse[row] = -np.inf if total == 0 else largest + math.log(total)
-        for i in range(head_dim_v):
-            x = panel_o[(row // lanes * width + i) * lanes + row % lanes]
-            o[row, i] = 0 if total == 0 or begin[row] >= end[row] else x * weight / total
+    finish(row_max, row_sum, sinks, begin, end, panel_o, width, o, lse)
 
 
 @njit
@@ -514,6 +521,13 @@ def clear(x):
 
 
 @njit
+def clear_panel(s, ds, keys, column, pitch):
+    for j in range(keys):
+        store(s, j * pitch + column, fill(load(s, 0), 0.0))
+        store(ds, j * pitch + column, fill(load(s, 0), 0.0))
+
+
+@njit
 def write_scaled(tile, width, scale, x, first, rows):
     for j in range(rows):
         for i in range(x.shape[1]):
@@ -532,11 +546,9 @@ def backward(do, q, k, v, lse, delta, begin, end, place, random, factor, cap, sc
     dQ = K^T dS have rows in lanes, as in ``attend``; dV = P dO and dK = dS Q have columns.
     """
     (rows, head_dim), (kv_len, head_dim_v) = q.shape, v.shape
-    lanes = BYTES // q.itemsize
-    panels = (rows + lanes - 1) // lanes
-    pitch = GROUP * lanes
+    lanes, pitch = BYTES // q.itemsize, GROUP * (BYTES // q.itemsize)
+    panels, block = (rows + lanes - 1) // lanes, (head_dim + BLOCK - 1) // BLOCK * BLOCK
     width, width_v = (head_dim + lanes - 1) // lanes * lanes, (head_dim_v + lanes - 1) // lanes * lanes
-    block = (head_dim + BLOCK - 1) // BLOCK * BLOCK
     panel_q, row_q = pack(q, panels, width)
     panel_do, row_do = pack(do, panels, width_v)
     panel_dq = np.zeros(panels * block * lanes, q.dtype)
@@ -560,9 +572,7 @@ def backward(do, q, k, v, lse, delta, begin, end, place, random, factor, cap, sc
                 some, every = find_bounds(begin, end, first, keys, panel, lo, hi)
                 column = (panel - group) * lanes
                 if not some:
-                    for j in range(keys):
-                        store(s, j * pitch + column, fill(load(s, 0), 0.0))
-                        store(ds, j * pitch + column, fill(load(s, 0), 0.0))
+                    clear_panel(s, ds, keys, column, pitch)
                     continue
                 active = panel - group + 1
                 dots(tile_k, block, keys, panel_q, panel, head_dim, factor, s, column, pitch)
