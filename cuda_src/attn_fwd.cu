@@ -185,7 +185,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < PvMma::accumulators; ++i) o[i] = 0.f;
         walk.visit(*this, work, tile);
-        store_fragment(Store(args, work.rows, tile), work.softmax, o, work.row, work.rows.q_len);
+        store_fragment(Store(args, work.rows, tile), work.softmax, o, work.row, work.rows.q_len, Weight::factor(args));
         __syncwarp();  // the warp is converged again, and the compiler knows: else the ring's stages are no uniform values to it, and
                        // each descriptor is moved to uniform registers by itself (48 moves a step at head_dim 128: 5 % slower)
     }

@@ -1,4 +1,4 @@
-"""Functions as masks and scores in the loops of the CPU path: compiled once for each kind, called for a panel and a tile at a time.
+"""Functions as masks and scores in the loops of the CPU path: compiled once for each kind, called for a panel and a tile.
 
 The loops know no function. They call machine code by its address, with a ``context``: an array of integers that says where the
 logits are, which rows and keys they are of, and where what the functions captured lies.
@@ -81,7 +81,7 @@ def compile(kind: Kind, folder: pathlib.Path | None) -> Any:
 
 
 def context_of(codes: Sequence[tuple[Any, Sequence[Any], Sequence[Any]]]) -> tuple[np.ndarray, list[Any]]:
-    """A context with what functions, a mask before a score, each (code, arrays, numbers), captured; and what must live as long."""
+    """A context with what functions, a mask before a score, each (code, arrays, numbers), captured; and what must live on."""
     found, kept = [0] * len(FIELDS), []
     for code, arrays, numbers in codes:
         for (element, _), array in zip(code.arrays, arrays, strict=True):

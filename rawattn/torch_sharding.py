@@ -1,14 +1,19 @@
-"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch.
+"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch; those with dropout or a function, which
+see the numbers of both, not at all.
 
 Along a split batch each part has its own sum of the sinks' gradient."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from . import functions
 
 
 class _Way(NamedTuple):
@@ -33,9 +38,9 @@ def register() -> None:
     def forward(
         q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any
     ) -> list[Any]:  # fmt: skip
-        varlen, found = cu_seqlens_q is not None, []
-        for way in _ways((q, k, v), varlen):
-            others = [way.sinks] * (sinks is not None) + [whole] * 2 * varlen
+        varlen, (ways, more), found = cu_seqlens_q is not None, _beside(*options), []
+        for way in itertools.islice(_ways((q, k, v), varlen), ways):
+            others = [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more)
             found.append(([way.rows, way.lse], [way.rows] * 3 + others))
         return found
 
@@ -43,15 +48,23 @@ def register() -> None:
         do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
         cu_seqlens_kv: Any = None, *options: Any,
     ) -> list[Any]:  # fmt: skip
-        varlen, found = cu_seqlens_q is not None, []
-        for way in _ways((q, k, v, do, o), varlen):
-            others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None) + [whole] * 2 * varlen
+        varlen, (ways, more), found = cu_seqlens_q is not None, _beside(*options), []
+        for way in itertools.islice(_ways((q, k, v, do, o), varlen), ways):
+            others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more)
             results = [way.rows] * 3 + [whole if sinks is None else way.dsinks]
             found.append((results, [way.rows] * 5 + [way.lse, *others]))
         return found
 
     register_sharding(torch.ops.rawattn.attention.default)(forward)
     register_sharding(torch.ops.rawattn.attention_backward.default)(backward)
+
+
+def _beside(
+    max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None
+) -> tuple[int | None, int]:  # fmt: skip
+    """How many of the ways are allowed, all where it is None, and the number of the tensors behind the others."""
+    drops, (_, own) = seed is not None, functions.from_json(json.loads(spec))
+    return 1 if drops or own else None, drops + len(captured or ())
 
 
 def _ways(specs: Sequence[Any], varlen: bool) -> Iterator[_Way]:

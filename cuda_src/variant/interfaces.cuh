@@ -90,11 +90,13 @@ template <class S, class Score> struct SoftmaxOption : SumOption<S> {
     static_assert(requires { s.rescale(f); }, "Softmax: rescale(o)");
     static_assert(requires { LogSum<float>(s.row_sum(0)); }, "Softmax: row_sum(r): of one of the thread's rows, at the end");
 };
-// weight: what becomes of a weight between its sum and the product with V.
+// weight: what becomes of a weight between its sum and the product with V. Of itself it is kept or 0; what all are multiplied by
+// besides, a kernel does where it costs least. One that knows a warp's fragment may have apply_block (tile/fragment.cuh).
 template <class W> struct WeightOption : Given {
     static const W w;
     static_assert(requires { W(args, rows, work); }, "Weight(args, rows, work)");
     static_assert(requires { Number(w(x, i, i)); }, "Weight: operator()(p, row, kv)");
+    static_assert(requires { Number(W::factor(args)); }, "Weight: factor(args)");
 };
 // order: when a warpgroup may issue products, if others do too. Every consumer takes and passes as many turns.
 template <class O> struct OrderOption : Given {

@@ -11,7 +11,6 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Fields, Program
 from ..render import wgmma
-from ..variant import weight
 from ..variant.scheduler import DIRECTIONS
 from ..variant.store import DQ
 from . import backward, tiling
@@ -126,7 +125,7 @@ def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants = _constants(op, config, *registers, tile_q=config.tile_q, tile_kv=KEYS)
     fields = (*backward.loads(config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
     plan = backward.kv_scheduler(op, config.direction)
-    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan)
+    every = backward.options(op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=plan)
     products = _products(op, config.tile_q, DvMma=op.head_dim_v, DkMma=op.head_dim)
     return backward.rendered("attn_bwd_dkdv.cu", constants, fields, products, every, arch)
 
@@ -136,7 +135,7 @@ def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants = _constants(op, config, *registers, tile_q=config.q_block, tile_kv=config.tile_kv)
     fields = (*backward.loads(config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)
     plan = tiling.lpt_scheduler(op, persistent=True)
-    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan)
+    every = backward.options(op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=plan)
     products = _products(op, config.tile_kv, DqMma=op.head_dim)
     return backward.rendered("attn_bwd_dq.cu", constants, fields, products, every, arch)
 

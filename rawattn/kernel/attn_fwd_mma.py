@@ -13,7 +13,7 @@ from ..operand import Layout
 from ..operation import Forward
 from ..program import Buffer, Field, Fields, Program, View
 from ..render import config_header, source
-from ..variant import Option, kv, rows, scheduler, softmax, store
+from ..variant import Option, kv, rows, scheduler, softmax, store, weight
 from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
 from ..variant.walk import IntervalCursor, ListCursor, lists
@@ -88,6 +88,7 @@ def registers(config: Config, op: Forward) -> int:
         rest += 8 * plain + 12 * (config.m_tiles_per_warp - 1)
     elif op.varlen and config.m_tiles_per_warp == 2:
         rest += 12 * op.constant_time if plain else 4
+    rest += 16 * (op.spec.dropout > 0)
     return config.m_tiles_per_warp * (config.tile_kv // 2 + op.head_dim_v // 2 + 4 * max(1, config.q_steps_in_registers)) + rest
 
 
@@ -206,7 +207,7 @@ class AttnFwdMma(OneLaunch):
         own["Walk"] = walk
         if config.pack_gqa:
             mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
-            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
+            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score, "Weight": weight.make(op.spec.dropout, pack_gqa=True)}
         if config.split:
             own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}  # type: ignore[arg-type]
             own["Scheduler"] = scheduler.LptScheduler(persistent=False, split=True)

@@ -186,6 +186,7 @@ namespace ptx {
 static u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - raw); }
 static u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 static u32 lane_id() { return threadIdx.x % 32; }
+static u32 opaque(u32 x) { return x; }
 static float exp2(float x) {
     const float y = ::exp2f(x);
     return y < 1.1754944e-38f ? 0.f : y;
