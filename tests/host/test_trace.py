@@ -522,7 +522,7 @@ def test_json() -> None:
 
     traced, _, numbers = trace.bind(make(DOC), "mask")
     again = type(traced).from_json(json.loads(json.dumps(traced.to_json())))
-    assert again == traced and hash(again) == hash(traced) and again.labels == ("mask_0",)
+    assert again == traced and hash(again) == hash(traced) and again.labels == ("doc",)
     forms = [("int32", DOC.shape)]
     assert again.option(forms, numbers, LIMITS) == traced.option(forms, numbers, LIMITS)
     fields = json.loads(json.dumps(dataclasses.asdict(traced.option(forms, numbers, LIMITS))))
