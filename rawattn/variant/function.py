@@ -47,7 +47,8 @@ class _Function(Option):
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", Code(self.code))  # from JSON they come as str and list
         object.__setattr__(self, "numbers", tuple(self.numbers))
-        object.__setattr__(self, "arrays", tuple(Captured(x[0], x[1], tuple(x[2]), *x[3:]) for x in self.arrays))
+        arrays = tuple(Captured._make(each) for each in self.arrays)
+        object.__setattr__(self, "arrays", tuple(each._replace(shape=tuple(each.shape)) for each in arrays))
         object.__setattr__(self, "checked", tuple((node, axis) for node, axis in self.checked))
 
     @property
