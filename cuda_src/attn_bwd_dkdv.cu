@@ -21,7 +21,7 @@
 //   p_empty[s]         one lane per warp of keys                 values           the same until written again
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Scheduler
+                       // Element, Rows, Mask, Score, Weight, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
 #include "variant/kv_producer.cuh"
@@ -43,6 +43,7 @@ struct Smem {
     ptx::Mbarrier work_full[2], work_empty[2], kv_full, kv_empty;
     ptx::Mbarrier q_full[2], q_empty[2], do_full[2], do_empty[2], p_full[2], p_empty[2];
     KvWorkTile work[2];
+    Walk::Board board;
 };
 
 static_assert(cfg::tile_kv == 64 && cfg::tile_q % 16 == 0);
@@ -52,7 +53,6 @@ template struct NumberOption<Element>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
-template struct QTilesOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
@@ -67,6 +67,7 @@ struct Role {
     const u32 lane = threadIdx.x % 128;
     Step step{};
     Ring<1> kv{};
+    Walk::Place place_in_steps{};
     float s[SMma::accumulators], sum[Mma::accumulators];
     u32 p[SMma::accumulators / 2];
 
@@ -121,15 +122,15 @@ struct Values : Role<DvMma> {
         start<SMma>(SmemDescriptor<KTile>::of_columns(&smem.k), q, cfg::head_dim);
         const WorkTile own = at.work_tile();
         const i32 q_first = own.q_begin + lane % 4 * 2;
-        const auto kept = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
+        const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         smem.p_empty[stage].wait(step.parity() ^ 1);
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.do_empty[before]);
         const Mask mask(args, rows, own);
         const Score score(args, rows, own);
         const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
-        if (at.is_full()) weigh_transposed<false>(s, p, score, kept, mask, lse_log2, q_first, key);
-        else weigh_transposed<true>(s, p, score, kept, mask, lse_log2, q_first, key);
+        if (at.is_full()) weigh_transposed(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed(s, p, score, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
         pass_p();
         arrive(smem.q_empty[stage]);
     }
@@ -151,8 +152,8 @@ struct Keys : Role<DkMma> {
     using Role::Role;
 
     // p = ds, of the other role's weights and this one's dp.
-    template <class Kept>
-    __device__ void differentiate(const Kept& kept) {
+    template <class Weights>
+    __device__ void differentiate(const Weights& weights) {
         const float factor = Weight::factor(args);
         const float* delta = smem.delta[step.stage()] + lane % 4 * 2;
 #pragma unroll
@@ -162,7 +163,7 @@ struct Keys : Role<DkMma> {
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
                 const float2 d = *reinterpret_cast<const float2*>(delta + fragment_column(i + j));
-                const float low = kept(s[i + j], i / 8, j) * factor - d.x, high = kept(s[i + j + 1], i / 8, j + 1) * factor - d.y;
+                const float low = weights(s[i + j], i / 8, j) * factor - d.x, high = weights(s[i + j + 1], i / 8, j + 1) * factor - d.y;
                 const float w0 = Element::widen({u16(w[j / 2])}), w1 = Element::widen({u16(w[j / 2] >> 16)});
                 p[(i + j) / 2] = Element::pack(w0 * low, w1 * high);
             }
@@ -181,11 +182,11 @@ struct Keys : Role<DkMma> {
         const SmemDescriptor<DoTile> d_o = SmemDescriptor<DoTile>::of_columns(smem.d_o).stage(stage);
         start<DpMma>(SmemDescriptor<VTile>::of_columns(&smem.v), d_o, cfg::head_dim_v);
         const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
-        const auto kept = Weight(args, rows, at.work_tile()).template transposed<SMma::accumulators / 8, 1>(q_first, key);
+        const auto weights = Weight(args, rows, at.work_tile()).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         smem.p_full[stage].wait(step.parity());
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.q_empty[before]);
-        differentiate(kept);
+        differentiate(weights);
         __syncwarp();
         arrive(smem.do_empty[stage]);
         arrive(smem.p_empty[stage]);
@@ -215,7 +216,7 @@ __device__ void consume(const Args& args, Smem& smem) {
         const i32 key = work.kv_tile * cfg::tile_kv + role.lane / 32 * 16 + role.lane % 32 / 4;  // this thread's upmost
 #pragma unroll
         for (float& x : role.sum) x = 0.f;
-        Walk at(args, rows, work);
+        Walk at(args, rows, work, smem.board, role.place_in_steps);
         if (at.more()) {
             smem.kv_full.wait(role.kv.parity);
             role.kv.advance();
@@ -237,6 +238,7 @@ __device__ void init_barriers(Smem& smem) {
         smem.q_full[i].init(1), smem.q_empty[i].init(8), smem.do_full[i].init(1), smem.do_empty[i].init(8);
         smem.p_full[i].init(4), smem.p_empty[i].init(4);
     }
+    smem.board.init(8);
     ptx::fence_mbarrier_init();
 }
 

@@ -31,22 +31,35 @@ ROLES = ("mask", "score")
 ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arrays
 
 
-class Function(NamedTuple):
-    """A function among the options of a call: what was traced, and its numbers, without its arrays."""
+class Function(tuple[Any, ...]):
+    """A function among the options of a call: what was traced, and its numbers, without its arrays. Keys are made of it, so it is
+    the tuple of its code and its numbers."""
 
     traced: Traced
-    numbers: tuple[int | float, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The captured numbers."""
+        found: tuple[int | float, ...] = self[1]
+        return found
+
+
+def function(traced: Traced, numbers: tuple[int | float, ...] = ()) -> Function:
+    """What takes a function's place among the options."""
+    found = Function((traced.code, numbers))
+    found.traced = traced
+    return found
 
 
 class BoundFunction:
     """A function, the arrays that it captured, by reference, and the numbers, by value: ``rawattn.mask.function`` makes it."""
 
     def __init__(self, traced: Traced, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = ()) -> None:
-        self.function, self.arrays, self.role = Function(traced, tuple(numbers)), tuple(arrays), traced.role
+        self.function, self.arrays, self.role = function(traced, tuple(numbers)), tuple(arrays), traced.role
         assert traced.text  # which torch.compile reads: it is made here
 
     def __repr__(self) -> str:
-        traced, numbers = self.function
+        traced, numbers = self.function.traced, self.function.numbers
         captured = f", which captured {', '.join(traced.labels)}" if traced.labels else ""
         return f"<rawattn.{self.role}.function {traced.code!r}{captured}{f', with {list(numbers)}' if numbers else ''}>"
 
@@ -77,22 +90,37 @@ def is_function(value: Any) -> bool:
     return not hasattr(value, "interval") and not hasattr(value, "cuda_type")
 
 
+KEPT = 1024
+_last: dict[str, dict[int, tuple[Any, Traced]]] = {"mask": {}, "score": {}}  # what the code of that number was at last
+
+
 def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
     """A function as an option, and the arrays that it captured."""
+    if type(value) is types.FunctionType:
+        code = value.__code__
+        last = _last[role].get(id(code))
+        found = last and last[1].bind(value)
+        if last and found:
+            return function(last[1], found[1]), found[0]
+        traced, captured, numbers = trace.bind(value, role)
+        if len(_last[role]) >= KEPT:
+            _last[role].clear()
+        _last[role][id(code)] = code, traced
+        return function(traced, numbers), captured
     if type(value) is BoundFunction:
         if value.role != role:
             raise ProblemError(f"{role} is {value!r}; make it by rawattn.{role}.function(...).")
         return value.function, value.arrays
     traced, captured, numbers = trace.bind(value, role)
-    return Function(traced, numbers), captured
+    return function(traced, numbers), captured
 
 
 def bound(value: Any, role: str) -> BoundFunction:
     """What ``rawattn.mask.function`` and ``rawattn.score.function`` give."""
     if type(value) is BoundFunction and value.role == role:
         return value
-    function, found = bind(value, role)
-    return BoundFunction(function.traced, found, function.numbers)
+    known, found = bind(value, role)
+    return BoundFunction(known.traced, found, known.numbers)
 
 
 def among(options: Mapping[str, Any]) -> list[tuple[str, Function]]:
@@ -108,7 +136,7 @@ def without(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def names(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the captured arrays of a call, in order."""
-    return tuple(f"{role}_{i}" for role, function in among(options) for i in range(len(function.traced.labels)))
+    return tuple(f"{role}_{i}" for role, each in among(options) for i in range(len(each.traced.labels)))
 
 
 def labels(options: Mapping[str, Any]) -> dict[str, str]:
@@ -136,7 +164,8 @@ def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Lim
 def made(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
     """The same, of arrays that are not checked."""
     replaced = {}
-    for role, (traced, numbers) in among(options):
+    for role, own in among(options):
+        traced, numbers = own.traced, own.numbers
         each = [given[f"{role}_{i}"] for i in range(len(traced.labels))]
         replaced[role] = traced.option(tuple((x.dtype, tuple(x.shape)) for x in each), numbers, limits)
     return {**options, **replaced}
@@ -274,8 +303,8 @@ def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None
 def to_json(found: Sequence[tuple[str, Function]]) -> dict[str, Any]:
     """What ``among`` gives as JSON can hold it: by role the text of the code, and the numbers."""
     return {
-        role: {"traced": traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in numbers]}
-        for role, (traced, numbers) in found
+        role: {"traced": each.traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in each.numbers]}
+        for role, each in found
     }
 
 
@@ -288,7 +317,7 @@ def from_json(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Func
 
 def from_text(text: str, numbers: tuple[int | float, ...]) -> Function:
     """The function of a ``Traced`` with this text, with these numbers."""
-    return Function(_traced(text), numbers)
+    return function(_traced(text), numbers)
 
 
 _traced = functools.lru_cache(maxsize=1024)(Traced.from_text)

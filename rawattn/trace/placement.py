@@ -60,13 +60,15 @@ def positioned(root: Expr, checked: Collection[tuple[Expr, int]]) -> tuple[Expr,
     """The expression with kv as first + offset. Keys past the last one are asked for, too: what an index makes of kv is made of
     the last key there, unless the index is checked anyway."""
     done: dict[tuple[Expr, bool], Expr] = {(KV, False): FIRST + OFFSET, (KV, True): FIRST + INSIDE}
-    moved: set[tuple[Expr, int]] = set()
+    moved = {(load, axis) for load, axis in checked if "kv" not in load.deps}
 
     def place(x: Expr, safe: bool) -> Expr:
         if (x, safe) in done:
             return done[x, safe]
-        if x.op != "load":
-            found = rebuilt(x, {a: place(a, safe) for a in children(x)}) if "kv" in x.deps else x
+        if "kv" not in x.deps:
+            found = x
+        elif x.op != "load":
+            found = rebuilt(x, {a: place(a, safe) for a in children(x)})
         else:
             axes = [(x, axis) in checked for axis in range(len(x.args) - 2)]
             indices = [place(i, not check) for i, check in zip(x.args[2:], axes, strict=True)]

@@ -114,34 +114,38 @@ def _mod(a: Range, b: Range) -> Range:
     return Range(lo, np.where(same, a.hi % d, np.where(inside, a.hi, np.where(positive, b.hi - 1, most))))
 
 
-def _ones(x: Any) -> Any:
-    """All bits up to the highest one of x >= 0."""
+def _ones(*parts: Any) -> Any:
+    """All bits up to the highest one that any of these, or its complement where it is negative, has."""
+    found = functools.reduce(np.bitwise_or, [np.where(x < 0, ~x, x) for x in parts])
     for shift in (1, 2, 4, 8, 16, 32):
-        x = x | (x >> shift)
-    return x
+        found = found | (found >> shift)
+    return found
+
+
+def _low_bits(a: Range, mask: Any) -> Range:
+    """Of a & mask, whose bits are the lowest ones."""
+    same = (a.lo & ~mask) == (a.hi & ~mask)
+    return Range(np.where(same, a.lo & mask, 0), np.where(same, a.hi & mask, mask))
 
 
 def _band(a: Range, b: Range) -> Range:
-    for x, y in ((a, b), (b, a)):  # & (2^n - 1) is % 2^n
-        low_bits = y.point & (y.lo >= 0) & (y.lo & (y.lo + 1) == 0) & (y.lo < FAR)
-        if np.all(low_bits):
-            return _mod(x, Range(y.lo + 1, y.hi + 1))
-    both = a.point & b.point
+    both, some = a.point & b.point, (a.lo >= 0) | (b.lo >= 0)
     top = np.where(a.lo < 0, b.hi, np.where(b.lo < 0, a.hi, np.minimum(a.hi, b.hi)))
-    some = (a.lo >= 0) | (b.lo >= 0)
-    bits = _ones(np.maximum(np.maximum(np.abs(a.lo), np.abs(a.hi)), np.maximum(np.abs(b.lo), np.abs(b.hi))))
-    lo = np.where(both, a.lo & b.lo, np.where(some, 0, -bits - 1))
-    return Range(lo, np.where(both, a.lo & b.lo, np.where(some, top, np.maximum(a.hi, b.hi))))
+    lo = np.where(both, a.lo & b.lo, np.where(some, 0, ~_ones(a.lo, a.hi, b.lo, b.hi)))
+    found = Range(lo, np.where(both, a.lo & b.lo, np.where(some, top, np.maximum(a.hi, b.hi))))
+    for x, y in ((a, b), (b, a)):
+        lowest = y.point & (y.lo >= 0) & (y.lo & (y.lo + 1) == 0)
+        bits = _low_bits(x, y.lo)
+        found = Range(np.where(lowest, bits.lo, found.lo), np.where(lowest, bits.hi, found.hi))
+    return found
 
 
 def _bits(f: Callable[[Any, Any], Any]) -> Callable[[Range, Range], Range]:
     """Of | and ^."""
 
     def bounds(a: Range, b: Range) -> Range:
-        both, nonnegative = a.point & b.point, (a.lo >= 0) & (b.lo >= 0)
-        most = np.maximum(np.maximum(np.abs(a.lo), np.abs(a.hi)), np.maximum(np.abs(b.lo), np.abs(b.hi)))
-        bits = _ones(np.where(most == LIMITS["long"][0], LIMITS["long"][1], most))
-        lo = np.where(both, f(a.lo, b.lo), np.where(nonnegative, 0, -bits - 1))
+        both, bits = a.point & b.point, _ones(a.lo, a.hi, b.lo, b.hi)
+        lo = np.where(both, f(a.lo, b.lo), np.where((a.lo < 0) | (b.lo < 0), ~bits, 0))
         return Range(lo, np.where(both, f(a.lo, b.lo), bits))
 
     return bounds

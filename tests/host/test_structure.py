@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 21500,
+    "rawattn": 22000,
     "perf": 5000,
-    "cuda_src": 8000,
-    "tests": 24700,
+    "cuda_src": 8500,
+    "tests": 25500,
 }
 FUNCTION_LINES = 60
 

@@ -68,8 +68,8 @@ struct Dropout {
 
     // A fragment whose rows are keys, in blocks of 16 x 16, from the thread's first query and key on.
     template <int q_blocks, int kv_blocks>
-    __device__ KeptPairs<q_blocks * kv_blocks> transposed(i32 q, i32 kv) const {
-        KeptPairs<q_blocks * kv_blocks> kept{};
+    __device__ KeptWeights<q_blocks * kv_blocks> transposed(i32 q, i32 kv) const {
+        KeptWeights<q_blocks * kv_blocks> kept{};
 #pragma unroll
         for (int i = 0; i < q_blocks * kv_blocks; ++i) add_block(kept.bits[i / 4], q + i / kv_blocks * 16, kv + i % kv_blocks * 16);
         return kept.again();

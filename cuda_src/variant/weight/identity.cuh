@@ -9,5 +9,5 @@ struct Identity {
     __device__ static constexpr Number factor(const Args&) { return 1; }
     __device__ Number operator()(Number p, i32, i32) const { return p; }
     template <int q_blocks, int kv_blocks>
-    __device__ EveryPair transposed(i32, i32) const { return {}; }
+    __device__ EveryWeight transposed(i32, i32) const { return {}; }
 };

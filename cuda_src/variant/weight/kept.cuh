@@ -5,7 +5,7 @@
 
 // Four blocks have a word, whose lower half is of the upper eight queries of each. Numbers are shifted in from the left.
 template <int blocks>
-struct KeptPairs {
+struct KeptWeights {
     u32 bits[(blocks + 3) / 4];
 
     __device__ float operator()(float x, int block, int i) const {
@@ -13,8 +13,8 @@ struct KeptPairs {
         return bits[block / 4] >> (at + i / 4 * 16) & 1 ? x : 0.f;
     }
     // The same for a second use: else the compiler finds a bit once for both, and keeps 32 predicates in between.
-    __device__ KeptPairs again() const {
-        KeptPairs found;
+    __device__ KeptWeights again() const {
+        KeptWeights found;
 #pragma unroll
         for (int i = 0; i < (blocks + 3) / 4; ++i) found.bits[i] = ptx::opaque(bits[i]);
         return found;
@@ -23,7 +23,7 @@ struct KeptPairs {
 // Shifts a number into each half: the highest bit of each half of `pairs`.
 __device__ inline void add_pairs(u32& bits, u32 pairs) { bits = bits >> 1 & 0x7fff7fff | pairs & 0x80008000; }
 
-struct EveryPair {
+struct EveryWeight {
     __device__ float operator()(float x, int, int) const { return x; }
-    __device__ EveryPair again() const { return {}; }
+    __device__ EveryWeight again() const { return {}; }
 };
