@@ -11,7 +11,8 @@
 //   empty[b]              a lane of the tile's warp     producer            both until refilled
 //   given                 a lane of the producer        a consumer          smem.next, .line
 //   taken                 that consumer                 producer            smem.next until the next work
-//   named barrier 1       consumers                     consumers           smem.q, .own, .work, .pieces, .is_last
+//   listed                a lane of the producer        a consumer          smem.pieces, .owner
+//   named barrier 1       consumers                     consumers           smem.q, .own, .work, .is_last
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
@@ -55,17 +56,16 @@ struct Work {
     TileRange tiles;  // of the work's rows
     i32 kv_len, rows;
     u32 ahead;  // tile t is tile t + `ahead` of the block's share, which is its place in the ring
-    i32 owner;  // the block with the work's first split
 };
 struct Smem {
     Ring ring;
     QTile q;
     Own own;
-    Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken;
-    Work next, work;  // the producer's, and the consumers' copy of it
-    Line line;
-    u32 parity;  // of the next wait for `given`
-    i32 pieces[cfg::most_pieces], piece_count, is_last;
+    Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken, listed;
+    Work next, work;                // the producer's, and the consumers' copy of it
+    u32 parity;                     // of the next wait for `given`
+    alignas(16) i32 pieces[cfg::most_pieces];  // slots of the states that the work's blocks leave, split_group for each group; -1 for none
+    i32 owner, is_last;             // the block with the work's first split
 };
 template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
@@ -84,30 +84,51 @@ __device__ u32 stage(u32 place) { return place % cfg::stages; }
 __device__ u32 barrier(u32 place) { return place % barriers; }
 __device__ u32 parity(u32 place) { return place / barriers % 2; }
 
+// Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits.
+__device__ void list_pieces(const Args& args, Smem& smem, const Line& line, const SplitRun& run) {
+    const Splits& splits = run.splits;
+    const i32 first = splits.begin / split_group * split_group;
+    for (i32 at = i32(threadIdx.x); first + at < splits.end; at += 32) {
+        const i32 begin = splits.group_begin(first + at), end = splits.group_end(begin), split = begin + at % split_group;
+        const i32 block = line.owner(splits, run.at, min(split, end - 1));
+        const i32 from = line.first_split(splits, run.at, block), to = line.first_split(splits, run.at, block + 1);
+        const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
+        i32 index = -1;
+        if (from > begin) index = split % split_group;
+        else if (split == splits.begin && whole > split) index = split_group;
+        else if (split == begin && (from > splits.begin || split >= whole)) index = end <= to ? split_group + split / split_group : 0;
+        smem.pieces[at] = index < 0 || split >= end ? -1 : block * args.slots + index;
+        if (split == splits.begin) smem.owner = block;
+    }
+    __syncwarp();
+}
+
 __device__ void produce(const Args& args, Smem& smem) {
     Scheduler scheduler(args);
-    if (threadIdx.x == 0) smem.line = scheduler.line;
+    SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
         const SplitRun run = scheduler.next(args);
         const Rows rows(args, max(0, run.batch));
         const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
-        const i32 owner = run.split == run.splits.begin ? i32(blockIdx.x) : scheduler.line.owner(run.splits, run.at, run.splits.begin);
         smem.taken.wait(n % 2 ^ 1);
+        if (n > 0 && !before.is_whole()) list_pieces(args, smem, scheduler.line, before);
         if (threadIdx.x == 0) {
-            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin, owner};
+            if (n > 0) smem.listed.arrive();
+            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin};
             smem.given.arrive();
         }
         if (run.is_last()) break;
+        before = run;
         const Kv kv(args, rows, run);
         if (tiles.begin >= tiles.end) continue;
         auto found = kv.find(tiles.begin);
         for (i32 tile = tiles.begin; tile < tiles.end; ++tile, ++place) {
             const auto pages = found;
-            const u32 before = place - cfg::stages;  // which had the stage
+            const u32 last = place - cfg::stages;  // which had the stage
             found = kv.find(tile + 1);
-            if (place >= cfg::stages) smem.empty[barrier(before)].wait(parity(before));
+            if (place >= cfg::stages) smem.empty[barrier(last)].wait(parity(last));
             kv.load(smem.ring.k[stage(place)], smem.ring.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
         }
     }
@@ -377,109 +398,96 @@ struct Consumer {
     __device__ void finish(float scale_log2) {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
-        const bool begins = run.split == splits.begin, whole = begins && run.split_end == splits.end;
-        if (!whole) {
-            if (begins && run.split_end >= splits.group_end(splits.begin))
+        if (run.is_whole()) {
+#pragma unroll 1
+            for (int m = 0; m < cfg::m_tiles_per_warp; ++m)
+                if (has_rows(m)) store(own.groups[m].get(thread), m, thread % 32, warp * (quarter_blocks * 8), scale_log2);
+        } else {
+            if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
                 for (int m = 0; m < cfg::m_tiles_per_warp; ++m) leave(split_group, m, own.groups[m].get(thread));
             arrive();
-        }
-        if (whole || smem.is_last)
+            if (smem.is_last)
 #pragma unroll 1
-            for (int m = 0; m < cfg::m_tiles_per_warp; ++m) store(whole ? own.groups[m].get(thread) : fold_pieces(m, scale_log2), m, scale_log2);
+                for (int m = 0; m < cfg::m_tiles_per_warp; ++m) fold_pieces(m, scale_log2);
+        }
         meet();
     }
     // Says that this block's states are there, and finds out whether all are.
     __device__ void arrive() {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
-        u32* const arrived = args.arrived + smem.work.owner;
         meet();
         if (thread == 0) {
+            smem.listed.wait(smem.parity ^ 1);
+            u32* const arrived = args.arrived + smem.owner;
             const i32 here = run.split_end - run.split;
             smem.is_last = i32(ptx::add_acq_rel(arrived, u32(here))) + here == splits.end - splits.begin;
             if (smem.is_last) *arrived = 0;
         }
-        if (warp == 1) find_pieces();  // meanwhile
         meet();
     }
 
-    // What a work's blocks have left of it, in order: slot of a block * 8 + what the state is of.
-    enum Piece { opens = 1,
-                 closes = 2,
-                 prefix = 4 };  // a group's beginning, and its end; all groups up to its end
-
-    // By one warp, a lane for each split.
-    __device__ void find_pieces() {
-        const SplitRun& run = smem.work.run;
+    // Folds the states that the work's blocks have left, and stores what they give. Few lanes have rows; what those have of a state is
+    // shared out to all threads, a float4 to each, and a thread fetches those of a group at once, while it folds the group before.
+    __device__ void fold_pieces(int m, float scale_log2) {
         const Splits& splits = smem.work.run.splits;
-        const i32 lane = thread % 32;
-        i32 count = 0;
-        for (i32 base = splits.begin; base < splits.end; base += 32) {
-            const i32 split = min(base + lane, splits.end - 1), begin = splits.group_begin(split), end = splits.group_end(split);
-            const i32 block = smem.line.owner(splits, run.at, split);
-            const i32 from = smem.line.first_split(splits, run.at, block), to = smem.line.first_split(splits, run.at, block + 1);
-            const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
-            i32 index = -1, what = (split == begin) * opens;
-            if (from > begin) index = split % split_group, what |= (split + 1 == end) * closes;
-            else if (from == splits.begin && split == from && whole > from) index = split_group, what = prefix;
-            else if (split == begin && (from > splits.begin || split >= whole)) {
-                index = end <= to ? split_group + split / split_group : 0;
-                what |= (end <= to) * closes;
-            }
-            const bool found = index >= 0 && base + lane < splits.end;
-            const u32 all = __ballot_sync(0xffffffffu, found);
-            if (found) smem.pieces[count + __popc(all & ((1u << lane) - 1))] = (block * args.slots + index) * 8 + what;
-            count += __popc(all);
-        }
-        if (lane == 0) smem.piece_count = count;
-    }
-    // Each thread fetches its quarter of several states at once, and folds them in order: all in registers, which nothing else needs now.
-    __device__ Quarter fold_pieces(int m, float scale_log2) {
-        const i32 count = smem.piece_count;
-        const float lowest = OnlineSoftmax(scale_log2).lowest();
-        Quarter group, groups;
-        group.clear(lowest), groups.clear(lowest);
+        const i32 lanes = min(8, ceil_div(smem.work.rows - 16 * m, 2)) * 4;  // that have rows
+        const i32 groups = ceil_div(splits.end, split_group) - splits.begin / split_group;
 #pragma unroll 1
-        for (i32 begin = 0; begin < count; begin += fetched_at_once) {
-            Quarter state[fetched_at_once];
-            i32 what[fetched_at_once];
+        for (i32 at = thread; at < lanes * 4 * quarter_blocks; at += 128) {
+            const i32 lane = at % lanes, quarter = at / lanes % 4, i = at / lanes / 4;
+            FloatState next[split_group], group, total;
+            fetch(next, 0, m, i, quarter * 32 + lane);
+#pragma unroll 1
+            for (i32 g = 0; g < groups; ++g) {
+                FloatState state[split_group];
+                const i32* const pieces = smem.pieces + g * split_group;
 #pragma unroll
-            for (int i = 0; i < fetched_at_once; ++i) {
-                const i32 piece = smem.pieces[min(begin + i, count - 1)];
-                state[i] = slot(piece / 8, m).get(thread), what[i] = piece % 8;
-            }
+                for (int j = 0; j < split_group; ++j) state[j] = next[j];
+                if (g + 1 < groups) fetch(next, g + 1, m, i, quarter * 32 + lane);
+                if (pieces[0] < 0) continue;  // groups that the first piece has, too
+                group = state[0];
 #pragma unroll
-            for (int i = 0; i < fetched_at_once; ++i) {
-                if (begin + i >= count) break;
-                if (what[i] & (opens | prefix)) group.clear(lowest);
-                group.fold(state[i], scale_log2);
-                if (what[i] & (closes | prefix)) groups.fold(group, scale_log2);
+                for (int j = 1; j < split_group; ++j)
+                    if (pieces[j] >= 0) group.fold(state[j], scale_log2);
+                if (g == 0) total = group;
+                else total.fold(group, scale_log2);
             }
+            store(total, m, lane, (quarter * quarter_blocks + i) * 8, scale_log2);
         }
-        return groups;
+    }
+    __device__ void fetch(FloatState (&states)[split_group], i32 g, int m, i32 i, i32 of) const {
+#pragma unroll
+        for (int j = 0; j < split_group; ++j) {
+            const i32 piece = smem.pieces[g * split_group + j];
+            const StateSlot from = slot(piece < 0 ? smem.pieces[0] : piece, m);
+            states[j].o[0] = *from.o(i, of);
+            states[j].set(*from.max_sum(of));
+        }
     }
 
-    __device__ void store(const Quarter& state, int m, float scale_log2) const {
+    // Of the lane that had the rows; `column`: of the state's first block.
+    template <int blocks>
+    __device__ void store(const SoftmaxState<blocks>& state, int m, i32 lane, i32 column, float scale_log2) const {
         const SplitRun& run = smem.work.run;
         const Rows rows(args, run.batch);
         const Store out(args, rows, run);
         const Softmax softmax(args, rows, run, scale_log2);
-        const i32 lane = thread % 32, column = warp * (quarter_blocks * 8);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const i32 row = run.q_begin + first_row() + 16 * m + r;
+            const i32 row = run.q_begin + 16 * m + lane / 4 * 2 + r;
             if (row >= rows.q_len) continue;
             LogSum<float> sum{state.max[r] * (scale_log2 * float(ln_2)), state.sum[r]};
             softmax.finish(row, sum);
             const float factor = sum.inverse();
             Element* const to = out.o(row) + column + lane % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < quarter_blocks; ++i) {
+            for (int i = 0; i < blocks; ++i) {
                 const float4 x = state.o[i];
                 if (column + i * 8 < cfg::head_dim_v)
                     *reinterpret_cast<u32*>(to + i * 8) = Element::pack((r ? x.z : x.x) * factor, (r ? x.w : x.y) * factor);
             }
-            if (warp == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
+            if (column == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
         }
     }
 };
@@ -496,7 +504,7 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
         smem.k_full[threadIdx.x].init(Kv::arrivals), smem.v_full[threadIdx.x].init(Kv::arrivals), smem.empty[threadIdx.x].init(1);
         Kv::fence_barriers();
     }
-    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.parity = 0;
+    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), smem.parity = 0;
     if (threadIdx.x == 32) Kv::prefetch(args);
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();

@@ -81,6 +81,8 @@ struct SplitRun : WorkTile {
     i32 split_end, work;  // the work's number in the sequence
     i64 at;
     Splits splits;  // of the sequence
+
+    __device__ bool is_whole() const { return split == splits.begin && split_end == splits.end; }
 };
 
 struct StreamKScheduler {
