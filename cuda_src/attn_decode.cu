@@ -84,11 +84,12 @@ __device__ u32 stage(u32 place) { return place % cfg::stages; }
 __device__ u32 barrier(u32 place) { return place % barriers; }
 __device__ u32 parity(u32 place) { return place / barriers % 2; }
 
-// Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits.
+// Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits. Every
+// group has split_group entries, the last one too: who folds reads them all.
 __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, const SplitRun& run) {
     const Splits& splits = run.splits;
-    const i32 first = splits.begin / split_group * split_group;
-    for (i32 at = i32(threadIdx.x); first + at < splits.end; at += 32) {
+    const i32 first = splits.begin / split_group * split_group, entries = ceil_div(splits.end - first, split_group) * split_group;
+    for (i32 at = i32(threadIdx.x); at < entries; at += 32) {
         const i32 begin = splits.group_begin(first + at), end = splits.group_end(begin), split = begin + at % split_group;
         const i32 block = line.owner(splits, run.at, min(split, end - 1));
         const i32 from = line.first_split(splits, run.at, block), to = line.first_split(splits, run.at, block + 1);
