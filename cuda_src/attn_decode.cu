@@ -478,7 +478,7 @@ struct Consumer {
         for (int r = 0; r < 2; ++r) {
             const i32 row = run.q_begin + 16 * m + lane / 4 * 2 + r;
             if (row >= rows.q_len) continue;
-            LogSum<float> sum{state.max[r] * (scale_log2 * float(ln_2)), state.sum[r]};
+            LogSum<float> sum{__fmul_rn(state.max[r], scale_log2 * float(ln_2)), state.sum[r]};  // no part of another product's sum
             softmax.finish(row, sum);
             const float factor = sum.inverse();
             Element* const to = out.o(row) + column + lane % 4 * 2;

@@ -26,6 +26,7 @@ constexpr float minus_inf = -__builtin_inff();
 #define __align__(n) __attribute__((aligned(n)))
 #define __log2f log2f
 #define __fmaf_rn fmaf
+#define __fmul_rn(a, b) ((a) * (b))
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
