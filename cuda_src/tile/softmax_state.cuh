@@ -3,9 +3,11 @@
 // each has a quarter of the blocks of eight (tile/fragment.cuh), so none of them needs another's numbers.
 #include "tile/fragment.cuh"
 #include "tile/range.cuh"
+#include "tile/splits.cuh"
 
 constexpr int quarter_blocks = ceil_div(cfg::head_dim_v, 32);  // four registers each; the last ones may lie past the end
 constexpr int merge_blocks = quarter_blocks / cfg::merge_passes;
+constexpr int fetched_at_once = cfg::m_tiles == 1 ? split_group : split_group / 2;  // states from global memory
 static_assert(quarter_blocks % cfg::merge_passes == 0);
 
 template <int blocks>
