@@ -2,7 +2,7 @@
 //
 // Rows are the queries of all heads that share a key head, cfg::tile_q of them in a work. Blocks are persistent: each takes an equal
 // share of all key tiles, which it finds from the lengths on the device. Warp 0 loads the tiles of its share, first ones first, into
-// a ring. Every 16 rows have four other warps, of which each computes whole tiles by itself: warp w those whose number is w modulo 4.
+// a ring; where it copies them row by row, others copy a part of each with it, and find their way by themselves. Every 16 rows have four other warps, of which each computes whole tiles by itself: warp w those whose number is w modulo 4.
 // At the end of a split the four results become one, of which each warp has a quarter of the columns. Splits, and the order in which they
 // are folded, follow from the sequence alone (tile/splits.cuh): a row has the same bits in any batch, on any grid, for any pages.
 //
@@ -51,7 +51,7 @@ struct Ring {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
 };
-// What a block does of a work. The producer alone finds it out: its code is long, and nobody has it in an instruction cache.
+// What a block does of a work. Producers alone find it out: its code is long, and nobody has it in an instruction cache.
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
@@ -114,8 +114,10 @@ __device__ void produce(const Args& args, Smem& smem) {
         const Rows rows(args, max(0, run.batch));
         const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
-        smem.taken.wait(n % 2 ^ 1);
-        if (n > 0 && !before.is_whole()) list_pieces(args, smem, scheduler.line, before);
+        if (threadIdx.x < 32) {
+            smem.taken.wait(n % 2 ^ 1);
+            if (n > 0 && !before.is_whole()) list_pieces(args, smem, scheduler.line, before);
+        }
         if (threadIdx.x == 0) {
             if (n > 0) smem.listed.arrive();
             smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin};
@@ -125,11 +127,11 @@ __device__ void produce(const Args& args, Smem& smem) {
         before = run;
         const Kv kv(args, rows, run);
         if (tiles.begin >= tiles.end) continue;
-        auto found = kv.find(tiles.begin);
+        auto found = kv.find(tiles.begin), after = kv.find(tiles.begin + 1);
         for (i32 tile = tiles.begin; tile < tiles.end; ++tile, ++place) {
             const auto pages = found;
             const u32 last = place - cfg::stages;  // which had the stage
-            found = kv.find(tile + 1);
+            found = after, after = kv.find(tile + 2);
             if (place >= cfg::stages) smem.empty[barrier(last)].wait(parity(last));
             kv.load(smem.ring.k[stage(place)], smem.ring.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
         }
@@ -221,20 +223,22 @@ struct Strand {
 };
 
 struct Consumer {
+    static constexpr u32 first_thread = 32 * cfg::producers;
+
     const Args& args;
     Smem& smem;
     const u32 thread, warp, m;  // among the four warps, and which 16 rows they have
     Own& own;
     Strand strand;
 
-    __device__ Consumer(const Args& args, Smem& smem) : Consumer(args, smem, ptx::uniform(threadIdx.x / 32) - 1) {}
+    __device__ Consumer(const Args& args, Smem& smem) : Consumer(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
     __device__ Consumer(const Args& args, Smem& smem, u32 index)
-        : args(args), smem(smem), thread((threadIdx.x - 32) % 128), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem, m) {}
+        : args(args), smem(smem), thread((threadIdx.x - first_thread) % 128), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem, m) {}
 
     // The thread's upmost row in the work, and whether there is such a row.
     __device__ i32 top_row() const { return m * 16 + first_row(); }
     __device__ bool has_rows() const { return top_row() < smem.work.rows; }
-    __device__ bool is_first() const { return threadIdx.x == 32; }
+    __device__ bool is_first() const { return threadIdx.x == first_thread; }
 
     __device__ static void meet() { ptx::bar_sync(1, 128 * cfg::m_tiles); }
     __device__ void meet_strands() const { ptx::bar_sync(2 + m, 128); }
@@ -242,7 +246,7 @@ struct Consumer {
     __device__ void load_q(const Rows& rows) {
         const SplitRun& run = smem.work.run;
         const u32 to = ptx::smem_address(&smem.q);
-        for (u32 i = threadIdx.x - 32; i < cfg::tile_q * QTile::chunks; i += 128 * cfg::m_tiles) {
+        for (u32 i = threadIdx.x - first_thread; i < cfg::tile_q * QTile::chunks; i += 128 * cfg::m_tiles) {
             const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
             const bool inside = run.q_begin + row < rows.q_len;
             const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? run.q_begin + row : 0, run.head);
@@ -493,11 +497,11 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
         Kv::fence_barriers();
     }
     if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), smem.parity = 0;
-    if (threadIdx.x == 32) Kv::prefetch(args);
+    if (threadIdx.x == 32 * cfg::producers) Kv::prefetch(args);
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();
     Launch::wait();
     Launch::launch_dependents();
-    if (threadIdx.x < 32) produce(args, smem);
+    if (threadIdx.x < 32 * cfg::producers) produce(args, smem);
     else consume(args, smem);
 }

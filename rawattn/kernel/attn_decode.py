@@ -29,7 +29,7 @@ WHOLE = 30  # page_shift of sequences with one page of any size
 class Config:
     """16 rows for each of ``m_tiles``, which have four warps each; the rows of a key tile; the stages of the ring; the contraction steps whose Q
     stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps exchange columns;
-    whether a warp copies the pages, in place of TMA."""
+    whether warps copy the pages, in place of TMA, and how many; TMA needs one."""
 
     m_tiles: int = 1
     tile_kv: int = 64
@@ -38,6 +38,7 @@ class Config:
     steps_at_once: int = 2
     merge_passes: int = 1
     cp_async: bool = False
+    producers: int = 1
 
     @property
     def tile_q(self) -> int:
@@ -45,7 +46,7 @@ class Config:
 
     @property
     def warps(self) -> int:
-        return 1 + 4 * self.m_tiles
+        return self.producers + 4 * self.m_tiles
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -131,6 +132,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return f"q_steps_in_registers is {config.q_steps_in_registers}; it must be from 0 to {steps} here"
         if must_copy(op, device) and not config.cp_async:
             return "cp_async is False, but TMA cannot read these pages here"
+        if config.producers not in ((1, 2, 4) if config.cp_async else (1,)):
+            return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
         if config.stages < 2:
             return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
@@ -146,7 +149,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2
             found = Config()
             for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
-                found = Config(m_tiles, tile, 1, kept, at_once, passes, must_copy(op, device))
+                found = Config(m_tiles, tile, 1, kept, at_once, passes, must_copy(op, device), 4 if must_copy(op, device) else 1)
                 stages = (room - smem_bytes(op, found)) // (2 * tile * dims + 24) + 1
                 found = dataclasses.replace(found, stages=min(10, stages))
                 if stages >= 4:

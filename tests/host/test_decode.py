@@ -220,6 +220,12 @@ CASES = {
         )
         for n in (0, 1, 2, 4, 128)
     },
+    **{
+        f"pages of 2, copied by {n} warps": Case(
+            dataclasses.replace(OP, page=2, head_dim=16 * n), LENGTHS, (), 5, Config(2, 64, 3, 1, 1, cp_async=True, producers=n)
+        )
+        for n in (2, 4)
+    },
     "queries": Case(dataclasses.replace(PAGED, q_len=8), (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
     "rows of two m tiles": Case(
         dataclasses.replace(PAGED, q_len=8, heads=8),
@@ -269,6 +275,8 @@ def test_bits_follow_from_the_sequence() -> None:
     copied = dataclasses.replace(case, config=dataclasses.replace(case.config, cp_async=True))
     same(run(with_op(dataclasses.replace(copied, grid=7), page=2)), wanted, 5)
     same(run(copied), wanted, 5)
+    by_four = dataclasses.replace(copied, grid=4, config=dataclasses.replace(copied.config, producers=4, m_tiles=2))
+    same(run(by_four), wanted, 5)
     for i, length in enumerate(case.kv_lens):
         alone = run(dataclasses.replace(case, kv_lens=(length,), grid=9))
         same(alone, (wanted[0][i:], wanted[1][i:]), 1)
