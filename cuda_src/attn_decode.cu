@@ -116,6 +116,7 @@ __device__ void produce(const Args& args, Smem& smem) {
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
         if (threadIdx.x < 32) {
             smem.taken.wait(n % 2 ^ 1);
+            __syncwarp();  // a lane that comes late would wait for a phase with the same parity, which may not come
             if (n > 0 && !before.is_whole()) list_pieces(args, smem, scheduler.line, before);
         }
         if (threadIdx.x == 0) {
@@ -132,7 +133,7 @@ __device__ void produce(const Args& args, Smem& smem) {
             const auto pages = found;
             const u32 last = place - cfg::stages;  // which had the stage
             found = after, after = kv.find(tile + 2);
-            if (place >= cfg::stages) smem.empty[barrier(last)].wait(parity(last));
+            if (place >= cfg::stages) smem.empty[barrier(last)].wait(parity(last)), __syncwarp();
             kv.load(smem.ring.k[stage(place)], smem.ring.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
         }
     }
