@@ -14,6 +14,7 @@
 //   listed                a lane of the producer        a consumer          smem.pieces, .owner
 //   named barrier 1       consumers                     consumers           smem.q, .work, .is_last
 //   named barrier 2 + m   those of 16 rows              they                smem.own[m]
+//   named barrier 4       producers                     producers           what they have seen, in smem.own[0]
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
@@ -105,15 +106,27 @@ __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, cons
     __syncwarp();
 }
 
-__device__ void produce(const Args& args, Smem& smem) {
-    Scheduler scheduler(args);
+// What a producer has seen of the lengths lies where consumers later exchange what they found.
+constexpr i32 most_seen = sizeof(Strands) / sizeof(SeenLength) / cfg::producers;
+
+// Loads what the block computes. `early`: the launch before may still run; false where it has then changed what had been read.
+__device__ bool produce(const Args& args, Smem& smem, bool early) {
+    SeenLength* const seen = reinterpret_cast<SeenLength*>(&smem.own[0].strands) + threadIdx.x / 32 * most_seen;
+    Scheduler scheduler(args, early ? seen : nullptr);
     SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
         const SplitRun run = scheduler.next(args);
-        const Rows rows(args, max(0, run.batch));
+        const Rows rows(args, max(0, run.batch), Scheduler::Read{});
         const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
+        if (early && n == 0) {
+            Launch::wait();
+            Launch::launch_dependents();
+            const bool holds = Scheduler::holds(args, seen);
+            if (cfg::producers > 1) ptx::bar_sync(4, 32 * cfg::producers);  // `seen` of all of them is read
+            if (!holds) return false;
+        }
         if (threadIdx.x < 32) {
             smem.taken.wait(n % 2 ^ 1);
             __syncwarp();  // a lane that comes late would wait for a phase with the same parity, which may not come
@@ -138,6 +151,7 @@ __device__ void produce(const Args& args, Smem& smem) {
         }
     }
     Kv::finish();
+    return true;
 }
 
 // Registers are laid out as in tile/fragment.cuh, but a thread's two rows of 16 are neighbours, so that few rows are in few lanes, and
@@ -501,8 +515,12 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
     if (threadIdx.x == 32 * cfg::producers) Kv::prefetch(args);
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();
-    Launch::wait();
-    Launch::launch_dependents();
-    if (threadIdx.x < 32 * cfg::producers) produce(args, smem);
-    else consume(args, smem);
+    bool early = Launch::uses_pdl && threadIdx.x < 32 * cfg::producers && args.batches <= most_seen;
+    if (!early) {
+        Launch::wait();
+        Launch::launch_dependents();
+    }
+    if (threadIdx.x >= 32 * cfg::producers) return consume(args, smem);
+#pragma unroll 1
+    while (!produce(args, smem, early)) early = false;
 }

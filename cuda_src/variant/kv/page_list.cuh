@@ -1,13 +1,14 @@
 #pragma once
 // Pages of all sequences end to end: those of a sequence begin at args.indptr[batch] of args.indices. An entry that is no page of the
 // pool, and one that is not there, is said so.
+#include "ptx/load.cuh"
 #include "tile/violated.cuh"
 #include "variant/work_tile.cuh"
 
 struct PageList {
     const i32 first, shift;
 
-    __device__ PageList(const Args& args, const WorkTile& work) : first(args.indptr[work.batch]), shift(args.page_shift) {}
+    __device__ PageList(const Args& args, const WorkTile& work) : first(ptx::LoadFromL2{}(args.indptr + work.batch)), shift(args.page_shift) {}
 
     __device__ i32 row(i32 key) const { return key & ((1 << shift) - 1); }
     __device__ i32 page(const Args& args, i32 key, i64 count) const {

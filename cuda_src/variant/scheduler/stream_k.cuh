@@ -4,7 +4,8 @@
 // block of rows by block of rows, split by split; a split is in the share of the block that has its middle.
 // Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded.
 //
-// This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed.
+// This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
+// while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
 #include "tile/splits.cuh"
 #include "variant/work_tile.cuh"
 
@@ -85,7 +86,10 @@ struct SplitRun : WorkTile {
     __device__ bool is_whole() const { return split == splits.begin && split_end == splits.end; }
 };
 
+struct SeenLength { i32 kv_len, rows; };  // of a sequence
+
 struct StreamKScheduler {
+    using Read = ptx::LoadFromL2;
     struct Begin {
         Share share;
         i64 at;  // of its sequence
@@ -94,8 +98,9 @@ struct StreamKScheduler {
     Share here, end;
     i64 at;  // of the sequence of `here`
 
-    // By a warp, each lane of which looks at as many sequences on end. No warp waits for another.
-    __device__ explicit StreamKScheduler(const Args& args) {
+    // By a warp, each lane of which looks at as many sequences on end. No warp waits for another. What it sees of the lengths it keeps
+    // in `seen`, which has room for all; without it they are there for certain, and what is wrong with them is said.
+    __device__ StreamKScheduler(const Args& args, SeenLength* seen) {
         const i32 each = (args.batches + 31) / 32, lane = threadIdx.x % 32, lanes = min(args.batches, 32);
         const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
         i64 upto = 0;
@@ -103,9 +108,10 @@ struct StreamKScheduler {
         Sequence sequence;
 #pragma unroll 1
         for (i32 batch = first; batch < last; ++batch) {
-            const Rows rows(args, batch);
+            const Rows rows(args, batch, Read{});
             sequence = Sequence(args, rows, batch);
-            if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+            if (seen != nullptr) seen[batch] = {rows.kv_len, rows.q_len};
+            else say_violations(args, rows);
             upto += sequence.line(), works += sequence.works;
             if (sequence.works == 0) continue;
             longest = max(longest, sequence.tiles), shortest = min(shortest, sequence.tiles);
@@ -131,6 +137,21 @@ struct StreamKScheduler {
             if (i) end = here;
         }
     }
+    __device__ static void say_violations(const Args& args, const Rows& rows) {
+        if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+    }
+    // Whether the lengths are what the warp had seen of them.
+    __device__ static bool holds(const Args& args, const SeenLength* seen) {
+        bool same = true;
+        __syncwarp();
+#pragma unroll 1
+        for (i32 batch = i32(threadIdx.x) % 32; batch < args.batches; batch += 32) {
+            const Rows rows(args, batch, Read{});
+            same = same && rows.kv_len == seen[batch].kv_len && rows.q_len == seen[batch].rows;
+            say_violations(args, rows);
+        }
+        return __all_sync(0xffffffffu, same);
+    }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth.
     __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group, i32 works) const {
         const i64 blocks = gridDim.x;
@@ -148,7 +169,7 @@ struct StreamKScheduler {
         Share share = {0, 0, 0};
 #pragma unroll 1
         for (; mine && batch < last; ++batch) {
-            const Sequence sequence = batch + 1 < last ? Sequence(args, Rows(args, batch), batch) : last_sequence;
+            const Sequence sequence = batch + 1 < last ? Sequence(args, Rows(args, batch, Read{}), batch) : last_sequence;
             const i64 next = at + sequence.line();
             if (next != at && (begin < next || (at_end && next == until))) {
                 const i32 work = sequence.work_at(begin - at);
@@ -171,7 +192,7 @@ struct StreamKScheduler {
             const bool last = here.batch == end.batch && here.work == end.work;
             if (last && end.split <= here.split) break;
             const i32 batch = here.batch, work = here.work;
-            const Rows rows(args, batch);
+            const Rows rows(args, batch, Read{});
             const Sequence sequence(args, rows, batch);
             if (work >= sequence.works) {
                 at += sequence.line(), here = {batch + 1, 0, 0};
