@@ -106,6 +106,12 @@ __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, cons
     __syncwarp();
 }
 
+// Brings the tiles with which a block begins to L2: as many as the ring has.
+__device__ void prefetch(const Kv& kv, TileRange tiles) {
+#pragma unroll 1
+    for (i32 tile = tiles.begin; tile < min(tiles.end, tiles.begin + i32(cfg::stages)); ++tile) kv.prefetch(tile);
+}
+
 // What a producer has seen of the lengths lies where consumers later exchange what they found.
 constexpr i32 most_seen = sizeof(Strands) / sizeof(SeenLength) / cfg::producers;
 
@@ -121,6 +127,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
         if (early && n == 0) {
+            if (!run.is_last()) prefetch(Kv(args, rows, run), tiles);
             Launch::wait();
             Launch::launch_dependents();
             const bool holds = Scheduler::holds(args, seen);

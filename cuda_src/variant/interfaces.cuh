@@ -113,6 +113,7 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static typename K::Barrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
+    static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
     static_assert(requires { kv.clear_past_end(v, i); }, "Kv: clear_past_end(v, rows): no NaN there, by a warp");
 };

@@ -281,6 +281,7 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
 }
 static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
+static void tma_prefetch(const TensorMap&, i32, i32, i32, i32, i32) {}
 
 template <bool transposed>
 void load_matrices(u32 (&d)[4], u32 address) {

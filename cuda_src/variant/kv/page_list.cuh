@@ -18,4 +18,9 @@ struct PageList {
         atomicOr(args.violations, violated::page);
         return i32(count);
     }
+    __device__ i32 early_page(const Args& args, i32 key, i64 count) const {
+        const i64 at = i64(first) + (key >> shift);
+        const i32 found = at >= 0 && at < args.indices_count ? ptx::LoadFromL2{}(args.indices + at) : -1;
+        return u64(i64(found)) < u64(count) ? found : i32(count);
+    }
 };

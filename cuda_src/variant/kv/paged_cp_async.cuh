@@ -2,6 +2,7 @@
 // K and V lie in pools of pages, which the lanes of cfg::producers warps copy, 16 bytes at a time: for pages of any size, on any GPU
 // from Ampere on. Each warp has as many rows of a tile.
 #include "ptx/cp_async_mbarrier.cuh"
+#include "ptx/prefetch.cuh"
 #include "tile/strided_pages.cuh"
 #include "variant/work_tile.cuh"
 
@@ -29,6 +30,17 @@ struct PagedCpAsyncKv {
         for (int i = 0; i < (rows_each + 31) / 32; ++i)
             found.page[i] = mine && key(tile, i) < kv_len ? pages.page(args, key(tile, i), args.k.count) : i32(args.k.count);
         return found;
+    }
+    // Brings the warp's part of a tile to L2, while the launch before may still run.
+    __device__ void prefetch(i32 tile) const {
+        if (rows_each < 32 && i32(threadIdx.x) % 32 >= rows_each) return;
+#pragma unroll
+        for (int i = 0; i < (rows_each + 31) / 32; ++i) {
+            const i32 key = this->key(tile, i), page = key < kv_len ? pages.early_page(args, key, args.k.count) : i32(args.k.count);
+            if (page == args.k.count) continue;
+            for (int byte = 0; byte < 2 * cfg::head_dim; byte += 128) ptx::prefetch_to_l2(args.k.row(page, pages.row(key), head) + byte);
+            for (int byte = 0; byte < 2 * cfg::head_dim_v; byte += 128) ptx::prefetch_to_l2(args.v.row(page, pages.row(key), head) + byte);
+        }
     }
     // Rows of no page become zeros.
     template <class Tile>
