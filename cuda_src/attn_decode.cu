@@ -122,8 +122,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
     SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
-        const SplitRun run = scheduler.next(args);
-        const Rows rows(args, max(0, run.batch), Scheduler::Read{});
+        const auto [run, rows] = scheduler.next(args);
         const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
         if (early && n == 0) {

@@ -128,7 +128,7 @@ template <class S> struct SchedulerOption : Given {
 template <class S> struct SharesOption : Given {
     static S s;
     static_assert(requires { S(args, nullptr), bool(S::holds(args, nullptr)); }, "Scheduler(args, seen), and holds(args, seen): whether the lengths are as seen");
-    static_assert(requires { static_cast<const WorkTile&>(s.next(args)); }, "Scheduler: next(args): SplitRun");
+    static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
 // store: what leaves a block, row by row.

@@ -42,6 +42,7 @@ struct Line {
                 a_work } unit;
 
     __device__ static u32 part_of(u32 blocks) { return 0xffffffffu / blocks + 1; }
+    __device__ i32 blocks_of(i32 works) const { return i32(u64(u32(works)) * part >> 32); }  // works / blocks, below 2^24 of them
     __device__ i64 begin(u32 block) const {
         if (block == gridDim.x) return length;
         const u64 x = u64(length) * block;
@@ -103,6 +104,7 @@ struct StreamKScheduler {
     __device__ StreamKScheduler(const Args& args, SeenLength* seen) {
         const i32 each = (args.batches + 31) / 32, lane = threadIdx.x % 32, lanes = min(args.batches, 32);
         const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
+        line.part = Line::part_of(gridDim.x);
         i64 upto = 0;
         i32 longest = 0, shortest = 0x7fffffff, group = 0, works = 0;
         Sequence sequence;
@@ -128,7 +130,6 @@ struct StreamKScheduler {
             group = max(group, __shfl_xor_sync(0xffffffffu, group, d));
         }
         line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
-        line.part = Line::part_of(gridDim.x);
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
         for (i32 i = 1; i >= 0; --i) {
@@ -156,7 +157,7 @@ struct StreamKScheduler {
     __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group, i32 works) const {
         const i64 blocks = gridDim.x;
         if (longest == 0) return Line::a_split;
-        const i64 most = longest == shortest ? ceil_div(works, gridDim.x) * blocks * longest : line.length + longest * blocks;
+        const i64 most = longest == shortest ? line.blocks_of(works + i32(blocks) - 1) * blocks * longest : line.length + longest * blocks;
         if (25 * most <= 26 * line.length) return Line::a_work;
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
     }
@@ -186,8 +187,12 @@ struct StreamKScheduler {
         share = {__shfl_sync(0xffffffffu, share.batch, from), __shfl_sync(0xffffffffu, share.work, from), __shfl_sync(0xffffffffu, share.split, from)};
         return {share, who ? __shfl_sync(0xffffffffu, at, from) : 0};
     }
-    // The block's next splits of one work; a last one where there are no more.
-    __device__ SplitRun next(const Args& args) {
+    // The block's next splits of one work, and where its sequence lies; a last one where there are no more.
+    struct Next {
+        SplitRun run;
+        Rows rows;
+    };
+    __device__ Next next(const Args& args) {
         while (here.batch < end.batch || (here.batch == end.batch && here.work <= end.work)) {
             const bool last = here.batch == end.batch && here.work == end.work;
             if (last && end.split <= here.split) break;
@@ -201,9 +206,12 @@ struct StreamKScheduler {
             const i32 begin = max(here.split, sequence.splits.begin), stop = last ? end.split : sequence.splits.end;
             here = {batch, work + 1, 0};
             if (begin >= stop) continue;
-            const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q), head = work / q_blocks;
-            return {{batch, head, (work - head * q_blocks) * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles, sequence.splits};
+            const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q);
+            i32 head = work;
+            if (q_blocks > 1) head /= q_blocks;  // a division is long
+            const SplitRun run = {{batch, head, (work - head * q_blocks) * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles, sequence.splits};
+            return {run, rows};
         }
-        return {{-1, 0, 0, 0}, 0, 0, 0, {}};
+        return {{{-1, 0, 0, 0}, 0, 0, 0, {}}, Rows(args, 0, Read{})};
     }
 };
