@@ -27,9 +27,9 @@ WHOLE = 30  # page_shift of sequences with one page of any size
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """16 rows for each of ``m_tiles``, which have four warps each; the rows of a key tile; the stages of the ring; the contraction steps whose Q
-    stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps exchange columns;
-    whether warps copy the pages, in place of TMA, and how many; TMA needs one."""
+    """16 rows for each of ``m_tiles``, which have four warps each; the rows of a key tile; the stages of the ring; the contraction
+    steps whose Q stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps exchange
+    columns; whether warps copy the pages, in place of TMA, and how many; TMA needs one."""
 
     m_tiles: int = 1
     tile_kv: int = 64
@@ -147,9 +147,9 @@ class AttnDecode(Kernel[AttentionKVCache]):
             tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
             kept = 0 if tight else op.head_dim // (16 * m_tiles)
             blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2
-            found = Config()
+            found, copies = Config(), must_copy(op, device)
             for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
-                found = Config(m_tiles, tile, 1, kept, at_once, passes, must_copy(op, device), 4 if must_copy(op, device) else 1)
+                found = Config(m_tiles, tile, 1, kept, at_once, passes, copies, 4 if copies else 1)
                 stages = (room - smem_bytes(op, found)) // (2 * tile * dims + 24) + 1
                 found = dataclasses.replace(found, stages=min(10, stages))
                 if stages >= 4:
@@ -200,7 +200,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
     def render(self, op: AttentionKVCache, config: Config, arch: str) -> Source:
         """The source of operations of one kind."""
-        constants = {**dataclasses.asdict(config), "m_tiles_per_warp": 1, "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
+        constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
+        constants["m_tiles_per_warp"] = 1
         del constants["cp_async"]
         constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "most_pieces": MOST_SPLITS}
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
