@@ -27,9 +27,9 @@ WHOLE = 30  # page_shift of sequences with one page of any size
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """16 rows for each of ``m_tiles``, which have four warps each; the rows of a key tile; the stages of the ring; the contraction
-    steps whose Q stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps exchange
-    columns; whether warps copy the pages, in place of TMA, and how many; TMA needs one."""
+    """16 rows for each of ``m_tiles``, which have four warps each; the rows of a key tile; the stages of the ring; the steps of
+    the contraction whose Q stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps
+    exchange columns; whether warps copy the pages, in place of TMA, and how many; TMA needs one."""
 
     m_tiles: int = 1
     tile_kv: int = 64

@@ -282,6 +282,18 @@ def test_bits_follow_from_the_sequence() -> None:
         same(alone, (wanted[0][i:], wanted[1][i:]), 1)
 
 
+def test_zeros_keep_their_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of the last tile outweigh all others by more than float has, and have values of -0: on one block, and on several."""
+    op = dataclasses.replace(OP, split_keys=1024)
+    keys = np.zeros((3008, op.kv_heads, op.head_dim), emulator.bf16(np.random.default_rng(), 1).dtype)
+    values = np.full_like(keys, -1)
+    keys[2944:], values[2944:] = 20, -0.0
+    monkeypatch.setattr("tests.host.test_decode.sequences", lambda *_: ([np.ones_like(keys[:1]).repeat(2, 1)], [keys], [values]))
+    for grid in (1, 2, 3):
+        (o,), *_ = run(Case(op, (3008,), grid=grid))
+        assert not o.any() and np.signbit(o.astype(np.float32)).all()
+
+
 def test_both_classes_of_rows_give_the_same_bits() -> None:
     case = Case(dataclasses.replace(PAGED, q_len=4), LENGTHS, grid=5)
     wide = dataclasses.replace(case.config, m_tiles=2)
