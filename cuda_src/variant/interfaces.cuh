@@ -130,6 +130,7 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static typename K::Barrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
+    static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
     static_assert(requires { kv.clear_past_end(v, i); }, "Kv: clear_past_end(v, rows): no NaN there, by a warp");
 };
@@ -152,8 +153,8 @@ template <class S> struct SchedulerOption : Given {
 // ... or which splits of a work, in a share that a warp finds out at its beginning.
 template <class S> struct SharesOption : Given {
     static S s;
-    static_assert(requires { S(args); }, "Scheduler(args)");
-    static_assert(requires { static_cast<const WorkTile&>(s.next(args)); }, "Scheduler: next(args): SplitRun");
+    static_assert(requires { S(args, nullptr), bool(S::holds(args, nullptr)); }, "Scheduler(args, seen), and holds(args, seen): whether the lengths are as seen");
+    static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
 // store: what leaves a block, row by row.

@@ -170,6 +170,38 @@ def test_graphs_read_the_lengths_anew() -> None:
                 assert rows_of(case, each, i) == rows_of(case, wanted, i)
 
 
+LATE = r"""
+extern "C" __global__ void late(int* to, const int* from, int n) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const long long begin = clock64();
+    while (clock64() - begin < 20000) {}
+    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int) -> None:
+    """That launch lets the kernel begin at once, and writes when it has read: nonsense, or the lengths of the step before."""
+    cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
+    case, late = of(CASES["long splits"], page_size=page_size), cupy.RawKernel(LATE, "late")
+    q, cache = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
+    arrays = {name: _moved(x, "torch", "cuda") for name, x in case.step_arrays().items()}
+    fewer, live = arrays["kv_lens"] // 3, {name: x.clone() for name, x in arrays.items()}
+    wanted = [rawattn.attention_kvcache(q, cache, rawattn.Step(**arrays | {"kv_lens": x})) for x in (arrays["kv_lens"], fewer)]
+    step = rawattn.Step(**live)
+    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        for i in range(60):
+            name = ("kv_lens", "kv_lens", "page_table")[i % 3]
+            given = fewer if i % 2 and name == "kv_lens" else arrays[name]
+            if name == "page_table":
+                live[name].fill_(2147480000)
+            late((1,), (256,), (live[name].data_ptr(), given.data_ptr(), cupy.int32(given.numel())))
+            o = rawattn.attention_kvcache(q, cache, step)
+            assert torch.equal(o, wanted[int(torch.equal(live["kv_lens"], fewer))]), (i, name)
+
+
 def test_what_is_wrong_on_the_device_is_said() -> None:
     """A page that is none of the cache's, and a length beyond the pages, are left out; others keep their bits."""
     plain = attend(STEP)
