@@ -83,7 +83,8 @@ struct Producer {
 __device__ void produce(const Args& args, Smem& smem) {
     ptx::setmaxnreg_dec<cfg::producer_registers>();
     if (threadIdx.x >= 32) return;
-    produce_works<Producer>(args, smem);
+    Producer producer{args, smem};
+    produce_works(args, smem, [&](const WorkTile& work) { producer.load(work); });
 }
 
 struct Consumer {

@@ -15,7 +15,7 @@
 // A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, Args, QkMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, Weight, Order, Kv, Scheduler, Store
+                       // Element, Rows, Mask, Score, Softmax, Weight, Order, Kv, Scheduler, Store, Walk
 #include "ptx/ldmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
@@ -24,7 +24,6 @@
 #include "tile/store_fragment.cuh"
 #include "tile/tile.cuh"
 #include "variant/interfaces.cuh"
-#include "variant/producer.cuh"
 
 using QTile = Tile<cfg::tile_q, cfg::head_dim>;
 using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
@@ -39,6 +38,7 @@ struct Smem {
     ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
     ptx::Mbarrier work_full[2], work_empty[2];
     WorkTile work[2];
+    Walk::Board board;  // of stage s of K and of work i, as these are
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
@@ -54,40 +54,24 @@ template struct StoreOption<Store>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
-// The key tiles of query rows [q_begin, q_begin + count) of a sequence.
-__device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin, i32 count) {
-    if (q_begin >= rows.q_len) return {0, 0, 0, 0};
-    return mask.kv_tiles(q_begin, min(q_begin + count, rows.q_len));
-}
-
 struct Producer {
     const Args& args;
     Smem& smem;
     Ring<cfg::q_stages> q;
     Ring<cfg::stages> kv;  // for the next K tile; V of the tile before it is one stage behind
 
-    // One lane: every tile of one work. A tile's V comes after the next tile's K, as they are needed.
-    __device__ void load(const WorkTile& work) {
-        const Rows rows(args, work.batch);
-        const TileRange tiles = tiles_of(Mask(args, rows, work), rows, work.q_begin, cfg::tile_q);
-        const Kv source(args, rows, work);
-        for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile, kv.advance()) {
-            smem.k_empty[kv.stage].wait(kv.parity ^ 1);
-            source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], tile);
-            if (tile == tiles.end - 1) load_q(rows, work);
-            else load_v(source, tile + 1);
-        }
-        if (tiles.begin < tiles.end) load_v(source, tiles.begin);
-    }
-    __device__ void load_q(const Rows& rows, const WorkTile& work) {
+    // One lane.
+    __device__ void await_k() const { smem.k_empty[kv.stage].wait(kv.parity ^ 1); }
+    __device__ void load_k(const Kv& source, i32 tile) const { source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], tile); }
+    __device__ void load_q(const Rows& rows, const WorkTile& work) const {
         smem.q_empty[q.stage].wait(q.parity ^ 1);
         smem.q_full[q.stage].arrive_expect(QTile::bytes);
 #pragma unroll
         for (int panel = 0; panel < QTile::panels; ++panel)
             args.q.load(smem.q[q.stage].data[panel], smem.q_full[q.stage], rows.q, panel * 64, work.q_begin, work.head);
-        q.advance();
     }
-    __device__ void load_v(const Kv& source, i32 tile) {
+    // A tile's V comes after the next tile's K, as they are needed.
+    __device__ void load_v(const Kv& source, i32 tile) const {
         const Ring<cfg::stages> at = kv.previous();
         smem.v_empty[at.stage].wait(at.parity ^ 1);
         source.load_v(smem.v[at.stage], smem.v_full[at.stage], tile);
@@ -97,7 +81,8 @@ struct Producer {
 __device__ void produce(const Args& args, Smem& smem) {
     ptx::setmaxnreg_dec<cfg::producer_registers>();
     if (threadIdx.x >= 32) return;
-    produce_works<Producer>(args, smem);
+    Producer producer{args, smem};
+    Walk::produce(producer);
 }
 
 // What a consumer has for one work.
@@ -140,7 +125,7 @@ struct Consumer {
     __device__ void start_qk() {
         const SmemDescriptor<QTile> a = q_rows.stage(q.stage);
         const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
-        smem.k_full[kv.stage].wait(kv.parity);
+        await_k();
         order.take_turn();
         ptx::wgmma_fence();
 #pragma unroll
@@ -155,9 +140,19 @@ struct Consumer {
         for (int i = 0; i < cfg::tile_kv / 16; ++i) PvMma::multiply(o, p + 4 * i, b.rows(i), true);
         ptx::wgmma_commit();
     }
+    __device__ void finish_pv() {
+        start_pv(kv.previous());
+        ptx::wgmma_wait<0>();
+        release(smem.v_empty[kv.previous().stage]);
+    }
+    __device__ void await_q() const { smem.q_full[q.stage].wait(q.parity); }
+    __device__ void release_q() {
+        release(smem.q_empty[q.stage]);
+        q.advance();
+    }
     // Tiles that only other warpgroups need.
+    __device__ void await_k() const { smem.k_full[kv.stage].wait(kv.parity); }
     __device__ void skip_k() {
-        smem.k_full[kv.stage].wait(kv.parity);
         order.take_turn(), order.pass_turn();
         release(smem.k_empty[kv.stage]);
     }
@@ -169,18 +164,13 @@ struct Consumer {
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key.
     __device__ void mask_and_score(const Work& work, bool full, i32 first) {
         map_fragment(work.score, s, work.row, first);
-        if (full) return;
-        const auto upper = work.mask.row(work.row, first), lower = work.mask.row(work.row + 8, first);
-#pragma unroll
-        for (int i = 0; i < QkMma::accumulators; ++i)
-            if (!(fragment_row(i) ? lower : upper).keep(fragment_column(i))) s[i] = minus_inf;
+        if (!full) mask_fragment(work.mask, s, work.row, first);
     }
     // From dot products to weights; true, in the whole warp, when o must be rescaled. `again` makes the dot products once more.
     template <class Again>
-    __device__ bool weigh(Work& work, const TileRange& tiles, i32 tile, Again again) {
-        const bool full = tiles.is_full(tile);
-        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
-        const bool moved = work.softmax.next(s, work.score, full, [&] { mask_and_score(work, full, first); }, again);
+    __device__ bool weigh(Work& work, KeyTile tile, Again again) {
+        const i32 first = tile.index * cfg::tile_kv + lane % 4 * 2;
+        const bool moved = work.softmax.next(s, work.score, tile.full, [&] { mask_and_score(work, tile.full, first); }, again);
         map_fragment(work.weight, s, work.row, first);
         return moved;
     }
@@ -189,44 +179,24 @@ struct Consumer {
         for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
     }
 
-    __device__ void attend(const WorkTile& tile) {
-        const i32 begin = tile.q_begin + i32(index) * 64;
-        Work work(args, tile, begin + lane / 32 * 16 + lane % 32 / 4);
-        const TileRange block = tiles_of(work.mask, work.rows, tile.q_begin, cfg::tile_q);
-        const TileRange own = tiles_of(work.mask, work.rows, begin, 64);
-        const i32 last = own.begin < own.end ? own.begin : block.begin, skipped = block.end - max(own.end, last);
+    __device__ void attend(Walk walk, const WorkTile& tile) {
+        Work work(args, tile, tile.q_begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4);
 #pragma unroll
         for (int i = 0; i < PvMma::accumulators; ++i) o[i] = 0.f;
-        if (block.begin < block.end) smem.q_full[q.stage].wait(q.parity);
-        for (i32 i = 0; i < skipped; ++i, kv.advance()) {
-            skip_k();
-            if (i > 0) skip_v(kv.previous());
-        }
-        if (own.begin < own.end) first_step(work, own);
-        if (skipped > 0) skip_v(own.begin < own.end ? kv.previous().previous() : kv.previous());
-        for (i32 i = own.end - 2; i >= own.begin; --i) step(work, own, i);
-        if (block.begin < block.end) {
-            release(smem.q_empty[q.stage]);
-            q.advance();
-        }
-        if (own.begin < own.end) {
-            start_pv(kv.previous());
-            ptx::wgmma_wait<0>();
-            release(smem.v_empty[kv.previous().stage]);
-        }
-        for (i32 i = block.begin; i < last; ++i, kv.advance()) skip_k(), skip_v(kv);
+        walk.visit(*this, work, tile);
         store_fragment(Store(args, work.rows, tile), work.softmax, o, work.row, work.rows.q_len);
         __syncwarp();  // the warp is converged again, and the compiler knows: else the ring's stages are no uniform values to it, and
                        // each descriptor is moved to uniform registers by itself (48 moves a step at head_dim 128: 5 % slower)
     }
 
-    __device__ void first_step(Work& work, const TileRange& tiles) {
+    // The first tile of this warpgroup: its maximum is sought.
+    __device__ void first_step(Work& work, KeyTile tile) {
         start_qk();
         order.pass_turn();
         ptx::wgmma_wait<0>();
         release(smem.k_empty[kv.stage]);
         kv.advance();
-        weigh(work, tiles, tiles.end - 1, [] {});
+        weigh(work, tile, [] {});
         pack_p();
     }
 
@@ -251,16 +221,21 @@ struct Consumer {
         for (int i = 0; i < QkMma::accumulators; ++i) s[i] *= QkMma::sign;
     }
 
-    // Q K^T of this tile and P V of the one before it are issued together; this tile's softmax runs under the latter.
-    __device__ void step(Work& work, const TileRange& tiles, i32 tile) {
+    // Q K^T of this tile and, where it is `pending`, P V of the one before it are issued together; this tile's softmax runs under the
+    // latter. `arrive` says which tile it is, once its K is there.
+    template <bool pending, class Arrive>
+    __device__ void step(Work& work, Arrive arrive) {
         start_qk();
-        start_pv(kv.previous());
+        if constexpr (pending) start_pv(kv.previous());
         order.pass_turn();
-        ptx::wgmma_wait<1>();
-        const bool moved = weigh(work, tiles, tile, [&] { multiply_qk_again(); });
+        const KeyTile tile = arrive();
+        ptx::wgmma_wait<pending>();
+        const bool moved = weigh(work, tile, [&] { multiply_qk_again(); });
         release(smem.k_empty[kv.stage]);
-        ptx::wgmma_wait<0>();
-        release(smem.v_empty[kv.previous().stage]);
+        if constexpr (pending) {
+            ptx::wgmma_wait<0>();
+            release(smem.v_empty[kv.previous().stage]);
+        }
         kv.advance();
         pack_p();
         if (moved) work.softmax.rescale(o);
@@ -276,11 +251,12 @@ __device__ void consume(const Args& args, Smem& smem) {
         const WorkTile& slot = smem.work[ring.stage];
         const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin)),
                                i32(ptx::uniform(slot.split))};
+        const Walk walk(smem, ring.stage);
         __syncwarp();
         consumer.release(smem.work_empty[ring.stage]);
         ring.advance();
         if (work.is_last()) return;
-        consumer.attend(work);
+        consumer.attend(walk, work);
     }
 }
 

@@ -13,7 +13,7 @@
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options
-                       // Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store
+                       // Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Walk
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
 #include "tile/range.cuh"
@@ -43,6 +43,8 @@ template struct WeightOption<Weight>;
 template struct CpAsyncKvOption<Kv, KTile, VTile>;
 template struct SchedulerOption<Scheduler>;
 template struct StoreOption<Store>;
+template struct CursorOption<Walk, Mask>;
+static_assert(cfg::stages / 2 <= Walk::most_ahead, "stages: so far ahead are tiles loaded");
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, false};
 
@@ -50,17 +52,17 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, f
 struct Tiles {
     Smem& smem;
     const Kv kv;
-    const TileRange range;
+    Walk walk;
     u32 slot = 0;  // of the tile at hand
 
-    __device__ Tiles(const Args& args, Smem& smem, const Rows& rows, const WorkTile& work, TileRange range)
-        : smem(smem), kv(args, rows, work), range(range) {}
+    __device__ Tiles(const Args& args, Smem& smem, const Rows& rows, const WorkTile& work, const Walk& walk)
+        : smem(smem), kv(args, rows, work), walk(walk) {}
 
-    // Starts the load of what comes `ahead` places behind the K of key tile `tile`: the K, the V, the K of the tile before, ...
+    // Starts the load of what comes `ahead` places behind the K of the key tile at hand: the K, the V, the K of the next tile, ...
     // A group is made even if it is empty, so that they can be counted.
-    __device__ void load(i32 tile, int ahead, u32 to) {
-        const i32 index = tile - ahead / 2;
-        if (index >= range.begin) {
+    __device__ void load(int ahead, u32 to) {
+        if (walk.more(ahead / 2)) {
+            const i32 index = walk.tile(ahead / 2);
             if (ahead % 2 == 0) kv.load_k(smem.ring[to].k, index);
             else kv.load_v(smem.ring[to].v, index);
         }
@@ -68,15 +70,15 @@ struct Tiles {
     }
     __device__ void load_first() {
 #pragma unroll
-        for (int i = 0; i < cfg::stages - 1; ++i) load(range.end - 1, i, i);
+        for (int i = 0; i < cfg::stages - 1; ++i) load(i, i);
     }
-    // Waits for the K of a key tile (which = 0) or its V (1), starts the load that takes the place of the one before it, and gives
-    // its slot, in bytes from the first.
-    __device__ u32 arrive(i32 tile, int which) {
+    // Waits for the K of the key tile at hand (which = 0) or its V (1), starts the load that takes the place of the one before it, and
+    // gives its slot, in bytes from the first.
+    __device__ u32 arrive(int which) {
         ptx::cp_async_wait<cfg::stages - 2>();
         __syncthreads();
         const u32 at = slot;
-        load(tile, which + cfg::stages - 1, at == 0 ? cfg::stages - 1 : at - 1);
+        load(which + cfg::stages - 1, at == 0 ? cfg::stages - 1 : at - 1);
         slot = at + 1 == cfg::stages ? 0 : at + 1;
         return at * sizeof(Slot);
     }
@@ -179,14 +181,7 @@ struct Warp {
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key.
     __device__ void mask_and_score(const Work& work, bool full, i32 first) {
         map_fragment(work.score, s, work.row, first);
-        if (full) return;
-#pragma unroll
-        for (int r = 0; r < rows_each; ++r) {
-            const auto kept = work.mask.row(work.row + 8 * r, first);
-#pragma unroll
-            for (int i = 0; i < m_tiles_per_warp * cfg::tile_kv / 2; ++i)
-                if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
-        }
+        if (!full) mask_fragment(work.mask, s, work.row, first);
     }
     // The weights of one key tile.
     __device__ void weigh(Work& work, bool full, i32 tile, u32 slot) {
@@ -207,32 +202,25 @@ struct Warp {
     }
 };
 
-// The key tiles of query rows [q_begin, q_begin + count) of a sequence.
-__device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin, i32 count) {
-    if (q_begin >= rows.q_len) return {0, 0, 0, 0};
-    return mask.kv_tiles(q_begin, min(q_begin + count, rows.q_len));
-}
-
 __device__ void attend(const Args& args, Smem& smem, const WorkTile& tile) {
     const Rows rows(args, tile.batch);
     const Mask mask(args, rows, tile);
     if (threadIdx.x == 0) smem.work = tile;
-    Tiles tiles(args, smem, rows, tile, tiles_of(mask, rows, tile.q_begin, cfg::tile_q));
     Warp warp(smem);
     const i32 begin = tile.q_begin + i32(warp.first_row);
+    Tiles tiles(args, smem, rows, tile, Walk(mask, rows, tile, begin, 16 * cfg::m_tiles_per_warp));
+    Walk& walk = tiles.walk;
     Work work(args, rows, mask, tile, begin + i32(threadIdx.x) % 32 / 4);
-    const TileRange own = tiles_of(mask, rows, begin, 16 * cfg::m_tiles_per_warp);
-    if (tiles.range.begin < tiles.range.end) {
+    if (walk.more()) {
         smem.q.fill(matrix_of(args.q, rows.q, tile.head), tile.q_begin, rows.q_len - 1);
         tiles.load_first();
     }
-    for (i32 i = tiles.range.end - 1; i >= tiles.range.begin; --i) {
-        const bool visited = i >= own.begin && i < own.end;
-        const u32 k = tiles.arrive(i, 0);
-        if (i == own.end - 1) warp.keep_q();
-        if (visited) warp.weigh(work, own.is_full(i), i, k);
-        const u32 v = tiles.arrive(i, 1);
-        if (visited) warp.multiply_pv(v);
+    for (; walk.more(); walk.advance()) {
+        const u32 k = tiles.arrive(0);
+        if (walk.is_first()) warp.keep_q();
+        if (walk.is_own()) warp.weigh(work, walk.is_full(), walk.tile(), k);
+        const u32 v = tiles.arrive(1);
+        if (walk.is_own()) warp.multiply_pv(v);
     }
     warp.store(args, smem, work.softmax);
 }

@@ -10,7 +10,7 @@
 //   __syncthreads, read     every thread   every thread   smem.kv (with V smem.p) until read
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options
-                       // Element, Rows, Mask, Score, Softmax, Weight, Scheduler, Store
+                       // Element, Rows, Mask, Score, Softmax, Weight, Scheduler, Store, Walk
 #include "tile/facts.cuh"
 #include "tile/log_sum.cuh"
 #include "tile/number.cuh"
@@ -26,6 +26,7 @@ template struct SumOption<Softmax>;
 template struct WeightOption<Weight>;
 template struct SchedulerOption<Scheduler>;
 template struct StoreOption<Store>;
+template struct CursorOption<Walk, Mask>;
 
 constexpr int groups = cfg::threads / 16, rows_each = cfg::tile_q / groups, keys_each = cfg::tile_kv / 16;
 constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, v_chunks = (cfg::head_dim_v + cfg::v_chunk - 1) / cfg::v_chunk;
@@ -211,14 +212,13 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
     const Weight weight(args, rows, work);
     const i32 kv_head = work.head / args.heads_per_kv, last = rows.kv_len - 1;
     const unsigned char *k = args.k.rows(rows.kv, kv_head), *v = args.v.rows(rows.kv, kv_head);
-    TileRange tiles{0, 0, 0, 0};
-    if (work.q_begin < rows.q_len) tiles = mask.kv_tiles(work.q_begin, min(work.q_begin + cfg::tile_q, rows.q_len));
-    if (tiles.begin < tiles.end)
+    Walk walk(mask, rows, work, work.q_begin, cfg::tile_q);
+    if (walk.more())
         smem.q.load(args.q, args.q.rows(rows.q, work.head), work.q_begin, rows.q_len - 1, 0, cfg::head_dim, cfg::q_sign);
     Thread thread(score);
 #pragma unroll 1
-    for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-        const i32 first = tile * cfg::tile_kv;
+    for (; walk.more(); walk.advance()) {
+        const i32 first = walk.tile() * cfg::tile_kv;
 #pragma unroll
         for (int chunk = 0; chunk < chunks; ++chunk) {
             smem.kv.k.load(args.k, k, first, last, chunk * cfg::chunk, cfg::head_dim);
@@ -226,7 +226,7 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
             thread.multiply_qk(smem, chunk);
             __syncthreads();
         }
-        thread.mask_and_score(score, mask, tiles.is_full(tile), work.q_begin, first);
+        thread.mask_and_score(score, mask, walk.is_full(), work.q_begin, first);
         thread.softmax(smem, weight, score.scale_log2, work.q_begin, first);
 #pragma unroll
         for (int chunk = 0; chunk < v_chunks; ++chunk) {

@@ -17,7 +17,9 @@ from .errors import BinaryError, ProblemError
 from .operand import Operand, check_output
 from .operation import Operation
 from .program import (
+    AxisStride,
     Counter,
+    Dim,
     Field,
     Fields,
     Launch,
@@ -325,12 +327,14 @@ class GpuCall:
 
 
 def _of_array(fill: Any, array: Array) -> int | bytes:
-    """The address, a stride, or both of an array; packed sequences have no batch stride."""
+    """The address, a length, a stride, or address and strides of an array; packed sequences have no batch stride."""
     if isinstance(fill, Pointer):
         return array.pointer
     if isinstance(fill, Stride):
         axis = _AXES[fill.axis]
         return array.strides[axis] if -axis <= len(array.strides) else 0
+    if isinstance(fill, (Dim, AxisStride)):
+        return (array.shape if isinstance(fill, Dim) else array.strides)[fill.axis]
     size = ELEMENTS[array.dtype].itemsize
     batch = array.strides[-4] if len(array.strides) == 4 else 0
     return struct.pack("<4q", array.pointer, batch * size, array.strides[-3] * size, array.strides[-2] * size)

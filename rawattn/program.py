@@ -35,6 +35,22 @@ class Stride:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Dim:
+    """The length of an operand along an axis, counted from its first one."""
+
+    operand: str
+    axis: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AxisStride:
+    """The stride of an operand along an axis, in elements; likewise."""
+
+    operand: str
+    axis: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class View:
     """A StridedTensor of an operand: its address, and its strides in bytes."""
 
@@ -82,7 +98,7 @@ class Parts(NamedTuple):
     number: int
 
 
-Fill = Value | Pointer | Stride | View | TensorMap | Pages | Scratch | Counter | Violations | Parts
+Fill = Value | Pointer | Stride | Dim | AxisStride | View | TensorMap | Pages | Scratch | Counter | Violations | Parts
 
 
 class Field(NamedTuple):

@@ -21,6 +21,41 @@ __device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
     }
 }
 
+// Makes -inf of the elements that the mask does not keep. It is asked for each of them where that is cheap; else, with few registers
+// and little code, in a loop that makes a bit for each of 32.
+template <class M, int n>
+__device__ void mask_fragment(const M& mask, float (&s)[n], i32 row, i32 first) {
+#pragma unroll
+    for (int r = 0; r < rows_each; r += 2) {
+        const auto upper = mask.row(row + 8 * r, first), lower = mask.row(row + 8 * r + 8, first);
+        if constexpr (requires { requires !M::cheap; }) {
+            mask_pair(upper, lower, s, r);
+        } else {
+#pragma unroll
+            for (int i = 0; i < n; ++i)
+                if (fragment_row(i) / 2 * 2 == r && !(fragment_row(i) % 2 ? lower : upper).keep(fragment_column(i))) s[i] = minus_inf;
+        }
+    }
+}
+// The same of rows r and r + 1, in the loop.
+template <class Row, int n>
+__device__ void mask_pair(const Row& upper, const Row& lower, float (&s)[n], int r) {
+    constexpr int blocks = n / (4 * cfg::m_tiles_per_warp);
+#pragma unroll
+    for (int begin = 0; begin < blocks; begin += 8) {
+        const int count = min(8, blocks - begin);
+        u32 kept = 0;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const i32 x = (begin + i) * 8;
+            kept |= (u32(upper.keep(x)) | u32(upper.keep(x + 1)) << 1 | u32(lower.keep(x)) << 2 | u32(lower.keep(x + 1)) << 3) << 4 * i;
+        }
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            if (i < 4 * count && !(kept >> i & 1)) s[fragment_index(min(begin + i / 4, blocks - 1), r) + i % 4] = minus_inf;
+    }
+}
+
 __device__ inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));

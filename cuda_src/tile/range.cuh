@@ -4,6 +4,12 @@
 
 __device__ constexpr i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 
+// A tile of keys that is visited.
+struct KeyTile {
+    i32 index;
+    bool full;  // it needs no mask
+};
+
 // Which keys a query keeps of those from some first one on: offsets [before, end).
 struct KeptKeys {
     i32 before, end;

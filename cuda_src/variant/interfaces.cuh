@@ -38,8 +38,20 @@ template <class R> struct RowsOption : Given {
 template <class M> struct MaskOption : Given {
     static const M m;
     static_assert(requires { M(args, rows, work); }, "Mask(args, rows, work)");
+    static_assert(requires { bool(m.row(i, i).keep(i)); }, "Mask: row(q, first), which may outlive it, .keep(offset): whether q keeps key first + offset");
+};
+// ... which key tiles some queries visit, where these are an interval ...
+template <class M> struct KvTilesOption : Given {
+    static const M m;
     static_assert(requires { requires is_same<decltype(m.kv_tiles(i, i)), TileRange>; }, "Mask: kv_tiles(q_begin, q_end): TileRange");
-    static_assert(requires { bool(m.row(i, i).keep(i)); }, "Mask: row(q, first).keep(offset): whether q keeps key first + offset");
+};
+// ... and where they are a list with holes: what is asked of a box of queries, heads and keys, whose bounds belong to it. It is 0 where
+// no pair is kept, 2 where every one is, and 1 where some are or it cannot tell; and 0 for each box inside of one of which it is 0. A
+// mask may be `cheap`: a few instructions, so that a warp's fragment asks for all its elements at once.
+template <class M, class Bounds> struct ListMaskOption : Given {
+    static const M m;
+    static const Bounds b;
+    static_assert(requires { i32(m.classify(b, b, b)); }, "Mask: classify(queries, heads, keys): 0, 1 or 2");
 };
 // ... and what a kernel over keys asks: the inverse. Full is a tile whose every query keeps every key.
 template <class M> struct QTilesOption : Given {
@@ -115,6 +127,15 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
     static_assert(requires { kv.clear_past_end(v, i); }, "Kv: clear_past_end(v, rows): no NaN there, by a warp");
+};
+// walk: the key tiles of a block, for warps that go along them by themselves, and of these what a warp's rows need.
+template <class W, class M> struct CursorOption : Given {
+    static const M& mask;
+    static W walk;
+    static_assert(requires { W(mask, rows, work, i, i); }, "Walk(mask, rows, work, begin, count): the warp's rows");
+    static_assert(requires { bool(walk.more(1)), i32(walk.tile(1)), int(W::most_ahead); }, "Walk: more(ahead), tile(ahead), up to most_ahead");
+    static_assert(requires { walk.advance(); }, "Walk: advance(), by a whole warp");
+    static_assert(requires { bool(walk.is_own()), bool(walk.is_full()), bool(walk.is_first()); }, "Walk: is_own(), is_full(), is_first()");
 };
 // scheduler: which work a block takes next. Called by a whole warp.
 template <class S> struct SchedulerOption : Given {

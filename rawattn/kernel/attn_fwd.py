@@ -17,6 +17,7 @@ from ..render import config_header, source, wgmma
 from ..variant import Option, kv, order, softmax, store
 from ..variant.mask import Full
 from ..variant.score import Scale
+from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import tiling
 from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
@@ -32,7 +33,7 @@ _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, a
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile sizes in rows, stages of the K and V rings and of Q; registers follow from the number of consumer warpgroups."""
+    """Tile sizes in rows, stages of the K and V rings and of Q."""
 
     tile_q: int = 128
     tile_kv: int = 128
@@ -44,11 +45,14 @@ class Config:
         """Consumer warpgroups, 64 query rows each."""
         return self.tile_q // 64
 
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
-        part of them (multiples of 8), and what the producer gives up the consumers take."""
-        return {1: (56, 256), 2: (40, 232), 3: (32, 160) if self.tile_kv > 112 else (40, 152), 4: (32, 112)}[self.consumers]
+
+def registers(config: Config, op: Forward) -> tuple[int, int]:
+    """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
+    part of them (multiples of 8), and what the producer gives up the consumers take. A producer that asks a mask for its tiles
+    needs more."""
+    if lists(op.mask):
+        return {1: (128, 256), 2: (72, 216), 3: (56, 152), 4: (56, 104)}[config.consumers]
+    return {1: (56, 256), 2: (40, 232), 3: (32, 160) if config.tile_kv > 112 else (40, 152), 4: (32, 112)}[config.consumers]
 
 
 def panels(columns: int) -> int:
@@ -119,7 +123,7 @@ class AttnFwd(OneLaunch):
             return f"it needs {smem_bytes(config, op)} bytes of shared memory; a block has {device.smem_bytes}"
         if config.consumers == 3 and config.tile_kv > 128:
             return f"tile_kv is {config.tile_kv}; with three consumer warpgroups it spills above 128"
-        limit = {256: 208, 232: 200, 160: 128, 152: 120, 112: 80}[config.registers[1]]
+        limit = {256: 208, 232: 200, 216: 184, 160: 128, 152: 120, 112: 80, 104: 72}[registers(config, op)[1]]
         if accumulators(config, op) > limit:
             return f"its accumulators take {accumulators(config, op)} registers of a thread; above {limit} it spills"
         return None
@@ -153,9 +157,11 @@ class AttnFwd(OneLaunch):
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         scheduler = tiling.lpt_scheduler(op, persistent=True)
+        walk = ListWalk() if lists(op.mask) else IntervalWalk()
         return tiling.options(
-            op, Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out, Order=self.order(op, config)
-        )
+            op, Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out, Order=self.order(op, config),
+            Walk=walk,
+        )  # fmt: skip
 
     def order(self, op: Forward, config: Config) -> Option:
         """The order of the warpgroups' products. Two take turns, but at head_dim
@@ -171,7 +177,7 @@ class AttnFwd(OneLaunch):
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: Config, arch: str) -> Source:
-        producer, consumer = config.registers
+        producer, consumer = registers(config, op)
         constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
         constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
         constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}

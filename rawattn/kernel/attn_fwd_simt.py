@@ -11,6 +11,7 @@ from ..operation import Forward
 from ..program import Field, Fields, View
 from ..render import config_header, source
 from ..variant import Option, element, softmax, store
+from ..variant.walk import IntervalCursor, ListCursor, lists
 from . import tiling
 from .base import OneLaunch
 from .tiling import most_tiles
@@ -118,7 +119,8 @@ class AttnFwdSimt(OneLaunch):
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         scheduler = tiling.lpt_scheduler(op, persistent=False)
-        return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out)
+        walk = ListCursor() if lists(op.mask) else IntervalCursor()
+        return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out, Walk=walk)
 
     def fields(self, op: Forward, config: Config) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))

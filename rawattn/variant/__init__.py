@@ -82,6 +82,11 @@ class Wrapper(Option):
     def constant_time(self) -> Option:
         return dataclasses.replace(self, base=getattr(self.base, "constant_time", self.base))
 
+    @property
+    def lists(self) -> bool:
+        """Of a mask: whether the tiles that it visits may have holes between them."""
+        return getattr(self.base, "lists", False)
+
 
 def constant_time(choices: dict[str, Option]) -> dict[str, Option]:
     """Returns the options in the forms whose instructions do not depend on the data."""

@@ -26,6 +26,8 @@ constexpr float minus_inf = -__builtin_inff();
 #define __align__(n) __attribute__((aligned(n)))
 #define __log2f log2f
 #define __fmaf_rn fmaf
+#define __fma_rn fma
+#define __ldg(pointer) (*(pointer))
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
@@ -39,11 +41,13 @@ static double max(double a, double b) { return fmax(a, b); }
 static double min(double a, double b) { return fmin(a, b); }
 static i32 max(i32 a, i32 b) { return a > b ? a : b; }
 static i32 min(i32 a, i32 b) { return a < b ? a : b; }
+static i64 max(i64 a, i64 b) { return a > b ? a : b; }
 static u32 min(u32 a, u32 b) { return a < b ? a : b; }
 static i64 min(i64 a, i64 b) { return a < b ? a : b; }
 static i32 __ffs(i32 x) { return ffs(x); }
 static i32 __clz(i32 x) { return x ? __builtin_clz(u32(x)) : 32; }
 static i32 __popc(u32 x) { return __builtin_popcount(x); }
+static u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
 static u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
 static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rawattn import render
+from rawattn.arrays import CPU, Array
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt, tiling
@@ -19,7 +20,23 @@ from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import Layout
-from rawattn.program import Buffer, Counter, Field, Launch, Pointer, Program, Scratch, Stride, TensorMap, Value, View, offsets
+from rawattn.plans import _of_array
+from rawattn.program import (
+    AxisStride,
+    Buffer,
+    Counter,
+    Dim,
+    Field,
+    Launch,
+    Pointer,
+    Program,
+    Scratch,
+    Stride,
+    TensorMap,
+    Value,
+    View,
+    offsets,
+)
 from rawattn.select import select
 from rawattn.variant import softmax, store
 from rawattn.variant.element import BF16, FP32
@@ -39,9 +56,16 @@ SMALLEST = {ATTN_FWD: 64, ATTN_FWD_MMA: 32, ATTN_FWD_SIMT: 8}  # tiles, in rows
 def test_fills_of_different_types_differ() -> None:
     """Fields are keys of caches: a counter must not be taken for a number, nor a view for a pointer."""
     fills = [Value(), Counter(), Pointer("q"), View("q"), Scratch("q"), Stride("q", "row"), TensorMap("q", 1), TensorMap("q", 2)]
+    fills += [Dim("q", 0), Dim("q", 1), AxisStride("q", 0)]
     assert len(set(fills)) == len(fills) and not any(a == b for a, b in itertools.combinations(fills, 2))
     assert len({Field("x", "i64", fill) for fill in fills}) == len(fills)
     assert Pointer("q") == Pointer("q")
+
+
+def test_lengths_and_strides_of_any_array() -> None:
+    array = Array("numpy", CPU, "int32", (2, 3, 4), (100, 20, 1), 64, None)
+    assert [_of_array(Dim("x", axis), array) for axis in range(3)] == [2, 3, 4]
+    assert [_of_array(AxisStride("x", axis), array) for axis in range(3)] == [100, 20, 1]
 
 
 def test_scratch() -> None:

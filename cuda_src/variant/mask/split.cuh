@@ -19,4 +19,10 @@ struct SplitMask : M {
         if (begin >= end) return {0, 0, 0, 0};
         return {begin, all.full_begin, all.full_end, end};
     }
+    template <class Bounds>
+    __device__ i32 classify(Bounds q, Bounds head, Bounds kv) const {
+        const i32 begin = max(kv.lo / cfg::tile_kv, first), end = min(kv.hi / cfg::tile_kv, last - 1);
+        if (begin > end) return 0;
+        return M::classify(q, head, Bounds{max(kv.lo, begin * cfg::tile_kv), min(kv.hi, end * cfg::tile_kv + cfg::tile_kv - 1)});
+    }
 };

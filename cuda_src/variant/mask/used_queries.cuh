@@ -22,6 +22,12 @@ struct UsedQueriesMask : M {
         const TileRange found = M::kv_tiles(q_begin, min(q_end, used));
         return q_end <= used ? found : TileRange{found.begin, found.end, found.end, found.end};
     }
+    template <class Bounds>
+    __device__ i32 classify(Bounds q, Bounds head, Bounds kv) const {
+        if (q.lo >= used) return 0;
+        const i32 found = M::classify(Bounds{q.lo, min(q.hi, used - 1)}, head, kv);
+        return q.hi < used ? found : min(found, 1);
+    }
     __device__ auto row(i32 q, i32 first) const {
         const auto row = M::row(q, first);
         return UsedRow<decltype(M::row(q, first))>{row, q < used};

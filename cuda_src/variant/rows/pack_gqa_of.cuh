@@ -23,6 +23,7 @@ struct PackGqaOf {
 // A tile of rows has all heads of its queries, so where the masks of heads differ (M::of_head) it visits what any of them does.
 template <class M, class R>
 struct PackGqaMask : PackGqaOf<M, R> {
+    static constexpr bool cheap = !requires { requires !M::cheap; };
     using PackGqaOf<M, R>::PackGqaOf, PackGqaOf<M, R>::of, PackGqaOf<M, R>::rows;
 
     __device__ TileRange kv_tiles(i32 begin, i32 end) const {
@@ -31,6 +32,13 @@ struct PackGqaMask : PackGqaOf<M, R> {
         if constexpr (requires { M::of_head; })
             for (i32 i = 1; i < rows.heads; ++i) found = found.either(of(i).kv_tiles(q_begin, q_end));
         return found;
+    }
+    // Of rows: their queries, and of one query the heads that these are, of more than one all of them.
+    template <class Bounds>
+    __device__ i32 classify(Bounds range, Bounds head, Bounds kv) const {
+        const Bounds q = {rows.q_of(range.lo), rows.q_of(range.hi)};
+        const i32 first = q.lo == q.hi ? range.lo : 0, last = q.lo == q.hi ? range.hi : rows.heads - 1;
+        return of(range.lo).classify(q, Bounds{rows.head_of(head.lo, first), rows.head_of(head.hi, last)}, kv);
     }
     __device__ auto row(i32 row, i32 first) const { return of(row).row(rows.q_of(row), first); }
 };

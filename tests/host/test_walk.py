@@ -1,0 +1,105 @@
+"""Kernels over lists of key tiles with holes, on the CPU: hand-written masks against their definition, and masks whose tiles are an
+interval, which must have the same bits either way."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from rawattn.variant.mask import Both, Causal, Full, Window
+from tests import lists
+from tests.host import test_emulated as emulated
+from tests.host.test_emulated import Array, Case
+
+
+def documents(case: Case, seed: int = 0) -> tuple[Any, tuple[Array, ...]]:
+    """Documents of uneven lengths that come again, so that the tiles of a query have holes between them."""
+    rng, length = np.random.default_rng(seed), max(case.q_len, case.kv_len) + max(case.offsets or (0,))
+    runs = [np.repeat(rng.integers(0, 4, 2 * length), rng.integers(1, 60, 2 * length))[:length] for _ in range(2)]
+    doc = np.array(runs, np.int32)
+    levels = lists.pyramid(doc)
+    return lists.Documents(doc.ctypes.data, levels.ctypes.data, length), (doc, levels)
+
+
+def block_table(case: Case, block: int = 32, seed: int = 1, share: float = 0.3) -> tuple[Any, tuple[Array, ...]]:
+    """Blocks drawn by chance; the second row of blocks keeps nothing."""
+    rng, length = np.random.default_rng(seed), max(case.q_len, case.kv_len) + max(case.offsets or (0,))
+    count = -(-length // block)
+    table = (rng.random((case.heads, count, count)) < share).astype(np.int32)
+    table[:, 1] = 0
+    levels = lists.pyramid(table, 2)
+    return lists.BlockTable(table.ctypes.data, levels.ctypes.data, count, count, block), (table, levels)
+
+
+def checkerboard(case: Case) -> tuple[Any, tuple[Array, ...]]:
+    return lists.Checkerboard(32), ()
+
+
+def kept(case: Case, mask: Any, arrays: tuple[Array, ...], batch: int, head: int) -> Array:
+    """The pairs that a mask keeps in a sequence's head."""
+    q_at, kv_at = case.offsets or (0, 0)
+    q, kv = np.arange(case.q_len)[:, None] + q_at, np.arange(case.kv_len)[None] + kv_at
+    found = mask.keep(arrays, batch, head, q, kv)
+    if case.lens is not None:
+        found = found & (np.arange(case.q_len)[:, None] < case.lens[0][batch]) & (np.arange(case.kv_len) < case.lens[1][batch])
+    return found
+
+
+def check(case: Case, make: Any, folder: pathlib.Path) -> None:
+    mask, arrays = make(case)
+    case = dataclasses.replace(case, mask=mask)
+    o, lse = emulated.run(case, folder)
+    q, k, v = (x.astype(np.float64) for x in emulated.arrays(case))
+    for batch in range(2):
+        for head in range(case.heads):
+            kv_head = head // (case.heads // case.kv_heads)
+            dots = case.scale * q[batch, :, head] @ k[batch, :, kv_head].T
+            i, j = np.arange(case.q_len)[:, None], np.arange(case.kv_len)[None]
+            s = case.op.spec.placed_score.logit(np, dots, batch, head, i, j)
+            with np.errstate(all="ignore"):
+                s = np.where(kept(case, mask, arrays, batch, head), s, -np.inf)
+                top = np.maximum(s.max(1, keepdims=True), -1e300)
+                p = np.exp(s - top)
+                total = p.sum(1, keepdims=True)
+                wanted = np.where(total > 0, p / total, 0) @ v[batch, :, kv_head]
+                np.testing.assert_allclose(lse[batch, head], (top + np.log(total))[:, 0], rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(o[batch, :, head], wanted, rtol=1.2e-2, atol=1.2e-2)
+
+
+KERNELS = ("attn_fwd", "attn_fwd_mma", "attn_fwd_simt")
+CASES = [
+    *((Case(name, kv_len=410, q_len=200), make) for name in KERNELS for make in (documents, block_table, checkerboard)),
+    *((Case(name, q_len=97, kv_len=333, heads=4, kv_heads=4, offsets=(130, 40)), block_table) for name in KERNELS),
+    *((Case(name, q_len=70, kv_len=97, offsets=(3, 50)), documents) for name in KERNELS),
+    *((Case(name, q_len=95, kv_len=170, kv_heads=2, lens=((40, 0), (170, 13))), documents) for name in KERNELS),
+    *((Case(name, q_len=70, kv_len=200, kv_heads=2, lens=((70, 65), (33, 200)), score=emulated.ALIBI), checkerboard) for name in KERNELS),
+    *((Case(name, q_len=40, kv_len=300, split_keys=64), make) for name in KERNELS for make in (documents, checkerboard)),
+    (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4), block_table),
+    (Case("attn_fwd_mma", q_len=33, kv_len=200, heads=3, score=emulated.ALIBI), checkerboard),
+    (Case("attn_fwd_mma", q_len=3, kv_len=300, heads=4, split_keys=96, offsets=(60, 5)), block_table),
+]
+
+
+@pytest.mark.parametrize(("case", "make"), CASES, ids=lambda x: emulated.name_of(x) if isinstance(x, Case) else x.__name__)
+def test_list(case: Case, make: Any, tmp_path: pathlib.Path) -> None:
+    check(case, make, tmp_path)
+
+
+INTERVALS = [Full(), Causal(), Causal("top_left"), Window(33, 5), Both(Causal(), Window(40))]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("mask", INTERVALS, ids=str)
+def test_an_interval_as_a_list_has_the_same_bits(mask: Any, name: str, tmp_path: pathlib.Path) -> None:
+    case = Case(name, q_len=150, kv_len=230, mask=mask)
+    results = []
+    for way in (mask, lists.Listed(mask)):
+        (tmp_path / type(way).__name__).mkdir()
+        results.append(emulated.run(dataclasses.replace(case, mask=way), tmp_path / type(way).__name__))
+    for found, wanted in zip(*results, strict=True):
+        assert np.array_equal(found, wanted)
