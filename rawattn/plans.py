@@ -23,6 +23,7 @@ from .program import (
     Field,
     Fields,
     Launch,
+    PageRows,
     Pages,
     Parts,
     Pointer,
@@ -316,6 +317,8 @@ class GpuCall:
             return b"" if type(fill) is View else 0
         if type(fill) is Pages:
             return _pages(fill, array)
+        if type(fill) is PageRows:
+            return self._page_rows(fill, array)
         return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
@@ -324,6 +327,16 @@ class GpuCall:
         shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
         encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
+
+
+    def _page_rows(self, fill: PageRows, pool: Array) -> bytes:
+        if 0 in pool.shape:  # it is never read, but a map must be of something
+            like = next(x for x in self._given.values() if x.dtype == pool.dtype and 0 not in x.shape)
+            pool = like._replace(shape=(1, 1, 1, like.shape[-1]), strides=(0, 0, 0, 1))
+            return self._page_rows(fill, pool)[:128] + bytes(64)
+        shape = tma.page_rows_geometry(fill.operand, pool.shape, pool.strides, ELEMENTS[pool.dtype].itemsize, fill.box_rows)
+        encoded = driver.tensor_map(pool.pointer, pool.dtype, shape.sizes, shape.strides, shape.box)
+        return encoded + struct.pack("<4i48x", pool.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
 
 
 def _of_array(fill: Any, array: Array) -> int | bytes:

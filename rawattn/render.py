@@ -28,6 +28,7 @@ CTYPES = {
     "StridedOutput": (32, 8, "32s"),
     "PartList": (1024, 8, "1024s"),
     "TmaPages": (192, 64, "192s"),
+    "TmaPageRows": (192, 64, "192s"),
     "StridedPages": (40, 8, "40s"),
     "Element*": (8, 8, "Q"),
     "Number*": (8, 8, "Q"),
@@ -49,6 +50,7 @@ TENSORS = {  # C++ type -> its file
     "StridedOutput": "tile/strided_tensor.cuh",
     "PartList": "tile/part_list.cuh",
     "TmaPages": "tile/pages.cuh",
+    "TmaPageRows": "tile/page_rows.cuh",
     "StridedPages": "tile/strided_pages.cuh",
 }
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)

@@ -19,6 +19,7 @@ from .kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from .kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from .kernel.attn_decode import ATTN_DECODE
 from .kernel.attn_fwd import ATTN_FWD
+from .kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .kernel.combine import COMBINE
@@ -28,7 +29,7 @@ from .operation import Append, AttentionKVCache, Backward, Combine, Forward, Ope
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (ATTN_DECODE,), Append: (APPEND,), Combine: (COMBINE,),
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (ATTN_DECODE, ATTN_FWD_KVCACHE), Append: (APPEND,), Combine: (COMBINE,),
 }  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
         costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
         modelled = min(costs, key=costs.__getitem__, default=None)
         if modelled is not None and modelled not in found:
-            record = records.find(kernel, op, device) if kernel.has_records else None
+            record = records.find(kernel.recorded, op, device) if kernel.has_records else None
             found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
     return tuple(found.values())
 

@@ -7,7 +7,10 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+from .errors import ProblemError
 
 ALIGNMENT = 16  # bytes, of pointers and strides
 STRIDE_LIMIT = 1 << 40  # bytes
@@ -114,3 +117,34 @@ def page_geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: in
 
     sizes = panel, shape[1], columns // panel, shape[2], shape[0]
     return PageGeometry(sizes, (stride(1), panel * itemsize, stride(2), stride(0)), (panel, page_rows, columns // panel, 1, 1))
+
+
+class PageRowsGeometry(NamedTuple):
+    """A tensor map of a pool of pages in runs of rows but for its pointer, the factor on the head (0 where the stride is 0), and
+    the steps of the map's last dimension from one page to the next, and from one row to the next."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    head_step: int
+    page_steps: int
+    row_steps: int
+
+
+def page_rows_geometry(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int
+) -> PageRowsGeometry:
+    """Returns how TMA reads runs of rows of a pool of pages, (pages, rows of a page, heads, columns) with strides in elements,
+    whose ends differ from page to page (tile/page_rows.cuh). Raises ProblemError where the pool is too large for it."""
+    pages, rows, heads, columns = shape
+    page_bytes = 0 if pages == 1 else strides[0] * itemsize
+    row_bytes = ALIGNMENT if rows == 1 else strides[1] * itemsize
+    has_heads = heads > 1 and strides[2] != 0
+    step = math.gcd(page_bytes, row_bytes)
+    page_steps, row_steps = page_bytes // step, row_bytes // step
+    if row_bytes >= RAGGED_STRIDE_LIMIT or (pages - 1) * page_steps + rows * row_steps >= _RAGGED_EXTENT:
+        found = f"{name} has {pages} pages {page_bytes} bytes apart, of {rows} rows {row_bytes} bytes apart"
+        raise ProblemError(f"{found}; the copy engine counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
+    sizes = columns, _RAGGED_ROWS, heads if has_heads else 1, _RAGGED_EXTENT, _RAGGED_EXTENT
+    map_strides = row_bytes, strides[2] * itemsize if has_heads else ALIGNMENT, RAGGED_STRIDE_LIMIT - row_bytes, step
+    return PageRowsGeometry(sizes, map_strides, (BOX_COLUMNS, box_rows, 1, 1, 1), int(has_heads), page_steps, row_steps)

@@ -17,6 +17,14 @@ class IntervalWalk(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class PagedWalk(IntervalWalk):
+    """The same over keys in pages (``PagedPanelsKv``), of whose tiles each lane loads a part."""
+
+    type: ClassVar[str] = "PagedWalk"
+    source: ClassVar[str] = "variant/walk/paged.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class ListWalk(Option):
     """There may be holes between them: the mask classifies a tile, and 32 tiles together, on the device."""
 

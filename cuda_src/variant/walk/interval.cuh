@@ -13,6 +13,7 @@ __device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_b
 }
 
 struct IntervalWalk {
+    template <class K, class KTile, class VTile> using Contract = KvOption<K, KTile, VTile>;
     struct Board {};  // the producer need not tell anybody
 
     template <class Smem>
