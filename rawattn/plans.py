@@ -328,7 +328,6 @@ class GpuCall:
         encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
 
-
     def _page_rows(self, fill: PageRows, pool: Array) -> bytes:
         if 0 in pool.shape:  # it is never read, but a map must be of something
             like = next(x for x in self._given.values() if x.dtype == pool.dtype and 0 not in x.shape)

@@ -29,7 +29,8 @@ from .operation import Append, AttentionKVCache, Backward, Combine, Forward, Ope
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (ATTN_DECODE, ATTN_FWD_KVCACHE), Append: (APPEND,), Combine: (COMBINE,),
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (ATTN_DECODE, ATTN_FWD_KVCACHE), Append: (APPEND,),
+    Combine: (COMBINE,),
 }  # fmt: skip
 
 

@@ -115,7 +115,7 @@ template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static VTile& v;
     static ptx::Mbarrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
-    static_assert(requires { kv.load_k(k, full, kv.find(i)), kv.load_v(v, full, kv.find(i)); }, "Kv: load_k, load_v(tile, full, find(index)), by a warp");
+    static_assert(requires { kv.load_k(k, full, {i, kv.find(i)}), kv.load_v(v, full, {i, kv.find(i)}); }, "Kv: load_k, load_v(tile, full, {index, find(index)})");
 };
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {

@@ -54,8 +54,8 @@ class PagedKv(Option):
 
 @dataclasses.dataclass(frozen=True)
 class PagedPanelsKv(Option):
-    """Pools of pages, which TMA reads for wgmma in panels of 64 columns and blocks of ``page_rows`` rows, a multiple of 8 that lies
-    in one page; ``pages`` says which of them a sequence has."""
+    """Pools of pages, which TMA reads for wgmma in panels of 64 columns and blocks of ``page_rows`` rows, a multiple of 8 that
+    lies in one page; ``pages`` says which of them a sequence has."""
 
     pages: Option
     page_rows: int

@@ -8,10 +8,7 @@ template <class Pages>
 struct PagedPanelsKv {
     static constexpr i32 boxes = cfg::tile_kv / cfg::page_rows;
     static_assert(boxes <= 32);
-    struct Found {
-        i32 tile, page;  // the page of this lane's rows of the tile
-        i32 rows;        // that the sequence has of them
-    };
+    struct At { i32 tile, page; };  // the page of this lane's rows of the tile, or -1
 
     const Args& args;
     const Pages pages;
@@ -21,24 +18,23 @@ struct PagedPanelsKv {
         : args(args), pages(args, work), head(work.head / args.heads_per_kv), kv_len(rows.kv_len) {}
 
     __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(threadIdx.x) % boxes * cfg::page_rows; }
-    // By a warp. The tile before the first one has no rows.
-    __device__ Found find(i32 tile) const {
-        const i32 rows = tile < 0 ? 0 : max(0, min(kv_len - key(tile), cfg::page_rows)), count = args.k.count;
-        const i32 page = rows > 0 ? pages.page(args, key(tile), count) : count;
-        return {tile, page < count ? page : 0, page < count ? rows : 0};
+    __device__ i32 find(i32 tile) const {
+        if (key(tile) >= kv_len) return -1;
+        const i32 page = pages.page(args, key(tile), args.k.count);
+        return page < args.k.count ? page : -1;
     }
 
     template <class Tile>
-    __device__ void load(Tile& tile, const TmaPageRows& pool, ptx::Mbarrier& full, const Found& found) const {
-        const i32 lane = threadIdx.x % 32;
+    __device__ void load(Tile& tile, const TmaPageRows& pool, ptx::Mbarrier& full, At at) const {
+        const i32 lane = threadIdx.x % 32, rows = at.page < 0 ? 0 : min(kv_len - key(at.tile), cfg::page_rows);
         if (lane == 0) full.arrive_expect(Tile::bytes);
         if (lane >= boxes) return;
 #pragma unroll
         for (int panel = 0; panel < Tile::panels; ++panel)
-            pool.load(tile.data[panel] + lane * (cfg::page_rows * 64), full, found.page, pages.row(key(found.tile)), found.rows, panel * 64, head);
+            pool.load(tile.data[panel] + lane * (cfg::page_rows * 64), full, max(0, at.page), pages.row(key(at.tile)), rows, panel * 64, head);
     }
     template <class Tile>
-    __device__ void load_k(Tile& tile, ptx::Mbarrier& full, const Found& found) const { load(tile, args.k, full, found); }
+    __device__ void load_k(Tile& tile, ptx::Mbarrier& full, At at) const { load(tile, args.k, full, at); }
     template <class Tile>
-    __device__ void load_v(Tile& tile, ptx::Mbarrier& full, const Found& found) const { load(tile, args.v, full, found); }
+    __device__ void load_v(Tile& tile, ptx::Mbarrier& full, At at) const { load(tile, args.v, full, at); }
 };

@@ -30,17 +30,20 @@ struct PagedWalk : IntervalWalk {
         const TileRange tiles = tiles_of(Mask(producer.args, rows, work), rows, work.q_begin, cfg::tile_q);
         if (tiles.begin >= tiles.end) return;
         const Kv source(producer.args, rows, work);
-        auto found = source.find(tiles.end - 1), before = found;
-        for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile, producer.kv.advance()) {
-            const auto next = source.find(tile - 1);
+        const auto find = [&](i32 tile) { return tile < tiles.begin ? -1 : source.find(tile); };
+        i32 tile = tiles.end - 1, before = find(tile), page = find(tile - 1);
+        producer.await_k();
+        producer.load_k(source, Kv::At{tile, before});
+        if (threadIdx.x == 0) producer.load_q(rows, work);
+        __syncwarp();
+        producer.q.advance(), producer.kv.advance();
+        for (--tile; tile >= tiles.begin; --tile, producer.kv.advance()) {
+            const i32 next = find(tile - 1);
             producer.await_k();
-            producer.load_k(source, found);
-            if (tile < tiles.end - 1) producer.load_v(source, before);
-            else if (threadIdx.x == 0) producer.load_q(rows, work);
-            __syncwarp();
-            before = found, found = next;
+            producer.load_k(source, Kv::At{tile, page});
+            producer.load_v(source, Kv::At{tile + 1, before});
+            before = page, page = next;
         }
-        producer.q.advance();
-        producer.load_v(source, before);
+        producer.load_v(source, Kv::At{tile + 1, before});
     }
 };
