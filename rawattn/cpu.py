@@ -526,6 +526,10 @@ class Cpu:
         """Only ``op``: the loops are compiled once for all configurations."""
         return (op,)
 
+    def is_tried(self, op: Forward) -> bool:
+        """Registers are the compiler's own."""
+        return False
+
     def candidates(self, op: Forward, device: Device) -> list[Config]:
         """The legal configurations worth comparing."""
         tile_kv = 96 if op.head_dim + op.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache

@@ -144,9 +144,10 @@ class AttnFwd(OneLaunch):
 
     def candidates(self, op: Forward, device: Device) -> list[Config]:
         """The legal configurations worth a thought: the deepest rings that fit, key tiles of 64 to 128 rows where
-        there are any (longer ones lost wherever they were tried)."""
+        there are any (longer ones lost wherever they were tried); where the producer asks a mask for its tiles, up to two
+        warpgroups, which leave it registers."""
         found = []
-        for tile_q in (64, 128, 192, 256):
+        for tile_q in (64, 128) if lists(op.mask) else (64, 128, 192, 256):
             for tile_kv in range(32, 129, 16):
                 for q_stages in (2, 1):
                     fitting = [Config(tile_q, tile_kv, stages, q_stages) for stages in (8, 6, 5, 4, 3, 2)]

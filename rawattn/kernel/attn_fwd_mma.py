@@ -157,7 +157,7 @@ class AttnFwdMma(OneLaunch):
         if packs(op) or tiling.is_few(op):
             few = dataclasses.replace(found[0], kv_len=4096, heads=8 * op.heads_per_kv, kv_heads=8)
             found = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
-        if isinstance(op.mask, (Full, Causal)):
+        if isinstance(op.mask, (Full, Causal)) or lists(op.mask):
             return found
         return tuple(tiling.with_mask(each, Both(Causal(), Window())) for each in found)
 
@@ -237,7 +237,8 @@ class AttnFwdMma(OneLaunch):
 
     def _split(self, op: Forward, config: Config, device: Device, splits: int, keys: int) -> Program:
         """Two launches: of each row the results over each split of the keys, and their fold."""
-        (main,) = super().lower(op, config, device).launches
+        whole = super().lower(op, config, device)
+        main = whole.launches[-1]
         fold = combine.fold(op, splits, device, self._kept((op.kind, device.arch), lambda: combined(op, device.arch)))
         rows = op.batch * op.heads * op.q_len
         main = main._replace(
@@ -245,7 +246,7 @@ class AttnFwdMma(OneLaunch):
         )
         size = op.element.lse_bytes
         scratch = Buffer("o_partial", splits * rows * op.head_dim_v * size), Buffer("lse_partial", splits * rows * size)
-        return Program((main, fold), scratch)
+        return Program((*whole.launches[:-1], main, fold), (*whole.scratch, *scratch))
 
     def programs(self, op: Forward, config: Config, device: Device) -> tuple[Program, ...]:
         whole = super().lower(op, unsplit(config), device)

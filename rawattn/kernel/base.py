@@ -13,7 +13,8 @@ from ..operand import Layout
 from ..operation import Forward, Operation
 from ..program import Fields, Launch, Program
 from ..variant import Option
-from . import tiling
+from ..variant.walk import lists
+from . import pyramid, tiling
 
 Op = TypeVar("Op", bound=Operation)
 
@@ -57,6 +58,10 @@ class Kernel(abc.ABC, Generic[Op]):
     @abc.abstractmethod
     def layout_reason(self, layout: Layout) -> str | None:
         """The reason why it cannot read arrays that lie so, which a copy would mend; None where it can."""
+
+    def is_tried(self, op: Op) -> bool:
+        """Says whether only compiling tells which configurations keep all in registers, as where the mask is a function."""
+        return False
 
     @abc.abstractmethod
     def legal(self, config: Any, op: Op, device: Device) -> str | None:
@@ -107,6 +112,9 @@ class OneLaunch(Kernel[Forward]):
     def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
         return tiling.tuning_shapes(op)
 
+    def is_tried(self, op: Forward) -> bool:
+        return lists(op.mask)
+
     @abc.abstractmethod
     def options(self, op: Forward, config: Any) -> dict[str, Option]:
         """The option on each axis, by the name that the kernel has for it."""
@@ -133,7 +141,7 @@ class OneLaunch(Kernel[Forward]):
             return Program(())
         source, fields = self._rendered(op, config, device.arch)
         values, grid = self.values(op, config, device), self.grid(op, config, device)
-        return Program((Launch(self.name, source, fields, values, grid),))
+        return pyramid.before(Program((Launch(self.name, source, fields, values, grid),)), op.mask, device)
 
     def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
         """``render`` and ``fields``, made once for each kind."""

@@ -14,6 +14,7 @@ from ..operation import Forward
 from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
+from ..variant.walk import lists
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 MOST_TILES = (1 << 31) - (1 << 16)  # a tile's number and the grid's size fit an int32 together
@@ -79,9 +80,10 @@ def mma_flops(device: Device) -> int:
 
 def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
     """The operations by which configurations are compared: one that fills a GPU many times over, one that fills it about twice,
-    and one that does not. They have nothing that is a run-time value in the kernel: all that an operation of this kind may ever
-    run in is compiled together, and a new length, batch, window or number of heads compiles nothing."""
-    mask = op.mask if isinstance(op.mask, Full) else Causal()
+    and one that does not. They have nothing that is a run-time value in the kernel, but what a mask with holes has: all that an
+    operation of this kind may ever run in is compiled together, and a new length, batch, window or number of heads compiles
+    nothing."""
+    mask = op.mask if isinstance(op.mask, Full) or lists(op.mask) else Causal()
     sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
     plain = with_mask(op, mask)
     plain = dataclasses.replace(plain, spec=plain.spec.at(op.spec.offsets and (0, 0)))

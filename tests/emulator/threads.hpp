@@ -28,6 +28,11 @@ constexpr float minus_inf = -__builtin_inff();
 #define __fmaf_rn fmaf
 #define __fma_rn fma
 #define __ldg(pointer) (*(pointer))
+#define __fsqrt_rn sqrtf
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };

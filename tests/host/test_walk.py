@@ -1,20 +1,24 @@
-"""Kernels over lists of key tiles with holes, on the CPU: hand-written masks against their definition, and masks whose tiles are an
-interval, which must have the same bits either way."""
+"""Kernels over lists of key tiles with holes, on the CPU: hand-written masks against their definition; masks whose tiles are an
+interval, which must have the same bits either way; and what NVRTC makes of lists."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
+from rawattn import compiler
+from rawattn.device import TYPICAL
+from rawattn.select import select
+from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists
 from tests.host import test_emulated as emulated
 from tests.host.test_emulated import Array, Case
+from tests.operations import forward
 
 
 def documents(case: Case, seed: int = 0) -> tuple[Any, tuple[Array, ...]]:
@@ -77,7 +81,10 @@ CASES = [
     *((Case(name, q_len=97, kv_len=333, heads=4, kv_heads=4, offsets=(130, 40)), block_table) for name in KERNELS),
     *((Case(name, q_len=70, kv_len=97, offsets=(3, 50)), documents) for name in KERNELS),
     *((Case(name, q_len=95, kv_len=170, kv_heads=2, lens=((40, 0), (170, 13))), documents) for name in KERNELS),
-    *((Case(name, q_len=70, kv_len=200, kv_heads=2, lens=((70, 65), (33, 200)), score=emulated.ALIBI), checkerboard) for name in KERNELS),
+    *(
+        (Case(name, q_len=70, kv_len=200, kv_heads=2, lens=((70, 65), (33, 200)), score=emulated.ALIBI), checkerboard)
+        for name in KERNELS
+    ),
     *((Case(name, q_len=40, kv_len=300, split_keys=64), make) for name in KERNELS for make in (documents, checkerboard)),
     (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4), block_table),
     (Case("attn_fwd_mma", q_len=33, kv_len=200, heads=3, score=emulated.ALIBI), checkerboard),
@@ -103,3 +110,20 @@ def test_an_interval_as_a_list_has_the_same_bits(mask: Any, name: str, tmp_path:
         results.append(emulated.run(dataclasses.replace(case, mask=way), tmp_path / type(way).__name__))
     for found, wanted in zip(*results, strict=True):
         assert np.array_equal(found, wanted)
+
+
+LISTS = {
+    "documents": lists.Documents(0, 0, 1), "block table": lists.BlockTable(0, 0, 1, 1, 1), "checkerboard": lists.Checkerboard(1),
+    "causal": lists.Listed(Causal()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("kernel", "arch"), [("attn_fwd", "sm_90a"), ("attn_fwd_mma", "sm_80"), ("attn_fwd_simt", "sm_75")])
+def test_a_configuration_without_spills_is_chosen(kernel: str, arch: str, head_dim: int) -> None:
+    for name, mask in LISTS.items():
+        op = forward(BF16, 2, 4096, 4096, 16, 16, head_dim, head_dim, mask=mask)
+        selection = select(op, TYPICAL[arch], kernel)
+        (launch,) = selection.kernel.lower(op, selection.config, TYPICAL[arch]).launches
+        binary = compiler.compile(launch.source)
+        assert not binary.spill_bytes and not binary.advisories, (name, selection.config, binary.spill_bytes, binary.advisories)

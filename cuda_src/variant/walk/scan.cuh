@@ -6,7 +6,7 @@
 #include "variant/function/range.cuh"
 #include "variant/interfaces.cuh"
 
-using Bounds = user::Range<i32>;
+using Bounds = function::Ints;
 template struct ListMaskOption<Mask, Bounds>;
 
 // Query rows of a work.

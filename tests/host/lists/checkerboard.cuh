@@ -10,7 +10,7 @@ struct Checkerboard {
     __device__ Checkerboard(const Args& args, const Rows& rows, const WorkTile& work)
         : side(args.mask_side), head(work.head), kv_len(rows.kv_len), q_offset(rows.q_offset), kv_offset(rows.kv_offset) {}
 
-    __device__ i32 classify(user::Range<i32> q, user::Range<i32> h, user::Range<i32> kv) const {
+    __device__ i32 classify(function::Ints q, function::Ints h, function::Ints kv) const {
         const i32 top = (q.lo + q_offset) / side, bottom = (q.hi + q_offset) / side;
         const i32 left = (kv.lo + kv_offset) / side, right = (kv.hi + kv_offset) / side;
         if (top == bottom && top % 3 == 2) return 0;

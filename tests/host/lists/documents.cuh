@@ -1,6 +1,6 @@
 #pragma once
 // A query keeps the keys of its own document; a position's is in an array, (batch, positions), from which it begins.
-#include "variant/function/range.cuh"
+#include "variant/function/pyramid.cuh"
 #include "variant/work_tile.cuh"
 
 struct Documents {
@@ -13,21 +13,21 @@ struct Documents {
         : args(args), doc(args.mask_0 + i64(work.batch) * args.mask_0_length), pyramid(args.mask_0_pyramid), q_len(rows.q_len),
           kv_len(rows.kv_len), q_offset(rows.q_offset), kv_offset(rows.kv_offset) {}
 
-    __device__ user::Range<i32> of(user::Range<i32> at, i32 offset) const {
+    __device__ function::Ints of(function::Ints at, i32 offset) const {
         const i64 batch = (doc - args.mask_0) / args.mask_0_length;
-        return user::load(doc, pyramid, batch, args.mask_0_length, user::add(at, user::point(offset)), [](i32 x) { return x; });
+        return function::load(doc, args.mask_0_length, function::add(at, function::point(offset)), pyramid, batch);
     }
-    __device__ i32 classify(user::Range<i32> q, user::Range<i32>, user::Range<i32> kv) const {
-        const auto kept = user::eq(of(q, q_offset), of(kv, kv_offset));
+    __device__ i32 classify(function::Ints q, function::Ints, function::Ints kv) const {
+        const auto kept = function::eq(of(q, q_offset), of(kv, kv_offset));
         return kept.hi ? 1 + kept.lo : 0;
     }
     struct Row {
         const i32* keys;  // from the first one on
         i32 own, left;
 
-        __device__ bool keep(i32 offset) const { return offset < left && user::read(keys + offset) == own; }
+        __device__ bool keep(i32 offset) const { return offset < left && function::read(keys + offset) == own; }
     };
     __device__ Row row(i32 q, i32 first) const {
-        return {doc + kv_offset + first, user::read(doc + user::inside(q + q_offset, args.mask_0_length)), kv_len - first};
+        return {doc + kv_offset + first, function::read(doc + function::inside(q + q_offset, args.mask_0_length)), kv_len - first};
     }
 };

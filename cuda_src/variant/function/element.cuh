@@ -1,0 +1,24 @@
+#pragma once
+// Elements of captured arrays, as they lie in memory and as they are computed with.
+#include "ptx/base.cuh"
+
+namespace function {
+struct Bool { unsigned char bits; };
+struct Bf16 { u16 bits; };
+struct Fp16 { u16 bits; };
+
+__device__ inline bool read(const Bool* p) { return __ldg(&p->bits) != 0; }
+__device__ inline i32 read(const unsigned char* p) { return __ldg(p); }
+__device__ inline i32 read(const signed char* p) { return __ldg(p); }
+__device__ inline i32 read(const short* p) { return __ldg(p); }
+__device__ inline i32 read(const i32* p) { return __ldg(p); }
+__device__ inline i64 read(const i64* p) { return __ldg(p); }
+__device__ inline float read(const float* p) { return __ldg(p); }
+__device__ inline double read(const double* p) { return __ldg(p); }
+__device__ inline float read(const Bf16* p) { return __builtin_bit_cast(float, u32(__ldg(&p->bits)) << 16); }
+__device__ inline float read(const Fp16* p) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(__ldg(&p->bits)));
+    return y;
+}
+}  // namespace function

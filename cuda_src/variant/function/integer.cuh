@@ -1,0 +1,37 @@
+#pragma once
+// Integers of functions of queries and keys: quotients rounded down, and indices and elements brought to where they may be.
+#include "ptx/base.cuh"
+
+namespace function {
+constexpr i32 loaded = 1 << 28;  // sums of several integers up to here fit 32 bits
+
+template <class T> __device__ inline i32 saturate(T x) { return i32(x < -loaded ? T(-loaded) : x > loaded ? T(loaded) : x); }
+__device__ inline i32 trunc(float x) { return i32(fminf(fmaxf(x, float(-loaded)), float(loaded)) * float(x == x)); }  // NaN is 0
+__device__ inline i32 trunc(double x) { return x == x ? i32(fmin(fmax(x, double(-loaded)), double(loaded))) : 0; }
+__device__ inline i32 inside(i32 i, i32 n) { return max(0, min(i, n - 1)); }
+__device__ inline i32 abs(i32 x) { return x < 0 ? -x : x; }
+
+// A divisor from the host: x / value is x * multiplier >> 32 + shift for 0 <= x < 2^31. Shift is -1 for 1, and -2 for what is divided
+// by the long way.
+struct Divisor {
+    i32 value;
+    u32 multiplier;
+    i32 shift;
+};
+// floordiv rounds down, udiv is the same of numbers >= 0; by 0 both are 0.
+__device__ inline i32 udiv(i32 x, i32 d) { return d == 0 ? 0 : i32(u32(x) / u32(d)); }
+__device__ inline i32 floordiv(i32 x, i32 d) {
+    if (d == 0) return 0;
+    const i32 q = x / d;
+    return q - ((x % d != 0) & ((x < 0) != (d < 0)));
+}
+__device__ inline i32 udiv(i32 x, const Divisor& d) {
+    if (d.shift < -1) return udiv(x, d.value);
+    return d.shift < 0 ? x : i32(__umulhi(u32(x), d.multiplier) >> d.shift);
+}
+__device__ inline i32 floordiv(i32 x, const Divisor& d) {
+    if (d.shift < -1) return floordiv(x, d.value);
+    const i32 sign = x >> 31;
+    return udiv(x ^ sign, d) ^ sign;
+}
+}  // namespace function

@@ -1,0 +1,90 @@
+"""pyramid.cu: minima and maxima of blocks of the arrays that a mask captured, before the kernels that ask the mask for tiles."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from ..compiler import Source
+from ..device import Device
+from ..errors import UnsupportedError
+from ..program import AxisStride, Buffer, Counter, Field, Fields, Launch, Pointer, Program, Scratch
+from ..render import config_header, source
+from ..variant import Option
+from ..variant.element import FP32
+from ..variant.item import Item
+from ..variant.launch import Dependent, Independent
+
+NAME, FILE = "pyramid", "pyramid.cu"
+BLOCK = 16  # elements of a block along an axis
+OUTER = 4  # axes before those of which blocks are made, at most
+SIDES = {1: (1, 256), 2: (16, 16)}  # blocks of a level that a thread block has, by the axes of which they are
+
+
+def levels(shape: tuple[int, ...], axes: int) -> list[tuple[int, int]]:
+    """Rows and columns of the blocks on each level of a row (1 axis) or a matrix (2)."""
+    found = [(-(-shape[-2] // BLOCK) if axes == 2 else 1, -(-shape[-1] // BLOCK))]
+    while found[-1] != (1, 1):
+        found.append(((found[-1][0] + 1) // 2, (found[-1][1] + 1) // 2))
+    return found
+
+
+def numbers(shape: tuple[int, ...], axes: int) -> tuple[int, int]:
+    """How many rows or matrices an array has, and how many thread blocks each of them takes."""
+    lowest, side = levels(shape, axes)[0], SIDES[axes]
+    return math.prod(shape[:-axes]), -(-lowest[0] // side[0]) * -(-lowest[1] // side[1])
+
+
+def buffer(array: Any) -> Buffer:
+    """The scratch memory of the pyramids of a captured array."""
+    blocks = sum(rows * columns for rows, columns in levels(array.shape, array.pyramid))
+    return Buffer(f"{array.name}_pyramid", 2 * blocks * numbers(array.shape, array.pyramid)[0] * Item(array.element).bytes)
+
+
+def fields(array: Any) -> Fields:
+    """The fields of struct Args, in order."""
+    name, outer, rank = array.name, len(array.shape) - array.pyramid, len(array.shape)
+    found = [Field("array", "const void*", Pointer(name)), Field("pyramid", "void*", Scratch(f"{name}_pyramid"))]
+    counters = 1 << (max(1, numbers(array.shape, array.pyramid)[0]) - 1).bit_length()  # few sizes: each is kept for a device
+    found += [Field("counter", "i32*", Counter(4 * max(2, counters)))]
+    for i in range(OUTER):
+        axis = outer - OUTER + i
+        found.append(Field(f"stride_{i}", "i64", AxisStride(name, axis)) if axis >= 0 else Field(f"stride_{i}", "i64"))
+    rows = Field("row_stride", "i64", AxisStride(name, rank - 2)) if array.pyramid == 2 else Field("row_stride", "i64")
+    found += [rows, Field("column_stride", "i64", AxisStride(name, rank - 1))]
+    return (*found, *(Field(f"size_{i}", "i32") for i in range(OUTER)), *(Field(x, "i32") for x in ("rows", "columns", "blocks")))
+
+
+@functools.lru_cache(maxsize=256)
+def render(element: str, axes: int, arch: str, ctypes: Fields) -> Source:
+    """The source for arrays of one format."""
+    begins_early = int(arch[3:].rstrip("a")) >= 90
+    options: dict[str, Option] = {
+        "Element": FP32,
+        "Item": Item(element),
+        "Launch": Dependent() if begins_early else Independent(),
+    }
+    return source(FILE, config_header({"axes": axes}, ctypes, [], options), arch)
+
+
+def launch(array: Any, device: Device) -> Launch:
+    """The launch for one captured array."""
+    axes, shape = array.pyramid, array.shape
+    if len(shape) - axes > OUTER:
+        raise UnsupportedError(f"{array.name} has {len(shape)} axes; a mask takes arrays of up to {OUTER + axes} axes here.")
+    outer = (*(1,) * (OUTER - len(shape) + axes), *shape[:-axes])
+    count, blocks = numbers(shape, axes)
+    values: dict[str, float] = {f"size_{i}": size for i, size in enumerate(outer)}
+    values |= {f"stride_{i}": 0 for i in range(OUTER)} | {"row_stride": 0}
+    values |= {"rows": shape[-2] if axes == 2 else 1, "columns": shape[-1], "blocks": blocks}
+    own = fields(array)
+    return Launch(NAME, render(array.element, axes, device.arch, tuple(Field(*f[:2]) for f in own)), own, values, count * blocks)
+
+
+def before(program: Program, mask: Any, device: Device) -> Program:
+    """The program, after the launches that make the pyramids that a mask asks for."""
+    wanted = [each for each in getattr(mask, "arrays", ()) if getattr(each, "pyramid", 0) and math.prod(each.shape)]
+    if not wanted or not program.launches:
+        return program
+    return Program((*(launch(each, device) for each in wanted), *program.launches), (*map(buffer, wanted), *program.scratch))
