@@ -23,6 +23,7 @@ from .program import (
     Field,
     Fields,
     Launch,
+    PackedHeads,
     PageRows,
     Pages,
     Parts,
@@ -319,6 +320,8 @@ class GpuCall:
             return _pages(fill, array)
         if type(fill) is PageRows:
             return self._page_rows(fill, array)
+        if type(fill) is PackedHeads:
+            return _packed_heads(fill, array)
         return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
@@ -359,6 +362,14 @@ def _pages(fill: Pages, pool: Array) -> bytes:
         return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])
     shape = tma.page_geometry(pool.shape, pool.strides, size, fill.page_rows)
     return driver.tensor_map(pool.pointer, pool.dtype, *shape, read_once=True) + struct.pack("<i60x", pool.shape[0])
+
+
+def _packed_heads(fill: PackedHeads, array: Array) -> bytes:
+    """A TmaHeads: a tensor map, the heads of a box, and the step from batch to batch."""
+    size = ELEMENTS[array.dtype].itemsize
+    shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
+    encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
+    return encoded + struct.pack("<2i56x", fill.heads, shape.batch_step)
 
 
 def _part(o: Array, lse: Array) -> bytes:

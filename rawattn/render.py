@@ -29,6 +29,7 @@ CTYPES = {
     "PartList": (1024, 8, "1024s"),
     "TmaPages": (192, 64, "192s"),
     "TmaPageRows": (192, 64, "192s"),
+    "TmaHeads": (192, 64, "192s"),
     "StridedPages": (40, 8, "40s"),
     "Element*": (8, 8, "Q"),
     "Number*": (8, 8, "Q"),
@@ -53,6 +54,7 @@ TENSORS = {  # C++ type -> its file
     "PartList": "tile/part_list.cuh",
     "TmaPages": "tile/pages.cuh",
     "TmaPageRows": "tile/page_rows.cuh",
+    "TmaHeads": "tile/tma_heads.cuh",
     "StridedPages": "tile/strided_pages.cuh",
 }
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)

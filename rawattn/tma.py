@@ -98,6 +98,24 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, bo
     return Geometry((columns, _RAGGED_ROWS, heads, *shifts), (row_bytes, head_bytes, *shift_bytes), (*box, 1), head_step, 0)
 
 
+def heads_geometry(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, heads: int, box_rows: int
+) -> Geometry:
+    """Returns how TMA reads such an array in boxes of the rows of ``heads`` heads side by side, a row's heads one after the other
+    (tile/tma_heads.cuh). Raises ProblemError where heads share their memory."""
+    if strides[-2] == 0 and shape[-2] > 1:
+        raise ProblemError(f"{name} has a head stride of 0, and the copy engine reads several heads at once; copy it.")
+    box = BOX_COLUMNS, heads, box_rows // heads, 1, 1
+    head_bytes = ALIGNMENT if shape[-2] == 1 else strides[-2] * itemsize
+    row_bytes = ALIGNMENT if shape[-3] == 1 else strides[-3] * itemsize
+    if len(shape) == 4:
+        steps = shape[0] > 1 and strides[0] != 0
+        sizes = shape[-1], shape[-2], shape[-3], shape[0] if steps else 1, 1
+        return Geometry(sizes, (head_bytes, row_bytes, strides[0] * itemsize if steps else ALIGNMENT, ALIGNMENT), box, 1, steps)
+    sizes = shape[-1], shape[-2], _RAGGED_ROWS, _RAGGED_EXTENT, _RAGGED_EXTENT
+    return Geometry(sizes, (head_bytes, row_bytes, RAGGED_STRIDE_LIMIT - row_bytes, row_bytes), box, 1, 0)
+
+
 class PageGeometry(NamedTuple):
     """A tensor map of a pool of pages but for its pointer."""
 

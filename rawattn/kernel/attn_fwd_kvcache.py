@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,7 +11,7 @@ from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import AttentionKVCache, Forward
-from ..program import Field, Fields, Launch, PageRows, Program, TensorMap
+from ..program import Field, Fields, Launch, PackedHeads, PageRows, Program, TensorMap
 from ..variant import Option, constant_time, kv, rows, scheduler, softmax, store, weight
 from ..variant.walk import PagedWalk, lists
 from . import paging, tiling
@@ -26,6 +27,13 @@ def over_tensors(op: AttentionKVCache) -> Forward:
     sizes = op.batch, op.q_len, kv_len, op.heads, op.kv_heads, op.head_dim, op.head_dim_v
     total_kv = min(op.batch * kv_len, LONGEST)
     return Forward(op.element, *sizes, op.spec, op.ragged, op.total_q, total_kv, op.sinks, op.layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def in_rows(op: AttentionKVCache) -> Forward:
+    """The same as tiles see it whose rows are the queries of all heads that share a key head."""
+    sizes = {"q_len": op.q_len * op.heads_per_kv, "total_q": op.total_q * op.heads_per_kv, "heads": op.kv_heads}
+    return dataclasses.replace(over_tensors(op), **sizes)
 
 
 def page_rows(op: AttentionKVCache, config: Config) -> int:
@@ -70,14 +78,20 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         return ATTN_FWD.tuning_shapes(over_tensors(op))
 
+    def packs(self, op: AttentionKVCache, config: Config) -> bool:
+        """Says whether a tile's rows are the queries of all heads that share a key head: sequences with few rows fill tiles then,
+        and fewer tiles are cut by a causal mask."""
+        heads = op.heads_per_kv
+        return heads > 1 and config.tile_q % heads == 0 and max(op.q_len, op.total_q) * heads < LONGEST
+
     def options(self, op: AttentionKVCache, config: Config) -> dict[str, Option]:
         """The option on each axis."""
-        like = over_tensors(op)
+        like, packs = over_tensors(op), self.packs(op, config)
         found: dict[str, Option] = {
             "Element": op.element,
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
-            "Mask": op.mask,  # type: ignore[dict-item]  # a Mask is an Option with an interval
-            "Score": op.score,  # type: ignore[dict-item]  # likewise
+            "Mask": rows.PackGqaMask(op.mask) if packs else op.mask,  # type: ignore[dict-item, arg-type]  # Masks are Options
+            "Score": rows.PackGqaScore(op.score) if packs else op.score,  # type: ignore[dict-item, arg-type]  # so are Scores
             "Weight": weight.Identity(),
             "Softmax": softmax.WithSink(softmax.SpeculativeMax()) if op.sinks else softmax.SpeculativeMax(),
             "Kv": kv.PagedPanelsKv(paging.pages_option(op), page_rows(op, config)),
@@ -91,7 +105,10 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def fields(self, op: AttentionKVCache, config: Config) -> Fields:
         """The fields of struct Args, in order."""
         box_rows = page_rows(op, config)
-        tensors = [Field("q", "TmaTensor", TensorMap("q", config.tile_q))]
+        q = Field("q", "TmaTensor", TensorMap("q", config.tile_q))
+        if self.packs(op, config):
+            q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
+        tensors = [q]
         tensors += [Field(name, "TmaPageRows", PageRows(f"{name}_cache", box_rows)) for name in "kv"]
         return tuple(dict.fromkeys(tiling.fields(tensors, self.options(op, config))))
 
@@ -101,16 +118,23 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
 
     def values(self, op: AttentionKVCache, config: Config, device: Device) -> dict[str, float]:
         """The run-time numbers of struct Args."""
-        return tiling.values(over_tensors(op), config.tile_q, device) | paging.values(op) | {"pack_gqa_heads": 1}
+        packs = self.packs(op, config)
+        found = tiling.values(self._tiled(op, config), config.tile_q, device) | paging.values(op)
+        return found | {"pack_gqa_heads": op.heads_per_kv if packs else 1}
+
+    def _tiled(self, op: AttentionKVCache, config: Config) -> Forward:
+        """The forward that has as many tiles."""
+        return in_rows(op) if self.packs(op, config) else over_tensors(op)
 
     def lower(self, op: AttentionKVCache, config: Config, device: Device) -> Program:
         """The launch; none where no row is computed."""
         if not op.total_q * op.batch:
             return Program(())
         arch, like = device.arch, over_tensors(op)
-        key = (like.kind, op.form, page_rows(op, config), config, arch)
+        key = (like.kind, op.form, page_rows(op, config), self.packs(op, config) and op.heads_per_kv, config, arch)
         source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
-        return Program((Launch(self.name, source, fields, self.values(op, config, device), ATTN_FWD.grid(like, config, device)),))
+        grid = ATTN_FWD.grid(self._tiled(op, config), config, device)
+        return Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
 
 
 def _forward(op: Any) -> Forward:
