@@ -32,8 +32,8 @@ def over_tensors(op: AttentionKVCache) -> Forward:
 @functools.lru_cache(maxsize=1024)
 def in_rows(op: AttentionKVCache) -> Forward:
     """The same as tiles see it whose rows are the queries of all heads that share a key head."""
-    sizes = {"q_len": op.q_len * op.heads_per_kv, "total_q": op.total_q * op.heads_per_kv, "heads": op.kv_heads}
-    return dataclasses.replace(over_tensors(op), **sizes)
+    n = op.heads_per_kv
+    return dataclasses.replace(over_tensors(op), q_len=op.q_len * n, total_q=op.total_q * n, heads=op.kv_heads)
 
 
 def page_rows(op: AttentionKVCache, config: Config) -> int:

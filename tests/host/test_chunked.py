@@ -187,7 +187,19 @@ def test_configurations_are_those_of_plain_tensors() -> None:
     assert select(op, TYPICAL["sm_90a"]).config == select(over_tensors(op), TYPICAL["sm_90a"]).config
 
 
-def test_pools_that_tma_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_side_by_side() -> None:
+    """The map of q for tiles whose rows are queries of several heads, of one length and end to end."""
+    same = tma.heads_geometry("q", (3, 70, 8, 128), (71680, 1024, 128, 1), 2, 4, 128)
+    assert same.sizes == (128, 8, 70, 3, 1) and same.box == (64, 4, 32, 1, 1)
+    assert same.strides[:3] == (256, 2048, 143360) and same.batch_step == 1
+    assert tma.heads_geometry("q", (3, 70, 8, 128), (0, 1024, 128, 1), 2, 4, 128).batch_step == 0
+    ends = tma.heads_geometry("q", (70, 8, 128), (1024, 128, 1), 2, 8, 64)
+    assert ends.sizes[2] == 1 << 30 and ends.strides == (256, 2048, (1 << 34) - 2048, 2048) and ends.box[1:3] == (8, 8)
+    with pytest.raises(ProblemError, match="q has a head stride of 0"):
+        tma.heads_geometry("q", (70, 8, 128), (1024, 0, 1), 2, 8, 64)
+
+
+def test_pools_that_tma_reads() -> None:
     """Any strides: of pages with gaps between them, interleaved, of one page; a pool that is too large is refused."""
     found = tma.page_rows_geometry("k_cache", (7, 16, 8, 128), (40960, 1024, 128, 1), 2, 16)
     assert (found.page_steps, found.row_steps, found.head_step) == (40, 1, 1)
