@@ -21,6 +21,7 @@ from .kernel.attn_decode import ATTN_DECODE
 from .kernel.attn_fwd import ATTN_FWD
 from .kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
+from .kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .kernel.combine import COMBINE
 from .operand import PLAIN
@@ -29,8 +30,8 @@ from .operation import Append, AttentionKVCache, Backward, Combine, Forward, Ope
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (ATTN_DECODE, ATTN_FWD_KVCACHE), Append: (APPEND,),
-    Combine: (COMBINE,),
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND,), Combine: (COMBINE,),
+    AttentionKVCache: (ATTN_DECODE, ATTN_FWD_KVCACHE, ATTN_FWD_MMA_KVCACHE),
 }  # fmt: skip
 
 

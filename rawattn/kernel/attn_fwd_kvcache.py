@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -12,28 +10,12 @@ from ..device import Device
 from ..operand import Layout
 from ..operation import AttentionKVCache, Forward
 from ..program import Field, Fields, Launch, PackedHeads, PageRows, Program, TensorMap
-from ..variant import Option, constant_time, kv, rows, scheduler, softmax, store, weight
-from ..variant.walk import PagedWalk, lists
+from ..variant import Option, kv, rows, scheduler
+from ..variant.walk import PagedWalk
 from . import paging, tiling
 from .attn_fwd import ATTN_FWD, AttnFwd, Config, rendered
 from .base import Kernel
-from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, page_shift
-
-
-@functools.lru_cache(maxsize=1024)
-def over_tensors(op: AttentionKVCache) -> Forward:
-    """The forward with these queries whose keys are plain tensors: as many tiles, of the same kinds."""
-    kv_len = min(op.kv_len, LONGEST)
-    sizes = op.batch, op.q_len, kv_len, op.heads, op.kv_heads, op.head_dim, op.head_dim_v
-    total_kv = min(op.batch * kv_len, LONGEST)
-    return Forward(op.element, *sizes, op.spec, op.ragged, op.total_q, total_kv, op.sinks, op.layout)
-
-
-@functools.lru_cache(maxsize=1024)
-def in_rows(op: AttentionKVCache) -> Forward:
-    """The same as tiles see it whose rows are the queries of all heads that share a key head."""
-    n = op.heads_per_kv
-    return dataclasses.replace(over_tensors(op), q_len=op.q_len * n, total_q=op.total_q * n, heads=op.kv_heads)
+from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, forward_of, in_rows, over_tensors, page_shift
 
 
 def page_rows(op: AttentionKVCache, config: Config) -> int:
@@ -56,11 +38,9 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         return ATTN_FWD.runs_on(device)
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        found = ATTN_FWD.supports(over_tensors(op), device) + paging.reasons(op) + paging.storage_reasons(op)
+        found = ATTN_FWD.supports(over_tensors(op), device) + paging.reasons_of_tiles(op)
         if 1 << page_shift(op) < SWIZZLE_ROWS:
             found.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
-        if lists(op.mask):
-            found.append("its mask leaves holes between the key tiles that it visits; over caches it takes none")
         return found
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -70,10 +50,10 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         return ATTN_FWD.legal(config, over_tensors(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[Config]:
-        return ATTN_FWD.candidates(_forward(op), device)
+        return ATTN_FWD.candidates(forward_of(op), device)
 
     def cost(self, config: Config, op: Any, device: Device) -> float:
-        return ATTN_FWD.cost(config, _forward(op), device)
+        return ATTN_FWD.cost(config, forward_of(op), device)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         return ATTN_FWD.tuning_shapes(over_tensors(op))
@@ -87,20 +67,14 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def options(self, op: AttentionKVCache, config: Config) -> dict[str, Option]:
         """The option on each axis."""
         like, packs = over_tensors(op), self.packs(op, config)
-        found: dict[str, Option] = {
-            "Element": op.element,
+        own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
-            "Mask": rows.PackGqaMask(op.mask) if packs else op.mask,  # type: ignore[dict-item, arg-type]  # Masks are Options
-            "Score": rows.PackGqaScore(op.score) if packs else op.score,  # type: ignore[dict-item, arg-type]  # so are Scores
-            "Weight": weight.Identity(),
-            "Softmax": softmax.WithSink(softmax.SpeculativeMax()) if op.sinks else softmax.SpeculativeMax(),
             "Kv": kv.PagedPanelsKv(paging.pages_option(op), page_rows(op, config)),
             "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(like, persistent=True)),
-            "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Order": ATTN_FWD.order(like, config),
             "Walk": PagedWalk(),
         }
-        return constant_time(found) if op.spec.constant_time else found
+        return paging.options(op, packs, own)
 
     def fields(self, op: AttentionKVCache, config: Config) -> Fields:
         """The fields of struct Args, in order."""
@@ -118,9 +92,8 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
 
     def values(self, op: AttentionKVCache, config: Config, device: Device) -> dict[str, float]:
         """The run-time numbers of struct Args."""
-        packs = self.packs(op, config)
         found = tiling.values(self._tiled(op, config), config.tile_q, device) | paging.values(op)
-        return found | {"pack_gqa_heads": op.heads_per_kv if packs else 1}
+        return found | {"pack_gqa_heads": op.heads_per_kv if self.packs(op, config) else 1}
 
     def _tiled(self, op: AttentionKVCache, config: Config) -> Forward:
         """The forward that has as many tiles."""
@@ -135,11 +108,6 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
         grid = ATTN_FWD.grid(self._tiled(op, config), config, device)
         return Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
-
-
-def _forward(op: Any) -> Forward:
-    """The forward of an operation over a cache; a tuning shape is one already."""
-    return op if isinstance(op, Forward) else over_tensors(op)
 
 
 ATTN_FWD_KVCACHE = AttnFwdKVCache()

@@ -76,3 +76,23 @@ class PagedPanelsKv(Option):
     @property
     def fields(self) -> Fields:
         return self.pages.fields
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedRowsKv(Option):
+    """Pools of pages of any size, which all threads of a block copy; ``pages`` says which of them a sequence has."""
+
+    pages: Option
+    type: ClassVar[str] = "PagedRowsKv"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.pages.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.pages.sources, "variant/kv/paged_rows.cuh")
+
+    @property
+    def fields(self) -> Fields:
+        return self.pages.fields

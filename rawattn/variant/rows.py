@@ -123,6 +123,17 @@ class TmaCacheRows(CacheRows):
 
 
 @dataclasses.dataclass(frozen=True)
+class StridedCacheRows(CacheRows):
+    """The same where threads read tiles of the queries."""
+
+    type: ClassVar[str] = "StridedCacheRows"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*super().sources, "variant/rows/strided_queries.cuh")
+
+
+@dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
     """Rows of sequences of which ``kv_lens`` says how many keys are there."""
 

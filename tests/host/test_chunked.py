@@ -11,8 +11,11 @@ import pytest
 import rawattn
 from rawattn import ProblemError, UnsupportedError, compiler, tma
 from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd_mma
 from rawattn.kernel.attn_fwd import Config
-from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE, over_tensors
+from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
+from rawattn.kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
+from rawattn.kernel.paging import over_tensors
 from rawattn.operand import Layout
 from rawattn.select import select
 from rawattn.spec import Spec
@@ -76,6 +79,17 @@ def check(case: Cached, o: Any, lse: Any, skip: tuple[int, ...] = ()) -> None:
         wanted = expect(case.of(q, i)[None], k[None], v[None], mask=case.mask(i), softcap=case.softcap, sinks=sinks)
         if i not in skip:
             wanted.check(case.of(o, i)[None], (case.of(lse.T, i).T if case.ragged else lse[i])[None])
+
+
+@pytest.mark.parametrize("name", ["table", "pages of 1", "dense", "end to end", "shared"])
+def test_public_call_of_mma(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by attn_fwd_mma, with pages of any size; heads that share a key head share tiles, or do not."""
+    word, case = stand_in(monkeypatch, tmp_path), CASES["table"] if name == "pages of 1" else CASES[name]
+    case = of(case, page_size=1) if name == "pages of 1" else case
+    config = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1, pack_gqa=name != "end to end")
+    o, lse = attend(case, kernel="attn_fwd_mma", config=config)[:2]
+    check(case, o, lse)
+    assert word[0] == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,12 +171,23 @@ def test_refusals(name: str) -> None:
     changes, said = REFUSED[name]
     op = dataclasses.replace(Decode(page=16, q_len=300).operation, **changes)
     with pytest.raises(UnsupportedError, match=said):
-        select(op, TYPICAL["sm_90a"])
+        select(op, TYPICAL["sm_90a"], "attn_fwd")
 
 
-def test_another_gpu_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="it needs a Hopper GPU"):
-        select(Decode(page=16, q_len=300).operation, TYPICAL["sm_80"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
+    """attn_fwd_mma serves them, and small pages on Hopper, without spills in all configurations that its kind may get."""
+    op = Decode(
+        page=16 if arch != "sm_90a" else 1, q_len=300, varlen=arch == "sm_80", total_q=300, head_dim=dims[0], head_dim_v=dims[1]
+    ).operation
+    found = select(op, TYPICAL[arch])
+    assert found.kernel is ATTN_FWD_MMA_KVCACHE and found.config.pack_gqa and (found.slow is not None) == (arch == "sm_90a")
+    for config in (found.config, *found.compiled_with):
+        binary = compiler.compile(found.kernel.lower(op, config, TYPICAL[arch]).launches[0].source)
+        assert not binary.spill_bytes and not binary.advisories, (config, binary.spill_bytes, binary.advisories)
+    with pytest.raises(ProblemError, match="over caches keys are not split"):
+        select(op, TYPICAL[arch], "attn_fwd_mma", dataclasses.replace(found.config, split=True))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)

@@ -129,6 +129,14 @@ def test_chunks_against_the_reference(name: str) -> None:
     assert rawattn.violations() == ()
 
 
+@pytest.mark.parametrize("name", ["table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72"])
+def test_chunks_by_mma(name: str) -> None:
+    """By attn_fwd_mma, which takes pages of any size."""
+    case = of(CHUNKS[name], page_size=1) if name == "window" else CHUNKS[name]
+    check(case, attend(case, kernel="attn_fwd_mma"))
+    assert rawattn.violations() == ()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile_q", [64, 128, 192, 256])
 def test_chunks_in_any_configuration(tile_q: int) -> None:
