@@ -57,9 +57,9 @@ def attention_kvcache(
 
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
-    ``attn_fwd`` computes all sequences of the call, those with few rows too, on Hopper over pages of 8 keys or more; ``attn_fwd_mma``
-    does so elsewhere. It is one launch each time, which a graph replays with any lengths. With ``attn_decode`` a row has the
-    same bits in any batch; with the others they also follow from the configuration, which shapes and bounds choose.
+    ``attn_fwd`` computes all sequences of the call, those with few rows too, on Hopper over pages of 8 keys or more;
+    ``attn_fwd_mma`` does so elsewhere. It is one launch each time, which a graph replays with any lengths. With ``attn_decode`` a
+    row has the same bits in any batch; with the others they also follow from the configuration, which shapes and bounds choose.
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are
