@@ -23,6 +23,8 @@ from .program import (
     Field,
     Fields,
     Launch,
+    PackedHeads,
+    PageRows,
     Pages,
     Parts,
     Pointer,
@@ -359,6 +361,10 @@ class GpuCall:
             return b"" if type(fill) is View else 0
         if type(fill) is Pages:
             return _pages(fill, array)
+        if type(fill) is PageRows:
+            return self._page_rows(fill, array)
+        if type(fill) is PackedHeads:
+            return _packed_heads(fill, array)
         return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
@@ -367,6 +373,15 @@ class GpuCall:
         shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
         encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
+
+    def _page_rows(self, fill: PageRows, pool: Array) -> bytes:
+        if 0 in pool.shape:  # it is never read, but a map must be of something
+            like = next(x for x in self._given.values() if x.dtype == pool.dtype and 0 not in x.shape)
+            pool = like._replace(shape=(1, 1, 1, like.shape[-1]), strides=(0, 0, 0, 1))
+            return self._page_rows(fill, pool)[:128] + bytes(64)
+        shape = tma.page_rows_geometry(fill.operand, pool.shape, pool.strides, ELEMENTS[pool.dtype].itemsize, fill.box_rows)
+        encoded = driver.tensor_map(pool.pointer, pool.dtype, shape.sizes, shape.strides, shape.box)
+        return encoded + struct.pack("<4i48x", pool.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
 
 
 def _of_array(fill: Any, array: Array) -> int | bytes:
@@ -390,6 +405,14 @@ def _pages(fill: Pages, pool: Array) -> bytes:
         return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])
     shape = tma.page_geometry(pool.shape, pool.strides, size, fill.page_rows)
     return driver.tensor_map(pool.pointer, pool.dtype, *shape, read_once=True) + struct.pack("<i60x", pool.shape[0])
+
+
+def _packed_heads(fill: PackedHeads, array: Array) -> bytes:
+    """A TmaHeads: a tensor map, the heads of a box, and the step from batch to batch."""
+    size = ELEMENTS[array.dtype].itemsize
+    shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
+    encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
+    return encoded + struct.pack("<2i56x", fill.heads, shape.batch_step)
 
 
 def _part(o: Array, lse: Array) -> bytes:

@@ -20,7 +20,9 @@ from .kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from .kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from .kernel.attn_decode import ATTN_DECODE
 from .kernel.attn_fwd import ATTN_FWD
+from .kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
+from .kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .kernel.combine import COMBINE
 from .operand import PLAIN
@@ -30,7 +32,8 @@ from .program import Program
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (ATTN_DECODE,), Append: (APPEND,), Combine: (COMBINE,),
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND,), Combine: (COMBINE,),
+    AttentionKVCache: (ATTN_DECODE, ATTN_FWD_KVCACHE, ATTN_FWD_MMA_KVCACHE),
 }  # fmt: skip
 
 
@@ -158,7 +161,7 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
         ordered = sorted(costs, key=costs.__getitem__)
         modelled = _tried(kernel, op, device, ordered) if kernel.is_tried(op) else next(iter(ordered), None)
         if modelled is not None and modelled not in found:
-            record = records.find(kernel, op, device) if kernel.has_records else None
+            record = records.find(kernel.recorded, op, device) if kernel.has_records else None
             found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
     return tuple(found.values())
 

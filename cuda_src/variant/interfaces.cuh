@@ -113,6 +113,15 @@ template <class K, class KTile, class VTile> struct KvOption : Given {
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load_k(k, full, i), kv.load_v(v, full, i); }, "Kv: load_k, load_v(tile, full, index)");
 };
+// ... or, where a warp loads them from pages: find says where the lane's part of a tile lies, of tile -1 too.
+template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
+    static const K kv;
+    static KTile& k;
+    static VTile& v;
+    static ptx::Mbarrier& full;
+    static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { kv.load_k(k, full, {i, kv.find(i)}), kv.load_v(v, full, {i, kv.find(i)}); }, "Kv: load_k, load_v(tile, full, {index, find(index)})");
+};
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
     static const K kv;

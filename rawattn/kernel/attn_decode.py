@@ -11,19 +11,16 @@ from ..operation import AttentionKVCache
 from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
 from ..render import config_header, source
 from ..variant import Option, element, kv, launch, rows, scheduler, softmax, store, weight
-from ..variant.lengths import KvLens, PageListLens
-from ..variant.place import OnePage, PageList, PageTable
 from ..variant.walk import lists
-from . import tiling
+from . import paging, tiling
 from .base import Kernel
+from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, page_shift
 
 FILE = "attn_decode.cu"
 MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them read the keys again
 SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
-LONGEST = (1 << 30) - 1  # keys of a sequence
-WHOLE = 30  # page_shift of sequences with one page of any size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +64,6 @@ def smem_bytes(op: AttentionKVCache, config: Config) -> int:
     return ring + 2 * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
-def page_shift(op: AttentionKVCache) -> int:
-    """The binary logarithm of the page size; a large one where sequences have one page of any size."""
-    return WHOLE if op.form == "dense" or op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
-
-
 def page_rows(op: AttentionKVCache, config: Config) -> int:
     """Rows of a tile that lie in one page."""
     return config.tile_kv if config.cp_async or page_shift(op) == WHOLE else min(op.page_size, config.tile_kv)
@@ -79,7 +71,7 @@ def page_rows(op: AttentionKVCache, config: Config) -> int:
 
 def must_copy(op: AttentionKVCache, device: Device) -> bool:
     """Says whether TMA cannot read the pages."""
-    small = page_shift(op) < 3  # less than the eight rows after which a swizzle repeats
+    small = 1 << page_shift(op) < SWIZZLE_ROWS
     return device.capability < 90 or small or op.layout.tma_unsupported is not None or op.pages == 0
 
 
@@ -116,8 +108,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
             found.append("it takes masks that keep one run of keys for each query, and its mask is a function")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
-        found += ["it takes no kv_begin yet"] * op.kv_begin + ["causal is an array; it takes True and False"] * op.causal_each
-        return found + tiling.reasons(self.layout_reason(op.layout))
+        return found + paging.reasons(op) + tiling.reasons(self.layout_reason(op.layout))
+
+    def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
+        return self.runs_on(device) and most_rows(op) <= MOST_ROWS and not hasattr(op.mask, "of_head")
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
@@ -171,16 +165,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def options(self, op: AttentionKVCache, config: Config, arch: str) -> dict[str, Option]:
         """The option on each axis."""
         plain = softmax.Plain()
-        lengths: Option = PageListLens() if op.form == "indptr" else KvLens()
-        pages = {"dense": OnePage(), "table": PageTable(), "indptr": PageList()}
         return {
             "Element": op.element,
-            "Rows": rows.CacheRows(op.ragged, lengths),
+            "Rows": rows.CacheRows(op.ragged, paging.lengths_option(op)),
             "Mask": rows.PackGqaMask(op.mask),  # type: ignore[arg-type]  # a Mask is an Option with an interval
             "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),  # type: ignore[arg-type]
             "Softmax": softmax.WithSink(plain) if op.sinks else plain,
             "Weight": weight.Identity(),
-            "Kv": kv.PagedKv(pages[op.form], page_rows(op, config), config.cp_async),
+            "Kv": kv.PagedKv(paging.pages_option(op), page_rows(op, config), config.cp_async),
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
@@ -214,8 +206,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache."""
         found: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
-        found |= {"batches": op.batch, "q_len": op.q_len, "max_q_len": op.q_len, "total_q": op.total_q, "slots": slots(op)}
-        found |= {"max_kv_len": min(op.kv_len, LONGEST), "page_shift": page_shift(op), "indices_count": op.table}
+        found |= paging.values(op) | {"slots": slots(op)}
         keys, most = split_rule(op)
         found |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
         return found | op.mask.values | op.score.values

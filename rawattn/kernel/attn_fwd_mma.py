@@ -216,11 +216,16 @@ class AttnFwdMma(OneLaunch):
     def fields(self, op: Forward, config: Config) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))
 
-    def render(self, op: Forward, config: Config, arch: str) -> Source:
+    def constants(self, op: Forward, config: Config) -> dict[str, int]:
+        """The constants of a configuration, in order."""
         constants = {**dataclasses.asdict(config), "threads": config.threads}
         del constants["pack_gqa"], constants["split"]
         constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
+        return constants
+
+    def render(self, op: Forward, config: Config, arch: str) -> Source:
+        constants = self.constants(op, config)
         return source(self.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
 
     def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:

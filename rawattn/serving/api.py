@@ -52,8 +52,14 @@ def attention_kvcache(
 
     A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
     sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
-    and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps: those
-    must still be the sequence's own.
+    and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps, and up
+    to 127 where ``attn_fwd`` computes: those must still be the sequence's own.
+
+    On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
+    shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
+    ``attn_fwd`` computes all sequences of the call, those with few rows too, on Hopper over pages of 8 keys or more;
+    ``attn_fwd_mma`` does so elsewhere. It is one launch each time, which a graph replays with any lengths. With ``attn_decode`` a
+    row has the same bits in any batch; with the others they also follow from the configuration, which shapes and bounds choose.
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are

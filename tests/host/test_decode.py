@@ -401,7 +401,7 @@ def test_refusals(name: str) -> None:
     changes, said = REFUSED[name]
     op = dataclasses.replace(Decode(page=16).operation, **changes)
     with pytest.raises(UnsupportedError, match=said):
-        select(op, TYPICAL[ARCH])
+        select(op, TYPICAL[ARCH], "attn_decode")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])

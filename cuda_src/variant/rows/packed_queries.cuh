@@ -3,6 +3,8 @@
 #include "variant/rows/cache.cuh"
 
 struct PackedQueries {
+    using Place = RowSpan;
+
     template <class Load>
     __device__ static QuerySpan of(const Args& args, i32 batch, Load load) {
         const i32 begin = load(args.cu_seqlens_q + batch), end = load(args.cu_seqlens_q + batch + 1);
@@ -10,4 +12,5 @@ struct PackedQueries {
         const i32 most = min(length, args.max_q_len);
         return {0, first, most, args.total_q, first != begin || first + most != end};
     }
+    __device__ static Place place(const QuerySpan& span) { return {span.first, span.length}; }
 };
