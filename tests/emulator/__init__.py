@@ -28,8 +28,8 @@ from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
 PTX = (
-    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "ldmatrix", "load", "mbarrier", "mma", "prefetch", "red",
-    "tma", "turn", "wgmma",
+    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "ldmatrix", "load", "mbarrier", "mma", "prefetch",
+    "red", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 
