@@ -136,8 +136,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[Config]:
-        """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32 keys are
-        8 % faster from 16 sequences on."""
+        """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32
+        keys are 8 % faster from 16 sequences on."""
         dims, room = op.head_dim + op.head_dim_v, device.smem_bytes
         wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):

@@ -149,8 +149,8 @@ def test_chunks_in_any_configuration(tile_q: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [8, 64, 512])
 def test_chunks_have_the_same_bits_in_any_pages(page_size: int) -> None:
-    """In one configuration. Alone and in a batch they may differ: a warp decides together how a tile is weighed, and the rows behind
-    a sequence's last ones are the next sequence's."""
+    """In one configuration. Alone and in a batch they may differ: a warp decides together how a tile is weighed, and the rows
+    behind a sequence's last ones are the next sequence's."""
     config = Config(128, 128, 2, 1)
     found, other = (attend(case, kernel="attn_fwd", config=config) for case in (SAME, of(SAME, page_size=page_size)))
     for i in range(len(SAME.lengths)):
