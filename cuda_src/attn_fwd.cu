@@ -9,10 +9,11 @@
 //   work_empty[i]      one lane per consumer warp      producer          smem.work[i] until written again
 //   q_full[s]          TMA (bytes of Q)                each consumer     smem.q[s] until read
 //   q_empty[s]         one lane per consumer warp      producer          smem.q[s] until refilled
-//   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V
+//   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V; what the option Walk tells of a tile, with K
 //   the option Order may have named barriers between the consumers
 //
-// A warpgroup may need fewer tiles than its block (causal, window): the others it waits for, releases and leaves unread.
+// The option Walk says which key tiles these are. A warpgroup may need fewer than its block (causal, window): the others it waits for,
+// releases and leaves unread.
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, Args, QkMma, PvMma, and the options
                        // Element, Rows, Mask, Score, Softmax, Weight, Order, Kv, Scheduler, Store, Walk
@@ -122,6 +123,7 @@ struct Consumer {
         if (lane % 32 == 0) empty.arrive();
     }
 
+    __device__ void await_k() const { smem.k_full[kv.stage].wait(kv.parity); }
     __device__ void start_qk() {
         const SmemDescriptor<QTile> a = q_rows.stage(q.stage);
         const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
@@ -151,7 +153,6 @@ struct Consumer {
         q.advance();
     }
     // Tiles that only other warpgroups need.
-    __device__ void await_k() const { smem.k_full[kv.stage].wait(kv.parity); }
     __device__ void skip_k() {
         order.take_turn(), order.pass_turn();
         release(smem.k_empty[kv.stage]);

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from . import arrays, driver, functions
@@ -19,8 +19,10 @@ from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_o
 from .program import Program
 from .select import Selection, select, warn_once
 from .spec import Window
+from .tile_classes import TileClasses, count
 from .variant.mask import Mask
 from .variant.score import Score
+from .variant.walk import lists
 
 KEPT_PLANS, KEPT_CALLS = 4096, 1024
 _plans: dict[Any, Plan] = {}
@@ -251,7 +253,10 @@ def _explain(
 ) -> Explanation:  # fmt: skip
     found, options = _named(operation, given, dict(options))
     op = operation.of_call(found, options, lengths)
-    return explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
+    made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
+    if next(iter(found.values())).is_cpu and made.has_list:
+        return dataclasses.replace(made, tiles=made.count_tiles(**found))
+    return made
 
 
 def explain_operation(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Explanation:
@@ -293,17 +298,54 @@ def _from_line(line: str) -> Operation:
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """An operation and what was selected for it; ``str`` of it is for people. ``program`` is None on the CPU. ``copied`` are the
-    arrays that do not lie as is needed, and are copied before."""
+    arrays that do not lie as is needed, and are copied before. ``tiles`` are the shares of tiles that a function as a mask
+    leaves out, keeps whole and cuts, where that can be seen without waiting: on the CPU. ``count_tiles`` gives them for a GPU's
+    arrays."""
 
     op: Operation
     device: Device
     selection: Selection
     program: Program | None
     copied: tuple[str, ...] = ()
+    tiles: TileClasses | None = None
+
+    @property
+    def has_list(self) -> bool:
+        """Says whether the mask is a function, whose tiles may have holes between them."""
+        return lists(getattr(self._forward, "mask", None))
+
+    @property
+    def generated(self) -> dict[str, str]:
+        """The CUDA C that was written for functions, by the name of the file that it stands for."""
+        options = (getattr(self._forward, name, None) for name in functions.ROLES)
+        return {name: text for option in options for name, text in getattr(option, "texts", {}).items()}
+
+    def count_tiles(self, **given: Any) -> TileClasses:
+        """The shares of tiles for these arrays by name: those that the mask captured, mask_0 and so on, and those that say how
+        long sequences are. It copies a GPU's to the host."""
+        assert self.has_list and isinstance(self._forward, Forward)
+        config = None if self.device.is_cpu else self.selection.config
+        names = {each.name for each in self._forward.inputs} - {"q", "k", "v"}
+        views = {name: arrays.on_host(x) for name, x in given.items() if name in names}
+        return count(self._forward, views, *(getattr(config, name, 128) for name in ("tile_q", "tile_kv")))
+
+    @property
+    def _forward(self) -> Any:
+        return getattr(self.op, "forward", self.op)
+
+    def _functions(self) -> Iterator[str]:
+        for role in functions.ROLES:
+            option: Any = getattr(self._forward, role, None)
+            if not hasattr(option, "arrays"):
+                continue
+            yield f"{role:8} {str(option).partition('(')[2][:-1]}"
+            yield from (f"  {each}" for each in option.notes)
+            if role == "mask" and self.tiles is not None:
+                yield f"  tiles of {self.tiles}"
 
     def __str__(self) -> str:
         op, selection = self.op, self.selection
-        lines = [f"op       {op}", f"device   {self.device.name}", f"kernel   {selection.kernel.name}"]
+        lines = [f"op       {op}", *self._functions(), f"device   {self.device.name}", f"kernel   {selection.kernel.name}"]
         lines += [f"  not {name}: {reason}" for name, reason in selection.refusals]
         lines += [f"config   {selection.config}", f"  {selection.why}"]
         if self.program is not None:

@@ -344,6 +344,17 @@ def as_numpy(array: Array) -> npt.NDArray[Any]:
     return np.asarray(_Memory(array)).view(DTYPES[array.dtype])
 
 
+def on_host(x: Any) -> npt.NDArray[Any]:
+    """An array of any library in NumPy: a view of one on the CPU, a copy of one on a GPU."""
+    array = x if isinstance(x, Array) else read(x, "array")
+    if array.is_cpu:
+        return as_numpy(array)
+    if array.library == "torch":
+        return as_numpy(read(array.object.detach().cpu(), "array"))
+    found: npt.NDArray[Any] = array.object.get()
+    return found
+
+
 class _Memory:
     """A tensor's memory, as NumPy takes it. ``Tensor.numpy`` would forbid for good that the storage is freed and filled again,
     which FSDP does with parameters."""

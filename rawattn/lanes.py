@@ -372,8 +372,8 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, functi
     pages[j // page_size]; keys before the first and behind the last that a row keeps are not read. The logit is scale * q.k where
     cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none.
 
-    Where ``function`` is not 0, it is the address of one that makes logits of these, -inf for pairs that do not count; ``context``
-    is its own, and classes (panels, tiles) is 0 where none counts, 2 where all do, and 1 elsewhere.
+    Where ``function`` is not 0, it is the address of one that makes logits of these, -inf for pairs that do not count;
+    ``context`` is its own, and classes (panels, tiles) is 0 where none counts, 2 where all do, and 1 elsewhere.
     """
     rows, head_dim = q.shape
     kv_len, head_dim_v = pages.size * v.shape[1], v.shape[2]

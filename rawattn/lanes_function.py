@@ -1,4 +1,4 @@
-"""Functions as masks and scores in the loops of the CPU path: compiled once for each kind, called for a panel and a tile at a time.
+"""Functions as masks and scores in the loops of the CPU path: compiled once for each kind, called for each panel and tile.
 
 The loops know no function. They call machine code by its address, with a ``context``: an array of integers that says where the
 logits are, which rows and keys they are of, and where what the functions captured lies.
@@ -80,8 +80,8 @@ def compile(kind: Kind, folder: pathlib.Path | None) -> Any:
         config.CACHE_DIR = saved
 
 
-def context_of(codes: Sequence[tuple[Any, Sequence[Any], Sequence[Any]]]) -> tuple[np.ndarray, list[Any]]:
-    """A context with what functions, a mask before a score, each (code, arrays, numbers), captured; and what must live as long."""
+def context_of(codes: Sequence[tuple[Any, Sequence[Any], Sequence[Any]]]) -> tuple[Any, list[Any]]:
+    """A context with what functions captured, a mask before a score, each (code, arrays, numbers); and what must live as long."""
     found, kept = [0] * len(FIELDS), []
     for code, arrays, numbers in codes:
         for (element, _), array in zip(code.arrays, arrays, strict=True):
@@ -93,56 +93,53 @@ def context_of(codes: Sequence[tuple[Any, Sequence[Any], Sequence[Any]]]) -> tup
     return np.array(found, np.int64), kept
 
 
+ARGUMENTS = "b, h, q, kv, q_len, kv_len, q_start, kv_start"
+HEAD = """\
+def edit(context):
+    at = carray(context, ({size},))
+{fields}
+    x = carray(pointer(s), (keys * pitch + column + LANES,), number)
+    rows_q = carray(pointer(queries), (row + LANES,), np.int64)
+    rows_h = carray(pointer(heads), (row + LANES,), np.int64)
+"""
+LOOPS = """\
+    for lane in range(LANES):
+        q, h = rows_q[row + lane], rows_h[row + lane]
+        for j in range(keys):
+            kv, place = first + j, j * pitch + column + lane
+            dot = x[place]
+"""
+BACKWARD = "    found_slopes = carray(pointer(slopes), (keys * pitch + column + LANES,), number)\n"
+
+
 def _source(kind: Kind) -> str:
     """The text of a function ``edit``, which makes logits of scaled dot products, -inf where a pair is not kept, and slopes."""
-    names = {"mask": kind.mask, "score": kind.score, "slope": kind.score if kind.backward else None}
     lines = [f"number = np.{kind.number}", f"LANES = {BYTES // np.dtype(kind.number).itemsize}"]
-    at, given = len(FIELDS), {}
-    body = [f"    {name} = at[{i}]" for i, name in enumerate(FIELDS)]
+    names = {"mask": kind.mask, "score": kind.score, "slope": kind.score if kind.backward else None}
     for name, code in names.items():
-        if code is None:
-            continue
-        lines += ["@njit(error_model='numpy')", text(code, name, of_slope=name == "slope")]
-        if name == "slope":
-            given[name] = given["score"]
-            continue
-        of, at = _captured(code, name, at)
-        body += of
-        given[name] = [
-            f"{name}_{each}" for each in (*(f"a{i}" for i in range(len(code.arrays))), *(f"n{i}" for i in range(code.numbers)))
-        ]
-    lines += ["def edit(context):", f"    at = carray(context, ({at},))", *body]
-    lines += ["    x = carray(pointer(s), (keys * pitch + column + LANES,), number)"]
-    lines += ["    slopes_ = carray(pointer(slopes), (keys * pitch + column + LANES,), number)"] * kind.backward
-    lines += [
-        "    rows_q = carray(pointer(queries), (row + LANES,), np.int64)",
-        "    rows_h = carray(pointer(heads), (row + LANES,), np.int64)",
-    ]
-    lines += [
-        "    for lane in range(LANES):",
-        "        q, h = rows_q[row + lane], rows_h[row + lane]",
-        "        for j in range(keys):",
-    ]
-    lines += [
-        "            kv, place = first + j, j * pitch + column + lane",
-        "            dot = x[place]",
-        "            value = dot",
-    ]
-    own = "b, h, q, kv, q_len, kv_len, q_start, kv_start"
+        if code is not None:
+            lines += ["@njit(error_model='numpy')", text(code, name, of_slope=name == "slope")]
+    mask, of_mask, at = _captured(kind.mask, "mask", len(FIELDS))
+    score, of_score, at = _captured(kind.score, "score", at)
+    fields = [f"    {name} = at[{i}]" for i, name in enumerate(FIELDS)]
+    found = HEAD.format(size=at, fields="\n".join([*fields, *mask, *score])) + BACKWARD * kind.backward + LOOPS
+    logit, slope = "dot", "number(1)"
     if kind.score is not None:
-        lines += [f"            value = number(score({', '.join(['number', 'dot', own, *given['score']])}))"]
-    if kind.backward:
-        slope = f"number(slope({', '.join(['number', 'dot', own, *given['score']])}))" if kind.score is not None else "number(1)"
-        lines += [f"            slopes_[place] = {slope}"]
+        logit, slope = (f"number({name}({', '.join(['number', 'dot', ARGUMENTS, *of_score])}))" for name in ("score", "slope"))
+    found += f"            value = {logit}\n"
+    found += f"            found_slopes[place] = {slope}\n" * kind.backward
     if kind.mask is not None:
-        asked = f"mask({', '.join(['np.float32', own, *given['mask']])})"
-        lines += [f"            if is_cut != 0 and not {asked}:", "                value = number(-np.inf)"]
-    return "\n".join([*lines, "            x[place] = value"]) + "\n"
+        found += f"            if is_cut != 0 and not mask({', '.join(['np.float32', ARGUMENTS, *of_mask])}):\n"
+        found += "                value = number(-np.inf)\n"
+    return "\n".join([*lines, found]) + "            x[place] = value\n"
 
 
-def _captured(code: Code, name: str, at: int) -> tuple[list[str], int]:
-    """The lines that read what a function captured from the context, from its place ``at`` on, and the place behind."""
-    lines = []
+def _captured(code: Code | None, name: str, at: int) -> tuple[list[str], list[str], int]:
+    """The lines that read what a function captured from the context, from its place ``at`` on, the names there, and the place
+    behind."""
+    if code is None:
+        return [], [], at
+    lines, names = [], [*(f"{name}_a{i}" for i in range(len(code.arrays))), *(f"{name}_n{i}" for i in range(code.numbers))]
     for i, (element, rank) in enumerate(code.arrays):
         shape, strides = (", ".join(f"at[{at + 1 + first + axis}]" for axis in range(rank)) for first in (0, rank))
         base = f"carray(pointer(at[{at}]), (1,), {_TYPES.get(element, f'np.{element}')})"
@@ -155,4 +152,4 @@ def _captured(code: Code, name: str, at: int) -> tuple[list[str], int]:
         else:
             lines.append(f"    {name}_n{i} = at[{at} : {at + 1}].view(np.float64)[0]")
         at += 1
-    return lines, at
+    return lines, names, at

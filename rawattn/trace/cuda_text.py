@@ -11,10 +11,11 @@ import struct
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from .arithmetic import from_linear
 from .canonical import Code
 from .classes import strengthened
 from .evaluation import evaluate
-from .expressions import Expr, from_linear, make, nodes
+from .expressions import Expr, make, nodes
 from .gradients import slope
 from .placement import HOST, PLACES, Lowering, Placement, positioned
 from .proofs import is_nonnegative

@@ -15,7 +15,9 @@ from ..trace import cuda_text, recognition
 from ..trace.canonical import Code
 from ..trace.classes import classify
 from ..trace.evaluation import evaluate
+from ..trace.expressions import nodes
 from ..trace.gradients import slope
+from ..trace.infix import infix
 from ..trace.proofs import Limits, prove
 from . import Option
 
@@ -45,8 +47,7 @@ class _Function(Option):
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", Code(self.code))  # from JSON they come as str and list
         object.__setattr__(self, "numbers", tuple(self.numbers))
-        arrays = tuple(Captured._make(each) for each in self.arrays)
-        object.__setattr__(self, "arrays", tuple(each._replace(shape=tuple(each.shape)) for each in arrays))
+        object.__setattr__(self, "arrays", tuple(Captured(x[0], x[1], tuple(x[2]), *x[3:]) for x in self.arrays))
         object.__setattr__(self, "checked", tuple((node, axis) for node, axis in self.checked))
 
     @property
@@ -89,10 +90,19 @@ class _Function(Option):
         return {name: what.value(shapes, self.numbers) for name, what in made if isinstance(what, cuda_text.Made)}
 
     def __str__(self) -> str:
-        numbers = f" with {', '.join(map(str, self.numbers))}" if self.numbers else ""
-        return f"{self.type}({self.code!r}{numbers})"
+        return f"{self.type}({infix(self.code, [each.label or each.name for each in self.arrays], self.numbers)})"
 
     __repr__ = __str__
+
+    @property
+    def notes(self) -> list[str]:
+        """What is worth knowing of each captured array, in words: its format and shape, and which indices are checked."""
+        found, order = [], nodes(self.code.root)
+        for i, each in enumerate(self.arrays):
+            axes = sorted({axis for node, axis in self.checked if order[node].args[0] == i})
+            checked = f", indices along {' and '.join(f'axis {axis}' for axis in axes)} are clipped" if axes else ""
+            found.append(f"{each.label or each.name} {each.element} {tuple(each.shape)}{checked}")
+        return found
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -87,3 +87,5 @@ using Scheduler = LptVarlenScheduler<DynamicPersistent>;
 using Store = StoreOLse;
 #include "variant/order/unordered.cuh"
 using Order = Unordered;
+#include "variant/walk/interval.cuh"
+using Walk = IntervalWalk;

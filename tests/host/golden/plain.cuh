@@ -81,3 +81,5 @@ using Scheduler = LptScheduler<DynamicPersistent>;
 using Store = StoreO;
 #include "variant/order/ping_pong.cuh"
 using Order = PingPong;
+#include "variant/walk/interval.cuh"
+using Walk = IntervalWalk;
