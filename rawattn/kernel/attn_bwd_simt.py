@@ -99,7 +99,9 @@ def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     return _rendered("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], own, arch)
 
 
-def _rendered(file: str, op: Forward, config: Config, outputs: Fields, own: dict[str, Option], arch: str) -> tuple[Source, Fields]:
+def _rendered(
+    file: str, op: Forward, config: Config, outputs: Fields, own: dict[str, Option], arch: str
+) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     constants["scale_sign"] = -1 if op.scale < 0 else 1
     every = backward.options(op, Score=op.spec.placed_score, Weight=weight.Identity(), **own)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The kernels of the backward over lists of tiles with holes, run thread by thread on the host: hand-written masks against autograd."""
+"""The kernels of the backward over lists of tiles with holes, run thread by thread on the host: hand-written masks against
+autograd."""
 
 from __future__ import annotations
 
@@ -9,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rawattn.variant.element import FP64
 from tests import lists
 from tests.host import test_backward as plain
 from tests.host.test_backward import FOURS, LONE, ONE_STAGE, PAIRS, Array, Case
-from rawattn.variant.element import FP64
-from rawattn.variant.mask import Both, Causal, Window
 
 
 class Call(plain.Call):
