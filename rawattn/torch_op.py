@@ -582,9 +582,9 @@ def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any
 
 def _pairs(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", **_: Any,
+    max_seqlen_kv: Any = None, spec: str = "{}", captured: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
-    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes."""
+    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes; all pairs of a function."""
     varlen = cu_seqlens_q is not None
     if not all(isinstance(n, int) for shape in (q, k, v) for n in shape):  # symbolic: a sum over queries would fix the length
         return q[-2] * (q[-3] * k[-3] if varlen else q[0] * q[1] * k[1])
