@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 22000,
     "perf": 5000,
     "cuda_src": 8500,
-    "tests": 25500,
+    "tests": 26000,
 }
 FUNCTION_LINES = 60
 
