@@ -160,7 +160,7 @@ def test_classes_of_the_smallest_and_the_largest(tmp_path: pathlib.Path) -> None
         kept = definition(found, arrays, 0, 32, 32)
         assert (library.keep(i, found, arrays, 0, 0, (32, 32), 16) == kept).all(), i
         check_boxes(found, arrays, kept, 0, np.random.default_rng(i))
-        for tile in ((1, 1), (2, 3), (8, 16)):
+        for tile in ((1, 1), (2, 3), (8, 16), (32, 20)):
             classes = library.classify(i, found, arrays, 0, (0, 0), (32, 32), tile)
             for x, y in np.ndindex(classes.shape):
                 part = kept[x * tile[0] : (x + 1) * tile[0], y * tile[1] : (y + 1) * tile[1]]
