@@ -34,7 +34,7 @@
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Scheduler, Store
+                       // Element, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
@@ -62,6 +62,8 @@ struct Smem {
     ptx::Mbarrier dq_full[cfg::dq_stages][cfg::dq_chains], dq_empty[cfg::dq_stages][cfg::dq_chains];
     ptx::Mbarrier dq_sum[cfg::dq_stages][cfg::dq_chains];
     KvWorkTile work[2];
+    Turn::Seen seen[cfg::dq_stages][cfg::dq_chains];
+    Walk::Board board;
 };
 constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
 // A writer has a stage or a chain of its own: with two for one stage both would wait for its buffer.
@@ -72,7 +74,6 @@ template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
-template struct QTilesOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
@@ -81,28 +82,24 @@ static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writer
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
-__device__ inline Turn turn_of(const Rows& rows, const Mask& mask, const KvWorkTile& work, i32 q_tile) {
-    const TileRange keys = mask.kv_tiles(q_tile * cfg::tile_q, min((q_tile + 1) * cfg::tile_q, rows.q_len));
-    return {work.kv_ascends ? work.kv_tile - keys.begin : keys.end - 1 - work.kv_tile, keys.end - 1 - keys.begin};
-}
-
 // One lane: takes the parts of dq of its chain, or of every other step, to their sums.
 struct Writer {
     const Args& args;
     Smem& smem;
     const u32 index;
     Step step{};
+    Walk::Place place_in_steps{};
 
     __device__ void add(const KvWorkTile& work) {
         const Rows rows(args, work.batch);
-        for (Walk at(args, rows, work); at.more(); at.advance(), ++step.count) {
+        for (Walk::OfLane at(args, rows, work, smem.board, place_in_steps); at.more(); at.advance(), ++step.count) {
             const u32 t = step.stage(cfg::dq_stages), chain = cfg::dq_chains > 1 ? index : 0;
             if (cfg::dq_chains == 1 && t != index) continue;
             float4* part = smem.dq[t][chain * parts_in_chain][0];
             const i32 place = place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain;
             const u32 parity = step.parity(cfg::dq_stages);
-            const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], parity};
-            Store::add(args, place, turn_of(rows, Mask(args, rows, at.work_tile()), work, at.tile), slot);
+            const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], smem.seen[t][chain], parity};
+            Store::add(args, place, at.turn(Mask(args, rows, at.work_tile())), slot);
         }
     }
 };
@@ -128,6 +125,7 @@ struct Consumer {
     const u32 ds_address;
     Step step{};
     Ring<1> kv{};
+    Walk::Place place_in_steps{};
     u32 untold = 0;    // 1 + the stage of dq that the writer has not been told of
     u32 until = index; // steps until this warpgroup computes dq
     float s[SMma::accumulators], dp[SMma::accumulators], dk[DkMma::accumulators], dv[DvMma::accumulators], dq[DqMma::accumulators];
@@ -239,7 +237,7 @@ struct Consumer {
     __device__ void finish_dq(const Rows& rows, const Walk& at, Turn turn) {
         const u32 t = step.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
         smem.dq_sum[t][chain()].wait(step.parity(cfg::dq_stages));
-        if (turn.number > 0) {
+        if (!turn.is_first(smem.seen[t][chain()])) {
 #pragma unroll
             for (int i = 0; i < DqMma::accumulators; i += 4) {
                 const float4 x = smem.dq[t][part][i / 4][lane];
@@ -254,7 +252,7 @@ struct Consumer {
         store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, dq, args.scale * SMma::sign);
     }
 
-    __device__ void do_step(const Rows& rows, const KvWorkTile& work, const Walk& at, i32 key) {
+    __device__ void do_step(const Rows& rows, const Walk& at, i32 key) {
         const WorkTile own = at.work_tile();
         const Mask mask(args, rows, own);
         const Score score(args, rows, own);
@@ -266,8 +264,8 @@ struct Consumer {
         tell_dq();
         ptx::wgmma_wait<1>();
         const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
-        if (at.is_full()) weigh_transposed<false>(s, p, score, weight, mask, lse_log2, q_first, key);
-        else weigh_transposed<true>(s, p, score, weight, mask, lse_log2, q_first, key);
+        if (at.is_full()) weigh_transposed(s, p, score, weight, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed(s, p, score, weight, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
         ptx::wgmma_wait<0>();
         smem.ds_empty[stage].wait(step.parity() ^ 1);
         differentiate(weight, q_first, key);
@@ -280,7 +278,7 @@ struct Consumer {
             arrive(smem.do_empty[stage]);
             arrive(smem.ds_empty[stage]);
             smem.dq_empty[step.stage(cfg::dq_stages)][chain()].wait(step.parity(cfg::dq_stages) ^ 1);
-            const Turn turn = turn_of(rows, mask, work, at.tile);
+            const Turn turn = at.turn(mask);
             if (Store::finishes(turn)) finish_dq(rows, at, turn);
             else leave_dq();
         } else {
@@ -297,7 +295,7 @@ struct Consumer {
     __device__ void attend(const KvWorkTile& work) {
         const Rows rows(args, work.batch);
         const i32 key = work.kv_tile * cfg::tile_kv + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;  // this thread's upmost
-        Walk at(args, rows, work);
+        Walk at(args, rows, work, smem.board, place_in_steps);
 #pragma unroll
         for (float& x : dv) x = 0.f;
 #pragma unroll
@@ -305,7 +303,7 @@ struct Consumer {
         if (at.more()) {
             smem.kv_full.wait(kv.parity);
             kv.advance();
-            for (; at.more(); at.advance()) do_step(rows, work, at, key);
+            for (; at.more(); at.advance()) do_step(rows, at, key);
             tell_dq();
             arrive(smem.kv_empty);
         }
@@ -335,6 +333,7 @@ __device__ void init_barriers(Smem& smem) {
     for (int i = 0; i < cfg::dq_stages; ++i)
         for (int c = 0; c < cfg::dq_chains; ++c)
             smem.dq_full[i][c].init(4 * parts_in_chain), smem.dq_empty[i][c].init(1), smem.dq_sum[i][c].init(1);
+    smem.board.init(readers + writers);
     ptx::fence_mbarrier_init();
 }
 

@@ -21,7 +21,7 @@
 //   p_empty[s]         one lane per warp of keys                 values           the same until written again
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Scheduler
+                       // Element, Rows, Mask, Score, Weight, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
 #include "variant/kv_producer.cuh"
@@ -43,6 +43,7 @@ struct Smem {
     ptx::Mbarrier work_full[2], work_empty[2], kv_full, kv_empty;
     ptx::Mbarrier q_full[2], q_empty[2], do_full[2], do_empty[2], p_full[2], p_empty[2];
     KvWorkTile work[2];
+    Walk::Board board;
 };
 
 static_assert(cfg::tile_kv == 64 && cfg::tile_q % 16 == 0);
@@ -52,7 +53,6 @@ template struct NumberOption<Element>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
-template struct QTilesOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
@@ -67,6 +67,7 @@ struct Role {
     const u32 lane = threadIdx.x % 128;
     Step step{};
     Ring<1> kv{};
+    Walk::Place place_in_steps{};
     float s[SMma::accumulators], sum[Mma::accumulators];
     u32 p[SMma::accumulators / 2];
 
@@ -128,8 +129,8 @@ struct Values : Role<DvMma> {
         const Weight weight(args, rows, own);
         const i32 q_first = own.q_begin + lane % 4 * 2;
         const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
-        if (at.is_full()) weigh_transposed<false>(s, p, score, weight, mask, lse_log2, q_first, key);
-        else weigh_transposed<true>(s, p, score, weight, mask, lse_log2, q_first, key);
+        if (at.is_full()) weigh_transposed(s, p, score, weight, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed(s, p, score, weight, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
         pass_p();
         arrive(smem.q_empty[stage]);
     }
@@ -212,7 +213,7 @@ __device__ void consume(const Args& args, Smem& smem) {
         const i32 key = work.kv_tile * cfg::tile_kv + role.lane / 32 * 16 + role.lane % 32 / 4;  // this thread's upmost
 #pragma unroll
         for (float& x : role.sum) x = 0.f;
-        Walk at(args, rows, work);
+        Walk at(args, rows, work, smem.board, role.place_in_steps);
         if (at.more()) {
             smem.kv_full.wait(role.kv.parity);
             role.kv.advance();
@@ -234,6 +235,7 @@ __device__ void init_barriers(Smem& smem) {
         smem.q_full[i].init(1), smem.q_empty[i].init(8), smem.do_full[i].init(1), smem.do_empty[i].init(8);
         smem.p_full[i].init(4), smem.p_empty[i].init(4);
     }
+    smem.board.init(8);
     ptx::fence_mbarrier_init();
 }
 

@@ -10,16 +10,15 @@
 //   __syncthreads, before    every thread   every thread   smem.a and smem.b, after a tile's last product smem.p and smem.ds: read
 //   __syncthreads, behind    every thread   every thread   the same: written
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the choices Element, Rows, Mask, Score, Weight, Scheduler
+#include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options Element, Rows, Mask, Score, Weight, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/numbers.cuh"
-#include "variant/kv_walk.cuh"
+#include "variant/interfaces_bwd.cuh"
 
 template struct NumberOption<Element>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
-template struct QTilesOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
@@ -82,7 +81,7 @@ struct Block {
         for (int i = 0; i < q_each; ++i) {
             const int r = at.y + 16 * i;
             const i32 q = q_begin + r, first = kv_begin + at.x;
-            const KeptKeys kept = mask.row(q, first);
+            const auto kept = mask.row(q, first);
 #pragma unroll
             for (int j = 0; j < keys_each; ++j) {
                 const Number t = score(s[i][j], q, first + 16 * j);
@@ -126,13 +125,12 @@ struct Block {
 
 __device__ void compute(const Args& args, Smem& smem, const KvWorkTile& work) {
     Block block(args, smem, work);
-#pragma unroll 1
-    for (Walk at(args, block.rows, work); at.more(); at.advance()) {
-        const QueryHead head(args, block.rows, at.head);
-        const i64 first = i64(place_of(args, block.rows, at.head, at.tile)) * cfg::tile_q;
-        block.weigh(head, at.work_tile(), args.lse_log2 + first, args.delta + first);
-        block.add(head, at.tile * cfg::tile_q);
-    }
+    Walk::visit(args, block.rows, work, [&](i32 q_head, i32 tile) {
+        const QueryHead head(args, block.rows, q_head);
+        const i64 first = i64(place_of(args, block.rows, q_head, tile)) * cfg::tile_q;
+        block.weigh(head, {work.batch, q_head, tile * cfg::tile_q, 0}, args.lse_log2 + first, args.delta + first);
+        block.add(head, tile * cfg::tile_q);
+    });
     block.store(args.dk, work.kv_head, cfg::head_dim, block.dk, args.scale);
     block.store(args.dv, work.kv_head, cfg::head_dim_v, block.dv, Number(1));
 }

@@ -13,14 +13,14 @@
 //   k_full[s], k_empty[s], v_full, v_empty: the same for a tile of K (two stages) and of V (one)
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Scheduler
+                       // Element, Rows, Mask, Score, Weight, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
+#include "tile/range.cuh"
 #include "tile/ring.cuh"
 #include "tile/tile.cuh"
 #include "tile/tma_tensor.cuh"
 #include "variant/interfaces_bwd.cuh"
-#include "variant/producer.cuh"
 #include "variant/store/rows.cuh"
 
 using QTile = Tile<cfg::tile_q, cfg::head_dim>;
@@ -35,6 +35,7 @@ struct Smem {
     VTile v;
     ptx::Mbarrier work_full[2], work_empty[2], q_full, q_empty, k_full[2], k_empty[2], v_full, v_empty;
     WorkTile work[2];
+    Walk::Board board;  // of stage s of K and of work i, as these are
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
@@ -47,36 +48,29 @@ template struct SchedulerOption<Scheduler>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
-__device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin) {
-    if (q_begin >= rows.q_len) return {0, 0, 0, 0};
-    return mask.kv_tiles(q_begin, min(q_begin + cfg::tile_q, rows.q_len));
-}
-
 struct Producer {
     const Args& args;
     Smem& smem;
     Ring<1> q{}, v{};
     Ring<2> k{};
 
-    // One lane: every tile of one work.
-    __device__ void load(const WorkTile& work) {
-        const Rows rows(args, work.batch);
-        const TileRange tiles = tiles_of(Mask(args, rows, work), rows, work.q_begin);
-        if (tiles.begin >= tiles.end) return;
-        const i32 kv_head = work.head / args.heads_per_kv;
+    // One lane.
+    __device__ void load_q(const Rows& rows, const WorkTile& work) {
         smem.q_empty.wait(q.parity ^ 1);
         q.advance();
         smem.q_full.arrive_expect(QTile::bytes + DoTile::bytes);
         load_tile(args.q, smem.q, smem.q_full, rows.q, work.q_begin, work.head);
         load_tile(args.d_o, smem.d_o, smem.q_full, rows.q, work.q_begin, work.head);
-        for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile, k.advance(), v.advance()) {
-            smem.k_empty[k.stage].wait(k.parity ^ 1);
-            smem.k_full[k.stage].arrive_expect(KTile::bytes);
-            load_tile(args.k, smem.k[k.stage], smem.k_full[k.stage], rows.kv, tile * cfg::tile_kv, kv_head);
-            smem.v_empty.wait(v.parity ^ 1);
-            smem.v_full.arrive_expect(VTile::bytes);
-            load_tile(args.v, smem.v, smem.v_full, rows.kv, tile * cfg::tile_kv, kv_head);
-        }
+    }
+    __device__ void await_k() const { smem.k_empty[k.stage].wait(k.parity ^ 1); }
+    __device__ void load_kv(const Rows& rows, const WorkTile& work, i32 tile) {
+        const i32 kv_head = work.head / args.heads_per_kv;
+        smem.k_full[k.stage].arrive_expect(KTile::bytes);
+        load_tile(args.k, smem.k[k.stage], smem.k_full[k.stage], rows.kv, tile * cfg::tile_kv, kv_head);
+        smem.v_empty.wait(v.parity ^ 1);
+        smem.v_full.arrive_expect(VTile::bytes);
+        load_tile(args.v, smem.v, smem.v_full, rows.kv, tile * cfg::tile_kv, kv_head);
+        k.advance(), v.advance();
     }
 };
 
@@ -84,8 +78,20 @@ __device__ void produce(const Args& args, Smem& smem) {
     ptx::setmaxnreg_dec<cfg::producer_registers>();
     if (threadIdx.x >= 32) return;
     Producer producer{args, smem};
-    produce_works(args, smem, [&](const WorkTile& work) { producer.load(work); });
+    Walk::produce(producer);
 }
+
+// What a consumer has for one work.
+struct Work {
+    const Rows rows;
+    const Mask mask;
+    const Score score;
+    const Weight weight;
+    const i32 row;  // this thread's upmost
+
+    __device__ Work(const Args& args, const WorkTile& tile, i32 row)
+        : rows(args, tile.batch), mask(args, rows, tile), score(args, rows, tile), weight(args, rows, tile), row(row) {}
+};
 
 struct Consumer {
     const Args& args;
@@ -139,20 +145,16 @@ struct Consumer {
     }
 
     // From dot products to weights times the score's derivative.
-    template <bool cut>
-    __device__ void weigh(const Mask& mask, const Score& score, i32 tile, i32 row) {
-        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
-        KeptKeys kept[2]{};
-        if (cut) kept[0] = mask.row(row, first), kept[1] = mask.row(row + 8, first);
+    template <class Kept>
+    __device__ void weigh(const Kept& kept, const Score& score, i32 row, i32 first) {
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) {
             const int r = fragment_row(i), c = fragment_column(i);
             const float t = score(s[i], row + 8 * r, first + c), exponent = __fmaf_rn(t, score.scale_log2, -lse_log2[r]);
-            s[i] = ptx::exp2(cut && !kept[r].keep(c) ? minus_inf : exponent) * score.derivative(s[i], row + 8 * r, first + c);
+            s[i] = ptx::exp2(kept(i) ? exponent : minus_inf) * score.derivative(s[i], row + 8 * r, first + c);
         }
     }
-    __device__ void differentiate(const Weight& weight, i32 tile, i32 row) {
-        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
+    __device__ void differentiate(const Weight& weight, i32 row, i32 first) {
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 2) {
             const i32 r = fragment_row(i), kv = first + fragment_column(i);
@@ -160,9 +162,10 @@ struct Consumer {
             ds[i / 2] = Element::pack(s[i] * (low - delta[r]), s[i + 1] * (high - delta[r]));
         }
     }
-    // S and dP of the tile at hand, and dS; where `later`, dq of the tile before runs beside them.
-    template <bool later>
-    __device__ void step(const Mask& mask, const Score& score, const Weight& weight, const TileRange& tiles, i32 tile, i32 row) {
+    // S and dP of the tile at hand, and dS; where `later`, dq of the tile before runs beside them. `arrive` says which tile it is, once
+    // its K is there.
+    template <bool later, class Arrive>
+    __device__ void step(const Work& work, Arrive arrive) {
         const u32 before = k.stage;
         if (later) {
             start_dq(before);
@@ -170,37 +173,35 @@ struct Consumer {
         }
         start_s();
         start_dp();
+        const KeyTile tile = arrive();
+        const i32 first = tile.index * cfg::tile_kv + lane % 4 * 2;
         ptx::wgmma_wait<1>();
         if (later) release(smem.k_empty[before]);
-        if (tiles.is_full(tile)) weigh<false>(mask, score, tile, row);
-        else weigh<true>(mask, score, tile, row);
+        if (tile.full) weigh(EveryElement{}, work.score, work.row, first);
+        else weigh(kept_elements<SMma::accumulators>(work.mask, work.row, first), work.score, work.row, first);
         ptx::wgmma_wait<0>();
         release(smem.v_empty);
-        differentiate(weight, tile, row);
+        differentiate(work.weight, work.row, first);
+    }
+    __device__ void begin(const Work& work, const WorkTile& tile) {
+        load_statistics(work.rows, tile, work.row);
+        smem.q_full.wait(q.parity);
+        q.advance();
+    }
+    __device__ void finish() {
+        release(smem.q_empty);
+        start_dq(k.stage);
+        ptx::wgmma_wait<0>();
+        release(smem.k_empty[k.stage]);
+        k.advance(), v.advance();
     }
 
-    __device__ void attend(const WorkTile& work) {
-        const Rows rows(args, work.batch);
-        const Mask mask(args, rows, work);
-        const Score score(args, rows, work);
-        const Weight weight(args, rows, work);
-        const i32 row = work.q_begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;
-        const TileRange tiles = tiles_of(mask, rows, work.q_begin);
+    __device__ void attend(Walk walk, const WorkTile& tile) {
+        const Work work(args, tile, tile.q_begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4);
 #pragma unroll
         for (float& x : dq) x = 0.f;
-        if (tiles.begin < tiles.end) {
-            load_statistics(rows, work, row);
-            smem.q_full.wait(q.parity);
-            q.advance();
-            step<false>(mask, score, weight, tiles, tiles.end - 1, row);
-            for (i32 tile = tiles.end - 2; tile >= tiles.begin; --tile) step<true>(mask, score, weight, tiles, tile, row);
-            release(smem.q_empty);
-            start_dq(k.stage);
-            ptx::wgmma_wait<0>();
-            release(smem.k_empty[k.stage]);
-            k.advance(), v.advance();
-        }
-        store_rows(args.dq.rows(rows.q, work.head), args.dq.row_bytes, row, rows.q_len, cfg::head_dim, dq, args.scale * SMma::sign);
+        walk.visit(*this, work, tile);
+        store_rows(args.dq.rows(work.rows.q, tile.head), args.dq.row_bytes, work.row, work.rows.q_len, cfg::head_dim, dq, args.scale * SMma::sign);
         __syncwarp();
     }
     __device__ void load_statistics(const Rows& rows, const WorkTile& work, i32 row) {
@@ -218,11 +219,12 @@ __device__ void consume(const Args& args, Smem& smem) {
         smem.work_full[ring.stage].wait(ring.parity);
         const WorkTile& slot = smem.work[ring.stage];
         const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin)), 0};
+        const Walk walk(smem, ring.stage);
         __syncwarp();
         consumer.release(smem.work_empty[ring.stage]);
         ring.advance();
         if (work.is_last()) return;
-        consumer.attend(work);
+        consumer.attend(walk, work);
     }
 }
 

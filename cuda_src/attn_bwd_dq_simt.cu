@@ -8,7 +8,7 @@
 //   __syncthreads, before    every thread   every thread   smem.a and smem.b, after a tile's last product smem.ds: read
 //   __syncthreads, behind    every thread   every thread   the same: written
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the choices Element, Rows, Mask, Score, Weight, Scheduler
+#include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options Element, Rows, Mask, Score, Weight, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/numbers.cuh"
 #include "variant/interfaces_bwd.cuh"
@@ -71,7 +71,7 @@ struct Block {
         for (int i = 0; i < q_each; ++i) {
             const int r = at.y + 16 * i;
             const i32 row = q_begin + r, first = kv_begin + at.x;
-            const KeptKeys kept = mask.row(row, first);
+            const auto kept = mask.row(row, first);
 #pragma unroll
             for (int j = 0; j < keys_each; ++j) {
                 const Number t = score(s[i][j], row, first + 16 * j), w = ptx::exp2(t * score.scale_log2 - lse_log2[r]);
@@ -106,12 +106,11 @@ struct Block {
 __device__ void compute(const Args& args, Smem& smem, const WorkTile& work) {
     Block block(args, smem, work);
     if (work.q_begin >= block.rows.q_len) return;
-    const TileRange tiles = block.mask.kv_tiles(work.q_begin, min(work.q_begin + cfg::tile_q, block.rows.q_len));
     const i64 first = i64(place_of(args, block.rows, work.head, work.q_begin / cfg::tile_q)) * cfg::tile_q;
 #pragma unroll 1
-    for (i32 tile = tiles.begin; tile < tiles.end; ++tile) {
-        block.differentiate(tile * cfg::tile_kv, args.lse_log2 + first, args.delta + first);
-        block.add(tile * cfg::tile_kv);
+    for (Walk walk(block.mask, block.rows, work, work.q_begin, cfg::tile_q); walk.more(); walk.advance()) {
+        block.differentiate(walk.tile() * cfg::tile_kv, args.lse_log2 + first, args.delta + first);
+        block.add(walk.tile() * cfg::tile_kv);
     }
     block.store(work.head);
 }

@@ -24,11 +24,11 @@
 // A turn is passed on a step later, when the adds are long under way: the fence before it then has little to wait for.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options
-                       // Element, Rows, Mask, Score, Weight, Scheduler, Store, Launch
+                       // Element, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store, Launch
 #include "tile/facts.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"
-#include "variant/kv_walk.cuh"
+#include "variant/interfaces_bwd.cuh"
 #include "variant/store/dq_red_interface.cuh"
 
 using KTile = SwizzledTile<cfg::tile_kv, cfg::head_dim>;
@@ -37,10 +37,7 @@ using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
 using DoTile = SwizzledTile<cfg::tile_q, cfg::head_dim_v>;
 using PTile = SwizzledTile<cfg::tile_kv, cfg::tile_q>;  // a row is a key
 
-// One of a block's steps: a query tile that keeps keys of the block's, of one query head; head < 0: none is left.
-struct Step {
-    i32 head, tile, full;
-};
+using Step = Walk::Step;  // a query tile that keeps keys of the block's, of one query head; head < 0: none is left
 struct Smem {
     KTile k;
     VTile v;
@@ -48,8 +45,11 @@ struct Smem {
     DoTile d_o[cfg::do_stages];
     PTile ds[cfg::sharing > 1 ? 2 : 1];  // and P
     alignas(16) float lse_log2[2][cfg::tile_q], delta[2][cfg::tile_q];
-    Step steps[2];    // this one and the next
-    i32 place, turn;  // of the step's dq tile
+    Step steps[2];  // this one and the next
+    i32 place;      // of the step's dq tile
+    Turn turn;
+    Turn::Seen seen;
+    Walk::Board board;
     KvWorkTile work;  // here to free registers, as the sequence
     alignas(8) unsigned char rows[sizeof(Rows)];
 };
@@ -57,7 +57,6 @@ template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
-template struct QTilesOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
@@ -102,9 +101,9 @@ struct QueryStatistics {
     __device__ float operator[](int i) const { return x[i / 4 * 2 + i % 2]; }  // for a thread's i-th number of a block
 };
 
-// From dot products to weights, of which s keeps the score's derivative times them. `cut`: the mask drops pairs of this tile.
-template <bool cut, int n>
-__device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const float* lse_log2) {
+// From dot products to weights, of which s keeps the score's derivative times them. `kept` says of which pairs.
+template <int n, class Kept>
+__device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const Kept& kept, const float* lse_log2) {
 #pragma unroll
     for (int j = 0; j < n; ++j) {
         const QueryStatistics lse(lse_log2 + 16 * j);
@@ -116,8 +115,7 @@ __device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const flo
                 const i32 q = pairs.q + 16 * j + block_column(e), kv = pairs.kv + 16 * i + block_row(e);
                 const float x = s[j][i][e] * cfg::scale_sign;
                 const float exponent = __fmaf_rn(pairs.score(x, q, kv), pairs.score.scale_log2, -lse[e]);
-                const bool dropped = cut && !pairs.mask.row(q, pairs.kv).keep(16 * i + block_row(e));
-                const float weight = ptx::exp2(dropped ? minus_inf : exponent);
+                const float weight = ptx::exp2(kept(j, i, e) ? exponent : minus_inf);
                 w[e] = pairs.weight(weight, q, kv);
                 s[j][i][e] = weight * pairs.score.derivative(x, q, kv);
             }
@@ -203,8 +201,8 @@ struct Warp {
         Words words[chunk_q / 16];
         multiply_columns<blocks>(s, smem.k, stage.q, first_q);
         const float* lse_log2 = stage.lse_log2 + first_q + lane % 4 * 2;
-        if (full) weigh<false>(s, words, pairs, lse_log2);
-        else weigh<true>(s, words, pairs, lse_log2);
+        if (full) weigh(s, words, pairs, EveryPair{}, lse_log2);
+        else weigh(s, words, pairs, kept_pairs<chunk_q / 16>(pairs.mask, pairs.q, pairs.kv), lse_log2);
         if (cfg::sharing == 1) multiply_own(dv, words, stage.d_o, first_q);
         else leave(smem.ds[cfg::sharing > 1], words, first_q);
         multiply_columns<v_blocks>(dp, smem.v, stage.d_o, first_q);
@@ -281,16 +279,20 @@ struct Block {
         ptx::cp_async(ptx::smem_address(to + 4 * threadIdx.x), from + first + 4 * threadIdx.x);
     }
 
-    // The first thread finds the steps: it goes on from the next one to that after it.
-    __device__ void keep_step(u32 number, const Walk& at) {
-        smem.steps[number % 2] = {at.more() ? at.head : -1, at.tile, at.is_full()};
+    // The first threads find the steps: they go on from the next one to that after it.
+    __device__ void keep_step(u32 number, const Step& step) {
+        if (threadIdx.x == 0) smem.steps[number % 2] = step;
     }
     __device__ void find_step() {
+        if (threadIdx.x >= Walk::threads) return;
         const Step next = smem.steps[(count + 1) % 2];
-        if (threadIdx.x != 0 || next.head < 0) return;
-        Walk at(args, rows, work, next.head, next.tile);
-        at.advance();
-        keep_step(count, at);
+        if (next.head >= 0) keep_step(count, Walk::after(args, rows, work, smem.board, next));
+    }
+    __device__ void find_first_steps() {
+        if (threadIdx.x >= Walk::threads) return;
+        const Step first = Walk::first(args, rows, work, smem.board);
+        keep_step(0, first);
+        keep_step(1, first.head >= 0 ? Walk::after(args, rows, work, smem.board, first) : first);
     }
     // The first thread's part in the order of adds.
     __device__ void pass_turn() const {
@@ -299,11 +301,9 @@ struct Block {
     __device__ void await_turn() {
         if (threadIdx.x != 0) return;
         const Step step = smem.steps[count % 2];
-        const i32 q_begin = step.tile * cfg::tile_q;
-        const TileRange keys = Mask(args, rows, work_tile(step)).kv_tiles(q_begin, min(q_begin + cfg::tile_q, rows.q_len));
         smem.place = place_of(args, rows, step.head, step.tile);
-        smem.turn = work.kv_ascends ? work.kv_tile - keys.begin : keys.end - 1 - work.kv_tile;
-        Store::wait(args, smem.place, smem.turn);
+        smem.turn = Walk::turn(args, rows, work, step);
+        Store::wait(args, smem.place, smem.turn, smem.seen);
     }
     __device__ WorkTile work_tile(const Step& step) const { return {work.batch, step.head, step.tile * cfg::tile_q, 0}; }
 
@@ -341,7 +341,7 @@ struct Block {
         }
         if (cfg::q_stages == 1 && cfg::sharing == 1) load_q(count + 1);
         if (cfg::do_stages == 1) load_do(count + 1);
-        warp.add_dq(args.dq_sum + i64(smem.place) * (cfg::tile_q * cfg::head_dim), smem.turn == 0);
+        warp.add_dq(args.dq_sum + i64(smem.place) * (cfg::tile_q * cfg::head_dim), smem.turn.is_first(smem.seen));
         if (cfg::sharing > 1) {
             warp.multiply_shared(warp.dk, smem.ds[0], stage.q);
             if (cfg::q_stages == 1) {
@@ -380,13 +380,9 @@ __device__ void attend(const Args& args, Smem& smem, const KvWorkTile& work) {
     Rows& rows = reinterpret_cast<Rows&>(smem.rows);
     Warp warp(smem);
     Block block{args, smem, smem.work, rows, warp};
-    if (threadIdx.x == 0) {
-        smem.work = work, rows = Rows(args, work.batch);
-        Walk at(args, rows, work);
-        block.keep_step(0, at);
-        if (at.more()) at.advance();
-        block.keep_step(1, at);
-    }
+    if (threadIdx.x == 0) smem.work = work, rows = Rows(args, work.batch);
+    if (threadIdx.x < 32) __syncwarp();
+    block.find_first_steps();
     __syncthreads();
     block.run();
 }

@@ -24,6 +24,8 @@ from .variant.mask import Mask
 from .variant.score import Score
 from .variant.walk import lists
 
+MaskLike = Mask | Callable[..., Any]
+ScoreLike = Score | Callable[..., Any]
 KEPT_PLANS, KEPT_CALLS = 4096, 1024
 _plans: dict[Any, Plan] = {}
 _families: dict[Any, Plan] = {}
@@ -34,9 +36,10 @@ _torch_op: Any = None  # the module torch_op, from the first call on where torch
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
-    kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
+    sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
+    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head.
 
@@ -52,7 +55,12 @@ def attention(
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
         softcap: cap of the logits, softcap * tanh(logit / softcap); None or 0.0 for no cap. A number, not a tensor.
         scale: factor on q.k; 1 / sqrt(head_dim) by default. A number, not a tensor.
-        mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
+        mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above, or Python functions:
+            ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of a scaled dot
+            product. They are traced; arrays that they captured, of q's library and device, are read in place at every call, and
+            new arrays, numbers and lengths compile nothing. ``docs/functions.md`` has what they may do.
+        alibi: slopes, (heads,) or (batch, heads): slope times the distance of a key from the query's own is taken off its logit.
+        bias: broadcast to (batch, heads, q_len, kv_len), added to the logits; both as arrays that a score captured.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
@@ -86,6 +94,8 @@ def attention(
 
     The formula is equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
@@ -97,9 +107,10 @@ def attention(
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
-    kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
+    sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
+    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -119,6 +130,8 @@ def attention_varlen(
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
         ``attention`` gives for it alone.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
@@ -134,9 +147,9 @@ def attention_varlen(
 def attention_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
-    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
-    score: Score | None = None, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, out: Any = None, kernel: str | None = None, config: Any = None,
+    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | None = None, alibi: Any = None, bias: Any = None, constant_time: bool = False, deterministic: bool = True,
+    q_offset: int | None = None, kv_offset: int | None = None, out: Any = None, kernel: str | None = None, config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -151,8 +164,8 @@ def attention_backward(
             float32 (float64 for fp64 inputs).
         dlse: the loss's gradient by lse, where it depends on lse; of lse's shape and dtype, copied where it is not contiguous.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``attention_varlen``, for packed sequences.
-        causal, window, softcap, scale, mask, score, q_offset, kv_offset: the options of the forward. A score of your own needs
-            ``slope`` in Python and ``derivative`` in CUDA, its derivative.
+        causal, window, softcap, scale, mask, score, alibi, bias, q_offset, kv_offset: the options of the forward. A score of your
+            own, written in CUDA, needs ``slope`` in Python and ``derivative`` in CUDA, its derivative.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
             ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
@@ -174,6 +187,8 @@ def attention_backward(
     The formula is that of FlashAttention-2 (arXiv 2307.08691, algorithm 2), with dlse and sinks besides; the specification in
     array operations is ``rawattn.reference.attention_backward``.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
@@ -200,7 +215,7 @@ def plan_backward(
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
-    found, asked = _named(Backward, given, options_of(**options))
+    found, asked = _named(Backward, given, options)
     return _plan(Backward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
@@ -231,7 +246,7 @@ def plan(
     NVRTC runs, which takes about a second; a cached kernel does not need it.
     """
     given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    found, asked = _named(Forward, given, options_of(**options))
+    found, asked = _named(Forward, given, options)
     return _plan(Forward, found, asked, lengths, kernel, config, on_compile)
 
 
@@ -358,7 +373,7 @@ class Explanation:
 
 def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, return_lse: bool = False, constant_time: bool = False,
     deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a call by name, in one order."""
@@ -405,7 +420,11 @@ def _named(
     operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options."""
-    options, captured = functions.taken(options)
+    options = dict(options)
+    shorthands = options.pop("alibi", None), options.pop("bias", None)
+    if any(x is not None for x in shorthands):
+        options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
+    options, captured = functions.taken(options_of(**options))
     return arrays.named(operation.input_names(len(given)), given) | arrays.named(functions.names(options), captured), options
 
 

@@ -318,10 +318,10 @@ class GpuCall:
 
     def _moved(self, launches: tuple[driver.Launch, ...], addresses: tuple[int, ...]) -> tuple[driver.Launch, ...]:
         """The launches with captured arrays at other addresses."""
-        return tuple(
-            launch.moved([(offset, addresses[i]) for i, offset in places]) if places else launch
-            for launch, places in zip(launches, self._places, strict=True)
-        )
+        found = []
+        for launch, places in zip(launches, self._places, strict=True):
+            found.append(launch.moved(places, addresses) if places else launch)
+        return tuple(found)
 
     def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
         """Returns the value of a field that depends on the outputs or on the stream."""

@@ -114,6 +114,16 @@ inline u32 __ballot_sync(u32, bool vote) {
     });
 }
 inline bool __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+#define __ldg(pointer) (*(pointer))
+#define __fsqrt_rn sqrtf
+inline i32 __popc(u32 x) { return __builtin_popcount(x); }
+inline u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline float __log2f(float x) { return std::log2(x); }
 inline i32 __ffs(u32 x) { return __builtin_ffs(i32(x)); }
 inline i32 atomicAdd(i32* at, i32 x) { return std::atomic_ref(*at).fetch_add(x); }
 inline u32 atomicInc(u32* at, u32 last) {

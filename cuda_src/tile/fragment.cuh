@@ -30,40 +30,91 @@ __device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
     }
 }
 
-// Makes -inf of the elements that the mask does not keep. It is asked for each of them where that is cheap; else, with few registers
-// and little code, in a loop that makes a bit for each of 32.
+// Which elements of rows r and r + 1 a mask keeps. It is asked for each of them where that is cheap ...
+template <class Row>
+struct KeptElements {
+    const Row upper, lower;
+
+    __device__ bool operator()(int i) const { return (fragment_row(i) % 2 ? lower : upper).keep(fragment_column(i)); }
+};
+// ... else, with few registers and little code, in a loop that makes a bit for each of 32, of blocks that follow each other.
+template <int n>
+struct KeptBits {
+    static constexpr int blocks = n / (4 * cfg::m_tiles_per_warp);
+    u32 words[(blocks + 7) / 8];
+
+    template <class Row>
+    __device__ KeptBits(const Row& upper, const Row& lower) {
+#pragma unroll
+        for (int begin = 0; begin < blocks; begin += 8) {
+            u32 bits = 0;
+#pragma unroll 1
+            for (int i = 0; i < min(8, blocks - begin); ++i) {
+                const i32 x = (begin + i) * 8;
+                bits |= (u32(upper.keep(x)) | u32(upper.keep(x + 1)) << 1 | u32(lower.keep(x)) << 2 | u32(lower.keep(x + 1)) << 3) << 4 * i;
+            }
+            words[begin / 8] = bits;
+        }
+    }
+    __device__ bool operator()(int i) const {
+        const int block = i / (4 * cfg::m_tiles_per_warp);
+        return words[block / 8] >> (block % 8 * 4 + i % 4) & 1;
+    }
+};
+template <int n, class M>
+__device__ auto kept_elements(const M& mask, i32 row, i32 first) {
+    const auto upper = mask.row(row, first), lower = mask.row(row + 8, first);
+    if constexpr (requires { requires !M::cheap; }) return KeptBits<n>(upper, lower);
+    else return KeptElements<decltype(mask.row(row, first))>{upper, lower};
+}
+// Makes -inf of the elements that the mask does not keep.
 template <class M, int n>
 __device__ void mask_fragment(const M& mask, float (&s)[n], i32 row, i32 first) {
 #pragma unroll
     for (int r = 0; r < rows_each; r += 2) {
-        const auto upper = mask.row(row + 8 * r, first), lower = mask.row(row + 8 * r + 8, first);
-        if constexpr (requires { requires !M::cheap; }) {
-            mask_pair(upper, lower, s, r);
-        } else {
+        const auto kept = kept_elements<n>(mask, row + 8 * r, first);
 #pragma unroll
-            for (int i = 0; i < n; ++i)
-                if (fragment_row(i) / 2 * 2 == r && !(fragment_row(i) % 2 ? lower : upper).keep(fragment_column(i))) s[i] = minus_inf;
-        }
+        for (int i = 0; i < n; ++i)
+            if (fragment_row(i) / 2 * 2 == r && !kept(i)) s[i] = minus_inf;
     }
 }
-// The same of rows r and r + 1, in the loop.
-template <class Row, int n>
-__device__ void mask_pair(const Row& upper, const Row& lower, float (&s)[n], int r) {
-    constexpr int blocks = n / (4 * cfg::m_tiles_per_warp);
+// The same of a transposed product of one block of rows, whose rows are keys, `key` the upmost, and columns queries from `q` on; likewise.
+template <class M>
+struct KeptTransposed {
+    const M& mask;
+    const i32 q, key;
+
+    __device__ bool operator()(int i) const { return mask.row(q + fragment_column(i), key).keep(8 * fragment_row(i)); }
+};
+template <int n>
+struct KeptTransposedBits {
+    u32 words[(n + 31) / 32];
+
+    template <class M>
+    __device__ KeptTransposedBits(const M& mask, i32 q, i32 key) {
 #pragma unroll
-    for (int begin = 0; begin < blocks; begin += 8) {
-        const int count = min(8, blocks - begin);
-        u32 kept = 0;
+        for (int begin = 0; begin < n; begin += 32) {
+            u32 bits = 0;
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            const i32 x = (begin + i) * 8;
-            kept |= (u32(upper.keep(x)) | u32(upper.keep(x + 1)) << 1 | u32(lower.keep(x)) << 2 | u32(lower.keep(x + 1)) << 3) << 4 * i;
+            for (int i = 0; i < min(32, n - begin); i += 4)
+#pragma unroll 1
+                for (int j = 0; j < 2; ++j) {
+                    const auto row = mask.row(q + (begin + i) * 2 + j, key);
+                    bits |= (u32(row.keep(0)) | u32(row.keep(8)) << 2) << (i + j);
+                }
+            words[begin / 32] = bits;
         }
-#pragma unroll
-        for (int i = 0; i < 32; ++i)
-            if (i < 4 * count && !(kept >> i & 1)) s[fragment_index(min(begin + i / 4, blocks - 1), r) + i % 4] = minus_inf;
     }
+    __device__ bool operator()(int i) const { return words[i / 32] >> i % 32 & 1; }
+};
+template <int n, class M>
+__device__ auto kept_transposed(const M& mask, i32 q, i32 key) {
+    if constexpr (requires { requires !M::cheap; }) return KeptTransposedBits<n>(mask, q, key);
+    else return KeptTransposed<M>{mask, q, key};
 }
+struct EveryElement {
+    __device__ bool operator()(int) const { return true; }
+};
 
 __device__ inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));

@@ -37,6 +37,43 @@ __device__ void multiply(float (&sums)[columns][rows][8], A a, B b) {
     }
 }
 
+// Which pairs a mask keeps, of blocks whose rows are keys from `kv` on and columns queries from `q` on: asked for each of them ...
+template <class M>
+struct KeptPairs {
+    const M& mask;
+    const i32 q, kv;
+
+    __device__ bool operator()(int j, int i, int e) const { return mask.row(q + 16 * j + block_column(e), kv).keep(16 * i + block_row(e)); }
+};
+// ... or, where that is not cheap, found in a loop, as bits.
+template <int columns>
+struct KeptPairBits {
+    u32 words[columns];
+
+    template <class M>
+    __device__ KeptPairBits(const M& mask, i32 q, i32 kv) {
+#pragma unroll
+        for (int j = 0; j < columns; ++j) {
+            words[j] = 0;
+#pragma unroll 1
+            for (int c = 0; c < 4; ++c) {  // a thread's columns
+                const auto row = mask.row(q + 16 * j + c / 2 * 8 + c % 2, kv);
+#pragma unroll
+                for (int i = 0; i < 2 * cfg::m_tiles_per_warp; ++i) words[j] |= u32(row.keep(8 * i)) << (i / 2 * 8 + c / 2 * 4 + i % 2 * 2 + c % 2);
+            }
+        }
+    }
+    __device__ bool operator()(int j, int i, int e) const { return words[j] >> (8 * i + e) & 1; }
+};
+template <int columns, class M>
+__device__ auto kept_pairs(const M& mask, i32 q, i32 kv) {
+    if constexpr (requires { requires !M::cheap; }) return KeptPairBits<columns>(mask, q, kv);
+    else return KeptPairs<M>{mask, q, kv};
+}
+struct EveryPair {
+    __device__ bool operator()(int, int, int) const { return true; }
+};
+
 // A block's numbers as the words of an A operand.
 __device__ inline void pack_block(u32 (&words)[4], const float (&x)[8]) {
 #pragma unroll

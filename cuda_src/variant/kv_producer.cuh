@@ -5,7 +5,7 @@
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
 #include "tile/tma_tensor.cuh"
-#include "variant/kv_walk.cuh"
+#include "variant/interfaces_bwd.cuh"
 
 // Rings have two stages or one, and all move once a step: one counter serves them all.
 struct Step {
@@ -23,6 +23,7 @@ struct KvProducer {
     Smem& smem;
     Step step{};
     Ring<1> kv{};
+    Walk::Place place{};
 
     __device__ void run() {
         Scheduler scheduler(args);
@@ -34,35 +35,34 @@ struct KvProducer {
             if (threadIdx.x == 0) {
                 smem.work[ring.stage] = work;
                 smem.work_full[ring.stage].arrive();
-                if (!work.is_last()) load(work);
             }
+            if (!work.is_last()) Walk::load(*this, work);
             __syncwarp();
             ring.advance();
         } while (!work.is_last());
         scheduler.finish();
     }
-    // One lane: K and V, then for each step Q with lse and dO with delta.
-    __device__ void load(const KvWorkTile& work) {
-        const Rows rows(args, work.batch);
-        Walk at(args, rows, work);
-        if (!at.more()) return;
+    // One lane: K and V ...
+    __device__ void load_kv(const Rows& rows, const KvWorkTile& work) {
         smem.kv_empty.wait(kv.parity ^ 1);
         kv.advance();
         smem.kv_full.arrive_expect(sizeof(smem.k) + sizeof(smem.v));
         load_tile(args.k, smem.k, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, work.kv_head);
         load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, work.kv_head);
-        for (; at.more(); at.advance(), ++step.count) {
-            const u32 s = step.stage(), parity = step.parity() ^ 1;
-            const i64 first = i64(place_of(args, rows, at.head, at.tile)) * cfg::tile_q;
-            smem.q_empty[s].wait(parity);
-            smem.q_full[s].arrive_expect(sizeof(smem.q[s]) + row_bytes);
-            load_tile(args.q, smem.q[s], smem.q_full[s], rows.q, at.tile * cfg::tile_q, at.head);
-            ptx::bulk_load(smem.lse_log2[s], args.lse_log2 + first, row_bytes, smem.q_full[s]);
-            smem.do_empty[s].wait(parity);
-            smem.do_full[s].arrive_expect(sizeof(smem.d_o[s]) + row_bytes);
-            load_tile(args.d_o, smem.d_o[s], smem.do_full[s], rows.q, at.tile * cfg::tile_q, at.head);
-            ptx::bulk_load(smem.delta[s], args.delta + first, row_bytes, smem.do_full[s]);
-        }
+    }
+    // ... and of each step Q with lse and dO with delta.
+    __device__ void load_step(const Rows& rows, i32 head, i32 tile) {
+        const u32 s = step.stage(), parity = step.parity() ^ 1;
+        const i64 first = i64(place_of(args, rows, head, tile)) * cfg::tile_q;
+        smem.q_empty[s].wait(parity);
+        smem.q_full[s].arrive_expect(sizeof(smem.q[s]) + row_bytes);
+        load_tile(args.q, smem.q[s], smem.q_full[s], rows.q, tile * cfg::tile_q, head);
+        ptx::bulk_load(smem.lse_log2[s], args.lse_log2 + first, row_bytes, smem.q_full[s]);
+        smem.do_empty[s].wait(parity);
+        smem.do_full[s].arrive_expect(sizeof(smem.d_o[s]) + row_bytes);
+        load_tile(args.d_o, smem.d_o[s], smem.do_full[s], rows.q, tile * cfg::tile_q, head);
+        ptx::bulk_load(smem.delta[s], args.delta + first, row_bytes, smem.do_full[s]);
+        ++step.count;
     }
 };
 
@@ -80,9 +80,9 @@ __device__ KvWorkTile next_work(Smem& smem, Ring<2>& ring) {
 }
 
 // From dot products, a row being a key, to weights: p are those that values are multiplied by, s becomes the weights times the
-// score's derivative. `lse_log2` is that of the thread's first query. `cut`: the mask drops pairs of this tile.
-template <bool cut, int n>
-__device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& score, const Weight& weight, const Mask& mask,
+// score's derivative. `lse_log2` is that of the thread's first query. `kept` says of which elements the mask keeps the pair.
+template <int n, class Kept>
+__device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& score, const Weight& weight, const Kept& kept,
                                  const float* lse_log2, i32 q_first, i32 key) {
 #pragma unroll
     for (int i = 0; i < n; i += 4) {
@@ -92,7 +92,7 @@ __device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& sc
         for (int j = 0; j < 4; ++j) {
             const i32 q = q_first + fragment_column(i + j), kv = key + 8 * fragment_row(j);
             const float t = score(s[i + j], q, kv), exponent = __fmaf_rn(t, score.scale_log2, j % 2 ? -l.y : -l.x);
-            const bool dropped = cut && !mask.row(q, key).keep(8 * fragment_row(j));
+            const bool dropped = !kept(i + j);
             const float e = ptx::exp2(dropped ? minus_inf : exponent);
             w[j] = weight(e, q, kv);
             s[i + j] = e * score.derivative(s[i + j], q, kv);

@@ -14,6 +14,7 @@ from ..variant import Option, clear, store, weight
 from ..variant.mask import Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
+from ..variant.walk import QIntervalWalk, QListWalk, lists
 from . import backward, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
@@ -57,6 +58,9 @@ def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
     window, nor to make dq themselves. A producer that loads for windows spills with fewer registers than here."""
     size = widest(op)
+    if lists(op.mask) and size <= 96:  # the producer asks the mask for its tiles; above, only that spills
+        producer, consumer = (88, 208) if size <= 80 else (72, 216)
+        return Config(dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
     tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
     if size <= (56 if tight else 64):
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
@@ -113,6 +117,8 @@ class AttnBwd(BackwardKernel):
             )
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        if reason := backward.wrong_direction(forward, config.direction):
+            return reason
         threads = 128 * (1 + config.consumers)
         if 128 * (config.producer_registers + config.consumers * config.consumer_registers) > 65536 // threads // 8 * 8 * threads:
             return f"registers are {config.producer_registers} and {config.consumer_registers}; a block has not so many"
@@ -122,7 +128,8 @@ class AttnBwd(BackwardKernel):
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
         """A length whose tiles of dq have few contributors, and one where they have many."""
-        plain = tiling.with_mask(op.forward, op.forward.mask if isinstance(op.forward.mask, Full) else Causal())
+        mask = op.forward.mask
+        plain = tiling.with_mask(op.forward, mask if isinstance(mask, Full) or lists(mask) else Causal())
         plain = dataclasses.replace(plain, spec=plain.spec.at(op.forward.spec.offsets and (0, 0)), heads=8, kv_heads=8)
         made = (dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, total_q=n, total_kv=n) for n in (512, 32768))
         return tuple(dataclasses.replace(op, forward=forward) for forward in made)
@@ -177,6 +184,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     ]
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=backward.kv_scheduler(op, config.direction),
+        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
         Store=STORES[config.store][0],
     )  # fmt: skip
     loads = backward.loads(config.tile_q, config.tile_kv)

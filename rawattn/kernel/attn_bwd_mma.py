@@ -12,6 +12,7 @@ from ..program import Buffer, Fields, Program
 from ..variant import Option, clear, store, weight
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
+from ..variant.walk import QIntervalSteps, QListSteps, lists
 from . import backward, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
@@ -152,6 +153,8 @@ class AttnBwdMma(BackwardKernel):
             return f"dq_vector is {config.dq_vector}; it must be 1, or 4 from compute capability 9.0 on"
         if config.store == "unordered" and op.forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        if reason := backward.wrong_direction(op.forward, config.direction):
+            return reason
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
 
     def candidates(self, op: Backward, device: Device) -> list[Config]:
@@ -183,7 +186,8 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=weight.Identity(), Store=STORES[config.store][0],
+        op, Score=backward.exact_score(op), Weight=weight.Identity(), Turn=backward.turn(op),
+        Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(), Store=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
     )  # fmt: skip
     fields = (*backward.READS, *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)

@@ -14,6 +14,7 @@ from ..render import wgmma
 from ..variant import weight
 from ..variant.scheduler import DIRECTIONS
 from ..variant.store import DQ
+from ..variant.walk import IntervalKeys, ListKeys, QIntervalWalk, QListWalk, lists
 from . import backward, tiling
 from .backward import BackwardKernel, FirstPass
 
@@ -36,7 +37,10 @@ class Config:
 
 
 def config_of(op: Forward) -> Config:
-    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare."""
+    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare. One that asks a mask
+    for its tiles can spare less."""
+    if lists(op.mask):
+        return Config(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
     return Config(q_producer_registers=24, q_consumer_registers=240) if op.head_dim > 248 else Config()
 
 
@@ -82,6 +86,8 @@ class AttnBwdPair(BackwardKernel):
             return f"registers are {pairs}; a block has 504 for three threads"
         if config.direction not in ("", *DIRECTIONS):
             return f"direction is {config.direction!r}; it must be one of {[*DIRECTIONS]}"
+        if reason := backward.wrong_direction(op.forward, config.direction):
+            return reason
         if smem_bytes(config, op.forward) > device.smem_bytes:
             return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
         return None
@@ -126,7 +132,8 @@ def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants = _constants(op, config, *registers, tile_q=config.tile_q, tile_kv=KEYS)
     fields = (*backward.loads(config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
     plan = backward.kv_scheduler(op, config.direction)
-    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan)
+    walk = QListWalk() if lists(op.mask) else QIntervalWalk()
+    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan, Walk=walk)
     products = _products(op, config.tile_q, DvMma=op.head_dim_v, DkMma=op.head_dim)
     return backward.rendered("attn_bwd_dkdv.cu", constants, fields, products, every, arch)
 
@@ -136,7 +143,8 @@ def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants = _constants(op, config, *registers, tile_q=config.q_block, tile_kv=config.tile_kv)
     fields = (*backward.loads(config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)
     plan = tiling.lpt_scheduler(op, persistent=True)
-    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan)
+    walk = ListKeys() if lists(op.mask) else IntervalKeys()
+    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan, Walk=walk)
     products = _products(op, config.tile_kv, DqMma=op.head_dim)
     return backward.rendered("attn_bwd_dq.cu", constants, fields, products, every, arch)
 

@@ -12,6 +12,7 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Fields, Program
 from ..variant import Option, weight
+from ..variant.walk import QIntervalWalk, QListCursor, lists
 from . import backward, tiling
 from .backward import BackwardKernel, FirstPass
 
@@ -89,17 +90,21 @@ class AttnBwdSimt(BackwardKernel):
 
 def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     plan = backward.kv_scheduler(op, persistent=False)
-    return _rendered("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], plan, arch)
+    walk = QListCursor() if lists(op.mask) else QIntervalWalk()
+    return _rendered("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
 
 
 def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
-    return _rendered("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], tiling.lpt_scheduler(op, persistent=False), arch)
+    own = {"Scheduler": tiling.lpt_scheduler(op, persistent=False), "Walk": tiling.cursor(op, up=True)}
+    return _rendered("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], own, arch)
 
 
-def _rendered(file: str, op: Forward, config: Config, outputs: Fields, plan: Option, arch: str) -> tuple[Source, Fields]:
+def _rendered(
+    file: str, op: Forward, config: Config, outputs: Fields, own: dict[str, Option], arch: str
+) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     constants["scale_sign"] = -1 if op.scale < 0 else 1
-    every = backward.options(op, Score=op.spec.placed_score, Weight=weight.Identity(), Scheduler=plan)  # type: ignore[arg-type]
+    every = backward.options(op, Score=op.spec.placed_score, Weight=weight.Identity(), **own)  # type: ignore[arg-type]
     fields = (*backward.READS, *outputs, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered(file, constants, fields, [], every, arch)
 

@@ -16,7 +16,7 @@ from ..render import config_header, source
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
-from ..variant.walk import IntervalCursor, ListCursor, lists
+from ..variant.walk import lists
 from . import combine, tiling
 from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
@@ -201,9 +201,8 @@ class AttnFwdMma(OneLaunch):
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         plan = tiling.lpt_scheduler(op, persistent=False)
-        walk = ListCursor() if lists(op.mask) else IntervalCursor()
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
-        own["Walk"] = walk
+        own["Walk"] = tiling.cursor(op)
         if config.pack_gqa:
             mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
             own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}

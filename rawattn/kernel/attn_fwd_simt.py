@@ -11,7 +11,6 @@ from ..operation import Forward
 from ..program import Field, Fields, View
 from ..render import config_header, source
 from ..variant import Option, element, softmax, store
-from ..variant.walk import IntervalCursor, ListCursor, lists
 from . import tiling
 from .base import OneLaunch
 from .tiling import most_tiles
@@ -120,8 +119,7 @@ class AttnFwdSimt(OneLaunch):
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         scheduler = tiling.lpt_scheduler(op, persistent=False)
-        walk = ListCursor() if lists(op.mask) else IntervalCursor()
-        return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out, Walk=walk)
+        return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out, Walk=tiling.cursor(op))
 
     def fields(self, op: Forward, config: Config) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))

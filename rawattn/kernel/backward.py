@@ -21,8 +21,8 @@ from ..variant.dlse import GivenDlse, ZeroDlse
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
 from ..variant.store import DQ, DQ_SUM
-from ..variant.walk import lists
-from . import tiling
+from ..variant.walk import IntervalSum, IntervalTurn, ListSum, ListTurn, lists
+from . import pyramid, tiling
 from .base import Kernel
 
 OUTPUTS: Fields = (*(Field(name, "StridedOutput", View(name)) for name in ("dk", "dv")), DQ)
@@ -44,8 +44,6 @@ def reasons(op: Backward, q_block: int, tile_kv: int, places: int = 1) -> list[s
         found.append(f"it needs the derivative of the score, slope(...), and {type(forward.score).__name__} has none")
     if forward.constant_time:
         found.append("its time is not shown to be independent of the data; constant_time is for the forward")
-    if lists(forward.mask):
-        found.append("it takes masks that keep one run of keys for each query, and its mask is a function")
     most = tiling.MOST_TILES // places
     for count, size in ((q_blocks(forward, q_block) * forward.heads, q_block), (kv_tiles(forward, tile_kv), tile_kv)):
         if count > most:
@@ -85,8 +83,21 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
 
 def kv_scheduler(op: Forward, direction: str = "", persistent: bool = True) -> Option:
     """The schedule of key tiles: in turns up and down where the mask makes some of them longer."""
-    direction = direction or ("Ascending" if isinstance(op.mask, Full) else "Alternating")
+    others = "LongestFirst" if lists(op.mask) else "Alternating"  # lists are made for one direction
+    direction = direction or ("Ascending" if isinstance(op.mask, Full) else others)
     return (scheduler.KvVarlenScheduler if op.varlen else scheduler.KvScheduler)(direction, persistent)
+
+
+def turn(op: Forward) -> Option:
+    """The order in which key tiles add to a tile of dq."""
+    return ListTurn() if lists(op.mask) else IntervalTurn()
+
+
+def wrong_direction(op: Forward, direction: str) -> str | None:
+    """The reason why key tiles cannot be taken in this direction; None where they can."""
+    if direction == "Alternating" and lists(op.mask):
+        return f"direction is {direction!r}; where key tiles are lists, they add to dq from the first one on"
+    return None
 
 
 def launch_option(arch: str) -> Option:
@@ -196,7 +207,8 @@ class BackwardKernel(Kernel[Backward]):
             found.insert(0, self.launch(op, None, device, "attn_bwd_padding", shared, grid, _padding))
         if forward.sinks:
             found.append(self.launch(op, size, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
-        return Program(tuple(each for each in found if each.grid), (*statistics(forward, size), *scratch))
+        program = Program(tuple(each for each in found if each.grid), (*statistics(forward, size), *scratch))
+        return pyramid.before(program, forward.mask, device)
 
 
 def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
@@ -208,8 +220,8 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
         "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **dict(first.of_dq),
     }  # fmt: skip
     every = options(
-        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Clear=first.clears, Scheduler=tiling.lpt_scheduler(op, False),
-        Launch=launch_option(arch),
+        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Walk=tiling.cursor(op), Clear=first.clears,
+        Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch),
     )  # fmt: skip
     reads = (Field("o", "StridedTensor", View("o")), Field("d_o", "StridedTensor", View("do")), LSE)
     writes = tuple(field._replace(ctype="Number*") for field in STATISTICS)
@@ -225,7 +237,8 @@ def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
         "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
-    every = options(op, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch))
+    there = ListSum() if lists(op.mask) else IntervalSum()
+    every = options(op, Sum=there, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch))
     fields = (DQ, DQ_SUM._replace(ctype="const float*"), *counts)
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 

@@ -14,7 +14,7 @@ from ..operation import Forward
 from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
-from ..variant.walk import lists
+from ..variant.walk import IntervalCursor, ListCursor, lists
 
 RESERVED_SMEM = 1024  # bytes that the system takes for each block
 MOST_TILES = (1 << 31) - (1 << 16)  # a tile's number and the grid's size fit an int32 together
@@ -125,6 +125,11 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
     if op.sinks:
         found["Softmax"] = softmax.WithSink(found["Softmax"])
     return constant_time(found) if op.constant_time else found
+
+
+def cursor(op: Forward, up: bool = False) -> Option:
+    """How warps that go along the key tiles of their queries by themselves find them."""
+    return ListCursor(up) if lists(op.mask) else IntervalCursor(up)
 
 
 def lpt_scheduler(op: Forward, persistent: bool) -> Option:

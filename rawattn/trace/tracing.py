@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ProblemError, RawattnError
+from . import binding
 from .arithmetic import as_type
 from .canonical import Code, canonical, renumbered, slots_of
-from .capture import NOTES, Capture, Note, Owner, Slot, code_of, follower
+from .capture import Capture, Note, Owner, Slot, code_of
 from .conditions import where
 from .evaluation import evaluate
 from .expressions import Expr, S, tracer, var, wrap
@@ -65,29 +66,19 @@ class Traced:
     def bind(self, function: Any) -> tuple[tuple[Any, ...], tuple[int | float, ...]] | None:
         """The arrays and numbers that a function captured, where it is the traced one up to their values; else None."""
         try:
-            for find, holds, known in self._tests:
-                if not holds(find(function), known, function):
-                    return None
-            values = []
-            for find, accepts in self._finds:
-                value = find(function)
-                if not accepts(value):
-                    return None
-                values.append(value)
+            found = self._find(function)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             return None
+        if found is None:
+            return None
         for x, known in self.specialised:
-            if _value_of(x, values) != known:
+            if _value_of(x, found[2]) != known:
                 return None
-        return tuple([values[i] for i in self.arrays]), tuple([_number(values[i]) for i in self.numbers])
+        return found[:2]
 
     @functools.cached_property
-    def _tests(self) -> list[tuple[Any, Any, Any]]:
-        return [(follower(path), NOTES[what], value) for path, what, value in self.notes]
-
-    @functools.cached_property
-    def _finds(self) -> list[tuple[Any, Any]]:
-        return [(follower(slot.path), slot.accepts) for slot in self.slots]
+    def _find(self) -> Callable[[Any], Any]:
+        return binding.written(self.notes, self.slots, self.arrays, self.numbers)
 
     def option(self, forms: Sequence[tuple[str, tuple[int, ...]]], numbers: Sequence[Any], limits: Sequence[int]) -> Any:
         """The option of these captured arrays, (dtype, shape) each, and numbers, in a problem of these ``Limits``: a built-in one
@@ -102,16 +93,25 @@ class Traced:
 
     @functools.cached_property
     def text(self) -> str:
-        """Its code and labels as JSON."""
-        return json.dumps([self.code, *self.labels])
+        """The same as text, which graphs of torch.compile hold."""
+        return json.dumps(self.to_json())
 
     @classmethod
     def from_text(cls, text: str) -> Traced:
-        """The inverse of ``text``. What comes back binds no function."""
-        code, *labels = json.loads(text)
+        """The inverse of ``text``."""
+        return cls.from_json(json.loads(text))
+
+    def to_json(self) -> list[str]:
+        """Its code, and the names of captured arrays, as JSON can hold them."""
+        return [str(self.code), *self.labels]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[str]) -> Traced:
+        """The inverse of ``to_json``. What comes back binds no function."""
+        code, *labels = fields
         found = Code(code)
         if len(labels) != len(found.arrays):
-            raise ProblemError(f"text is {text[:80]!r}; it must have the names of {len(found.arrays)} arrays.")
+            raise ProblemError(f"a traced function is {[*fields]!r}; it must have the names of {len(found.arrays)} arrays.")
         return cls(found, tuple(labels))
 
     def __eq__(self, other: object) -> bool:

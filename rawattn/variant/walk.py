@@ -1,16 +1,25 @@
-"""How a kernel visits the key tiles of some queries, or the query tiles of some keys."""
+"""How a kernel visits the key tiles of some queries, or the query tiles of some keys.
+
+They lie side by side, and the mask says where they begin and end; or they are lists with holes, which warps find by asking the
+mask for a class of each tile."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import ClassVar
 
+from ..program import Field, Fields, Scratch
 from . import Option
+
+
+def lists(mask: object) -> bool:
+    """Says whether the tiles that a mask visits may have holes between them."""
+    return bool(getattr(mask, "lists", False))
 
 
 @dataclasses.dataclass(frozen=True)
 class IntervalWalk(Option):
-    """They lie side by side, and the mask says where they begin and end."""
+    """Key tiles of attn_fwd, side by side."""
 
     type: ClassVar[str] = "IntervalWalk"
     source: ClassVar[str] = "variant/walk/interval.cuh"
@@ -18,7 +27,7 @@ class IntervalWalk(Option):
 
 @dataclasses.dataclass(frozen=True)
 class ListWalk(Option):
-    """There may be holes between them: the mask classifies a tile, and 32 tiles together, on the device."""
+    """Key tiles of attn_fwd, a list."""
 
     type: ClassVar[str] = "ListWalk"
     source: ClassVar[str] = "variant/walk/list.cuh"
@@ -26,20 +35,122 @@ class ListWalk(Option):
 
 @dataclasses.dataclass(frozen=True)
 class IntervalCursor(Option):
-    """The same as ``IntervalWalk`` for warps that go along key tiles by themselves."""
+    """Key tiles side by side, for warps that go along them by themselves: ``up``, or the last one first."""
 
-    type: ClassVar[str] = "IntervalCursor"
+    up: bool = False
     source: ClassVar[str] = "variant/walk/interval_cursor.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"IntervalCursor<{str(self.up).lower()}>"
 
 
 @dataclasses.dataclass(frozen=True)
-class ListCursor(Option):
-    """The same as ``ListWalk`` for such warps."""
+class ListCursor(IntervalCursor):
+    """A list of key tiles, for such warps."""
 
-    type: ClassVar[str] = "ListCursor"
     source: ClassVar[str] = "variant/walk/list_cursor.cuh"
 
+    @property
+    def cuda_type(self) -> str:
+        return f"ListCursor<{str(self.up).lower()}>"
 
-def lists(mask: object) -> bool:
-    """Says whether the tiles that a mask visits may have holes between them."""
-    return bool(getattr(mask, "lists", False))
+
+@dataclasses.dataclass(frozen=True)
+class IntervalKeys(Option):
+    """Key tiles of attn_bwd_dq, side by side."""
+
+    type: ClassVar[str] = "IntervalKeys"
+    source: ClassVar[str] = "variant/walk/keys_interval.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ListKeys(Option):
+    """Key tiles of attn_bwd_dq, a list."""
+
+    type: ClassVar[str] = "ListKeys"
+    source: ClassVar[str] = "variant/walk/keys_list.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class QIntervalWalk(Option):
+    """Query tiles of a key tile, side by side."""
+
+    type: ClassVar[str] = "QIntervalWalk"
+    source: ClassVar[str] = "variant/walk/q_interval.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class QListWalk(Option):
+    """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add
+    to dq."""
+
+    ordered: bool = False
+    source: ClassVar[str] = "variant/walk/q_list.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"QListWalk<{str(self.ordered).lower()}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class QListCursor(Option):
+    """The same list, for warps that go along it by themselves."""
+
+    type: ClassVar[str] = "QListCursor"
+    source: ClassVar[str] = "variant/walk/q_list_cursor.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class QIntervalSteps(Option):
+    """Query tiles of a key tile, side by side, which one thread finds for its block."""
+
+    type: ClassVar[str] = "QIntervalSteps"
+    source: ClassVar[str] = "variant/walk/q_interval_steps.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class QListSteps(QListWalk):
+    """Query tiles of a key tile, a list, which one warp finds for its block."""
+
+    source: ClassVar[str] = "variant/walk/q_list_steps.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"QListSteps<{str(self.ordered).lower()}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervalTurn(Option):
+    """Key tiles that add to a tile of dq are counted."""
+
+    type: ClassVar[str] = "IntervalTurn"
+    source: ClassVar[str] = "variant/walk/turn_interval.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ListTurn(Option):
+    """Each key tile that adds to a tile of dq says which one is the next."""
+
+    type: ClassVar[str] = "ListTurn"
+    source: ClassVar[str] = "variant/walk/turn_list.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervalSum(Option):
+    """The mask says whether a tile of dq has a sum."""
+
+    type: ClassVar[str] = "IntervalSum"
+    source: ClassVar[str] = "variant/walk/sum_interval.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ListSum(Option):
+    """The rows of a tile of dq say whether it has a sum."""
+
+    type: ClassVar[str] = "ListSum"
+    source: ClassVar[str] = "variant/walk/sum_list.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("lse_log2", "const Number*", Scratch("lse_log2")),)

@@ -122,25 +122,29 @@ CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
 
 
-def formula(q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward) -> tuple[Array, ...]:
-    """o, lse, dq, dk, dv, dsinks of one batch in float64, by torch."""
+def formula(
+    q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward, kept: Array | None = None
+) -> tuple[Array, ...]:
+    """o, lse, dq, dk, dv, dsinks of one batch in float64, by torch. ``kept``: the pairs of each head, else the mask's."""
     q, k, v, do, dlse, sinks = (torch.tensor(x.astype(np.float64)) for x in (q, k, v, do, dlse, sinks))
     q, k, v, sinks = (x.requires_grad_() for x in (*(x.transpose(-2, -3) for x in (q, k, v)), sinks))
     group = q.shape[0] // k.shape[0]
     s = q @ k.repeat_interleave(group, 0).transpose(-1, -2) * op.scale
     if isinstance(op.score, Softcap):
         s = torch.tanh(s / op.score.cap) * op.score.cap
-    begin, end = op.spec.placed_mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
-    keys = np.arange(k.shape[1])
-    keep = torch.from_numpy((keys >= begin[:, None]) & (keys < end[:, None]))
+    if kept is None:
+        begin, end = op.spec.placed_mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
+        keys = np.arange(k.shape[1])
+        kept = (keys >= begin[:, None]) & (keys < end[:, None])
+    keep = torch.from_numpy(kept)
     e = torch.where(keep, s, -torch.inf).exp()  # logits are small
     total = e.sum(-1, keepdim=True) + sinks[:, None, None].exp()
-    kept = total > 0
-    o = e / torch.where(kept, total, 1.0) @ v.repeat_interleave(group, 0)
-    lse = torch.where(kept, torch.where(kept, total, 1.0).log(), 0.0)[..., 0]
+    any_key = total > 0
+    o = e / torch.where(any_key, total, 1.0) @ v.repeat_interleave(group, 0)
+    lse = torch.where(any_key, torch.where(any_key, total, 1.0).log(), 0.0)[..., 0]
     loss = (o * do.transpose(-2, -3)).sum() + (lse * dlse).sum()
     grads = torch.autograd.grad(loss, (q, k, v, sinks))
-    lse = torch.where(kept[..., 0], lse, -torch.inf)
+    lse = torch.where(any_key[..., 0], lse, -torch.inf)
     gradients = (*(g.transpose(-2, -3).numpy() for g in grads[:3]), grads[3].numpy())
     return o.transpose(-2, -3).detach().numpy(), lse.detach().numpy(), *gradients
 
@@ -205,10 +209,14 @@ class Call:
         for name in ("lse", "dlse"):
             x = self.arrays[name]
             parts.append([y.swapaxes(0, 1) for y in split(x.swapaxes(0, 1), self.q_lens, True)] if case.varlen else list(x))
-        for q, k, v, do, o, lse, dlse in zip(*parts, strict=True):
-            o[...], lse[...], *grads = formula(q, k, v, do, dlse, self.arrays["sinks"], self.op.forward)
+        for sequence, (q, k, v, do, o, lse, dlse) in enumerate(zip(*parts, strict=True)):
+            o[...], lse[...], *grads = formula(q, k, v, do, dlse, self.arrays["sinks"], self.op.forward, self.kept(sequence))
             found.append(tuple(grads))
         return found
+
+    def kept(self, sequence: int) -> Array | None:
+        """The pairs that each head keeps, where the mask's interval does not say it."""
+        return None
 
     def program(self) -> Program:
         case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 else ATTN_BWD
@@ -239,9 +247,12 @@ class Call:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
-    case = CASES[name]
-    call = Call(case)
-    wanted = call.wanted()
+    check(Call(CASES[name]), tmp_path)
+
+
+def check(call: Call, tmp_path: pathlib.Path) -> None:
+    """Compares a call's results with the truth."""
+    case, wanted = call.case, call.wanted()
     call.run(tmp_path)
     assert not call.arrays["counter"].any(), "the counter is not ready for the next launch"
     # bf16: p and ds are rounded before the products, as the results are. fp64: sums of some hundred terms.

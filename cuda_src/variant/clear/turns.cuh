@@ -1,10 +1,12 @@
 #pragma once
-// The turns of a tile of dq, which its contributors count (variant/store/dq_ordered.cuh).
+// Whose turn it is to add to a tile of dq (variant/store/dq_ordered.cuh): the first one's.
 #include "variant/work_tile.cuh"
 
 struct ClearTurns {
     // `place`: of the tile in scratch.
-    __device__ static void clear(const Args& args, const Rows&, const Mask&, const WorkTile&, i32 place) {
-        if (threadIdx.x < cfg::dq_chains) args.turns[place * cfg::dq_chains + threadIdx.x] = 0;
+    __device__ static void clear(const Args& args, const Rows& rows, const Mask& mask, const WorkTile& work, i32 place) {
+        if (threadIdx.x >= 32) return;
+        const i32 first = Turn::first(mask, rows, work);
+        if (threadIdx.x < cfg::dq_chains) args.turns[place * cfg::dq_chains + threadIdx.x] = first;
     }
 };

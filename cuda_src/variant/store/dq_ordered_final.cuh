@@ -4,18 +4,19 @@
 #include "variant/store/dq_ordered.cuh"
 
 struct DqOrderedFinal {
-    __device__ static bool finishes(Turn turn) { return turn.number == turn.last; }
+    __device__ static bool finishes(Turn turn) { return turn.is_last(); }
 
     __device__ static void add(const Args& args, i32 place, Turn turn, const DqSlot& slot) {
-        DqOrdered::wait_for_turn(args, place, turn);
+        DqOrdered::wait_for_turn(args, place, turn, slot);
         if (finishes(turn)) return bring_sum(args, place, turn, slot);
         slot.sum.arrive();  // its phases are counted by uses of the slot
         DqOrdered::add_part(args, place, turn, slot);
     }
     // Into the slot, which is free: this thread has read what was in it.
     __device__ static void bring_sum(const Args& args, i32 place, Turn turn, const DqSlot& slot) {
-        slot.sum.arrive_expect(turn.number == 0 ? 0 : dq_floats * 4);
-        if (turn.number > 0) ptx::bulk_load(slot.data, args.dq_sum + i64(place) * dq_floats, dq_floats * 4, slot.sum);
+        const bool is_first = turn.is_first(slot.seen);
+        slot.sum.arrive_expect(is_first ? 0 : dq_floats * 4);
+        if (!is_first) ptx::bulk_load(slot.data, args.dq_sum + i64(place) * dq_floats, dq_floats * 4, slot.sum);
         slot.full.wait(slot.parity);
         slot.empty.arrive();
     }

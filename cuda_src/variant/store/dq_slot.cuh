@@ -8,10 +8,6 @@ constexpr int dq_floats = cfg::tile_q * cfg::dq_columns * cfg::dq_parts / cfg::d
 struct DqSlot {
     float4* data;
     ptx::Mbarrier &full, &empty, &sum;
+    Turn::Seen& seen;
     u32 parity;  // of this use
-};
-
-// Whose turn it is to add to a tile: contributors 0 to `last`, in the order of their key tiles.
-struct Turn {
-    i32 number, last;
 };

@@ -1,16 +1,7 @@
 #pragma once
 // The key tiles of a block lie side by side, and so do those of each warpgroup: everybody computes from the mask which they are.
-#include "tile/range.cuh"
-#include "variant/interfaces.cuh"
 #include "variant/producer.cuh"
-
-template struct KvTilesOption<Mask>;
-
-// The key tiles of query rows [q_begin, q_begin + count) of a sequence.
-__device__ inline TileRange tiles_of(const Mask& mask, const Rows& rows, i32 q_begin, i32 count) {
-    if (q_begin >= rows.q_len) return {0, 0, 0, 0};
-    return mask.kv_tiles(q_begin, min(q_begin + count, rows.q_len));
-}
+#include "variant/walk/key_interval.cuh"
 
 struct IntervalWalk {
     struct Board {};  // the producer need not tell anybody

@@ -1,7 +1,7 @@
 #pragma once
 // The key tiles of a block are a list with holes: the first warp finds them as it loads them, and tells the others with each tile's K.
 // The entry of a tile has the classes of the tile after it, so that a warpgroup knows what to do with a tile before it waits for it.
-#include "tile/ring.cuh"
+#include "variant/walk/publish.cuh"
 #include "variant/walk/scan.cuh"
 
 struct ListWalk {
@@ -21,37 +21,19 @@ struct ListWalk {
     // The first warp: all of it finds tiles, and one lane loads them.
     template <class Producer>
     __device__ static void produce(Producer& producer) {
-        Scheduler scheduler(producer.args);
-        Ring<2> ring;
-        WorkTile work;
-        do {
-            work = scheduler.next();
-            if (work.is_last()) publish(producer.smem, ring, work, 0);
-            else load(producer, ring, work);
-        } while (!work.is_last());
-        scheduler.finish();
-    }
-    template <class Smem>
-    __device__ static void publish(Smem& smem, Ring<2>& ring, const WorkTile& work, u32 first) {
-        smem.work_empty[ring.stage].wait(ring.parity ^ 1);
-        if (threadIdx.x == 0) {
-            smem.work[ring.stage] = work, smem.board.first[ring.stage] = first;
-            smem.work_full[ring.stage].arrive();
-        }
-        __syncwarp();
-        ring.advance();
+        publish_works(producer, [&](Ring<2>& ring, const WorkTile& work) { load(producer, ring, work); });
     }
     template <class Producer>
     __device__ static void load(Producer& producer, Ring<2>& ring, const WorkTile& work) {
         const Rows rows(producer.args, work.batch);
         const Mask mask(producer.args, rows, work);
         const Kv source(producer.args, rows, work);
-        Scan scan({mask, rows, work.head, work.q_begin, cfg::tile_q});
+        Scan<KeyTiles> scan({mask, rows, work.head, work.q_begin, cfg::tile_q});
         const auto classes_of = [&](i32 tile) {
             u32 found = 0;
 #pragma unroll 1
             for (i32 i = 0; i < cfg::consumers; ++i)
-                found |= u32(QueryRows{mask, rows, work.head, work.q_begin + 64 * i, 64}.classify(tile)) << 2 * i;
+                found |= u32(KeyTiles(mask, rows, work.head, work.q_begin + 64 * i, 64).classify(tile)) << 2 * i;
             return found;
         };
         Visit at = scan.next(classes_of);

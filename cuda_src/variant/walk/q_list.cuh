@@ -1,0 +1,114 @@
+#pragma once
+// How a block of the backward goes over the queries of a key tile, in Hopper kernels that keep keys stationary: those that keep any of
+// its keys are a list with holes. The first warp finds them, up to 32 at a time, and leaves them for the others in one of two lists.
+//
+//   barrier          arrives                    waits              protects
+//   board.full[i]    lane 0 of the producer     all other roles    board.lists[i] until read
+//   board.empty[i]   one lane of each reader    producer           the same until written again
+#include "tile/ring.cuh"
+#include "variant/interfaces_bwd.cuh"
+#include "variant/walk/turn_list.cuh"
+
+// A query tile of one head. No such head: -1 is behind the last step of a work; -2 says that the other list goes on.
+struct alignas(16) ListStep {
+    i32 head, tile, full;
+    i32 after;  // the next key tile that adds to this tile of dq
+};
+
+// The steps of a work, as a warp reads them, or one lane `alone`. Where they are `ordered`, the first warp finds out who adds next.
+template <bool ordered, bool alone = false>
+struct QListWalk {
+    using OfLane = QListWalk<ordered, true>;
+    struct Board {
+        ListStep lists[2][33];
+        ptx::Mbarrier full[2], empty[2];
+
+        __device__ void init(u32 readers) {
+            for (int i = 0; i < 2; ++i) full[i].init(1), empty[i].init(readers);
+        }
+    };
+    using Place = Ring<2>;  // of the list that comes next
+    const KvWorkTile& work;
+    typename QListWalk<ordered, false>::Board& board;
+    Place& place;
+    u32 next = 0;  // in the list
+    i32 head, tile, full, after;
+
+    __device__ QListWalk(const Args&, const Rows&, const KvWorkTile& work, typename QListWalk<ordered, false>::Board& board, Place& place)
+        : work(work), board(board), place(place) {
+        board.full[place.stage].wait(place.parity);
+        advance();
+    }
+    __device__ bool more() const { return head >= 0; }
+    __device__ bool is_full() const { return full == 2; }
+    __device__ WorkTile work_tile() const { return {work.batch, head, tile * cfg::tile_q, 0}; }
+    __device__ ListTurn turn(const Mask&) const { return {work.kv_tile, after}; }
+    __device__ void advance() {
+        read();
+        if (head >= 0) return;
+        leave();
+        if (head == -1) return;
+        board.full[place.stage].wait(place.parity);
+        next = 0;
+        read();
+        if (head == -1) leave();
+    }
+    __device__ void read() {
+        const ListStep& step = board.lists[place.stage][next++];
+        head = uniform(step.head), tile = uniform(step.tile), full = uniform(step.full), after = uniform(step.after);
+    }
+    __device__ static i32 uniform(i32 x) { return alone ? x : i32(ptx::uniform(x)); }
+    // The list has been read.
+    __device__ void leave() {
+        if (!alone) __syncwarp();
+        if (alone || threadIdx.x % 32 == 0) board.empty[place.stage].arrive();
+        place.advance();
+    }
+
+    // The first warp: all of it finds steps, and one lane loads them.
+    template <class Producer>
+    __device__ static void load(Producer& producer, const KvWorkTile& work) {
+        const Args& args = producer.args;
+        const Rows rows(args, work.batch);
+        const i32 first = work.kv_head * args.heads_per_kv;
+        bool any = false;
+        for (i32 head = first; head < first + args.heads_per_kv; ++head) {
+            const Mask mask(args, rows, {work.batch, head, 0, 0});
+            Scan<QueryTiles> scan({mask, rows, head, work.kv_tile});
+            while (scan.next_group([&](i32 tile) { return u32(scan.line.classify(tile)); })) {
+                const ListStep* const list = publish(producer, scan, work.kv_tile);
+                if (threadIdx.x == 0) {
+                    if (!any) producer.load_kv(rows, work);
+                    for (i32 i = 0; list[i].head >= 0; ++i) producer.load_step(rows, list[i].head, list[i].tile);
+                }
+                __syncwarp();
+                any = true;
+            }
+        }
+        Board& board = producer.smem.board;
+        Place& place = producer.place;
+        board.empty[place.stage].wait(place.parity ^ 1);
+        if (threadIdx.x == 0) {
+            board.lists[place.stage][0].head = -1;
+            board.full[place.stage].arrive();
+        }
+        __syncwarp();
+        place.advance();
+    }
+    // A list of the tiles of a group.
+    template <class Producer>
+    __device__ static const ListStep* publish(Producer& producer, const Scan<QueryTiles>& scan, i32 kv_tile) {
+        Board& board = producer.smem.board;
+        Place& place = producer.place;
+        const i32 lane = threadIdx.x % 32, tile = scan.tile(lane);
+        ListStep* const list = board.lists[place.stage];
+        const i32 after = ordered && scan.mine != 0 ? ListTurn::find_next(scan.line, tile, kv_tile) : -1;
+        board.empty[place.stage].wait(place.parity ^ 1);
+        if (scan.mine != 0) list[__popc(scan.tiles & ((1u << lane) - 1))] = {scan.line.head, tile, i32(scan.mine), after};
+        if (lane == 0) list[__popc(scan.tiles)].head = -2;
+        __syncwarp();
+        if (lane == 0) board.full[place.stage].arrive();
+        place.advance();
+        return list;
+    }
+};

@@ -1,0 +1,24 @@
+#pragma once
+// In which order key tiles add to a tile of dq where those that do are a list with holes: ascending. Nobody counts them. The counter
+// of the tile says which key tile's turn has come; that of the first one as its complement, so that it knows that there is no sum yet.
+#include "variant/walk/scan.cuh"
+
+struct ListTurn {
+    struct Seen { i32 count; };  // what the counter said then
+    i32 tile, after;             // a key tile, and the next one that adds; -1: it is the last
+
+    // By a whole warp: what the counter begins with.
+    __device__ static i32 first(const Mask& mask, const Rows& rows, const WorkTile& work) {
+        Scan<KeyTiles, true> scan({mask, rows, work.head, work.q_begin, cfg::tile_q});
+        return ~scan.next([&](i32 tile) { return u32(scan.line.classify(tile)); }).tile;
+    }
+    // By a lane: the next key tile that adds to a tile of dq.
+    __device__ static i32 find_next(const Boxes& boxes, i32 q_tile, i32 kv_tile) {
+        return tile_after(KeyTiles(boxes.mask, boxes.rows, boxes.head, q_tile * cfg::tile_q, cfg::tile_q), kv_tile);
+    }
+    __device__ bool has_come(i32 count) const { return count == tile || count == ~tile; }
+    __device__ void see(Seen& seen, i32 count) const { seen.count = count; }
+    __device__ bool is_first(const Seen& seen) const { return seen.count < 0; }
+    __device__ bool is_last() const { return after < 0; }
+    __device__ i32 next() const { return after; }
+};

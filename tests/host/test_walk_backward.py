@@ -1,0 +1,72 @@
+"""The kernels of the backward over lists of tiles with holes, run thread by thread on the host: hand-written masks against
+autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn.variant.element import FP64
+from tests import lists
+from tests.host import test_backward as plain
+from tests.host.test_backward import FOURS, LONE, ONE_STAGE, PAIRS, Array, Case
+
+
+class Call(plain.Call):
+    """A case's arrays, and its program on them, under a mask of ``make``: documents, a block table or a checkerboard."""
+
+    def __init__(self, case: Case, make: str) -> None:
+        length, (heads, _), rng = max(max(each) for each in case.lengths), case.heads, np.random.default_rng(3)
+        offsets = case.kinds.get("q_offset", 0), case.kinds.get("kv_offset", 0)
+        length += max(offsets)
+        self.held: tuple[Array, ...] = ()
+        mask: Any = lists.Checkerboard(32)
+        if make == "documents":
+            count = len(case.lengths)
+            runs = [np.repeat(rng.integers(0, 4, 2 * length), rng.integers(1, 60, 2 * length))[:length] for _ in range(count)]
+            doc = np.array(runs, np.int32)
+            self.held = doc, lists.pyramid(doc)
+            mask = lists.Documents(doc.ctypes.data, self.held[1].ctypes.data, length)
+        elif make == "block table":
+            blocks = -(-length // 32)
+            table = (rng.random((heads, blocks, blocks)) < 0.3).astype(np.int32)
+            table[:, 1], table[:, :, 2] = 0, 0  # queries without keys, and keys without queries
+            self.held = table, lists.pyramid(table, 2)
+            mask = lists.BlockTable(table.ctypes.data, self.held[1].ctypes.data, blocks, blocks, 32)
+        self.mask = mask
+        super().__init__(dataclasses.replace(case, kinds={**case.kinds, "mask": mask}))
+
+    def kept(self, sequence: int) -> Array | None:
+        q_at, kv_at = self.op.forward.spec.offsets or (0, 0)
+        q, kv = np.arange(self.q_lens[sequence])[:, None] + q_at, np.arange(self.kv_lens[sequence])[None] + kv_at
+        return np.stack([self.mask.keep(self.held, sequence, head, q, kv) for head in range(self.case.heads[0])])
+
+
+LENGTHS = ((200, 410),)
+CASES = {
+    "simt": Case((24, 40), {"element": FP64}, ((70, 150),) * 2, simt=True),
+    "simt, offsets": Case((9, 5), {"element": FP64, "q_offset": 60, "kv_offset": 7}, ((90, 130),), (4, 2), simt=True),
+    "64": Case((64, 64), {}, LENGTHS, grid=3),
+    "128, final, heads of a group": Case((128, 128), {}, ((200, 300),), (2, 1), store="final", chains=2, dlse=True),
+    "64, unordered": Case((64, 64), {}, LENGTHS, (2, 2), store="unordered"),
+    "64, packed": Case((64, 40), {}, ((0, 5), (70, 64), (130, 200), (7, 150)), varlen=True),
+    "256": Case((256, 256), {}, ((150, 200),), (1, 1)),
+    "192, packed": Case((192, 128), {}, ((70, 64), (130, 200)), (2, 1), varlen=True, dlse=True),
+    "mma": Case((64, 64), {}, ((150, 300),), (4, 2), mma=LONE),
+    "mma, one stage": Case((64, 64), {}, ((200, 200),), mma=ONE_STAGE),
+    "mma, pairs": Case((128, 128), {}, ((150, 260),), mma=PAIRS),
+    "mma, fours, unordered": Case((256, 200), {}, ((100, 150),), (1, 1), mma=FOURS, store="unordered"),
+}
+MAKES = ("documents", "block table", "checkerboard")
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str, make: str, tmp_path: pathlib.Path) -> None:
+    if CASES[name].varlen and make == "documents":
+        pytest.skip("this mask has a row of positions for each sequence of a batch")
+    plain.check(Call(CASES[name], make), tmp_path)
