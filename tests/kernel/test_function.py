@@ -1,4 +1,4 @@
-"""Functions as masks and scores on the GPU: kernels against the reference; what they captured is read in place, also in graphs."""
+"""Functions as masks and scores on the GPU: kernels against the reference; what they captured is read in place, in graphs too."""
 
 from __future__ import annotations
 
