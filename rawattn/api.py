@@ -41,7 +41,7 @@ def attention(
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
     dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
-    """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1), as ``rawattn.reference`` specifies it.
+    """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1); ``rawattn.reference`` specifies it.
 
     >>> o = rawattn.attention(q, k, v, causal=True)
 
