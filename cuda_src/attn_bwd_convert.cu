@@ -3,7 +3,7 @@
 // A block converts a tile of cfg::tile_q rows of one head, as many warps as it has 16 rows each of cfg::dq_parts parts of its columns.
 // A tile whose rows keep no key has no sum: its dq is 0.
 
-#include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Mask, Launch, Scheduler, Walk
+#include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Mask, Sum, Launch, Scheduler
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
 #include "variant/interfaces_bwd.cuh"
@@ -25,8 +25,8 @@ static_assert(cfg::dq_vector == 4 || cfg::dq_vector == 1);  // of a lane's numbe
 __device__ void convert(const Args& args, const WorkTile& work) {
     const Rows rows(args, work.batch);
     if (work.q_begin >= rows.q_len) return;
-    const bool has_sum = Walk(Mask(args, rows, work), rows, work, work.q_begin, cfg::tile_q).more();
     const i32 place = place_of(args, rows, work.head, work.q_begin / cfg::tile_q);
+    const bool has_sum = Sum::is_there(args, rows, Mask(args, rows, work), work, place);
     const u32 part = threadIdx.x / lanes, lane = threadIdx.x % lanes;
     using Sums = Vector<float, cfg::dq_vector>;
     const Sums* sum = reinterpret_cast<const Sums*>(args.dq_sum + (i64(place) * cfg::dq_parts + part) * (accumulators * lanes)) + lane;

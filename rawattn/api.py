@@ -24,6 +24,8 @@ from .variant.mask import Mask
 from .variant.score import Score
 from .variant.walk import lists
 
+MaskLike = Mask | Callable[..., Any]
+ScoreLike = Score | Callable[..., Any]
 KEPT_PLANS, KEPT_CALLS = 4096, 1024
 _plans: dict[Any, Plan] = {}
 _families: dict[Any, Plan] = {}
@@ -34,12 +36,12 @@ _torch_op: Any = None  # the module torch_op, from the first call on where torch
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
-    kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0, seed: Any = None, kernel: str | None = None,
-    config: Any = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
+    sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
+    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
-    """softmax(mask(score(q k^T))) v, for each batch and head.
+    """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1); ``rawattn.reference`` specifies it.
 
     >>> o = rawattn.attention(q, k, v, causal=True)
 
@@ -47,21 +49,23 @@ def attention(
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
         k, v: (batch, kv_len, kv_heads, head_dim), v with head_dim_v; query head h reads head h // (heads / kv_heads) of them.
-        causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn (torch's
-            alignment: ``mask=rawattn.mask.Causal(align="top_left")``).
+        causal: keep keys up to the query's own position, the last query at the last key (at the first: ``Causal("top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
         softcap, scale: numbers, no tensors: the cap of the logits, softcap * tanh(logit / softcap), None or 0.0 for none; the
             factor on q.k, 1 / sqrt(head_dim) by default.
-        mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
+        mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above, or Python functions:
+            ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of a scaled dot
+            product. They may read arrays that they captured, of q's library and device: ``docs/functions.md``.
+        alibi: slopes, (heads,) or (batch, heads): slope times the distance of a key from the query's own is taken off its logit.
+        bias: broadcast to (batch, heads, q_len, kv_len), added to the logits; both as arrays that a score captured.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
             key, no query keeps a key behind them, and masks see these lengths. On a GPU there are no gradients with them yet.
         out: receives the result; like o, apart from the inputs. Not where autograd follows, or torch traces, transforms or casts.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
-        constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
-            address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
-            softcap. Not covered: a score of your own, power, which constants such as 0 save, clocks, and the L2 cache.
+        constant_time: take kernels in which no branch and no address depends on the numbers in q, k and v, for bf16, fp16 and
+            fp32 on a GPU. Not covered: a score of your own, power, which constants such as 0 save, clocks, and the L2 cache.
         deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
         q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. All options
             then see positions, and no alignment applies. Where one is given the other is 0.
@@ -76,15 +80,13 @@ def attention(
         ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len). torch's autograd follows them, once.
 
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
-    the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile
-    keeps keys near it (0 x NaN is NaN). Values are summed before they are divided: bf16 ones above 2^96, and fp32 and fp64 ones
-    near the largest number over kv_len, may give inf. The same inputs give the same bits on every run.
+    the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in its tile keeps
+    keys near it. Values are summed before they are divided: bf16 ones above 2^96, other ones near the largest / kv_len give inf.
 
-    Raises ProblemError where an argument is wrong; the message names it and what is needed. Raises UnsupportedError where no
-    kernel computes this on the arrays' device, with every kernel's reason.
-
-    The formula is equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
+    Raises ProblemError for a wrong argument, UnsupportedError where no kernel computes the call, with every kernel's reason.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
@@ -97,10 +99,10 @@ def attention(
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
-    kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0, seed: Any = None, kernel: str | None = None,
-    config: Any = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
+    sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
+    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -120,6 +122,8 @@ def attention_varlen(
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
         ``attention`` gives for it alone.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
@@ -135,10 +139,10 @@ def attention_varlen(
 def attention_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
-    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
-    score: Score | None = None, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, out: Any = None, kernel: str | None = None,
-    config: Any = None,
+    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | None = None, alibi: Any = None, bias: Any = None, constant_time: bool = False, deterministic: bool = True,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, out: Any = None,
+    kernel: str | None = None, config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -153,8 +157,8 @@ def attention_backward(
             float32 (float64 for fp64 inputs).
         dlse: the loss's gradient by lse, where it depends on lse; of lse's shape and dtype, copied where it is not contiguous.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``attention_varlen``, for packed sequences.
-        causal, window, softcap, scale, mask, score, q_offset, kv_offset: the options of the forward. A score of your own needs
-            ``slope`` in Python and ``derivative`` in CUDA, its derivative.
+        causal, window, softcap, scale, mask, score, alibi, bias, q_offset, kv_offset: the options of the forward. A score of your
+            own, written in CUDA, needs ``slope`` in Python and ``derivative`` in CUDA, its derivative.
         dropout, seed: those of the forward; the seed is needed.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
@@ -177,6 +181,8 @@ def attention_backward(
     The formula is that of FlashAttention-2 (arXiv 2307.08691, algorithm 2), with dlse and sinks besides; the specification in
     array operations is ``rawattn.reference.attention_backward``.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
@@ -202,7 +208,7 @@ def plan_backward(
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
-    found, asked = _named(Backward, given, options_of(**options))
+    found, asked = _named(Backward, given, options)
     return _plan(Backward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
@@ -234,7 +240,7 @@ def plan(
     seed, an array, before those that functions captured; here it may be left out.
     """
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
-    found, asked = _named(Forward, given, options_of(**options))
+    found, asked = _named(Forward, given, options)
     return _plan(Forward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
@@ -368,7 +374,7 @@ class Explanation:
 
 def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, return_lse: bool = False, constant_time: bool = False,
     deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a call by name, in one order."""
@@ -435,7 +441,11 @@ def _named(
     operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options."""
-    options, captured = functions.taken(options)
+    options = dict(options)
+    shorthands = options.pop("alibi", None), options.pop("bias", None)
+    if any(x is not None for x in shorthands):
+        options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
+    options, captured = functions.taken(options_of(**options))
     return arrays.named(operation.input_names(len(given)), given) | arrays.named(functions.names(options), captured), options
 
 

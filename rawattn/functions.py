@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +27,8 @@ from .trace.classes import classify
 from .trace.proofs import Limits
 from .variant import Option
 from .variant.mask import Full
-from .variant.score import Scale
+from .variant.ready import Biased, OfBlockMask
+from .variant.score import Scale, number
 
 ROLES = ("mask", "score")
 ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arrays
@@ -64,7 +67,47 @@ class BoundFunction:
         return f"<rawattn.{self.role}.function {traced.code!r}{captured}{f', with {list(numbers)}' if numbers else ''}>"
 
 
+class BiasText:
+    """``softcap``, ``alibi`` and ``bias`` where torch.compile traces the call: their function as text, and the tensors."""
+
+    def __init__(self, text: str, numbers: tuple[float, ...], arrays: tuple[Any, ...]) -> None:
+        self.text, self.numbers, self.arrays = text, numbers, arrays
+
+
 # ---- at the edge of a call
+
+
+def is_compiling() -> bool:
+    """Says whether torch.compile traces the call; torch_op.py puts torch's own function here."""
+    return False
+
+
+def biased(softcap: Any, score: Any, alibi: Any, bias: Any) -> Any:
+    """The score that the shorthands ``alibi`` and ``bias`` mean, beside ``softcap``."""
+    if score is not None:
+        raise ProblemError("alibi or bias was given beside score; add it in the function that is the score.")
+    if softcap is not None:
+        softcap = number("softcap", softcap, "a finite number > 0, or None or 0.0 for no cap") or None
+    if not is_compiling():
+        return Biased(softcap, alibi, bias)
+    given = [x for x in (alibi, bias) if x is not None]
+    forms = [(str(x.dtype).rpartition(".")[2], tuple([1 if n > 1 else 0 for n in x.shape])) for x in given]
+    text, numbers = bias_text(softcap, alibi is not None, bias is not None, tuple(forms))
+    return BiasText(text, numbers, tuple(given))
+
+
+def bias_text(
+    softcap: float | None, has_slopes: bool, has_bias: bool, forms: tuple[tuple[str, tuple[int, ...]], ...]
+) -> tuple[str, tuple[float, ...]]:
+    """The text and the numbers of ``Biased`` for arrays of these dtypes, 1 for each axis along which they are longer than 1."""
+    given = [np.zeros([1 + own for own in axes], ELEMENT_TYPES[dtype]) for dtype, axes in forms]
+    slopes, bias = given[0] if has_slopes else None, given[-1] if has_bias else None
+    traced, _, numbers = trace.bind(Biased(softcap, slopes, bias), "score")
+    return traced.text, tuple(numbers)
+
+
+bias_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
+ELEMENT_TYPES = {dtype: arrays.DTYPES[name] for dtype, (name, _) in ELEMENTS.items()}
 
 
 def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -74,7 +117,9 @@ def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
     if mask is not None and is_function(mask):
         mask, captured = bind(mask, "mask")
         options = {**options, "mask": mask}
-    if score is not None and is_function(score):
+    if type(score) is BiasText:
+        captured += score.arrays
+    elif score is not None and is_function(score):
         score, found = bind(score, "score")
         options = {**options, "score": score}
         captured += found
@@ -85,9 +130,36 @@ def is_function(value: Any) -> bool:
     """Says whether a mask or a score is a function, and not an option."""
     if type(value) is types.FunctionType or type(value) is BoundFunction:
         return True
-    if isinstance(value, (Option, type)) or not callable(value):
+    if isinstance(value, (Option, type)) or not (callable(value) or is_block_mask(value)):
         return False
     return not hasattr(value, "interval") and not hasattr(value, "cuda_type")
+
+
+def is_block_mask(value: Any) -> bool:
+    """Says whether it is a ``torch.nn.attention.flex_attention.BlockMask``."""
+    return type(value).__name__ == "BlockMask" and hasattr(value, "kv_indices")
+
+
+_block_masks: weakref.WeakKeyDictionary[Any, OfBlockMask] = weakref.WeakKeyDictionary()
+
+
+def of_block_mask(mask: Any) -> OfBlockMask:
+    """A BlockMask as a function. Its lists of blocks become a table once, on their device."""
+    found = _block_masks.get(mask)
+    if found is None:
+        torch, classes = sys.modules["torch"], mask.kv_indices.new_zeros(())
+        for value, counts, indices in (
+            (1, mask.kv_num_blocks, mask.kv_indices), (2, mask.full_kv_num_blocks, mask.full_kv_indices),
+        ):  # fmt: skip
+            if counts is None:
+                continue
+            columns = indices.shape[-1]
+            there = torch.arange(columns, device=indices.device) < counts[..., None]
+            rows = indices.new_zeros((*indices.shape[:-1], columns + 1), dtype=torch.uint8)  # a last column for no block
+            rows.scatter_(-1, torch.where(there, indices, columns).long(), value)
+            classes = torch.maximum(classes, rows[..., :columns])
+        found = _block_masks[mask] = OfBlockMask(classes.to(torch.uint8).contiguous(), mask.BLOCK_SIZE, mask.mask_mod)
+    return found
 
 
 KEPT = 1024
@@ -96,7 +168,7 @@ _last: dict[str, dict[int, tuple[Any, Traced]]] = {"mask": {}, "score": {}}  # w
 
 def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
     """A function as an option, and the arrays that it captured."""
-    if type(value) is types.FunctionType:
+    if type(value) is types.FunctionType and not is_compiling():
         code = value.__code__
         last = _last[role].get(id(code))
         found = last and last[1].bind(value)
@@ -111,7 +183,12 @@ def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
         if value.role != role:
             raise ProblemError(f"{role} is {value!r}; make it by rawattn.{role}.function(...).")
         return value.function, value.arrays
-    traced, captured, numbers = trace.bind(value, role)
+    if is_compiling():
+        raise ProblemError(
+            f"{role} is a Python function, and torch.compile traces the call; make rawattn.{role}.function(f) outside of what is "
+            "compiled, and give that."
+        )
+    traced, captured, numbers = trace.bind(of_block_mask(value) if is_block_mask(value) else value, role)
     return function(traced, numbers), captured
 
 

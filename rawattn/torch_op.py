@@ -63,6 +63,7 @@ _ATTENTION, _BACKWARD = torch.ops.rawattn.attention.default, torch.ops.rawattn.a
 
 # ---- which calls go through the operators
 
+functions.is_compiling = torch.compiler.is_compiling
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
@@ -225,6 +226,8 @@ def _options(text: str) -> dict[str, Any]:
 
 def _constant(value: Any) -> Any:
     """Takes an option apart into nested tuples of constants. Dynamo follows this: it guards on the value of every number."""
+    if isinstance(value, functions.BiasText):
+        return (functions.Function, value.text, _constant(value.numbers))
     if isinstance(value, functions.Function):
         return (functions.Function, value.traced.text, _constant(value.numbers))
     if isinstance(value, Option):
@@ -604,7 +607,7 @@ def _pairs(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
     max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
-    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes."""
+    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes; all pairs of a function."""
     varlen = cu_seqlens_q is not None
     if not all(isinstance(n, int) for shape in (q, k, v) for n in shape):  # symbolic: a sum over queries would fix the length
         return q[-2] * (q[-3] * k[-3] if varlen else q[0] * q[1] * k[1])

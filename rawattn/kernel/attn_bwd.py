@@ -58,6 +58,9 @@ def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
     window, to make dq themselves, or for dropout. A producer that loads for windows spills with fewer registers than here."""
     size = widest(op)
+    if lists(op.mask) and size <= 96:  # the producer asks the mask for its tiles; above, only that spills
+        producer, consumer = (88, 208) if size <= 80 else (72, 216)
+        return Config(dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
     tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
     if size <= (56 if tight else 64) and not op.spec.dropout:
         producer, consumer = (56, 152) if size <= 56 else (32, 160)

@@ -21,7 +21,7 @@ from ..variant.dlse import GivenDlse, ZeroDlse
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
 from ..variant.store import DQ, DQ_SUM
-from ..variant.walk import IntervalTurn, ListTurn, lists
+from ..variant.walk import IntervalSum, IntervalTurn, ListSum, ListTurn, lists
 from . import pyramid, tiling
 from .base import Kernel
 
@@ -237,7 +237,8 @@ def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
         "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
-    every = options(op, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch), Walk=tiling.cursor(op))
+    there = ListSum() if lists(op.mask) else IntervalSum()
+    every = options(op, Sum=there, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch))
     fields = (DQ, DQ_SUM._replace(ctype="const float*"), *counts)
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 

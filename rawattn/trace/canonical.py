@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ProblemError
+from .arithmetic import COMMUTATIVE, RANK
 from .capture import ELEMENTS
-from .expressions import COMMUTATIVE, RANK, Expr, children, make, nodes, parts, rebuilt
+from .conditions import parts, rebuilt
+from .expressions import Expr, children, make, nodes
 from .formulas import FORMULAS
 
 INPUTS = ("load", "dim", "param")  # whose first argument is the number of an array, or of a number

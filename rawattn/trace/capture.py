@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ProblemError
-from .expressions import Expr, as_type, const, make, mul, wrap
+from .arithmetic import as_type, mul
+from .expressions import Expr, const, make, wrap
 
 Path = tuple[tuple[str, Any], ...]
 ELEMENTS = {  # dtype -> (rawattn's name of it, the type of an element's value)

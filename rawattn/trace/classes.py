@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from .canonical import Code
-from .expressions import Expr, compare, logical, make, nodes, parts, rebuilt
+from .conditions import compare, logical, parts, rebuilt
+from .expressions import Expr, make, nodes
 from .pyramid import Pyramid, loaded
 from .ranges import Range, bounds, exactly
 

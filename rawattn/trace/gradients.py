@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .expressions import Expr, S, add, const, div, mul, negative, nodes, sub, unary, where
+from .arithmetic import add, div, mul, negative, sub, unary
+from .conditions import where
+from .expressions import Expr, S, const, nodes
 
 _Rule = Callable[..., tuple["Expr | None", ...]]
 

@@ -8,20 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ProblemError
-from .expressions import (
-    FUNCTIONS,
-    Expr,
+from .arithmetic import (
     absolute,
     add,
     as_type,
-    compare,
-    const,
     div,
     floor,
     floor_divide,
     integers,
-    invert,
-    logical,
     maximum,
     minimum,
     mul,
@@ -30,9 +24,9 @@ from .expressions import (
     remainder,
     sub,
     unary,
-    where,
-    wrap,
 )  # fmt: skip
+from .conditions import compare, invert, logical, where
+from .expressions import FUNCTIONS, Expr, const, wrap
 from .formulas import UNARY
 
 

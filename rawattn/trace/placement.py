@@ -10,34 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from .expressions import (
-    FIRST,
-    KV,
-    OFFSET,
-    Expr,
-    S,
-    add,
-    as_type,
-    children,
-    const,
-    div,
-    from_linear,
-    is_const,
-    linear,
-    make,
-    mul,
-    negative,
-    nodes,
-    rebuilt,
-    sub,
-    unary,
-    var,
-)  # fmt: skip
+from .arithmetic import add, as_type, div, from_linear, linear, mul, negative, sub, unary
+from .conditions import rebuilt
+from .expressions import FIRST, INSIDE, KV, OFFSET, Expr, S, children, const, is_const, make, nodes, var
 
 PLACES = ("const", "host", "head", "row", "element")
 HOST, ELEMENT = PLACES.index("host"), PLACES.index("element")
 SCALE = var("scale", "float")
-INSIDE = var("inside")  # the offset, or that of the last key: what is read by it lies in the array
 _OWN = {"load": "head", "param": "host", "dim": "host"}
 _VARIABLES = {"q": "row", "first": "row", "offset": "element", "inside": "element", "s": "element"}
 

@@ -6,6 +6,7 @@ Nothing on the device is read: an element may be any number that its dtype holds
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,22 @@ class Limits(NamedTuple):
         }
         most |= {"q_start": self.q_rows, "kv_start": self.kv_rows}
         return {name: Range(np.int64(0), np.int64(max(0, hi))) for name, hi in most.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def checked_indices(
+    code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """``prove``. What holds of larger limits holds of these, so powers of two above them are tried first, once for many
+    lengths."""
+    above = Limits(*(1 << (n - 1).bit_length() if n > 0 else 0 for n in limits))
+    if above != limits:
+        try:
+            if not checked_indices(code, shapes, numbers, above):
+                return ()
+        except ProblemError:
+            pass  # these may be small enough
+    return prove(code, shapes, numbers, limits)
 
 
 def prove(

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from ..variant.mask import UNBOUNDED, Both, Causal, Full, Window
 from ..variant.score import FLOAT32_MAX, FLOAT32_MIN, Scale, Softcap
+from .arithmetic import from_linear, linear
 from .canonical import Code
+from .conditions import parts
 from .evaluation import evaluate
-from .expressions import KV, KV_LEN, Q_LEN, Expr, Q, S, from_linear, linear, nodes, parts
+from .expressions import KV, KV_LEN, Q_LEN, Expr, Q, S, nodes
 
 
 class _Side(NamedTuple):

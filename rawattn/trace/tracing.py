@@ -20,10 +20,12 @@ import numpy as np
 
 from ..errors import ProblemError, RawattnError
 from . import binding
+from .arithmetic import as_type
 from .canonical import Code, canonical, renumbered, slots_of
 from .capture import Capture, Note, Owner, Slot, code_of
+from .conditions import where
 from .evaluation import evaluate
-from .expressions import Expr, S, as_type, tracer, var, where, wrap
+from .expressions import Expr, S, tracer, var, wrap
 from .proofs import Limits
 
 MOST_PATHS = 64

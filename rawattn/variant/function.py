@@ -11,14 +11,15 @@ import numpy as np
 
 from ..errors import ProblemError
 from ..program import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
-from ..trace import cuda_text, recognition
+from ..trace import cuda_text, fields, recognition
 from ..trace.canonical import Code
 from ..trace.classes import classify
+from ..trace.cuda_ranges import pyramids_of
 from ..trace.evaluation import evaluate
 from ..trace.expressions import nodes
 from ..trace.gradients import slope
 from ..trace.infix import infix
-from ..trace.proofs import Limits, prove
+from ..trace.proofs import Limits, checked_indices
 from . import Option
 
 
@@ -47,8 +48,7 @@ class _Function(Option):
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", Code(self.code))  # from JSON they come as str and list
         object.__setattr__(self, "numbers", tuple(self.numbers))
-        arrays = tuple(Captured._make(each) for each in self.arrays)
-        object.__setattr__(self, "arrays", tuple(each._replace(shape=tuple(each.shape)) for each in arrays))
+        object.__setattr__(self, "arrays", tuple(Captured(x[0], x[1], tuple(x[2]), *x[3:]) for x in self.arrays))
         object.__setattr__(self, "checked", tuple((node, axis) for node, axis in self.checked))
 
     @property
@@ -74,13 +74,13 @@ class _Function(Option):
 
     def _fill(self, what: Any) -> Fill:
         match what:
-            case cuda_text.Array(i):
+            case fields.Array(i):
                 return Pointer(f"{self.role}_{i}")
-            case cuda_text.Size(i, axis):
+            case fields.Size(i, axis):
                 return Dim(f"{self.role}_{i}", axis)
-            case cuda_text.Step(i, axis):
+            case fields.Step(i, axis):
                 return AxisStride(f"{self.role}_{i}", axis)
-            case cuda_text.Blocks(i):
+            case fields.Blocks(i):
                 return Scratch(f"{self.role}_{i}_pyramid")
         return Value()
 
@@ -88,7 +88,7 @@ class _Function(Option):
     def values(self) -> dict[str, Any]:
         shapes = tuple(array.shape for array in self.arrays)
         made = ((name, what) for name, _, what in self._written.fields)
-        return {name: what.value(shapes, self.numbers) for name, what in made if isinstance(what, cuda_text.Made)}
+        return {name: what.value(shapes, self.numbers) for name, what in made if isinstance(what, fields.Made)}
 
     def __str__(self) -> str:
         return f"{self.type}({infix(self.code, [each.label or each.name for each in self.arrays], self.numbers)})"
@@ -168,7 +168,7 @@ def option(
     code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits, labels: tuple[str, ...]
 ) -> Any:
     """The mask or score of a traced function and what it captured: a built-in one where that has the same meaning."""
-    checked = prove(code, shapes, numbers, limits)
+    checked = checked_indices(code, shapes, numbers, limits)
     found = recognition.recognised(code, numbers)
     if found is not None:
         return found
@@ -176,7 +176,7 @@ def option(
         raise ProblemError(
             "a mask captured an array of float64, and floats of a mask are computed in float32; convert it, or use integers."
         )
-    pyramids = cuda_text.pyramids_of(code)
+    pyramids = pyramids_of(code)
     arrays = tuple(
         Captured(f"{code.role}_{i}", element, shape, pyramid, label)
         for i, ((element, _), shape, pyramid, label) in enumerate(zip(code.arrays, shapes, pyramids, labels, strict=True))

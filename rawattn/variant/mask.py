@@ -20,6 +20,12 @@ import numpy.typing as npt
 from ..errors import ProblemError
 from ..program import Field, Fields
 from . import Option, Wrapper
+from .ready import BlockTable as BlockTable
+from .ready import Chunked as Chunked
+from .ready import Documents as Documents
+from .ready import Neighbourhood as Neighbourhood
+from .ready import Prefix as Prefix
+from .ready import Tree as Tree
 
 Ints = npt.NDArray[np.int64]
 UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fits an int32

@@ -1,11 +1,14 @@
-"""How a kernel visits the key tiles of some queries, or the query tiles of some keys: they lie side by side, and the mask says
-where they begin and end, or they are lists with holes, which warps find by asking the mask for a class of each tile."""
+"""How a kernel visits the key tiles of some queries, or the query tiles of some keys.
+
+They lie side by side, and the mask says where they begin and end; or they are lists with holes, which warps find by asking the
+mask for a class of each tile."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import ClassVar
 
+from ..program import Field, Fields, Scratch
 from . import Option
 
 
@@ -87,7 +90,8 @@ class QIntervalWalk(Option):
 
 @dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
-    """Query tiles of a key tile, a list that the first warp finds; ``ordered``: with the order in which key tiles add to dq."""
+    """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add
+    to dq."""
 
     ordered: bool = False
     source: ClassVar[str] = "variant/walk/q_list.cuh"
@@ -138,3 +142,23 @@ class ListTurn(Option):
 
     type: ClassVar[str] = "ListTurn"
     source: ClassVar[str] = "variant/walk/turn_list.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervalSum(Option):
+    """The mask says whether a tile of dq has a sum."""
+
+    type: ClassVar[str] = "IntervalSum"
+    source: ClassVar[str] = "variant/walk/sum_interval.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ListSum(Option):
+    """The rows of a tile of dq say whether it has a sum."""
+
+    type: ClassVar[str] = "ListSum"
+    source: ClassVar[str] = "variant/walk/sum_list.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("lse_log2", "const Number*", Scratch("lse_log2")),)

@@ -8,7 +8,10 @@ import pathlib
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
+
+from rawattn import trace
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,3 +92,28 @@ def test_attend_jax() -> None:
     pytest.importorskip("jax")
     losses = example("attend_jax").main(["--steps", "40"])
     assert losses[0] > 1.5 and losses[-1] < 0.1
+
+
+def test_masks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten masks: no tile that keeps a pair is empty, and none that drops one is full."""
+    masks = example("masks")
+    found = masks.main(["--length", "320", "--tile", "32", "--device", "cpu"])
+    printed = capsys.readouterr().out
+    assert len(found) == 10 and printed.count("; error ") == 10 and printed.count("█") > 100
+    for name, mask in masks.ten(320, "cpu").items():
+        pairs = kept(mask, 320).reshape(10, 32, 10, 32)
+        assert not pairs.any((1, 3))[found[name] == masks.EMPTY].any() and pairs.all((1, 3))[found[name] == masks.FULL].all(), (
+            name
+        )
+        assert (found[name] == masks.EMPTY).any(), name
+
+
+def kept(mask: Any, n: int) -> Any:
+    """The pairs that a mask keeps."""
+    traced, arrays, numbers = trace.bind(mask, "mask")
+    option = traced.option([(str(x.dtype).rpartition(".")[2], tuple(x.shape)) for x in arrays], numbers, (1, 1, n, n))
+    q, kv = np.arange(n)[:, None], np.arange(n)
+    if not hasattr(option, "keep"):
+        begin, end = option.interval(np.arange(n), n, n)
+        return (kv >= begin[:, None]) & (kv < end[:, None])
+    return np.broadcast_to(option.keep(np, [x.numpy() for x in arrays], 0, 0, q, kv, n, n), (n, n))

@@ -171,9 +171,9 @@ def test_offsets() -> None:
 def test_gradients() -> None:
     case = Case("fp32", 2, 40, 56, 4, 2, 16, 24, sinks=True)
     given, (do, dlse) = case.inputs(), case.output_gradients()
-    options = {"mask": made("documents_sliding", 40, 56), "score": made("alibi_softcap", 40, 56), "sinks": case.sink_logits()}
-    slopes = np.array([0.1, 0.2, -0.1, 0.3], np.float32)  # the zoo's tables are of two heads
-    options["score"] = lambda s, h, q, kv: 9 * np.tanh((s + slopes[h] * (kv - q)) / 9)
+    slopes = np.array([0.1, 0.2, -0.1, 0.3], np.float32)
+    score = lambda s, h, q, kv: 9 * np.tanh((s + slopes[h] * (kv - q)) / 9)  # noqa: E731
+    options = {"mask": made("documents_sliding", 40, 56), "score": score, "sinks": case.sink_logits()}
     o, lse = rawattn.attention(*given, **options, return_lse=True)
     found = rawattn.attention_backward(do, *given, o, lse, dlse=dlse, **options)
     expect_backward(do, *given, dlse=dlse, **options).check(*found)

@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 22000,
     "perf": 5000,
-    "cuda_src": 9000,
-    "tests": 26500,
+    "cuda_src": 9500,
+    "tests": 27500,
 }
 FUNCTION_LINES = 60
 

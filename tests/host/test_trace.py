@@ -319,6 +319,9 @@ RECOGNISED: dict[str, tuple[Any, Any]] = {
     "before the query": (lambda q, kv: kv < q, None),
     "of the keys alone": (lambda q, kv: kv <= 5, None),
     "twice the query": (lambda q, kv: kv <= 2 * q, None),
+    "all but the last key": (lambda kv, kv_len: kv < kv_len - 1, None),
+    "a length without the other": (lambda q, kv, kv_len: kv >= q + kv_len - 5, None),
+    "all but the first query": (lambda q, kv: q > 0, None),
 }
 
 

