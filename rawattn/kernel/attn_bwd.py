@@ -54,8 +54,8 @@ def widest(op: Forward) -> int:
 
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
-    """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
-    window, nor to make dq themselves, nor for dropout. A producer that loads for windows spills with fewer registers than here."""
+    """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for dropout, a cap
+    under a window, nor to make dq themselves. A producer that loads for windows spills with fewer registers than here."""
     size = widest(op)
     tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
     if size <= (56 if tight else 64) and not op.spec.dropout:
