@@ -16,7 +16,7 @@ template <class F, int n>
 __device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
     if constexpr (requires { f.apply(s); }) {
         f.apply(s);
-    } else if constexpr (requires(float* const (&block)[2]) { f.apply_block(block, row, first); }) {
+    } else if constexpr (requires(float* const(&block)[2]) { f.apply_block(block, row, first); }) {
 #pragma unroll
         for (int i = 0; i < n / 8; ++i) {
             const int m = i % cfg::m_tiles_per_warp, column = i / cfg::m_tiles_per_warp;

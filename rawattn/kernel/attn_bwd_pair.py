@@ -35,11 +35,11 @@ class Config:
 
 
 def config_of(op: Forward) -> Config:
-    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare, and for dropout what
-    smaller key tiles leave."""
+    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare, and with dropout
+    smaller key tiles."""
     if op.head_dim <= 248:
         return Config()
-    return Config(tile_kv=48 if op.spec.dropout else 64, q_producer_registers=24, q_consumer_registers=240)
+    return Config(tile_kv=48) if op.spec.dropout else Config(q_producer_registers=24, q_consumer_registers=240)
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
