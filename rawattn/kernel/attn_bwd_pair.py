@@ -36,11 +36,13 @@ class Config:
 
 
 def config_of(op: Forward) -> Config:
-    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare. One that asks a mask
-    for its tiles can spare less."""
+    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare, and with dropout
+    smaller key tiles. A producer that asks a mask for its tiles can spare less."""
     if lists(op.mask):
         return Config(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
-    return Config(q_producer_registers=24, q_consumer_registers=240) if op.head_dim > 248 else Config()
+    if op.head_dim <= 248:
+        return Config()
+    return Config(tile_kv=48) if op.spec.dropout else Config(q_producer_registers=24, q_consumer_registers=240)
 
 
 def smem_bytes(config: Config, op: Forward) -> int:

@@ -74,7 +74,7 @@ def accumulators(config: Config, op: Forward) -> int:
     """Registers of a consumer thread that hold S, P and O, and what a score and dropout work with besides."""
     tight = config.tile_kv > 64 if config.consumers == 3 else config.consumers == 4 and op.varlen  # found by trying
     score = 13 if tight and not isinstance(op.score, Scale) else 0
-    weight = 8 if op.spec.dropout and config.consumers == 4 and (op.varlen or op.spec.offsets is not None) else 0
+    weight = 8 if op.spec.dropout and config.consumers > 2 and (op.varlen or op.spec.offsets is not None) else 0
     return config.tile_kv // 2 + config.tile_kv // 4 + op.head_dim_v // 2 + score + weight
 
 

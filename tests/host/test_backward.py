@@ -84,9 +84,10 @@ HOPPER = {
     "96 and 64": Case((96, 64), {"mask": Window(20, 100, "top_left")}, ((90, 260),), heads=(1, 1), dlse=True),
     "256": Case((256, 256), {"mask": Causal()}, ((130, 150),)),
     "64, sinks": Case((64, 64), {"mask": Causal()}, ((100, 70),), dlse=True, sinks=True),
-    "64, dropout": Case((64, 64), {"mask": Causal(), "dropout": 0.3}, ((100, 140),), dlse=True, sinks=True),
     "128, dropout, packed, final": Case((128, 120), {"dropout": 0.5}, PACKED, varlen=True, store="final"),
-    "64, dropout, offsets": Case((64, 64), {"dropout": 0.3, "q_offset": 48, "kv_offset": 16}, ((70, 140),)),
+    "64, dropout, offsets": Case(
+        (64, 64), {"dropout": 0.3, "q_offset": 48, "kv_offset": 16}, ((70, 140),), dlse=True, sinks=True
+    ),
     "64, dropout, offsets between": Case((64, 64), {"dropout": 0.3, "q_offset": 41, "kv_offset": 19}, ((70, 70),)),
     "192 and 128, dropout": Case((192, 128), {"mask": Causal(), "dropout": 0.3}, ((130, 150),) * 2),
     "64, no keys": Case((64, 64), {}, ((70, 0),)),

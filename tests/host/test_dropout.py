@@ -13,13 +13,13 @@ import rawattn
 from rawattn import compiler, reference
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
-from rawattn.operation import from_json
+from rawattn.operation import AttentionKVCache, from_json
 from rawattn.select import select
 from rawattn.spec import Spec
 from rawattn.testing import Case, expect, expect_backward
 from rawattn.variant import weight
 from rawattn.variant.element import BF16
-from rawattn.variant.mask import Causal, Full
+from rawattn.variant.mask import Causal
 from tests import traced, zoo
 from tests.operations import backward, forward
 
@@ -221,25 +221,23 @@ def test_operation() -> None:
     assert Spec.of(dropout=0.1).weight == weight.Dropout(0.1) and Spec().weight == weight.Identity()
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-@pytest.mark.parametrize("offsets", [None, 0], ids=["", "offsets"])
-def test_nothing_spills(dims: tuple[int, int], mask: Any, offsets: int | None) -> None:
-    """Every kernel that these operations get on an H100, and with tensor cores elsewhere."""
-    own = {"mask": mask, "dropout": 0.1, "q_offset": offsets}
-    for arch in ("sm_90a", "sm_80") if offsets is None else ("sm_90a",):
-        device = TYPICAL[arch]
-        ops = (
-            forward(BF16, 4, 2048, 2048, 8, 8, *dims, **own),
-            backward(dims, **own),
-            forward(BF16, 1, 4, 4096, 8, 1, *dims, **own),
-        )
-        for op in ops if arch == "sm_90a" else ops[:1]:
-            selection = select(op, device)
-            for config in (selection.config, *selection.compiled_with):
-                for launch in selection.kernel.lower(op, config, device).launches:
-                    binary = compiler.compile(launch.source)
-                    assert not binary.spill_bytes and not binary.advisories, (launch.entry, config, binary.spill_bytes)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nothing_spills(head_dim: int) -> None:
+    """The Hopper kernels of a causal operation, in all configurations that its kind may get."""
+    own, device = {"mask": Causal(), "dropout": 0.1}, TYPICAL["sm_90a"]
+    dims = head_dim, head_dim
+    for op in (forward(BF16, 4, 2048, 2048, 8, 8, *dims, **own), backward(dims, **own)):
+        selection = select(op, device)
+        assert selection.kernel.name in ("attn_fwd", "attn_bwd")
+        for config in (selection.config, *selection.compiled_with):
+            (main,) = (x for x in selection.kernel.lower(op, config, device).launches if x.entry == selection.kernel.name)
+            binary = compiler.compile(main.source)
+            assert not binary.spill_bytes and not binary.advisories, (config, binary.spill_bytes, binary.advisories)
+
+
+def test_caches_refuse() -> None:
+    with pytest.raises(ProblemError, match=r"dropout is 0.1; attention over a cache has none"):
+        AttentionKVCache(BF16, 1, 1, 8, 1, 1, 64, 64, 1, 8, Spec(dropout=0.1))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
