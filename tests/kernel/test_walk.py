@@ -1,5 +1,6 @@
-"""Masks whose tiles are lists with holes, on every kernel: hand-written ones against the formula in float64, and masks whose tiles
-are an interval, which must have the same bits either way. Small shapes come first: where a kernel waits for ever, this says where."""
+"""Masks whose tiles are lists with holes, on every kernel: hand-written ones against the formula in float64, and masks whose
+tiles are an interval, which must have the same bits either way. Small shapes come first: where a kernel waits for ever, this says
+where."""
 
 from __future__ import annotations
 
@@ -29,9 +30,8 @@ from tests.host.test_pyramid import DTYPES, Captured
 pytestmark = pytest.mark.gpu("any")
 
 FORWARD = [pytest.param(ATTN_FWD, marks=pytest.mark.gpu), ATTN_FWD_MMA, ATTN_FWD_SIMT]
-BACKWARD = [
-    pytest.param(ATTN_BWD, marks=pytest.mark.gpu), pytest.param(ATTN_BWD_PAIR, marks=pytest.mark.gpu), ATTN_BWD_MMA, ATTN_BWD_SIMT,
-]  # fmt: skip
+HOPPER = [pytest.param(kernel, marks=pytest.mark.gpu) for kernel in (ATTN_BWD, ATTN_BWD_PAIR)]
+BACKWARD = [*HOPPER, ATTN_BWD_MMA, ATTN_BWD_SIMT]
 SHAPES = [  # batch, q_len, kv_len, heads, kv_heads, head_dim
     (1, 64, 64, 1, 1, 64), (1, 70, 300, 2, 1, 64), (2, 200, 410, 2, 2, 128), (1, 1000, 3000, 4, 1, 128), (2, 300, 700, 2, 1, 256),
     (1, 4096, 4096, 4, 2, 64),
@@ -117,8 +117,8 @@ def test_backward(kernel: Any, name: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", lists.MASKS)
 def test_many_works_for_a_block(name: str) -> None:
-    """Works of very different lengths, some without a tile, more than there are blocks: rings, turns and lists go on from one to the
-    next."""
+    """Works of very different lengths, some without a tile, more than there are blocks: rings, turns and lists go on from one to
+    the next."""
     import torch
 
     call = Call(name, (4, 1500, 1500, 16, 4, 64), 5)
