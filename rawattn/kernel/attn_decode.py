@@ -13,6 +13,7 @@ from ..render import config_header, source
 from ..variant import Option, element, kv, launch, rows, scheduler, softmax, store, weight
 from ..variant.lengths import KvLens, PageListLens
 from ..variant.place import OnePage, PageList, PageTable
+from ..variant.walk import lists
 from . import tiling
 from .base import Kernel
 
@@ -112,6 +113,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
+        if lists(op.mask):
+            found.append("its mask may leave holes between the keys that it keeps")
         found += ["it takes no kv_begin yet"] * op.kv_begin + ["causal is an array; it takes True and False"] * op.causal_each
         return found + tiling.reasons(self.layout_reason(op.layout))
 

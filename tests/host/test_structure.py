@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 17500,
     "perf": 5000,
-    "cuda_src": 7300,
+    "cuda_src": 8300,
     "tests": 22000,
 }
 FUNCTION_LINES = 60
