@@ -105,7 +105,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
         if lists(op.mask):
-            found.append("it takes masks that keep one run of keys for each query, and its mask is a function")
+            found.append("its mask may leave holes between the keys that it keeps")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
         return found + paging.reasons(op) + tiling.reasons(self.layout_reason(op.layout))

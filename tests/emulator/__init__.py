@@ -76,7 +76,7 @@ def compiled(text: str, files: dict[str, str], folder: pathlib.Path) -> ctypes.C
 
 ENTRY = """
 extern "C" int run(const Args* args, int blocks) {
-    return emulate(blocks, facts.threads, facts.smem_bytes, [=] { KERNEL(*args); });
+    return emulate(blocks, facts.threads, facts.smem_bytes, facts.uses_pdl, [=] { KERNEL(*args); });
 }
 extern "C" u32 args_bytes() { return sizeof(Args); }
 """

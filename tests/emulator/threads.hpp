@@ -150,13 +150,13 @@ static u32 atomicInc(u32* at, u32 last) {
 
 // Runs the blocks one after the other, and the threads of every second one from the last to the first; 1 where all threads wait and
 // none comes on. Copies of TMA are late, and the last one first: each comes when nothing else can happen.
-static int emulate(i32 blocks, i32 threads, u32 smem_bytes, std::function<void()> kernel) {
+static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::function<void()> kernel) {
     gridDim.x = blocks, blockDim.x = threads, body = kernel;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
         std::fill_n(reinterpret_cast<u16*>(raw), sizeof raw / 2, poison);
         for (Meeting& each : named) each = {};
         for (Meeting& each : warps) each = {};
-        memset(waited, 0, sizeof waited);
+        memset(waited, !uses_pdl, sizeof waited);
         fibers.clear();
         for (i32 i = 0; i < threads; ++i) {
             auto& fiber = *fibers.emplace_back(std::make_unique<Fiber>());
