@@ -48,19 +48,17 @@ def attention(
     Args:
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
-        k: (batch, kv_len, kv_heads, head_dim); heads is a multiple of kv_heads, query head h reads head h // (heads / kv_heads).
-        v: (batch, kv_len, kv_heads, head_dim_v).
+        k, v: (batch, kv_len, kv_heads, head_dim), of v head_dim_v. Query head h reads head h // (heads / kv_heads), a whole number.
         causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn (torch's
             alignment: ``mask=rawattn.mask.Causal(align="top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
         softcap: cap of the logits, softcap * tanh(logit / softcap); None or 0.0 for no cap. A number, not a tensor.
         scale: factor on q.k; 1 / sqrt(head_dim) by default. A number, not a tensor.
         mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above, or Python functions:
-            ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of a scaled dot
-            product. They are traced; arrays that they captured, of q's library and device, are read in place at every call, and
-            new arrays, numbers and lengths compile nothing. ``docs/functions.md`` has what they may do.
-        alibi: slopes, (heads,) or (batch, heads): slope times the distance of a key from the query's own is taken off its logit.
-        bias: broadcast to (batch, heads, q_len, kv_len), added to the logits; both as arrays that a score captured.
+            ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of scale * q.k. Arrays
+            that they captured are read in place at every call: ``docs/functions.md``.
+        alibi, bias: slopes, (heads,) or (batch, heads), of which the distance of a key makes a bias; a bias that broadcasts to
+            (batch, heads, q_len, kv_len). Both are as arrays that a score captured, beside softcap.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
@@ -69,30 +67,24 @@ def attention(
             where autograd follows the call, or torch traces, transforms or casts it.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
-            address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
-            softcap. The time still follows from shapes, strides, options and packed sequences' lengths. Not covered: a score of
-            your own, power, which constants such as 0 save, clocks, and the L2 cache. ``perf.prove`` tests the time.
+            address depends on one. For bf16, fp16 and fp32 on a GPU, not for functions; 11 to 22 % slower at length 4096 on an
+            H200, more with softcap. Not covered: shapes, strides, lengths, a score of your own, power, which constants such as 0
+            save, clocks, and the L2 cache. ``perf.prove`` tests the time.
         deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
         q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
             scores then see positions, and no alignment applies. Where one is given the other is 0.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     torch's autograd follows the call, once, and keeps o and lse. Under tracing it is ``torch.ops.rawattn.attention``.
-
-    Returns:
-        o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
-        ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len).
+    Returns o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
+    ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len).
 
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
-    the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile
-    keeps keys near it (0 x NaN is NaN). Values are summed before they are divided: bf16 ones above 2^96, and fp32 and fp64 ones
-    near the largest number over kv_len, may give inf. The same inputs give the same bits on every run.
+    the mask keeps no key, reaches no result; in a masked v it may reach queries of the same tile (0 x NaN is NaN). Values are
+    summed before they are divided: bf16 above 2^96, and fp32 and fp64 near the largest number over kv_len, may give inf.
 
-    Raises:
-        ProblemError: an argument is wrong; the message names it and what is needed.
-        UnsupportedError: no kernel computes this on the arrays' device; the message has every kernel's reason.
-
-    The formula is equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
+    Raises ProblemError where an argument is wrong, and UnsupportedError, with every kernel's reason, where none computes this.
+    Equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
     """
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None

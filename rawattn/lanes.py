@@ -289,9 +289,19 @@ def logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s):
 
 
 @njit
-def hide(s, keys, lo, hi):
-    """Writes -inf to s for the keys before lo and from hi on, in each lane."""
+def mark(s, keys, kept):
+    """Writes which weights of a panel count, before they are made of the logits s."""
+    for i in range(keys * BYTES // s.itemsize):
+        kept[i] = s[i] != -np.inf
+
+
+@njit
+def hide(s, keys, begin, end, first, panel, lo, hi):
+    """Writes -inf to s for the keys that rows of a panel do not keep: those before lo and from hi on, in each lane."""
     lanes = BYTES // s.itemsize
+    for lane in range(lanes):
+        row = panel * lanes + lane
+        lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < begin.size else (0, 0)
     for j in range(keys):
         x = load(s, j * lanes)
         store(s, j * lanes, within(load(lo, 0), load(hi, 0), fill(x, j), x, fill(x, -np.inf)))
@@ -364,6 +374,22 @@ def ask(function, context, s, slopes, pitch, column, keys, first, row, is_cut):
     call(function, context)
 
 
+@njit
+def finish(row_sum, row_max, sinks, begin, end, panel_o, width, o, lse):
+    """Writes o and lse from the sums of all rows, and their sinks."""
+    lanes = BYTES // o.itemsize
+    for row in range(lse.size):
+        total, largest, weight = row_sum[row], row_max[row], o.dtype.type(1)
+        if sinks[row] != -np.inf:  # the sums move to the larger of the two maxima
+            largest = max(row_max[row], sinks[row])
+            weight = o.dtype.type(0 if row_max[row] == -np.inf else math.exp(row_max[row] - largest))
+            total = total * weight + (1 if sinks[row] == largest else math.exp(sinks[row] - largest))
+        lse[row] = -np.inf if total == 0 else largest + math.log(total)
+        for i in range(o.shape[1]):
+            x = panel_o[(row // lanes * width + i) * lanes + row % lanes]
+            o[row, i] = 0 if total == 0 or begin[row] >= end[row] else x * weight / total
+
+
 def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, function, context, classes, o, lse):
     """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
 
@@ -371,16 +397,14 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, functi
     (pages, page_size, head_dim) and v (pages, page_size, head_dim_v) have contiguous rows. Key j is row j % page_size of the page
     pages[j // page_size]; keys before the first and behind the last that a row keeps are not read. The logit is scale * q.k where
     cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none.
-
-    Where ``function`` is not 0, it is the address of one that makes logits of these, -inf for pairs that do not count;
-    ``context`` is its own, and classes (panels, tiles) is 0 where none counts, 2 where all do, and 1 elsewhere.
+    A ``function`` other than 0 is the address of one that makes logits of these, -inf for pairs that do not count; classes
+    (panels, tiles) is 0 where no pair counts, 2 where all do, and 1 elsewhere.
     """
     rows, head_dim = q.shape
     kv_len, head_dim_v = pages.size * v.shape[1], v.shape[2]
     lanes = BYTES // q.itemsize
     panels = (rows + lanes - 1) // lanes  # a panel is one vector of rows
     width = (head_dim_v + BLOCK - 1) // BLOCK * BLOCK
-
     panel_q = np.zeros(panels * head_dim * lanes, q.dtype)  # (panel, head_dim, lane)
     panel_o = np.zeros(panels * width * lanes, q.dtype)
     tile_k, tile_v = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype), np.zeros(tile_kv * width, q.dtype)
@@ -393,8 +417,7 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, functi
     lowest, highest = kv_len, 0
     for row in range(rows):
         panel, lane = row // lanes, row % lanes
-        for i in range(head_dim):
-            panel_q[(panel * head_dim + i) * lanes + lane] = q[row, i]
+        panel_q[panel * head_dim * lanes + lane : (panel + 1) * head_dim * lanes : lanes] = q[row]
         if begin[row] < end[row]:
             some_begin[panel], some_end[panel] = min(some_begin[panel], begin[row]), max(some_end[panel], end[row])
             lowest, highest = min(lowest, begin[row]), max(highest, end[row])
@@ -402,25 +425,23 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, functi
 
     for first in range(lowest // tile_kv * tile_kv, highest, tile_kv):
         keys = min(tile_kv, highest - first)
+        if function != 0 and not classes[:, first // tile_kv].any():
+            continue
         finite = fetch(k, v, pages, first, max(0, lowest - first), keys, table, tile_k, tile_v, width)
         for panel in range(panels):
             if some_begin[panel] >= first + keys or some_end[panel] <= first:
                 continue
-            if function != 0 and classes[panel, first // tile_kv] == 0:
+            kind = classes[panel, first // tile_kv] if function != 0 else 2
+            if kind == 0:
                 continue
             logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s)
             if function != 0:
-                is_cut = classes[panel, first // tile_kv] == 1
-                ask(function, context, s, s, lanes, 0, keys, origin + first, panel * lanes, is_cut)
+                ask(function, context, s, s, lanes, 0, keys, origin + first, panel * lanes, kind == 1)
             masked = every_begin[panel] > first or every_end[panel] < first + keys
             if masked:
-                for lane in range(lanes):
-                    row = panel * lanes + lane
-                    lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < rows else (0, 0)
-                hide(s, keys, lo, hi)
+                hide(s, keys, begin, end, first, panel, lo, hi)
             if function != 0 and not finite:
-                for i in range(keys * lanes):
-                    kept[i] = s[i] != -np.inf
+                mark(s, keys, kept)
             shrink = softmax(s, keys, row_max, row_sum, panel)
             if function != 0 and not finite:
                 gather_where(s, keys, tile_v, width, shrink, panel_o, panel, kept)
@@ -428,16 +449,7 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, functi
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
                 gather(s, keys, tile_v, width, shrink, panel_o, panel)
-    for row in range(rows):
-        total, largest, weight = row_sum[row], row_max[row], q.dtype.type(1)
-        if sinks[row] != -np.inf:  # the sums move to the larger of the two maxima
-            largest = max(row_max[row], sinks[row])
-            weight = q.dtype.type(0 if row_max[row] == -np.inf else math.exp(row_max[row] - largest))
-            total = total * weight + (1 if sinks[row] == largest else math.exp(sinks[row] - largest))
-        lse[row] = -np.inf if total == 0 else largest + math.log(total)
-        for i in range(head_dim_v):
-            x = panel_o[(row // lanes * width + i) * lanes + row % lanes]
-            o[row, i] = 0 if total == 0 or begin[row] >= end[row] else x * weight / total
+    finish(row_sum, row_max, sinks, begin, end, panel_o, width, o, lse)
 
 
 @njit
