@@ -54,10 +54,10 @@ def attention(
         softcap, scale: numbers, no tensors: the cap of the logits, softcap * tanh(logit / softcap), None or 0.0 for none; the
             factor on q.k, 1 / sqrt(head_dim) by default.
         mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above, or Python functions:
-            ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of a scaled dot
-            product. They may read arrays that they captured, of q's library and device: ``docs/functions.md``.
-        alibi: slopes, (heads,) or (batch, heads): slope times the distance of a key from the query's own is taken off its logit.
-        bias: broadcast to (batch, heads, q_len, kv_len), added to the logits; both as arrays that a score captured.
+            ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of scale * q.k. Arrays
+            that they captured are read in place at every call: ``docs/functions.md``.
+        alibi, bias: slopes, (heads,) or (batch, heads), of which the distance of a key makes a bias; a bias that broadcasts to
+            (batch, heads, q_len, kv_len). Both are as arrays that a score captured, beside softcap.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no

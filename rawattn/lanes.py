@@ -289,9 +289,19 @@ def logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s):
 
 
 @njit
-def hide(s, keys, lo, hi):
-    """Writes -inf to s for the keys before lo and from hi on, in each lane."""
+def mark(s, keys, kept):
+    """Writes which weights of a panel count, before they are made of the logits s."""
+    for i in range(keys * BYTES // s.itemsize):
+        kept[i] = s[i] != -np.inf
+
+
+@njit
+def hide(s, keys, begin, end, first, panel, lo, hi):
+    """Writes -inf to s for the keys that rows of a panel do not keep: those before lo and from hi on, in each lane."""
     lanes = BYTES // s.itemsize
+    for lane in range(lanes):
+        row = panel * lanes + lane
+        lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < begin.size else (0, 0)
     for j in range(keys):
         x = load(s, j * lanes)
         store(s, j * lanes, within(load(lo, 0), load(hi, 0), fill(x, j), x, fill(x, -np.inf)))
@@ -437,8 +447,7 @@ def pack_rows(q, begin, end, panels, kv_len):
     lowest, highest = kv_len, 0
     for row in range(rows):
         panel, lane = row // lanes, row % lanes
-        for i in range(head_dim):
-            panel_q[(panel * head_dim + i) * lanes + lane] = q[row, i]
+        panel_q[panel * head_dim * lanes + lane : (panel + 1) * head_dim * lanes : lanes] = q[row]
         if begin[row] < end[row]:
             some_begin[panel], some_end[panel] = min(some_begin[panel], begin[row]), max(some_end[panel], end[row])
             lowest, highest = min(lowest, begin[row]), max(highest, end[row])
@@ -476,25 +485,23 @@ def attend(
 
     for first in range(lowest // tile_kv * tile_kv, highest, tile_kv):
         keys = min(tile_kv, highest - first)
+        if function != 0 and not classes[:, first // tile_kv].any():
+            continue
         finite = fetch(k, v, pages, first, max(0, lowest - first), keys, table, tile_k, tile_v, width)
         for panel in range(panels):
             if some_begin[panel] >= first + keys or some_end[panel] <= first:
                 continue
-            if function != 0 and classes[panel, first // tile_kv] == 0:
+            kind = classes[panel, first // tile_kv] if function != 0 else 2
+            if kind == 0:
                 continue
             logits(tile_k, keys, panel_q, panel, head_dim, scale, cap, s)
             if function != 0:
-                is_cut = classes[panel, first // tile_kv] == 1
-                ask(function, context, s, s, lanes, 0, keys, origin + first, panel * lanes, is_cut)
+                ask(function, context, s, s, lanes, 0, keys, origin + first, panel * lanes, kind == 1)
             masked = every_begin[panel] > first or every_end[panel] < first + keys
             if masked:
-                for lane in range(lanes):
-                    row = panel * lanes + lane
-                    lo[lane], hi[lane] = (begin[row] - first, end[row] - first) if row < rows else (0, 0)
-                hide(s, keys, lo, hi)
+                hide(s, keys, begin, end, first, panel, lo, hi)
             if function != 0 and not finite:
-                for i in range(keys * lanes):
-                    counted[i] = s[i] != -np.inf
+                mark(s, keys, counted)
             shrink = softmax(s, keys, row_max, row_sum, panel)
             find_kept(kept, first, keys, panel, places, random)
             drop(s, keys, 0, lanes, kept, random)

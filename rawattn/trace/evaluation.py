@@ -37,9 +37,8 @@ class Evaluation:
         return self._done[x]
 
     def _array(self, x: Any, kind: str) -> Any:
-        dtype = {"float": self.dtype, "bool": self.xp.bool_ if hasattr(self.xp, "bool_") else self.xp.bool}.get(
-            kind, self.xp.int64
-        )
+        truth = self.xp.bool_ if hasattr(self.xp, "bool_") else self.xp.bool
+        dtype = {"float": self.dtype, "bool": truth}.get(kind, self.xp.int64)
         if self.xp is np:
             return np.asarray(x, dtype)
         return x.to(dtype) if hasattr(x, "detach") else self.xp.asarray(x, dtype=dtype, **self._place)
