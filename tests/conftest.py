@@ -22,6 +22,7 @@ hypothesis.settings.load_profile("rawattn")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the tests out of the user's cache (RAWATTN_CACHE=FOLDER keeps what they compile), and lets subprocesses import us."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU's memory
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if not os.environ.get("RAWATTN_CACHE"):
         config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="rawattn-tests-", ignore_cleanup_errors=True)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other tests need memory, too
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 jax = pytest.importorskip("jax", reason="needs JAX: pip install 'rawattn[jax]'")
 
