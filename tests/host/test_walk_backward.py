@@ -39,7 +39,7 @@ CASES = {
     "64, unordered": Case((64, 64), {}, LENGTHS, (2, 2), store="unordered"),
     "64, packed": Case((64, 40), {}, ((0, 5), (70, 64)), varlen=True),
     "256": Case((256, 256), {}, ((150, 200),), (1, 1)),
-    "192, packed": Case((192, 128), {}, ((40, 64), (7, 90)), (1, 1), varlen=True, dlse=True),
+    "192, packed": Case((192, 128), {}, ((40, 64), (70, 90)), (1, 1), varlen=True),
     "mma": Case((64, 64), {}, ((150, 300),), (4, 2), mma=LONE),
     "mma, one stage": Case((64, 64), {}, ((200, 200),), mma=ONE_STAGE),
     "mma, pairs": Case((128, 128), {}, ((150, 260),), mma=PAIRS),
