@@ -7,10 +7,10 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from . import arrays, driver
+from . import arrays, driver, functions
 from .arrays import Array
 from .device import Device
 from .errors import ProblemError
@@ -18,10 +18,14 @@ from .operation import Backward, Forward, Operation, from_json
 from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
 from .select import Selection, select, warn_once
-from .spec import Window
+from .spec import Window, is_int, make_dropout
+from .tile_classes import TileClasses, count
 from .variant.mask import Mask
 from .variant.score import Score
+from .variant.walk import lists
 
+MaskLike = Mask | Callable[..., Any]
+ScoreLike = Score | Callable[..., Any]
 KEPT_PLANS, KEPT_CALLS = 4096, 1024
 _plans: dict[Any, Plan] = {}
 _families: dict[Any, Plan] = {}
@@ -32,72 +36,73 @@ _torch_op: Any = None  # the module torch_op, from the first call on where torch
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
-    kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
+    sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
+    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
-    """softmax(mask(score(q k^T))) v, for each batch and head.
+    """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1); ``rawattn.reference`` specifies it.
 
     >>> o = rawattn.attention(q, k, v, causal=True)
 
     Args:
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
-        k: (batch, kv_len, kv_heads, head_dim); heads is a multiple of kv_heads, query head h reads head h // (heads / kv_heads).
-        v: (batch, kv_len, kv_heads, head_dim_v).
-        causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn (torch's
-            alignment: ``mask=rawattn.mask.Causal(align="top_left")``).
+        k, v: (batch, kv_len, kv_heads, head_dim), v with head_dim_v; query head h reads head h // (heads / kv_heads) of them.
+        causal: keep keys up to the query's own position, the last query at the last key (at the first: ``Causal("top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
-        softcap: cap of the logits, softcap * tanh(logit / softcap); None or 0.0 for no cap. A number, not a tensor.
-        scale: factor on q.k; 1 / sqrt(head_dim) by default. A number, not a tensor.
-        mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above.
+        softcap, scale: numbers, no tensors: the cap of the logits, softcap * tanh(logit / softcap), None or 0.0 for none; the
+            factor on q.k, 1 / sqrt(head_dim) by default.
+        mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above, or Python functions:
+            ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of scale * q.k. Arrays
+            that they captured are read in place at every call: ``docs/functions.md``.
+        alibi, bias: slopes, (heads,) or (batch, heads), of which the distance of a key makes a bias; a bias that broadcasts to
+            (batch, heads, q_len, kv_len). Both are as arrays that a score captured, beside softcap.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
             key, no query keeps a key behind them, and masks see these lengths. On a GPU there are no gradients with them yet.
-        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
-            where autograd follows the call, or torch traces, transforms or casts it.
+        out: receives the result; like o, apart from the inputs. Not where autograd follows, or torch traces, transforms or casts.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
-        constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
-            address depends on one. For bf16, fp16 and fp32 on a GPU; 11 to 22 % slower at length 4096 on an H200, more with
-            softcap. The time still follows from shapes, strides, options and packed sequences' lengths. Not covered: a score of
-            your own, power, which constants such as 0 save, clocks, and the L2 cache. ``perf.prove`` tests the time.
+        constant_time: take kernels in which no branch and no address depends on the numbers in q, k and v, for bf16, fp16 and
+            fp32 on a GPU. Not covered: a score of your own, power, which constants such as 0 save, clocks, and the L2 cache.
         deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
-        q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
-            scores then see positions, and no alignment applies. Where one is given the other is 0.
+        q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. All options
+            then see positions, and no alignment applies. Where one is given the other is 0.
+        dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
+            the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
+        seed: an int of 64 bits, or one int64 in an array (1,), which kernels read when they run, also in a graph: with a pair's
+            positions, head and sequence it says whether a weight is dropped. None: torch's generator of q's device gives one.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
-
-    torch's autograd follows the call, once, and keeps o and lse. Under tracing it is ``torch.ops.rawattn.attention``.
 
     Returns:
         o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
-        ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len).
+        ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len). torch's autograd follows them, once.
 
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
-    the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in the same tile
-    keeps keys near it (0 x NaN is NaN). Values are summed before they are divided: bf16 ones above 2^96, and fp32 and fp64 ones
-    near the largest number over kv_len, may give inf. The same inputs give the same bits on every run.
+    the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in its tile keeps
+    keys near it. Values are summed before they are divided: bf16 ones above 2^96, other ones near the largest / kv_len give inf.
 
-    Raises:
-        ProblemError: an argument is wrong; the message names it and what is needed.
-        UnsupportedError: no kernel computes this on the arrays' device; the message has every kernel's reason.
-
-    The formula is equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
+    Raises ProblemError for a wrong argument, UnsupportedError where no kernel computes the call, with every kernel's reason.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    return _run(_given(q, k, v, None, None, sinks, q_lens, kv_lens), options, (None, None), kernel, config, out)
+    given = _given(q, k, v, None, None, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
+    return _run(given, options, (None, None), kernel, config, out)
 
 
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
-    kv_lens: Any = None, out: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, kernel: str | None = None, config: Any = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
+    sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
+    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -117,12 +122,14 @@ def attention_varlen(
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
         ``attention`` gives for it alone.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens)
+    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
@@ -132,9 +139,10 @@ def attention_varlen(
 def attention_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
-    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: Mask | None = None,
-    score: Score | None = None, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, out: Any = None, kernel: str | None = None, config: Any = None,
+    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None,
+    score: ScoreLike | None = None, alibi: Any = None, bias: Any = None, constant_time: bool = False, deterministic: bool = True,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, out: Any = None,
+    kernel: str | None = None, config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -149,8 +157,9 @@ def attention_backward(
             float32 (float64 for fp64 inputs).
         dlse: the loss's gradient by lse, where it depends on lse; of lse's shape and dtype, copied where it is not contiguous.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``attention_varlen``, for packed sequences.
-        causal, window, softcap, scale, mask, score, q_offset, kv_offset: the options of the forward. A score of your own needs
-            ``slope`` in Python and ``derivative`` in CUDA, its derivative.
+        causal, window, softcap, scale, mask, score, alibi, bias, q_offset, kv_offset: the options of the forward. A score of your
+            own, written in CUDA, needs ``slope`` in Python and ``derivative`` in CUDA, its derivative.
+        dropout, seed: those of the forward; the seed is needed.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
             ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
@@ -172,39 +181,44 @@ def attention_backward(
     The formula is that of FlashAttention-2 (arXiv 2307.08691, algorithm 2), with dlse and sinks besides; the specification in
     array operations is ``rawattn.reference.attention_backward``.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    given: tuple[Any, ...] = (do, q, k, v, o, lse)
-    if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
-        given = (*given, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
-    found: tuple[Any, ...] = run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out, Backward)
+    more = _given(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _seed(q, dropout, seed, "give that of the forward"))
+    given = (do, q, k, v, o, lse, *more)
+    captured: tuple[Any, ...] = ()
+    if mask is not None or score is not None:
+        options, captured = functions.taken(options)
+    lengths = (max_seqlen_q, max_seqlen_kv)
+    found: tuple[Any, ...] = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
     return found
 
 
 def plan_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
-    config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None,
+    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """``plan`` for ``attention_backward``: ``plan.run(do, q, k, v, o, lse)`` gives the gradients.
 
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
-    found, lengths = arrays.named(Backward.names, given), (max_seqlen_q, max_seqlen_kv)
-    return _plan(Backward, found, options_of(**options), lengths, kernel, config, on_compile)
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
+    found, asked = _named(Backward, given, options)
+    return _plan(Backward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
 def explain_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
-    config: Any = None, **options: Any,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None,
+    kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """``explain`` for ``attention_backward``. It says what would be copied, too."""
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
     dense = Backward.dense(given)
     found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config)
     copied = tuple(name for name, x, y in zip(Backward.names, given, dense, strict=True) if x is not y)
@@ -213,7 +227,7 @@ def explain_backward(
 
 def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, seed: Any = None, kernel: str | None = None, config: Any = None,
     on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """Makes the plan for arrays like these, compiled and loaded: ``plan.run(q, k, v)`` then costs the least a call can cost.
@@ -222,21 +236,25 @@ def plan(
     >>> o = p.run(q, k, v)
 
     Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen``. ``on_compile`` is called before
-    NVRTC runs, which takes about a second; a cached kernel does not need it.
+    NVRTC runs, which takes about a second; a cached kernel does not need it. With ``dropout`` the last input of ``run`` is the
+    seed, an array, before those that functions captured; here it may be left out.
     """
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    return _plan(Forward, arrays.named(Forward.names, given), options_of(**options), lengths, kernel, config, on_compile)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
+    found, asked = _named(Forward, given, options)
+    return _plan(Forward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
 def explain(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None, **options: Any,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, seed: Any = None, kernel: str | None = None, config: Any = None,
+    **options: Any,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
+    lengths = (max_seqlen_q, max_seqlen_kv)
     return _explain(Forward, given, options, lengths, kernel, config)
 
 
@@ -244,9 +262,12 @@ def _explain(
     operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
     kernel: str | None, config: Any,
 ) -> Explanation:  # fmt: skip
-    found = arrays.named(operation.input_names(len(given)), given)
+    found, options = _named(operation, given, dict(options))
     op = operation.of_call(found, options, lengths)
-    return explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
+    made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
+    if next(iter(found.values())).is_cpu and made.has_list:
+        return dataclasses.replace(made, tiles=made.count_tiles(**found))
+    return made
 
 
 def explain_operation(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Explanation:
@@ -270,12 +291,17 @@ def warm_up(operations: Iterable[Operation] | str | os.PathLike[str], device: in
         ProblemError: a line of the file is no operation.
         UnsupportedError: no kernel computes one of them on the device.
     """
-    if isinstance(operations, (str, os.PathLike)):
-        operations = [_from_line(line) for line in pathlib.Path(operations).read_text(encoding="utf-8").splitlines()]
-    found, where = list(operations), driver.device(device)
+    found, where = operations_of(operations), driver.device(device)
     for op in found:
         load_all(op, select(op, where), where)
     return len(found)
+
+
+def operations_of(given: Iterable[Operation] | str | os.PathLike[str]) -> list[Operation]:
+    """Operations, or those of a file. Raises ProblemError where a line of it is no operation."""
+    if not isinstance(given, (str, os.PathLike)):
+        return list(given)
+    return [_from_line(line) for line in pathlib.Path(given).read_text(encoding="utf-8").splitlines()]
 
 
 def _from_line(line: str) -> Operation:
@@ -288,17 +314,54 @@ def _from_line(line: str) -> Operation:
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """An operation and what was selected for it; ``str`` of it is for people. ``program`` is None on the CPU. ``copied`` are the
-    arrays that do not lie as is needed, and are copied before."""
+    arrays that do not lie as is needed, and are copied before. ``tiles`` are the shares of tiles that a function as a mask
+    leaves out, keeps whole and cuts, where that can be seen without waiting: on the CPU. ``count_tiles`` gives them for a GPU's
+    arrays."""
 
     op: Operation
     device: Device
     selection: Selection
     program: Program | None
     copied: tuple[str, ...] = ()
+    tiles: TileClasses | None = None
+
+    @property
+    def has_list(self) -> bool:
+        """Says whether the mask is a function, whose tiles may have holes between them."""
+        return lists(getattr(self._forward, "mask", None))
+
+    @property
+    def generated(self) -> dict[str, str]:
+        """The CUDA C that was written for functions, by the name of the file that it stands for."""
+        options = (getattr(self._forward, name, None) for name in functions.ROLES)
+        return {name: text for option in options for name, text in getattr(option, "texts", {}).items()}
+
+    def count_tiles(self, **given: Any) -> TileClasses:
+        """The shares of tiles for these arrays by name: those that the mask captured, mask_0 and so on, and those that say how
+        long sequences are. It copies a GPU's to the host."""
+        assert self.has_list and isinstance(self._forward, Forward)
+        config = None if self.device.is_cpu else self.selection.config
+        names = {each.name for each in self._forward.inputs} - {"q", "k", "v"}
+        views = {name: arrays.on_host(x) for name, x in given.items() if name in names}
+        return count(self._forward, views, *(getattr(config, name, 128) for name in ("tile_q", "tile_kv")))
+
+    @property
+    def _forward(self) -> Any:
+        return getattr(self.op, "forward", self.op)
+
+    def _functions(self) -> Iterator[str]:
+        for role in functions.ROLES:
+            option: Any = getattr(self._forward, role, None)
+            if not hasattr(option, "arrays"):
+                continue
+            yield f"{role:8} {str(option).partition('(')[2][:-1]}"
+            yield from (f"  {each}" for each in option.notes)
+            if role == "mask" and self.tiles is not None:
+                yield f"  tiles of {self.tiles}"
 
     def __str__(self) -> str:
         op, selection = self.op, self.selection
-        lines = [f"op       {op}", f"device   {self.device.name}", f"kernel   {selection.kernel.name}"]
+        lines = [f"op       {op}", *self._functions(), f"device   {self.device.name}", f"kernel   {selection.kernel.name}"]
         lines += [f"  not {name}: {reason}" for name, reason in selection.refusals]
         lines += [f"config   {selection.config}", f"  {selection.why}"]
         if self.program is not None:
@@ -311,14 +374,14 @@ class Explanation:
 
 def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: Mask | None = None, score: Score | None = None, return_lse: bool = False, constant_time: bool = False,
-    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, return_lse: bool = False, constant_time: bool = False,
+    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a call by name, in one order."""
     return {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
 
 
@@ -331,30 +394,65 @@ def key_of(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None
     return (*values, *map(type, values))
 
 
-def _given(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
+def _given(*arrays: Any) -> tuple[Any, ...]:
     """The arrays of a call, without what is None at the end."""
-    count = len(others)
-    while count and others[count - 1] is None:
+    count = len(arrays)
+    while count and arrays[count - 1] is None:
         count -= 1
-    return (q, k, v, *others[:count])
+    return arrays[:count]
+
+
+def _seed(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
+    """The seed of a call as an array, which is made where an int is given, or for torch tensors nothing; None without dropout.
+    ``missing`` says what to do where there is none and none may be drawn."""
+    if type(dropout) is int and dropout == 0:  # the default; an int, since torch.compile would follow a float's value
+        return None
+    if not make_dropout(dropout):
+        return None
+    if _load_torch_op() and _torch_op.is_tensor(q):
+        return _torch_op.seed_of(q, seed, missing)
+    if seed is None:
+        way = missing or "give an int, or one int64 in an array of q's library: there is no generator that it may be drawn from"
+        raise ProblemError(f"seed is None, and dropout is {dropout}; {way}.")
+    return arrays.one_int64(q, seed) if is_int(seed) else seed
+
+
+def _stand_in(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
+    """A seed for a plan or an explanation, which read none."""
+    return _seed(q, options.get("dropout", 0.0), 0 if seed is None else seed)
 
 
 def _run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
-    compute = _torch_op.way(given) if _load_torch_op() else None
-    if compute is not None and len(given) > 6:
+    captured: tuple[Any, ...] = ()
+    if options["mask"] is not None or options["score"] is not None:
+        options, captured = functions.taken(options)
+    compute = _torch_op.way(given + captured) if _load_torch_op() else None
+    if compute is not None and any(x is not None for x in given[6:8]):
         raise ProblemError(
             "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there is no "
             "operator and no gradient with them yet."
         )
-    return (compute or run)(given, options, lengths, kernel, config, out)
+    return (compute or run)(given, options, lengths, kernel, config, out, captured=captured)
+
+
+def _named(
+    operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays of a call by name, with those that its functions captured, and its options."""
+    options = dict(options)
+    shorthands = options.pop("alibi", None), options.pop("bias", None)
+    if any(x is not None for x in shorthands):
+        options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
+    options, captured = functions.taken(options_of(**options))
+    return arrays.named(operation.input_names(len(given)), given) | arrays.named(functions.names(options), captured), options
 
 
 def _load_torch_op() -> bool:
     """Imports torch_op once torch is loaded, and tells whether it is there."""
     global _torch_op
-    if _torch_op is None and "torch" in sys.modules:
+    if _torch_op is None and sys.modules.get("torch") is not None:
         from . import torch_op as _torch_op
     return _torch_op is not None
 
@@ -365,36 +463,39 @@ _load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None = None, config: Any = None,
-    out: Any = None, operation: type[Operation] = Forward, asked: Any = None,
+    out: Any = None, operation: type[Operation] = Forward, asked: Any = None, captured: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
-    """Computes a call on arrays that have memory, which are those of ``operation.input_names``; ``options`` and ``lengths`` are
-    what its ``of_call`` takes, for attention what ``options_of`` gives. ``asked`` is an object that is the same for the same
+    """Computes a call on arrays that have memory, which are those of ``operation.input_names``, and ``captured``, those of the
+    functions among its options; ``options`` and ``lengths`` are what its ``of_call`` takes, for attention what ``options_of``
+    gives, with functions ``taken``. ``asked`` is an object that is the same for the same
     options, lengths, kernel and config, where the caller keeps one: a key is then not made of them."""
-    signatures = arrays.signatures(given)
+    signatures, forms = arrays.signatures(given), arrays.forms(captured) if captured else ()
     try:
         asked = asked or key_of(options, lengths, kernel, config)
-        call = _calls.get((signatures, asked, operation))
+        call = _calls.get((signatures, asked, operation, forms))
     except TypeError:  # an option that cannot be hashed is a wrong one
         asked = call = None
     if call is None and (dense := operation.dense(given)) is not given:
         given, signatures = dense, arrays.signatures(dense)
-        call = asked and _calls.get((signatures, asked, operation))
+        call = asked and _calls.get((signatures, asked, operation, forms))
     if call is None:
-        family = None if asked is None else operation.family(signatures, options)
+        family = None if asked is None or captured else operation.family(signatures, options)
         family = family and (family, key_of(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
             found = arrays.named(operation.input_names(len(given)), given)
+            found |= arrays.named(functions.names(options), captured)
             plan = _plan(operation, found, options, lengths, kernel, config)
             bound = plan.bind(found)
             if family is not None and not plan.device.is_cpu:
                 cache_put(_families, family, plan, KEPT_PLANS)
         else:
             bound = _resized(plan, signatures, options)
-        if isinstance(bound, GpuCall) and asked is not None and None not in signatures:
-            cache_put(_calls, (signatures, asked, operation), bound, KEPT_CALLS)
-        return one_or_all(bound(given[0], out))
-    return one_or_all(call(given[0], out))
+            captured = tuple(found[each.name].object for each in plan.op.captured)
+        if isinstance(bound, GpuCall) and asked is not None and None not in signatures and None not in forms:
+            cache_put(_calls, (signatures, asked, operation, forms), bound, KEPT_CALLS)
+        return one_or_all(bound(given[0], out, captured))
+    return one_or_all(call(given[0], out, captured))
 
 
 def _resized(plan: Plan, signatures: tuple[Any, ...], options: dict[str, Any]) -> GpuCall:

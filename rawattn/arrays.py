@@ -206,6 +206,19 @@ def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(signature, given))
 
 
+def forms(captured: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of each array but for its address, of arrays that functions captured."""
+    if _forward_ad is not None and _forward_ad._current_level >= 0:
+        return (None,) * len(captured)
+    return tuple(map(form, captured))
+
+
+def form(x: Any) -> tuple[Any, ...] | None:
+    """The signature of an array but for its address."""
+    found = signature(x)
+    return found and found[1:]
+
+
 def address(x: Any) -> int:
     """Returns the address where a torch or CuPy array begins."""
     return x.data_ptr() if isinstance(x, _tensor) else x.data.ptr
@@ -240,6 +253,15 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
     if like.library == "cupy":
         return lambda beside: _cupy_empty(like.device, shape, DTYPES[dtype])
     return lambda beside: np.empty(shape, DTYPES[dtype])
+
+
+def one_int64(beside: Any, number: int) -> Any:
+    """A new array of this number, (1,), in the library of ``beside``, a NumPy array or one of a GPU that CuPy can see."""
+    like = read(beside, "q")
+    if like.library == "numpy":
+        return np.array([number], np.int64)
+    with sys.modules["cupy"].cuda.Device(like.device):
+        return sys.modules["cupy"].full((1,), number, np.int64)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -329,6 +351,17 @@ def as_numpy(array: Array) -> npt.NDArray[Any]:
     if array.library == "numpy":
         return array.object
     return np.asarray(_Memory(array)).view(DTYPES[array.dtype])
+
+
+def on_host(x: Any) -> npt.NDArray[Any]:
+    """An array of any library in NumPy: a view of one on the CPU, a copy of one on a GPU."""
+    array = x if isinstance(x, Array) else read(x, "array")
+    if array.is_cpu:
+        return as_numpy(array)
+    if array.library == "torch":
+        return as_numpy(read(array.object.detach().cpu(), "array"))
+    found: npt.NDArray[Any] = array.object.get()
+    return found
 
 
 class _Memory:

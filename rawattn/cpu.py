@@ -29,13 +29,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import reference
-from .cache import private_folder, warn_uncached
+from . import functions, reference
+from .cache import private_folder, touch, warn_uncached
 from .device import Device
 from .device import cpu as this_cpu
 from .errors import ProblemError, UnsupportedError
 from .operand import Layout
 from .operation import Backward, Forward
+from .reference import Dropped
 from .variant.element import ELEMENTS, Element
 from .variant.mask import Pairs, UsedQueries, kept_pairs, of_head
 from .variant.offset import OffsetScore
@@ -109,6 +110,8 @@ def _compile(name: str, number: str, storage: str) -> Any:
     try:
         own = private_folder("numba", f"{name}-{storage}-{lanes.MACHINE}")
         tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
+        for entry in own.rglob("*.nb[ci]"):
+            touch(entry)
         try:
             return lanes.compile(name, number, storage, own)
         except OSError:  # a full disk
@@ -227,12 +230,107 @@ class Sequence(NamedTuple):
     o: Array
     lse: Array | None  # (heads, q_len)
     mask: Pairs
+    score: Score
     begin: Array  # (q_len, heads)
     end: Array
+    used: int  # queries
+
+
+@dataclasses.dataclass(frozen=True)
+class _Functions:
+    """The functions of a sequence in machine code, and its context for them; an address of 0 for none."""
+
+    address: int = 0
+    context: Array = dataclasses.field(default_factory=lambda: np.zeros(8, np.int64))
+    mask: functions.HostMask | None = None
+    offsets: tuple[int, int] = (0, 0)
+    owners: tuple[Any, ...] = ()  # of what the address and the context point to
+    pyramids: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def of_rows(
+        self, head: int, group: int, queries: slice, width: int, kv_len: int, tile_kv: int
+    ) -> tuple[int, Array, Array, Any]:  # fmt: skip
+        """What the loops are given for the queries of ``group`` heads from ``head`` on, which share a panel's rows; and what the
+        context points to."""
+        if not self.address:
+            return 0, self.context, NO_CLASSES, None
+        context, places = self.context.copy(), _places(head, group, queries, self.offsets[0], width)
+        context[8:10] = places[0].ctypes.data, places[1].ctypes.data
+        classes = self._classes(head, group, places[0][::width], places[0][width - 1 :: width], kv_len, tile_kv)
+        return self.address, context, classes, places
+
+    def _classes(self, head: int, group: int, first: Array, last: Array, kv_len: int, tile_kv: int) -> Array:
+        """Which tiles of keys panels visit: 0 where no pair is kept, 2 where all are, 1 elsewhere."""
+        keys = np.arange(0, max(1, kv_len), tile_kv)
+        found = np.ones((len(first), len(keys)), np.uint8)
+        if self.mask is None:
+            found[:] = 2
+        elif len(keys) >= FEWEST_TILES:
+            begin = keys + self.offsets[1]
+            ends = begin, np.minimum(begin + tile_kv, kv_len + self.offsets[1]) - 1
+            boxes = (first[:, None, None], last[:, None, None]), tuple(x[None, :, None] for x in ends)
+            heads = np.arange(head, head + group)
+            each = self.mask.classify(int(self.context[10]), heads, *boxes, *self.context[11:15].tolist(), self.pyramids)
+            found[:] = np.where((each == 0).all(-1), 0, np.where((each == 2).all(-1), 2, 1))
+        return found
+
+
+FEWEST_TILES = 4  # of keys of a sequence, for which classes are worth their price
+NO_CLASSES = np.zeros((0, 0), np.uint8)
+NO_FUNCTIONS = _Functions()
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(mask: Any, score: Any, number: str, backward: bool) -> Any:
+    """Functions of these codes in machine code: a second, or read from the cache folder."""
+    from . import lanes, lanes_function
+
+    kind = lanes_function.Kind(mask, score, number, backward)
+    digest = "-".join([code.digest if code is not None else "none" for code in (mask, score)] + ["backward"] * backward)
+    with _loading, _spinner("compiling a mask or a score for the CPU, once"):
+        try:
+            return lanes_function.compile(kind, private_folder("numba", f"{digest}-{number}-{lanes.MACHINE}"))
+        except OSError as error:
+            warn_uncached(error)
+            return lanes_function.compile(kind, None)
+
+
+def _functions(sequence: Sequence, number: npt.DTypeLike, backward: bool = False) -> _Functions:
+    """The functions of a sequence."""
+    own = functions.host_functions(sequence.mask, sequence.score)
+    found = [each for each in (own.mask, own.score) if each is not None]
+    if not found:
+        return NO_FUNCTIONS
+    from . import lanes_function
+
+    codes = [None if each is None else each.option.code for each in (own.mask, own.score)]
+    compiled = _compiled(*codes, np.dtype(number).name, backward)
+    context, kept = lanes_function.context_of([(each.option.code, each.arrays, each.option.numbers) for each in found])
+    lengths = sequence.used, sequence.kv_len
+    if any(own.offsets):
+        lengths = (max(own.offsets[0] + lengths[0], own.offsets[1] + lengths[1]),) * 2
+    context[5] = own.offsets[1]
+    context[10:15] = sequence.batch, *lengths, *found[0].start(sequence.batch)
+    return _Functions(compiled.address, context, own.mask, own.offsets, (compiled, kept))
+
+
+def _known(sequences: list[Sequence], heads: int) -> float | None:
+    """The cap of the loops for these sequences; None where they do not know the functions, or there is too little to compute for
+    compiling them to pay."""
+    own = functions.host_functions(sequences[0].mask, sequences[0].score)
+    if own.mask is None and own.score is None:
+        return _cap(sequences[0].score)
+    if sum(len(each.q) * each.kv_len for each in sequences) * heads < FEW_PAIRS:
+        return None
+    return 0.0 if own.score is not None else _cap(sequences[0].score)
+
+
+FEW_PAIRS = 1 << 22  # that the formula computes as soon as functions are compiled
 
 
 class _Unit(NamedTuple):
     sequence: Sequence
+    functions: _Functions
     kv_head: int
     queries: slice
     keys: int  # that it visits, more or less
@@ -241,7 +339,7 @@ class _Unit(NamedTuple):
 def run_forward(
     q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, scale: float,
     sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None,
-    q_lens: Array | None = None, kv_lens: Array | None = None, *, config: Config,
+    q_lens: Array | None = None, kv_lens: Array | None = None, dropped: Dropped | None = None, *, config: Config,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
 
@@ -251,55 +349,93 @@ def run_forward(
     for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
         q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
-        own = mask if q_lens is None or q_lens[i] == q_len else UsedQueries(mask, int(q_lens[i]))
-        bounds = bounds_of(own, heads, q_len, kv_len)
-        sequences.append(Sequence(i, q[rows], k[keys][None], v[keys][None], ONE_PAGE, kv_len, *out, own, *bounds))
-    run_sequences(sequences, heads, score, scale, sinks, config)
+        used = q_len if q_lens is None else int(q_lens[i])
+        own = mask if used == q_len else UsedQueries(mask, used)
+        bounds, places = bounds_of(own, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
+        own_score = functions.of_lengths(score, used, kv_len)
+        sequences.append(Sequence(i, *places, ONE_PAGE, kv_len, *out, own, own_score, *bounds, used))
+    run_sequences(sequences, heads, scale, sinks, config, dropped)
 
 
 ONE_PAGE = np.zeros(1, np.int32)
 
 
-def run_sequences(sequences: list[Sequence], heads: int, score: Score, scale: float, sinks: Array | None, config: Config) -> None:
-    """Computes attention of sequences of one number format, each by its own mask."""
+def run_sequences(
+    sequences: list[Sequence], heads: int, scale: float, sinks: Array | None, config: Config, dropped: Dropped | None = None
+) -> None:
+    """Computes attention of sequences of one number format, each by its own mask, and by scores of one kind."""
     units: list[_Unit] = []
     if not sequences:
         return
     kv_heads = sequences[0].k.shape[-2]
     step = max(1, config.tile_q // (heads // kv_heads))
+    element = _element(sequences[0].q)
+    cap = _known(sequences, heads)
     for sequence in sequences:
+        own = NO_FUNCTIONS if cap is None else _functions(sequence, element.lse_dtype)
         for first in range(0, len(sequence.q), step):
             last = min(first + step, len(sequence.q))
             visits = int((sequence.end[last - 1] - sequence.begin[first]).max())
-            units += [_Unit(sequence, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
+            units += [_Unit(sequence, own, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
     units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
-    element, cap = _element(sequences[0].q), _cap(score)
     sink_logits = _sink_logits(sinks, heads, element.lse_dtype)
     if cap is None:
-        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, score, scale, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, scale, dropped, sink_logits))
     else:
         attend = load(element).loops if units else None
         factors = (scale / cap if cap else scale, cap, config.tile_kv, _table(element))
-        _in_threads(config.threads, units, functools.partial(_compute, element, attend, factors, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute, element, attend, factors, dropped, sink_logits))
 
 
-def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Array, unit: _Unit) -> None:
-    sequence, kv_head, queries, _ = unit
+def _width(number: npt.DTypeLike) -> int:
+    """The rows of a panel of the loops."""
+    from . import lanes
+
+    return int(lanes.BYTES // np.dtype(number).itemsize)
+
+
+def _places(head: int, group: int, queries: slice, q_offset: int, width: int) -> Array:
+    """The positions of the rows of a unit, the queries of ``group`` heads from ``head`` on, and their heads: (2, rows), with the
+    last row again up to whole panels of this width."""
+    rows = (queries.stop - queries.start) * group
+    numbers = np.minimum(np.arange(-(-rows // width) * width), rows - 1)
+    return np.stack([numbers // group + (queries.start + q_offset), numbers % group + head]).astype(np.int64, copy=False)
+
+
+def _random(
+    dropped: Dropped | None, sequence: int, head: int, group: int, queries: slice, width: int, first_key: int = 0
+) -> tuple[Array, Array]:
+    """What the loops ask for dropout: ``_places``, and what all rows share."""
+    if dropped is None:
+        return NO_PLACES, np.zeros(4, np.int64)
+    q_offset, kv_offset = dropped.offsets
+    shared = dropped.option.threshold, dropped.seed, sequence, kv_offset + first_key
+    return _places(head, group, queries, q_offset, width), np.array(shared, np.int64)
+
+
+NO_PLACES = np.zeros((2, 0), np.int64)
+
+
+def _compute(element: Element, attend: Any, factors: tuple[Any, ...], dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
+    sequence, own, kv_head, queries, _ = unit
     group, number, storage = len(sinks) // sequence.k.shape[2], element.lse_dtype, _storage(element)
     heads = slice(kv_head * group, (kv_head + 1) * group)
     q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, sequence.q.shape[-1])
     k, v = (x[:, :, kv_head].view(storage) for x in (sequence.k, sequence.v))
     begin, end = (bound[queries, heads].flatten() for bound in (sequence.begin, sequence.end))
     o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
-    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *factors, o, lse)
+    rows = kv_head * group, group, queries, _width(number)
+    random = _random(dropped, sequence.batch, *rows)
+    *asked, _pointed_to = own.of_rows(*rows, sequence.kv_len, factors[2])
+    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *random, *factors, *asked, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
     if sequence.lse is not None:
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
 
 
-def _formula(element: Element, mask: Pairs, score: Score, scale: float) -> reference.Formula:
+def _formula(element: Element, mask: Pairs, score: Score, scale: float, dropped: Dropped | None = None) -> reference.Formula:
     """The reference's, in the format that is computed with."""
-    return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale)
+    return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale, dropped)
 
 
 def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
@@ -314,9 +450,9 @@ def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
     return found
 
 
-def _compute_by_formula(element: Element, score: Score, scale: float, sinks: Array, unit: _Unit) -> None:
-    sequence, kv_head, queries, _ = unit
-    formula = _formula(element, sequence.mask, score, scale)
+def _compute_by_formula(element: Element, scale: float, dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
+    sequence, _, kv_head, queries, _ = unit
+    formula = _formula(element, sequence.mask, sequence.score, scale, dropped)
     group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
     q, k, v = sequence.q[:, heads], *(_gathered(sequence, x, kv_head) for x in (sequence.k, sequence.v))
@@ -361,7 +497,8 @@ class _KeyUnit(NamedTuple):
 def run_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Pairs, score: Score,
     scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
-    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, threads: int | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, dropped: Dropped | None = None, *,
+    threads: int | None = None,
 ) -> None:  # fmt: skip
     """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
     dq, dk, dv and dsinks in place. Rows of no sequence get 0.
@@ -373,7 +510,7 @@ def run_backward(
     """
     if not hasattr(score, "slope"):
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
-    element, cap, (heads, kv_heads) = _element(q), _cap(score), (q.shape[-2], k.shape[-2])
+    element, cap, (heads, kv_heads) = _element(q), None if hasattr(mask, "keep") else _cap(score), (q.shape[-2], k.shape[-2])
     number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
     interval = functools.cache(functools.partial(kept, mask, heads))
     delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)
@@ -398,10 +535,10 @@ def run_backward(
         seconds = _backward_seconds(sum(unit.pairs for unit in units), q.shape[-1] + v.shape[-1])
         threads = _backward_threads(seconds, this_cpu())
     if cap is None:
-        compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale))
+        compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale, dropped))
     else:
         factors = scale / cap if cap else scale, cap, scale
-        compute = functools.partial(_gradients, load(element, "backward").loops, factors)
+        compute = functools.partial(_gradients, load(element, "backward").loops, factors, dropped)
     for work, todo in ((_delta, shared), (compute, units), (_add_parts, shared)):
         _in_threads(threads, todo, work)
     if dsinks is not None:
@@ -444,23 +581,25 @@ def _delta(x: _Gradients) -> None:
     x.dsinks[...] = -(p * x.delta).sum(-1)
 
 
-def _gradients(loops: Any, factors: tuple[float, ...], unit: _KeyUnit) -> None:
+def _gradients(loops: Any, factors: tuple[float, ...], dropped: Dropped | None, unit: _KeyUnit) -> None:
     x, j, keys, _ = unit
     group, head_dim, number = x.q.shape[1], x.q.shape[2], x.delta.dtype
     begin, end = (np.clip(bound, keys.start, keys.stop) - keys.start for bound in (x.begin, x.end))
     touched = np.nonzero((begin < end).any(1))[0]
-    queries = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
+    queries = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0, 0)
     do, q = (rows[queries].astype(number, order="C").reshape(-1, rows.shape[-1]) for rows in (x.do, x.q))
     k, v = (rows[keys].astype(number, order="C") for rows in (x.k, x.v))
     lse, delta = (rows[:, queries].T.ravel() for rows in (x.lse, x.delta))
     lse = np.where(lse == -np.inf, np.inf, lse)  # its probabilities are 0
     begin, end = (bound[queries].flatten() for bound in (begin, end))
     dq, dk, dv = (np.empty(rows.shape, number) for rows in (q, k, v))
-    loops(do, q, k, v, lse, delta, begin, end, *factors, dq, dk, dv)
+    sequence, head = x.origin
+    random = _random(dropped, sequence, head, group, queries, _width(number), keys.start)
+    loops(do, q, k, v, lse, delta, begin, end, *random, *factors, dq, dk, dv)
     x.dk[keys], x.dv[keys] = dk, dv
     out = x.dq if x.parts is None else x.parts[j]
     out[queries] = dq.reshape(-1, group, head_dim)
-    out[: queries.start or 0] = 0
+    out[: queries.start] = 0
     out[queries.stop :] = 0
 
 
@@ -551,11 +690,12 @@ class Cpu:
     def run(
         self, op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
         cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
-        q_lens: Array | None = None, kv_lens: Array | None = None,
+        q_lens: Array | None = None, kv_lens: Array | None = None, seed: Array | None = None, **own: Array,
     ) -> None:  # fmt: skip
-        """Computes the operation on NumPy arrays of its shapes: ``run_forward``."""
-        lengths, spec = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens), op.spec
-        run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, config=config)
+        """Computes the operation on NumPy arrays of its shapes, ``own`` of which its functions captured: ``run_forward``."""
+        lengths = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
+        spec, dropped = functions.on_host(op.spec, own, lengths[:2]), Dropped.of(op.spec, seed)
+        run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, dropped, config=config)
 
     def __repr__(self) -> str:
         return self.name
@@ -590,10 +730,13 @@ class CpuBackward(Cpu):
         seconds = _backward_seconds(forward.pairs * forward.batch * forward.heads, forward.head_dim + forward.head_dim_v)
         return seconds / config.threads + config.threads * SECONDS_PER_THREAD
 
-    def run(self, op: Any, config: Any, **arrays: Any) -> None:  # type: ignore[override]
+    def run(self, op: Any, config: Any, seed: Array | None = None, **arrays: Any) -> None:  # type: ignore[override]
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
-        spec, scale = op.forward.spec, op.forward.scale
-        run_backward(**arrays, mask=spec.placed_mask, score=spec.placed_score, scale=scale, threads=config.threads)
+        own = {each.name: arrays.pop(each.name) for each in op.captured}
+        starts = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_kv")
+        spec, scale = functions.on_host(op.forward.spec, own, starts), op.forward.scale
+        options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
+        run_backward(**arrays, **options, threads=config.threads)
 
 
 CPU, CPU_BACKWARD = Cpu(), CpuBackward()

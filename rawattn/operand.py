@@ -37,23 +37,29 @@ def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
 
 class Operand(NamedTuple):
     """One array argument of an operation. ``element`` is a name such as "bf16" or "int32", ``role`` "in" or "out". One that is
-    ``contiguous`` has its elements side by side, in order."""
+    ``contiguous`` has its elements side by side, in order. ``label`` says in words what a function captured."""
 
     name: str
     element: str
     shape: tuple[int, ...]
     role: str = "in"
     contiguous: bool = False
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name in words."""
+        return self.label or self.name
 
     def check(self, array: Array | None, library: str, device: int) -> None:
         """Raises ProblemError where the array is not this operand, in this library and on this device."""
         if array is None:
-            raise ProblemError(f"{self.name} is missing; this plan takes {describe(library, device, self.element, self.shape)}.")
+            raise ProblemError(f"{self.title} is missing; this plan takes {describe(library, device, self.element, self.shape)}.")
         if (array.library, array.device, array.dtype, tuple(array.shape)) != (library, device, self.element, self.shape):
             found = describe(array.library, array.device, array.dtype, array.shape)
             wanted = describe(library, device, self.element, self.shape)
-            raise ProblemError(f"{self.name} is {found}; it must be {wanted}.")
-        check_contiguous(self.name, array)
+            raise ProblemError(f"{self.title} is {found}; it must be {wanted}.")
+        check_contiguous(self.title, array)
         if self.contiguous:
             check_whole(self.name, array)
 

@@ -13,7 +13,7 @@ from . import arrays, compiler, driver, render, tma
 from .arrays import Array
 from .device import Device
 from .device import cpu as this_cpu
-from .errors import BinaryError, ProblemError
+from .errors import BinaryError, ProblemError, UnsupportedError
 from .operand import Operand, check_output
 from .operation import Operation
 from .program import (
@@ -23,6 +23,8 @@ from .program import (
     Field,
     Fields,
     Launch,
+    PackedHeads,
+    PageRows,
     Pages,
     Parts,
     Pointer,
@@ -90,15 +92,16 @@ class Plan:
         """
         if named:
             given = self._in_order(given, named)
-        key = arrays.signatures(given)
+        own = len(self.op.inputs) - len(self.op.captured)
+        key = arrays.signatures(given[:own]), arrays.forms(given[own:])
         call = self._calls.get(key)
         if call is None:
             found = self._read(given)
             bound = self.bind(found)
-            if isinstance(bound, GpuCall) and None not in key:
+            if isinstance(bound, GpuCall) and None not in key[0] and None not in key[1]:
                 cache_put(self._calls, key, bound, KEPT_CALLS)
-            return one_or_all(bound(given[0], out))
-        return one_or_all(call(given[0], out))
+            return one_or_all(bound(given[0], out, tuple(found[each.name].object for each in self.op.captured)))
+        return one_or_all(call(given[0], out, given[own:]))
 
     def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
         """The plan on arrays that were checked, by name."""
@@ -106,7 +109,9 @@ class Plan:
             return CpuCall(self, given)
         if self.library == "torch":  # whose calls are kept by the tensors' signatures
             return GpuCall(self, given)
-        key = tuple(array[:-1] for array in given.values())
+        places = [array._replace(object=None) for array in given.values()]
+        own = len(places) - len(self.op.captured)
+        key = (*places[:own], *(place._replace(pointer=0) for place in places[own:]))
         call = self._calls.get(key)
         if call is None:
             call = GpuCall(self, given)
@@ -153,10 +158,9 @@ class Plan:
 
 def load_all(op: Operation, selection: Selection, device: Device) -> None:
     """Compiles and loads all that operations of this kind may need."""
-    for config in (selection.config, *selection.compiled_with):
-        for program in selection.kernel.programs(op, config, device):
-            for launch in program.launches:
-                _load(launch, op, selection, device, None)
+    for program in selection.programs(op, device):
+        for launch in program.launches:
+            _load(launch, op, selection, device, None)
 
 
 class _Loaded(NamedTuple):
@@ -171,10 +175,21 @@ class _Loaded(NamedTuple):
     @classmethod
     def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Operation) -> _Loaded:
         layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
-        late = [f for f in launch.fields if isinstance(f.fill, (Counter, Scratch)) or getattr(f.fill, "operand", None) in outputs]
+        captured = {Pointer(operand.name) for operand in op.captured}
+        late = [f for f in launch.fields if _is_late(f.fill, outputs, captured)]
         return cls(
             binary, function, launch.fields, layout, tuple((f, layout.formats[f.name], layout.offsets[f.name]) for f in late)
         )
+
+    def places_of(self, captured: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+        """Where the addresses of captured arrays lie: the number of each, and an offset."""
+        fills = {Pointer(name): i for i, name in enumerate(captured)}
+        return tuple((fills[field.fill], offset) for field, _, offset in self.open if field.fill in fills)
+
+
+def _is_late(fill: Any, outputs: set[str], captured: set[Pointer]) -> bool:
+    """Says whether the value of a field is not known before a launch."""
+    return isinstance(fill, (Counter, Scratch)) or getattr(fill, "operand", None) in outputs or fill in captured
 
 
 _kernels: dict[tuple[str, int], _Loaded] = {}
@@ -195,26 +210,39 @@ def _first(
     on_compile: Callable[[], None] | None,
 ) -> _Loaded:  # fmt: skip
     """Compiles and loads the kernel of a launch, with all that its operation's kind may get."""
-    kernel = selection.kernel
-    configs = (selection.config, *selection.compiled_with)
-    programs = (program for config in configs for program in kernel.programs(op, config, device))
-    others = {each.source.key: each.source for program in programs for each in program.launches}
-    binary = compiler.compile_together(launch.source, others.values(), on_compile)
+    others = {each.source.key: each.source for program in selection.programs(op, device) for each in program.launches}
+    try:
+        binary = compiler.compile_together(launch.source, others.values(), on_compile)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{op} on {device.name} needs {launch.source.name} for {device.arch}, which is in no loaded bundle and not in the "
+            f"cache folder; {error}; or make a bundle with it: RAWATTN_LOG=FILE records the operation, and python -m rawattn "
+            f"bundle --arch {device.arch} --spec FILE --out kernels.zip compiles it elsewhere."
+        ) from error
     with _loading:
         if key not in _kernels:
-            try:
-                function = driver.Function(binary.cubin, launch.entry, device.index)
-            except BinaryError:  # an entry of the cache that this driver cannot load
-                binary = compiler.recompile(launch.source)
-                function = driver.Function(binary.cubin, launch.entry, device.index)
+            binary, function = _on_device(binary, launch, device)
             _kernels[key] = _Loaded.of(binary, function, launch, op)
         return _kernels[key]
+
+
+def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple[compiler.Binary, driver.Function]:
+    """The entry of a launch, loaded; compiled again here where the driver cannot load what there is."""
+    try:
+        return binary, driver.Function(binary.cubin, launch.entry, device.index)
+    except BinaryError as refused:
+        try:
+            binary = compiler.recompile(launch.source)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{refused} NVRTC {binary.nvrtc} made what was to be loaded; {error}") from refused
+        return binary, driver.Function(binary.cubin, launch.entry, device.index)
 
 
 class GpuCall:
     """A plan on arrays of a GPU: all is known but where the results go, and the stream.
 
-    It may be kept, and called from several threads at once, for any arrays that lie as these did.
+    It may be kept, and called from several threads at once, for any arrays that lie as these did. Captured arrays may lie
+    anywhere.
     """
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
@@ -222,8 +250,10 @@ class GpuCall:
         like = next(iter(given.values()))
         self._given = {name: array.without_memory() for name, array in given.items()}
         self._plan, self._device = plan, like.device
+        self._captured = tuple(operand.name for operand in plan.op.captured)
+        self._places = tuple(loaded.places_of(self._captured) for loaded in plan._loaded)
         self._program: Program = plan.program
-        self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
+        self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
         scratch = plan.program.scratch_bytes
         self._new_scratch = arrays.maker(like, (scratch,), "uint8") if scratch else None
@@ -235,8 +265,9 @@ class GpuCall:
                 for launch, loaded in zip(plan.program.launches, plan._loaded, strict=True)
             ]
 
-    def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
-        """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library."""
+    def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+        """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library.
+        ``captured`` are all arrays that functions captured."""
         given: tuple[Any, ...] = ()
         if out is None:
             results = tuple([make(like) for make in self._makers])
@@ -254,12 +285,15 @@ class GpuCall:
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
             places.append(arrays.address(scratch))
-        key = (stream_id, *places)
-        launches = self._launches.get(key)
-        if launches is None or capturing:
-            launches = self._prepare(results, given, scratch, stream, stream_id, capturing)
+        key, addresses = (stream_id, *places), (*map(arrays.address, captured),)
+        launches, of = self._launches.get(key, (None, ()))
+        if launches is None or capturing or of != addresses:
+            if launches is None or capturing or given:
+                launches = self._prepare(results, given, addresses, scratch, stream, stream_id, capturing)
+            else:
+                launches = self._moved(launches, addresses)
             if None not in places and not capturing:
-                cache_put(self._launches, key, launches, KEPT_LAUNCHES)
+                cache_put(self._launches, key, (launches, addresses), KEPT_LAUNCHES)
         for launch in launches:
             launch()
         for x in given:
@@ -273,13 +307,17 @@ class GpuCall:
         return arrays.signatures((out,))[0] if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
 
     def _prepare(
-        self, results: Sequence[Any], given: Sequence[Any], scratch: Any, stream: int, stream_id: int, capturing: bool
-    ) -> tuple[driver.Launch, ...]:
-        """The launches on a stream, with all that was open filled in."""
+        self, results: Sequence[Any], given: Sequence[Any], captured: Sequence[int], scratch: Any, stream: int, stream_id: int,
+        capturing: bool,
+    ) -> tuple[driver.Launch, ...]:  # fmt: skip
+        """The launches on a stream, with all that was open filled in. ``captured`` are the addresses of captured arrays."""
         outputs = self._plan.op.outputs
         found = {each.name: arrays.made(x, each.shape, each.element) for each, x in zip(outputs, results, strict=True)}
+        moved = {name: self._given[name]._replace(pointer=x) for name, x in zip(self._captured, captured, strict=True)}
         if given:
-            found |= read_outputs(given, self._plan, self._device, self._given.items(), bool(self._program.launches))
+            inputs = {**self._given, **moved}
+            found |= read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
+        found |= moved
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
         launches = []
@@ -290,6 +328,13 @@ class GpuCall:
                 struct.pack_into(form, memory, offset, value)
             launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
         return tuple(launches)
+
+    def _moved(self, launches: tuple[driver.Launch, ...], addresses: tuple[int, ...]) -> tuple[driver.Launch, ...]:
+        """The launches with captured arrays at other addresses."""
+        found = []
+        for launch, places in zip(launches, self._places, strict=True):
+            found.append(launch.moved(places, addresses) if places else launch)
+        return tuple(found)
 
     def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
         """Returns the value of a field that depends on the outputs or on the stream."""
@@ -316,6 +361,10 @@ class GpuCall:
             return b"" if type(fill) is View else 0
         if type(fill) is Pages:
             return _pages(fill, array)
+        if type(fill) is PageRows:
+            return self._page_rows(fill, array)
+        if type(fill) is PackedHeads:
+            return _packed_heads(fill, array)
         return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
@@ -324,6 +373,15 @@ class GpuCall:
         shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
         encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
+
+    def _page_rows(self, fill: PageRows, pool: Array) -> bytes:
+        if 0 in pool.shape:  # it is never read, but a map must be of something
+            like = next(x for x in self._given.values() if x.dtype == pool.dtype and 0 not in x.shape)
+            pool = like._replace(shape=(1, 1, 1, like.shape[-1]), strides=(0, 0, 0, 1))
+            return self._page_rows(fill, pool)[:128] + bytes(64)
+        shape = tma.page_rows_geometry(fill.operand, pool.shape, pool.strides, ELEMENTS[pool.dtype].itemsize, fill.box_rows)
+        encoded = driver.tensor_map(pool.pointer, pool.dtype, shape.sizes, shape.strides, shape.box)
+        return encoded + struct.pack("<4i48x", pool.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
 
 
 def _of_array(fill: Any, array: Array) -> int | bytes:
@@ -349,6 +407,14 @@ def _pages(fill: Pages, pool: Array) -> bytes:
     return driver.tensor_map(pool.pointer, pool.dtype, *shape, read_once=True) + struct.pack("<i60x", pool.shape[0])
 
 
+def _packed_heads(fill: PackedHeads, array: Array) -> bytes:
+    """A TmaHeads: a tensor map, the heads of a box, and the step from batch to batch."""
+    size = ELEMENTS[array.dtype].itemsize
+    shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
+    encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
+    return encoded + struct.pack("<2i56x", fill.heads, shape.batch_step)
+
+
 def _part(o: Array, lse: Array) -> bytes:
     """A Part: where o and lse lie, and their strides from batch to batch, row to row and head to head."""
     batch = (o.strides[0], lse.strides[0]) if len(o.shape) == 4 else (0, 0)
@@ -364,8 +430,8 @@ class CpuCall:
         self._plan, self._given = plan, given
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
 
-    def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
-        """Computes; as ``GpuCall``."""
+    def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+        """Computes; as ``GpuCall``. The arrays that it was made with have the captured ones among them."""
         op = self._plan.op
         given = () if out is None else given_outputs(out, op.outputs)
         wanted = given or (None,) * len(self._makers)

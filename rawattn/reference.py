@@ -10,6 +10,9 @@ over the keys j that the mask keeps for the query i, where the logit s[i, j] is 
 The gradients of a loss, from do and dlse, those of o and lse: dp[i, j] = do[i].v[j] is the gradient of p[i, j], and with
 delta[i] = do[i].o[i] - dlse[i] that of the logit is p[i, j] (dp[i, j] - delta[i]); times the score's slope and scale it is that
 of q[i].k[j]. The sink's is -sum_i exp(sink - lse[i]) delta[i]: it is a key of probability exp(sink - lse[i]) with dp = 0.
+
+With dropout the weights of o are m[i, j] p[i, j], where m is 0 or 1 / (1 - dropout) (``variant.weight.Dropout.kept``), and dp is
+m[i, j] do[i].v[j]; p, lse and delta stay what they are.
 """
 
 from __future__ import annotations
@@ -23,8 +26,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from . import functions
+from .arrays import read
 from .errors import ProblemError, UnsupportedError
-from .spec import Spec, make_mask, make_offset, make_scale, make_score
+from .operation.forward import limits as limits_of
+from .spec import Spec, make_dropout, make_mask, make_offset, make_scale, make_score
+from .variant import weight
 from .variant.mask import FromKey, Mask, Pairs, causal_and, of_head
 from .variant.score import Score
 
@@ -39,7 +46,8 @@ def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
     sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None, kv_lens: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None, return_lse: bool = False, rows: Sequence[int] | None = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """Attention in float64, slow and exact, to compare with.
 
@@ -50,6 +58,7 @@ def attention(
         k, v: (batch, kv_len, kv_heads, head_dim) and (batch, kv_len, kv_heads, head_dim_v), in q's library.
         causal, window, softcap, scale, mask, score, q_offset, kv_offset: as in ``rawattn.attention``. The score needs ``logit``
             alone.
+        dropout, seed: as in ``rawattn.attention``; the seed is an int or one in an array, and is needed.
         sinks: (heads,) floats in any library, a logit of each query head that joins the sum and lse and has no value.
         cu_seqlens_q, cu_seqlens_kv: (batch + 1,) integers; then q, k, v are (total, heads, head_dim), sequences end to end.
         q_lens, kv_lens: (batch,) integers, the rows that each sequence uses: its other queries keep no key, and its other keys
@@ -65,7 +74,10 @@ def attention(
     -inf is none; one of inf leaves o = 0 and lse = inf. A masked key or value takes no part, whatever it holds; NaN in q or in a
     kept key makes the row NaN.
     """
-    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset)
+    formula = make_formula(
+        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
+        (cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
     return (o, lse) if return_lse else o
 
@@ -74,13 +86,17 @@ def rounded(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
     sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_offset: int | None = None,
-    kv_offset: int | None = None, return_lse: bool = False, rows: Sequence[int] | None = None,
+    kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """The plain formula in float32, its logits and probabilities rounded to q's dtype: the yardstick for a kernel's error.
 
     Takes what ``attention`` takes, and gives the same results as float32.
     """
-    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset)
+    formula = make_formula(
+        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
+        (cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
     return (o, lse) if return_lse else o
 
@@ -89,7 +105,7 @@ def attention_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks in float64, slow and exact, to compare with.
 
@@ -107,7 +123,10 @@ def attention_backward(
     A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. NaN or inf in a query reaches
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
     """
-    formula = make_formula(q, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset)
+    formula = make_formula(
+        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
+        (cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
 
@@ -115,14 +134,17 @@ def rounded_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The plain formula in float32, its logits, probabilities, o and gradients of logits rounded to q's dtype: the yardstick for
     a kernel's error.
 
     Takes what ``attention_backward`` takes, and gives the same results as float32.
     """
-    formula = make_formula(q, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset)
+    formula = make_formula(
+        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
+        (cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
 
 
@@ -135,26 +157,35 @@ def _rounding(q: Any) -> Callable[[Any], Any]:
 
 
 def make_formula(
-    q: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any,
-    score: Any, q_offset: Any = None, kv_offset: Any = None,
+    q: Any, k: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any,
+    score: Any, q_offset: Any = None, kv_offset: Any = None, dropout: Any = 0.0, seed: Any = None,
+    starts: tuple[Any, Any] = (None, None),
 ) -> Formula:  # fmt: skip
     """The formula for q's library and device and these options, in the dtype of that name."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     factor = make_scale(scale)
-    spec = Spec(
-        make_mask(causal, window, mask), make_score(softcap, score), q_offset=make_offset("q_offset", q_offset),
-        kv_offset=make_offset("kv_offset", kv_offset),
-    )  # fmt: skip
+    q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
+    options, captured = functions.taken({"mask": mask, "score": score})
+    own = dict(zip(functions.names(options), captured, strict=True))
+    if functions.among(options):
+        found = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
+        limits = limits_of({name: x for name, x in found.items() if x is not None}, {"q_offset": q_first, "kv_offset": kv_first})
+        options = functions.made(options, {name: read(x, name) for name, x in own.items()}, limits)
+    kept, logit = make_mask(causal, window, options["mask"]), make_score(softcap, options["score"])
+    spec = Spec(kept, logit, q_offset=q_first, kv_offset=kv_first, dropout=make_dropout(dropout))
+    spec = functions.on_host(spec, own, starts)
     factor = q.shape[-1] ** -0.5 if factor is None else factor
-    return Formula(xp, place, getattr(xp, number), rounding, spec.placed_mask, spec.placed_score, factor)
+    pairs, dropped = (spec.placed_mask, spec.placed_score), Dropped.of(spec, seed)
+    return Formula(xp, place, getattr(xp, number), rounding, *pairs, factor, dropped)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """Some queries of a sequence, a run of keys that holds all that they keep, and which pairs they keep.
 
-    ``q`` and ``kv`` are the positions in the sequence as a column and a row; ``rows`` says which of the wanted queries these are.
+    ``q`` and ``kv`` are the positions in the sequence as a column and a row, ``lengths`` its numbers of queries and keys;
+    ``rows`` says which of the wanted queries these are.
     """
 
     rows: slice
@@ -162,6 +193,31 @@ class Tile:
     q: Any
     kv: Any
     kept: Any
+    lengths: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropped:
+    """Which weights a call drops: by its option and seed, and the positions of the first rows of q and of k."""
+
+    option: weight.Dropout
+    seed: int
+    offsets: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, spec: Spec, seed: Any) -> Dropped | None:
+        """None where nothing is dropped. Raises ProblemError where there is no seed."""
+        if not spec.dropout:
+            return None
+        if seed is None:
+            raise ProblemError(f"seed is missing, and dropout is {spec.dropout}; give an int, or one int64 in an array.")
+        number = int(seed if isinstance(seed, int) else _numpy(seed).reshape(()))
+        return cls(weight.Dropout(spec.dropout), number, spec.offsets or (0, 0))
+
+    def kept(self, place: tuple[int, int], tile: Tile) -> npt.NDArray[np.bool_]:
+        """Says which weights of a tile are kept."""
+        q, kv = (_numpy(x) + offset for x, offset in zip((tile.q, tile.kv), self.offsets, strict=True))
+        return self.option.kept(self.seed, *place, q, kv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +231,7 @@ class Formula:
     mask: Pairs
     score: Score
     scale: float
+    dropout: Dropped | None = None
 
     def forward(
         self, q: Any, k: Any, v: Any, sinks: Any, cu_q: Any, cu_kv: Any, wanted: Sequence[int] | None = None,
@@ -246,13 +303,14 @@ class Formula:
 
     def heads(self, first: int, count: int) -> Iterator[tuple[Pairs, Sequence[int]]]:
         """The pairs that a mask keeps and the heads that they are of, counted from ``first``: all, or each where they differ."""
-        if hasattr(self.mask, "of_head"):
+        if hasattr(self.mask, "of_head") or hasattr(self.mask, "keep"):
             yield from ((of_head(self.mask, first + head), (head,)) for head in range(count))
         else:
             yield self.mask, range(count)
 
-    def tiles(self, mask: Pairs, queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
-        """The queries in tiles whose logits fit in memory, but for tiles that keep no key."""
+    def tiles(self, mask: Pairs, place: tuple[int, int], queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
+        """The queries in tiles whose logits fit in memory, but for tiles that keep no key. ``place`` are the numbers of the
+        sequence and of the head."""
         step = max(1, LOGITS // max(1, kv_len))
         for first in range(0, len(queries), step):
             chosen = queries[first : first + step]
@@ -261,22 +319,24 @@ class Formula:
             if low < high:
                 j = np.arange(low, high)
                 kept = (j >= begin[:, None]) & (j < end[:, None])
-                arrays = (self.xp.asarray(x, **self.place) for x in (chosen[:, None], j[None], kept))
-                yield Tile(slice(first, first + len(chosen)), slice(low, high), *arrays)
+                q, kv, kept = (self.xp.asarray(x, **self.place) for x in (chosen[:, None], j[None], kept))
+                if hasattr(mask, "keep"):
+                    kept = kept & mask.keep(self.xp, *place, q, kv, q_len, kv_len)
+                yield Tile(slice(first, first + len(chosen)), slice(low, high), q, kv, kept, (q_len, kv_len))
 
     def forward_sequence(
         self, origin: tuple[int, int], q: Any, k: Any, v: Any, sinks: list[float], queries: Any, at: Any, o: Any, lse: Any
     ) -> None:
         """Writes the queries of one sequence to the rows ``at`` of o and lse; its number and that of the first head are
         ``origin``."""
-        masks = self.heads(origin[1], q.shape[1])
-        for heads, tile in ((heads, tile) for mask, heads in masks for tile in self.tiles(mask, queries, len(q), len(k))):
-            to = self.xp.asarray(at[tile.rows], **self.place)
-            for head in heads:
-                kv_head = head // (q.shape[1] // k.shape[1])
-                rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
-                inputs = _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype)
-                o[to, head], lse[head, to] = self.attend(*inputs, sinks[head], (origin[0], origin[1] + head), tile)
+        for mask, heads in self.heads(origin[1], q.shape[1]):
+            for tile in self.tiles(mask, (origin[0], origin[1] + heads[0]), queries, len(q), len(k)):
+                to = self.xp.asarray(at[tile.rows], **self.place)
+                for head in heads:
+                    kv_head = head // (q.shape[1] // k.shape[1])
+                    rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
+                    inputs = _cast(rows, self.dtype), _cast(keys, self.dtype), _cast(values, self.dtype)
+                    o[to, head], lse[head, to] = self.attend(*inputs, sinks[head], (origin[0], origin[1] + head), tile)
 
     def backward_sequence(
         self, origin: tuple[int, int], do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: list[float], dq: Any, dk: Any, dv: Any,
@@ -287,11 +347,11 @@ class Formula:
         for head, sink in enumerate(sinks):
             kv_head = head // (q.shape[1] // k.shape[1])
             lse, delta = self.xp.full_like(dlse[head], sink), -dlse[head]
-            for tile in self.tiles(of_head(self.mask, origin[1] + head), np.arange(len(q)), len(q), len(k)):
+            place = origin[0], origin[1] + head
+            for tile in self.tiles(of_head(self.mask, place[1]), place, np.arange(len(q)), len(q), len(k)):
                 rows, keys = tile.rows, tile.keys
                 inputs = do[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head]
                 x = [_cast(x, self.dtype) for x in inputs]
-                place = origin[0], origin[1] + head
                 given = None if known is None else tuple(each[head, rows, None] for each in known)
                 found = self.gradients(x[0], x[1], x[2], x[3], dlse[head, rows, None], sink, place, tile, given)
                 dq[rows, head] += found[0]
@@ -305,7 +365,14 @@ class Formula:
     def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
         """o and lse of the queries of one head."""
         p, lse, _, _ = self.weights(q, k, sink, place, tile)
-        return self.total(p, v, tile.kept), lse
+        return self.total(self.dropped(p, place, tile), v, tile.kept), lse
+
+    def dropped(self, p: Any, place: tuple[int, int], tile: Tile) -> Any:
+        """Weights, or their gradients, after dropout."""
+        if self.dropout is None:
+            return p
+        kept = self.xp.asarray(self.dropout.kept(place, tile), **self.place)
+        return self.xp.where(kept, p * self.dropout.option.factor, 0.0)
 
     def weights(self, q: Any, k: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any, Any, Any]:
         """The probabilities, lse, the scaled dot products, and the logits."""
@@ -313,7 +380,7 @@ class Formula:
         if not hasattr(self.score, "logit"):
             raise UnsupportedError(f"the reference has no formula for the score {self.score!r}: it has no logit(...).")
         dot = self.scale * (q @ k.T)
-        s = _cast(self.score.logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
+        s = _cast(functions.of_lengths(self.score, *tile.lengths).logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
         s = xp.where(tile.kept, self.rounding(s), -INF)
         m = xp.amax(s, axis=-1, keepdims=True)
         m = xp.where(m < sink, sink, m)
@@ -335,26 +402,26 @@ class Formula:
     def weights_backward(
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
     ) -> tuple[Any, ...]:
-        """The probabilities, the gradients of the scaled dot products, lse and delta of the queries of one head.
+        """The weights of the values, the gradients of the scaled dot products, lse and delta of the queries of one head.
 
         ``known`` are lse and delta where these keys are a part of all."""
         p, lse, dot, s = self.weights(q, k, sink, place, tile)
         if known is None:
-            o = self.rounding(self.total(p, v, tile.kept))
+            o = self.rounding(self.total(self.dropped(p, place, tile), v, tile.kept))
             delta = self.xp.sum(do * o, axis=-1, keepdims=True) - dlse
         else:
             whole, delta = known
             p = self.rounding(self.xp.where(tile.kept & (whole != -INF), self.xp.exp(s - whole), 0.0))
-        ds = p * (do @ v.T - delta)
+        ds = p * (self.dropped(do @ v.T, place, tile) - delta)
         slope = self.slope(dot, place, tile)
         ds = self.rounding(self.xp.where(tile.kept, ds if slope is None else ds * slope, 0.0))
-        return p, ds, lse, delta[:, 0]
+        return self.dropped(p, place, tile), ds, lse, delta[:, 0]
 
     def slope(self, dot: Any, place: tuple[int, int], tile: Tile) -> Any:
         """The score's derivative; None where it is 1."""
         if not hasattr(self.score, "slope"):
             raise UnsupportedError(f"the score {self.score!r} has no slope(...), its derivative by s, which gradients need.")
-        return self.score.slope(self.xp, dot, *place, tile.q, tile.kv)
+        return functions.of_lengths(self.score, *tile.lengths).slope(self.xp, dot, *place, tile.q, tile.kv)
 
     def sink_gradient(self, p: Any, delta: Any) -> Any:
         """The gradient of a head's sink."""

@@ -21,6 +21,10 @@ from .variant.element import Element
 _PACKAGE = pathlib.Path(__file__).parent
 FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") if f.is_dir())  # in a wheel; in a checkout
 
+CAPTURED = (  # what elements of captured arrays are in C++
+    "function::Bool", "function::Bf16", "function::Fp16", "unsigned char", "signed char", "short", "i32", "i64", "float",
+    "double",
+)  # fmt: skip
 # C++ type -> (bytes, alignment, format of the struct module). Args is laid out as the compiler does it; Facts.args_bytes agrees.
 CTYPES = {
     "TmaTensor": (192, 64, "192s"),
@@ -28,21 +32,23 @@ CTYPES = {
     "StridedOutput": (32, 8, "32s"),
     "PartList": (1024, 8, "1024s"),
     "TmaPages": (192, 64, "192s"),
+    "TmaPageRows": (192, 64, "192s"),
+    "TmaHeads": (192, 64, "192s"),
     "StridedPages": (40, 8, "40s"),
     "Element*": (8, 8, "Q"),
     "Number*": (8, 8, "Q"),
     "const Number*": (8, 8, "Q"),
     "float*": (8, 8, "Q"),
-    "const float*": (8, 8, "Q"),
     "const Element*": (8, 8, "Q"),
+    **{f"const {element}*": (8, 8, "Q") for element in CAPTURED},
+    "function::Divisor": (12, 4, "12s"),
     "i32*": (8, 8, "Q"),
-    "const i64*": (8, 8, "Q"),
     "u32*": (8, 8, "Q"),
-    "const i32*": (8, 8, "Q"),
     "const void*": (8, 8, "Q"),
     "void*": (8, 8, "Q"),
     "i64": (8, 8, "q"),
     "i32": (4, 4, "i"),
+    "float": (4, 4, "f"),
 }
 _NUMBERS = {"fp32": (4, 4, "f"), "fp64": (8, 8, "d")}  # what "Number" is
 TENSORS = {  # C++ type -> its file
@@ -51,7 +57,11 @@ TENSORS = {  # C++ type -> its file
     "StridedOutput": "tile/strided_tensor.cuh",
     "PartList": "tile/part_list.cuh",
     "TmaPages": "tile/pages.cuh",
+    "TmaPageRows": "tile/page_rows.cuh",
+    "TmaHeads": "tile/tma_heads.cuh",
     "StridedPages": "tile/strided_pages.cuh",
+    "function::Divisor": "variant/function/integer.cuh",
+    **{f"const function::{name}*": "variant/function/element.cuh" for name in ("Bool", "Bf16", "Fp16")},
 }
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
@@ -106,7 +116,13 @@ def layout(fields: Fields, number: str = "fp32") -> ArgsLayout:
     return ArgsLayout(struct.Struct(f"{text}{-end % widest}x"), offsets, formats)
 
 
-def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], options: Mapping[str, Option]) -> str:
+class Config(str):
+    """The text of ``config.cuh``. ``texts`` has the headers that were written for its options, by name."""
+
+    texts: Mapping[str, str] = {}
+
+
+def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], options: Mapping[str, Option]) -> Config:
     """``config.cuh``. ``options``: axis (the C++ name) -> option, in the order of inclusion; the first is the element."""
     constants = dict(constants)
     for option in options.values():
@@ -120,7 +136,9 @@ def config_header(constants: Mapping[str, int], fields: Fields, products: Sequen
     lines += ["struct Args {", *(f"    {field.ctype} {field.name};" for field in fields), "};", "", *products]
     for axis, option in rest:
         lines += [*(f'#include "{source}"' for source in option.sources), f"using {axis} = {option.cuda_type};"]
-    return "\n".join(lines) + "\n"
+    config = Config("\n".join(lines) + "\n")
+    config.texts = {name: text for option in options.values() for name, text in getattr(option, "texts", {}).items()}
+    return config
 
 
 @functools.cache
@@ -130,12 +148,13 @@ def _text(path: str) -> str:
 
 def source(file: str, config: str, arch: str) -> Source:
     """Returns what NVRTC is given for ``file`` of ``cuda_src/``: the headers it reaches and no others, so that a change to one
-    recompiles just the kernels that use it."""
-    headers = {"config.cuh": config}
+    recompiles just the kernels that use it. Those that were written for its options come with ``config``."""
+    written = config.texts if isinstance(config, Config) else {}
+    headers = {"config.cuh": str(config)}
     pending = [_text(file), config]
     while pending:
         for path in _INCLUDE.findall(pending.pop()):
             if path not in headers:
-                headers[path] = _text(path)
+                headers[path] = written[path] if path in written else _text(path)
                 pending.append(headers[path])
     return Source(name=file, text=_text(file), headers=tuple(sorted(headers.items())), arch=arch)

@@ -26,13 +26,13 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from . import api, torch_sharding
+from . import api, functions, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
-from .operation.forward import check_arrays
+from .operation.forward import check_arrays, check_has_seed
 from .plans import cache_put
-from .spec import Spec
+from .spec import Spec, is_int
 from .variant import Option
 from .variant.element import ELEMENTS
 
@@ -47,7 +47,7 @@ NO_SECOND = (
 )
 _OPTIONS = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
-    'SymInt? max_seqlen_kv=None, str spec="{}"'
+    'SymInt? max_seqlen_kv=None, str spec="{}", Tensor? seed=None, Tensor[]? captured=None'
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -63,11 +63,27 @@ _ATTENTION, _BACKWARD = torch.ops.rawattn.attention.default, torch.ops.rawattn.a
 
 # ---- which calls go through the operators
 
+functions.is_compiling = torch.compiler.is_compiling
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by torch.autograd.grad(is_grads_batched=True)
 _grad_enabled = torch.is_grad_enabled
+
+
+def is_tensor(x: Any) -> bool:
+    """Tells whether it is torch's."""
+    return isinstance(x, _tensor)
+
+
+def seed_of(q: Any, seed: Any, missing: str = "") -> Any:
+    """Returns the seed of a call as a tensor on q's device: the tensor that is given, one that an int fills, or one that torch's
+    generator of the device draws there. Nothing waits for the device, and a graph draws anew at every replay."""
+    if seed is None:
+        if missing:
+            raise ProblemError(f"seed is None, and there is dropout; {missing}.")
+        return torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    return torch.full((1,), seed, dtype=torch.int64, device=q.device) if is_int(seed) else seed
 
 
 def _some_requires_grad(*given: Any) -> bool:
@@ -136,8 +152,9 @@ def _is_cast(given: Sequence[Any]) -> bool:
 
 
 def attention(
-    given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
-) -> Any:
+    given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
+    captured: tuple[Any, ...] = (),
+) -> Any:  # fmt: skip
     """Computes ``api.attention`` by way of the operator. Dynamo traces this function: it holds nothing that breaks a graph."""
     for name, value in (("out", out), ("kernel", kernel), ("config", config)):
         if value is not None:
@@ -145,18 +162,19 @@ def attention(
                 f"{name} was given where torch traces, transforms or casts the call; torch.ops.rawattn.attention has no {name}: "
                 "leave it out."
             )
-    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
+    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
     if not torch.compiler.is_dynamo_compiling():
-        _check_tensors(given)
+        _check_tensors(Forward.names, given)
+        _check_tensors(tuple(functions.labels(options).values()), captured)
         _register_sharding()
     text = _text_of(options)
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
-    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text)
+    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text, seed, list(captured) or None)
     return (o, lse) if options["return_lse"] else o
 
 
-def _check_tensors(given: Sequence[Any]) -> None:
-    for name, x in zip(Forward.names, given, strict=False):
+def _check_tensors(names: tuple[str, ...], given: Sequence[Any]) -> None:
+    for name, x in zip(names, given, strict=False):
         if x is None and name not in "qkv":
             continue
         if not isinstance(x, torch.Tensor):
@@ -181,13 +199,13 @@ def _text_of(options: dict[str, Any]) -> str:
     """Writes the options of a call as the operators take them, also where dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
         return _constant_text(tuple([(name, _constant(value)) for name, value in options.items()]))
-    return _text(Spec.of(**options))
+    return _text(Spec.of(**functions.without(options)), functions.among(options))
 
 
-def _text(spec: Spec) -> str:
-    """Writes the spec as the operator takes it."""
+def _text(spec: Spec, own: Sequence[tuple[str, functions.Function]] = ()) -> str:
+    """Writes the spec as the operator takes it, with functions of its own in the places of the mask and the score."""
     try:
-        text = json.dumps(dataclasses.replace(spec, return_lse=False).to_json())
+        text = json.dumps(dataclasses.replace(spec, return_lse=False).to_json() | functions.to_json(own))
     except TypeError as error:
         raise ProblemError(f"{spec} cannot be text ({error}); a mask or score of your own must be an Option.") from None
     _options(text)  # raises where it cannot be read again
@@ -198,21 +216,20 @@ def _text(spec: Spec) -> str:
 def _options(text: str) -> dict[str, Any]:
     """Reads what ``_text`` wrote, as the options of a call that gives lse."""
     try:
-        spec = Spec.from_json(json.loads(text))
+        fields, own = functions.from_json(json.loads(text))
+        spec = Spec.from_json(fields)
         named = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        return api.options_of(**{**named, "return_lse": True})
+        return api.options_of(**{**named, **own, "return_lse": True})
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ProblemError(f"spec is {text[:80]!r}; it must be the JSON text of a rawattn.Spec ({error}).") from None
 
 
-@functools.lru_cache(maxsize=1024)
-def _backward_options(text: str) -> dict[str, Any]:
-    """Reads what ``_text`` wrote, as the options of ``api.attention_backward``."""
-    return {name: value for name, value in _options(text).items() if name != "return_lse"}
-
-
 def _constant(value: Any) -> Any:
     """Takes an option apart into nested tuples of constants. Dynamo follows this: it guards on the value of every number."""
+    if isinstance(value, functions.BiasText):
+        return (functions.Function, value.text, _constant(value.numbers))
+    if isinstance(value, functions.Function):
+        return (functions.Function, value.traced.text, _constant(value.numbers))
     if isinstance(value, Option):
         return (type(value), tuple([(field.name, _constant(getattr(value, field.name))) for field in dataclasses.fields(value)]))
     if isinstance(value, (tuple, list)):
@@ -226,7 +243,8 @@ def _constant(value: Any) -> Any:
 
 def _constant_text(constants: tuple[tuple[str, Any], ...]) -> str:
     """Writes the options that ``_constant`` took apart."""
-    return _text(Spec.of(**{name: _option(value) for name, value in constants}))
+    options = {name: _option(value) for name, value in constants}
+    return _text(Spec.of(**functions.without(options)), functions.among(options))
 
 
 # torch.compiler.assume_constant_result says the same, but imports dynamo, which takes a second.
@@ -234,6 +252,8 @@ _constant_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _option(value: Any) -> Any:
+    if isinstance(value, tuple) and value and value[0] is functions.Function:
+        return functions.from_text(value[1], value[2])
     if isinstance(value, tuple) and value and isinstance(value[0], type):
         return value[0](**{name: _option(part) for name, part in value[1]})
     return value
@@ -244,28 +264,28 @@ def _option(value: Any) -> Any:
 
 def _named(tensors: Sequence[Any]) -> dict[str, Any]:
     """Returns the operator's tensors by name, in the order of ``Forward.names``."""
-    q, k, v, sinks, *starts = tensors
-    return dict(zip(Forward.names, (q, k, v, *starts, sinks), strict=False))
+    q, k, v, sinks, starts_q, starts_kv, seed = tensors
+    return dict(zip(Forward.names, (q, k, v, starts_q, starts_kv, sinks, None, None, seed), strict=True))
 
 
 def _compute(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}",
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Computes the operator on real tensors."""
-    lengths = (max_seqlen_q, max_seqlen_kv)
-    return api.run((q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), _options(spec), lengths)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, *[None, None, seed] * (seed is not None))
+    return api.run(given, _options(spec), (max_seqlen_q, max_seqlen_kv), captured=tuple(captured or ()))
 
 
 def _compute_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
+    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
+    captured: Sequence[Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
-    found = api.attention_backward(
-        do, q, k, v, o, lse.contiguous(), dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, sinks=sinks, **_backward_options(spec),
-    )  # fmt: skip
+    given = (do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
+    options, lengths = {**_options(spec), "return_lse": False}, (max_seqlen_q, max_seqlen_kv)
+    found = api.run(given, options, lengths, None, None, None, Backward, captured=tuple(captured or ()))
     return (*found, lse.new_empty(0)) if sinks is None else found
 
 
@@ -277,10 +297,10 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("rawattn::attention", lib=_library)
 def _fake(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}",
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
-    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, spec)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec, captured)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 
@@ -288,22 +308,28 @@ def _fake(
 @torch.library.register_fake("rawattn::attention_backward", lib=_library)
 def _fake_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
+    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
+    captured: Sequence[Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """As ``_fake``, for the gradients."""
-    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, spec)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec, captured)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape[0]))
 
 
-def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: str) -> None:
+def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: str, captured: Sequence[Any] | None) -> None:
     """Raises ProblemError where the arguments of an operator contradict each other."""
     given = {name: _described(x) for name, x in _named(tensors).items() if x is not None}
-    _options(spec)
+    options = _options(spec)
     check_arrays(given, max_seqlen_q, max_seqlen_kv)
+    check_has_seed(given, options["dropout"])
+    names, captured = functions.names(options), captured or ()
+    if len(names) != len(captured):
+        raise ProblemError(f"captured has {len(captured)} tensors; the functions in spec captured {len(names)}.")
+    functions.check(functions.labels(options), given | dict(zip(names, map(_described, captured), strict=True)))
 
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "int32"}
-_NAMES[torch.int64] = "int64"
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_NAMES |= {getattr(torch, name): name for name in ("int64", "int32", "int16", "int8", "uint8", "bool")}
 
 
 def _described(x: Any) -> Array:
@@ -334,15 +360,19 @@ class Attention(torch.autograd.Function):
     """Attention that autograd follows, below a call or below the operator. It keeps its tensors, o and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], asked: Asked) -> Any:
-        """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``."""
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], captured: tuple[Any, ...], asked: Asked
+    ) -> Any:
+        """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``, but for those
+        that functions captured."""
         options, lengths = asked.options, asked.lengths
         if isinstance(options, str):
-            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options)
+            more = (*given[3:5], *lengths, options, given[8], captured or None)
+            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *more)
         else:
-            o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked)
-        ctx.save_for_backward(*given, o, lse)
-        ctx.asked = asked
+            o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked, captured)
+        ctx.save_for_backward(*given, *captured, o, lse)
+        ctx.asked, ctx.count = asked, len(given)
         if not asked.both:
             return o
         ctx.set_materialize_grads(False)
@@ -353,21 +383,23 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
-        (*given, o, lse), asked = ctx.saved_tensors, ctx.asked
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
+        (*saved, o, lse), asked = ctx.saved_tensors, ctx.asked
+        given, captured = saved[: ctx.count], tuple(saved[ctx.count :])
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
         if do is None:
             if dlse is None:
-                return (None,) * 6
+                return (None,) * 7
             do = torch.zeros_like(o)
         if isinstance(asked.options, str) or _is_seen(do, dlse, given):
             text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
-            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text)
+            starts = cu_seqlens_q, cu_seqlens_kv
+            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, *starts, *asked.lengths, text, seed, captured or None)
         else:
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
-                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
-            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked)
-        return (*found[:3], None if sinks is None else found[3], None, None)
+                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
+            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked, captured)
+        return (*found[:3], None if sinks is None else found[3], None, None, None)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -404,14 +436,17 @@ def _followed(apply: Any, *args: Any) -> Any:
 
 
 def differentiable(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
-) -> Any:
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
+    captured: tuple[Any, ...] = (),
+) -> Any:  # fmt: skip
     """Computes ``api.attention`` so that autograd can follow."""
     if out is not None:
         raise ProblemError(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
+    if captured:
+        functions.check_no_grad(options, captured)
     try:
         asked = _asked.get(key := api.key_of(options, lengths, kernel, config))
     except TypeError:  # an option that cannot be hashed is a wrong one
@@ -420,13 +455,13 @@ def differentiable(
         asked = _ask(options, lengths, kernel, config)
         if key is not None:
             cache_put(_asked, key, asked, KEPT_ASKED)
-    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, asked)
+    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked)
 
 
 def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Asked:
     """Makes what a call asks for. Raises ProblemError where that has no gradient."""
     if type(options["return_lse"]) is not bool or options["constant_time"]:
-        Spec.of(**options)  # raises where it is none
+        Spec.of(**functions.without(options))  # raises where it is none
         if options["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
     both, options = options["return_lse"], {**options, "return_lse": True}
@@ -437,22 +472,25 @@ def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
 
 def _autograd(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}",
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Lets autograd follow where a tensor requires grad."""
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
-    _check_followed(given)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, seed)
+    lengths = (max_seqlen_q, max_seqlen_kv)
+    _check_followed((*given, *(captured or ())))
+    if captured:
+        functions.check_no_grad(_options(spec), captured)
     if _grad_enabled() and _any_requires_grad(*given):
         if _options(spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
-        return _followed(_apply, q, k, v, sinks, given, Asked(spec, lengths, True))
+        return _followed(_apply, q, k, v, sinks, given, tuple(captured or ()), Asked(spec, lengths, True))
     with torch._C._AutoDispatchBelowAutograd():
-        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec)
+        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, seed, captured)
 
 
 def _autograd_backward(*args: Any) -> tuple[Any, ...]:
     """Lets autograd follow to where it is told that there is no formula."""
-    _check_followed(args[:10])
+    _check_followed((*args[:10], *(args[14] or () if len(args) > 14 else ())))
     if _grad_enabled() and _any_requires_grad(*args[:10]):
         return _followed(_apply_backward, *args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -495,12 +533,16 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attention", functools.partial(_autocast, _key.lower()), f"Autocast{_key}")
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: Any) -> tuple[tuple[Any, Any], tuple[int, int]]:
-    """Joins the mapped dimension to the batch, and repeats what is not mapped."""
+def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Joins the mapped dimension to the batch, and repeats what is not mapped. With functions, which see the batch, computes one
+    element after the other."""
+    if len(rest) > 5 and functions.among(_options(rest[5])):
+        return _one_by_one(_ATTENTION, info.batch_size, in_dims, (q, k, v, *rest)), (0, 0)
     if q.dim() - (in_dims[0] is not None) == 3:
         raise ProblemError("attention_varlen was called under vmap; put the sequences into one packed call instead.")
-    if any(dim is not None for dim in in_dims[3:]):
-        raise ProblemError("sinks is mapped by vmap; it must be the same for every element of the batch.")
+    if any(dim is not None for dim in in_dims[3:10]):
+        name = "seed" if len(in_dims) > 9 and in_dims[9] is not None else "sinks"
+        raise ProblemError(f"{name} is mapped by vmap; it must be the same for every element of the batch.")
 
     joined = (_joined(x, dim, info.batch_size) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
     o, lse = (x.unflatten(0, (info.batch_size, -1)) for x in _ATTENTION(*joined, *rest))
@@ -514,16 +556,33 @@ def _joined(x: Any, dim: int | None, count: int) -> Any:
 
 
 def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Joins the mapped dimension to the batch. With sinks, whose gradient is a sum over the batch, and for varlen, which has no
-    batch, computes one element after the other."""
+    """Joins the mapped dimension to the batch. With sinks, whose gradient is a sum over the batch, for varlen, which has no
+    batch, and for functions, which see it, computes one element after the other."""
     count, names = info.batch_size, ("dlse", "sinks", "cu_seqlens_q")
     others = dict(zip(names, args[6:9], strict=False))
-    if others.get("sinks") is None and others.get("cu_seqlens_q") is None:
+    has_functions = len(args) > 12 and bool(functions.among(_options(args[12])))
+    if len(args) > 13 and args[13] is not None and args[7] is not None and not has_functions:  # the forward was not one by one
+        raise ProblemError(
+            "dropout and sinks were given under vmap, whose gradients are computed one by one; leave out one of them."
+        )
+    if others.get("sinks") is None and others.get("cu_seqlens_q") is None and not has_functions:
         tensors = (None if x is None else _joined(x, dim, count) for x, dim in zip(args[:7], in_dims[:7], strict=True))
         *found, dsinks = _BACKWARD(*tensors, *args[7:])
         return (*(x.unflatten(0, (count, -1)) for x in found), dsinks.expand(count, 0)), (0,) * 4
-    each = [[x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)] for i in range(count)]
-    return tuple(map(torch.stack, zip(*(_BACKWARD(*some) for some in each), strict=True))), (0,) * 4
+    return _one_by_one(_BACKWARD, count, in_dims, args), (0,) * 4
+
+
+def _one_by_one(operator: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Computes one element of the mapped dimension after the other."""
+    each = [[_element(x, dim, i) for x, dim in zip(args, in_dims, strict=True)] for i in range(count)]
+    return tuple(map(torch.stack, zip(*(operator(*some) for some in each), strict=True)))
+
+
+def _element(x: Any, dim: Any, i: int) -> Any:
+    """Takes an element of an argument, or of the tensors of a list."""
+    if isinstance(x, (list, tuple)):
+        return [_element(y, each, i) for y, each in zip(x, dim or [None] * len(x), strict=True)]
+    return x if dim is None else x.select(dim, i)
 
 
 if hasattr(torch.library, "register_vmap"):  # torch 2.5
@@ -546,15 +605,15 @@ def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any
 
 def _pairs(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", **_: Any,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
-    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes."""
+    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes; all pairs of a function."""
     varlen = cu_seqlens_q is not None
     if not all(isinstance(n, int) for shape in (q, k, v) for n in shape):  # symbolic: a sum over queries would fix the length
         return q[-2] * (q[-3] * k[-3] if varlen else q[0] * q[1] * k[1])
     batch, total_q, total_kv = (cu_seqlens_q[0] - 1, q[0], k[0]) if varlen else (q[0], -1, -1)
     sizes = batch, q[-3], k[-3], q[-2], k[-2], q[-1], v[-1]
-    op = Forward(ELEMENTS["fp32"], *sizes, Spec.of(**_options(spec)), varlen, total_q, total_kv)
+    op = Forward(ELEMENTS["fp32"], *sizes, Spec.of(**functions.without(_options(spec))), varlen, total_q, total_kv)
     return op.batch * op.heads * op.pairs
 
 

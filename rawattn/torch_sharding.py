@@ -1,14 +1,18 @@
-"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch.
+"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch, but not by what dropout or a function
+numbers.
 
 Along a split batch each part has its own sum of the sinks' gradient."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from . import functions
 
 
 class _Way(NamedTuple):
@@ -33,9 +37,9 @@ def register() -> None:
     def forward(
         q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any
     ) -> list[Any]:  # fmt: skip
-        varlen, found = cu_seqlens_q is not None, []
-        for way in _ways((q, k, v), varlen):
-            others = [way.sinks] * (sinks is not None) + [whole] * 2 * varlen
+        varlen, found, (deps, more) = cu_seqlens_q is not None, [], _beside(*options)
+        for way in _ways((q, k, v), varlen, deps):
+            others = [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more)
             found.append(([way.rows, way.lse], [way.rows] * 3 + others))
         return found
 
@@ -43,9 +47,9 @@ def register() -> None:
         do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
         cu_seqlens_kv: Any = None, *options: Any,
     ) -> list[Any]:  # fmt: skip
-        varlen, found = cu_seqlens_q is not None, []
-        for way in _ways((q, k, v, do, o), varlen):
-            others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None) + [whole] * 2 * varlen
+        varlen, found, (deps, more) = cu_seqlens_q is not None, [], _beside(*options)
+        for way in _ways((q, k, v, do, o), varlen, deps):
+            others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more)
             results = [way.rows] * 3 + [whole if sinks is None else way.dsinks]
             found.append((results, [way.rows] * 5 + [way.lse, *others]))
         return found
@@ -54,16 +58,26 @@ def register() -> None:
     register_sharding(torch.ops.rawattn.attention_backward.default)(backward)
 
 
-def _ways(specs: Sequence[Any], varlen: bool) -> Iterator[_Way]:
-    """The ways in which tensors, of which ``specs`` are q, k, v and others of their form, may lie along an axis of the mesh."""
+def _beside(
+    max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None
+) -> tuple[frozenset[str], int]:  # fmt: skip
+    """What dropout and functions among an operator's last arguments depend on, and how many tensors are among these."""
+    (_, own), drops = functions.from_json(json.loads(spec)), seed is not None
+    deps = frozenset("bh" if drops else "").union(*(each.traced.code.root.deps for each in own.values()))
+    return deps, drops + len(captured or ())
+
+
+def _ways(specs: Sequence[Any], varlen: bool, deps: frozenset[str]) -> Iterator[_Way]:
+    """The ways in which tensors, of which ``specs`` are q, k, v and others of their form, may lie along an axis of the mesh. A
+    part counts its heads, and its sequences, from 0: where something depends on these numbers they are not split."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     yield _Way(Replicate(), Replicate(), Replicate(), Replicate())
     # Evenly, or heads of q would meet others of k than their own.
-    if specs[1].tensor_meta.shape[-2] % _head_parts(specs, not varlen) == 0:
+    if "h" not in deps and specs[1].tensor_meta.shape[-2] % _head_parts(specs, not varlen) == 0:
         head = 1 if varlen else 2
         yield _Way(Shard(head), Shard(head - 1), Shard(0), Shard(0))
-    if not varlen:
+    if not varlen and "b" not in deps:
         yield _Way(Shard(0), Shard(0), Replicate(), Partial())
 
 

@@ -69,6 +69,7 @@ class AttnFwdSimt(OneLaunch):
         found += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
         if op.constant_time and op.element == element.FP64:
             found.append("it takes longer for some numbers of fp64; constant_time is for bf16, fp16 and fp32")
+        found += tiling.function_reasons(op)
         return found + tiling.too_many_tiles(op, 8)
 
     def layout_reason(self, layout: Layout) -> str | None:

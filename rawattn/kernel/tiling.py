@@ -12,7 +12,7 @@ import numpy as np
 from ..device import Device
 from ..operation import Forward
 from ..program import Field, Fields
-from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
+from ..variant import Option, constant_time, element, rows, scheduler, softmax
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
 from ..variant.walk import IntervalCursor, ListCursor, lists
 
@@ -47,6 +47,14 @@ def tensor_core_reasons(op: Forward, widest: int = 256) -> list[str]:
         if size % 8 or not 8 <= size <= widest:
             found.append(f"{which} is {size}; it takes multiples of 8 from 8 to {widest}")
     return found
+
+
+def function_reasons(op: Forward) -> list[str]:
+    """The reason why functions among the options are refused, where they are."""
+    found = [name for name in ("mask", "score") if hasattr(getattr(op, name), "arrays")]
+    if not (op.constant_time and found):
+        return []
+    return [f"its {' and its '.join(found)} may take any time, as functions do; constant_time is for built-in masks and scores"]
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
@@ -105,7 +113,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         "Rows": rows.Varlen() if op.varlen else rows.Dense(),
         "Mask": op.mask,  # type: ignore[dict-item]  # a Mask is an Option with an interval
         "Score": op.spec.placed_score,  # type: ignore[dict-item]  # likewise
-        "Weight": weight.Identity(),
+        "Weight": op.spec.weight,
         **own,
     }
     if op.kv_lens:
@@ -189,6 +197,7 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
         "batches": op.batch,
         **op.mask.values,
         **op.score.values,
+        **op.spec.weight.values,
     }
     if op.spec.offsets is not None:
         found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}

@@ -7,13 +7,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from .. import functions
 from ..arrays import Array, contiguous_strides, dense
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, layout_of
 from ..spec import Spec
 from ..tma import ALIGNMENT, readable
 from .base import Operation
-from .forward import Forward
+from .forward import Forward, check_arrays, limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Backward(Operation):
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
-        "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks"
+        "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks",
+        "seed",
     )  # fmt: skip  # of all inputs, in the order in which they are given
 
     def __post_init__(self) -> None:
@@ -54,6 +56,9 @@ class Backward(Operation):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Backward:
         """The operation of a call of ``rawattn.attention_backward``."""
+        if functions.among(options):
+            check_arrays(arrays, *lengths)
+            options = functions.resolved(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     @classmethod
@@ -89,6 +94,11 @@ class Backward(Operation):
         read = {each.name: each for each in self.forward.inputs}
         names = ("q", "k", "v", *["sinks"] * self.forward.sinks)
         return tuple(read[name]._replace(name=f"d{name}", role="out", contiguous=name == "sinks") for name in names)
+
+    @property
+    def captured(self) -> tuple[Operand, ...]:
+        """Those of the forward."""
+        return self.forward.captured
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of do, q, k, v and o."""

@@ -56,6 +56,11 @@ class Operation(abc.ABC):
         """The arrays that it writes, in order."""
 
     @property
+    def captured(self) -> tuple[Operand, ...]:
+        """The last of ``inputs``, which functions among the options captured."""
+        return ()
+
+    @property
     def number(self) -> str:
         """The name of the format that is computed in, "fp32" or "fp64"."""
         return self.element.lse_name

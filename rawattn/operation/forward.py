@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .. import functions
 from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
 from ..tma import ALIGNMENT, readable
+from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
 from .base import FEW_ROWS, OverKeys, three_bits
@@ -57,6 +59,7 @@ class Forward(OverKeys):
         "sinks",
         "q_lens",
         "kv_lens",
+        "seed",
     )  # of all inputs, in the order in which they are given
 
     def __post_init__(self) -> None:
@@ -82,6 +85,7 @@ class Forward(OverKeys):
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
         check_arrays(arrays, max_q_len, max_kv_len)
+        check_has_seed(arrays, spec.dropout)
         q, k, v = (arrays[name] for name in "qkv")
         varlen = "cu_seqlens_q" in arrays
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
@@ -102,6 +106,9 @@ class Forward(OverKeys):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Forward:
         """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
+        if functions.among(options):
+            check_arrays(arrays, *lengths)
+            options = functions.resolved(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
@@ -139,7 +146,14 @@ class Forward(OverKeys):
             found += [Operand(f"cu_seqlens_{side}", "int32", (self.batch + 1,)) for side in ("q", "kv")]
         found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
         lengths = ("q_lens",) * self.q_lens + ("kv_lens",) * self.kv_lens
-        return (*found, *(Operand(name, "int32", (self.batch,)) for name in lengths))
+        found += [Operand(name, "int32", (self.batch,)) for name in lengths]
+        found += [Operand("seed", "int64", (1,))] * (self.spec.dropout > 0)
+        return (*found, *self.captured)
+
+    @functools.cached_property
+    def captured(self) -> tuple[Operand, ...]:
+        """What the mask captured, and the score."""
+        return functions.operands(self.spec.mask, self.spec.score)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
@@ -190,7 +204,7 @@ class Forward(OverKeys):
     def selection_key(self) -> Any:
         """Its kind, options and heads, and its lengths and offsets to three significant bits."""
         sizes = self._sizes()
-        return (self.kind, self._rounded_spec(sizes), self.layout, self.heads, self.kv_heads, sizes)
+        return (self.kind, self._rounded_spec(sizes).built_in, self.layout, self.heads, self.kv_heads, sizes)
 
     def rounded(self) -> Forward:
         """The operation whose lengths and offsets are rounded up so."""
@@ -327,8 +341,19 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
         if name in arrays:
             batch = arrays["cu_seqlens_q"].shape[0] - 1 if varlen else q.shape[0]
             _check_lens(name, arrays[name], q, batch)
+    if "seed" in arrays:
+        _check_seed(arrays["seed"], q)
     if "sinks" in arrays:
         _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
+
+
+def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> Limits:
+    """The sizes of the problem that functions are for, on these inputs, by name. Bounds on lengths prove nothing."""
+    q, k, starts = arrays["q"], arrays["k"], arrays.get("cu_seqlens_q")
+    offsets = make_offsets(options.get("q_offset"), options.get("kv_offset")) or (0, 0)
+    rows = q.shape[-3], k.shape[-3]
+    batch, packed = (q.shape[0], (0, 0)) if starts is None else (starts.shape[0] - 1, rows)
+    return Limits(batch, q.shape[-2], rows[0] + offsets[0], rows[1] + offsets[1], *packed)
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:
@@ -369,6 +394,21 @@ def _check_sinks(sinks: Array, q: Array, element: str) -> None:
             "head of q."
         )
     check_contiguous("sinks", sinks)
+
+
+def check_has_seed(arrays: dict[str, Array], dropout: float) -> None:
+    """Raises ProblemError where there is dropout without a seed, or a seed without dropout."""
+    if ("seed" in arrays) != (dropout > 0):
+        found, need = ("was given", "it goes with") if "seed" in arrays else ("is missing", "it is needed for")
+        raise ProblemError(f"seed {found}, and dropout is {dropout}; {need} a dropout above 0.0.")
+
+
+def _check_seed(seed: Array, q: Array) -> None:
+    check_like("seed", seed, "q", q)
+    if seed.dtype != "int64" or tuple(seed.shape) != (1,):
+        raise ProblemError(
+            f"seed is {seed.dtype} of shape {tuple(seed.shape)}; it must be an int, or one int64 in an array of shape (1,)."
+        )
 
 
 def _check_lens(name: str, lens: Array, q: Array, batch: int) -> None:

@@ -112,11 +112,25 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / cpu.PRODUCTS_PER_SECOND
         sequences.append(
-            cpu.Sequence(i, q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at], mask, begin, end)
+            cpu.Sequence(
+                i,
+                q[rows],
+                k,
+                v,
+                pages,
+                kv_len,
+                o[rows],
+                None if lse is None else lse[at],
+                mask,
+                op.score,
+                begin,
+                end,
+                len(q[rows]),
+            )
         )
     threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * cpu.SECONDS_PER_THREAD)))
     config = cpu.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
-    cpu.run_sequences(sequences, op.heads, op.score, op.scale, views.get("sinks"), config)
+    cpu.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config)
 
 
 def _refusal(op: AttentionKVCache) -> str | None:

@@ -31,6 +31,11 @@ class Option:
         return (self.source,)
 
     @property
+    def texts(self) -> dict[str, str]:
+        """The text of those ``sources`` that are no files, but written for this option."""
+        return {}
+
+    @property
     def constants(self) -> dict[str, int]:
         """Returns what it adds to ``namespace cfg``."""
         return {}
@@ -69,6 +74,10 @@ class Wrapper(Option):
     @property
     def sources(self) -> tuple[str, ...]:
         return (*self.base.sources, self.source)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return self.base.texts
 
     @property
     def constants(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,12 @@ import numpy.typing as npt
 from ..errors import ProblemError
 from ..program import Field, Fields
 from . import Option, Wrapper
+from .ready import BlockTable as BlockTable
+from .ready import Chunked as Chunked
+from .ready import Documents as Documents
+from .ready import Neighbourhood as Neighbourhood
+from .ready import Prefix as Prefix
+from .ready import Tree as Tree
 
 Ints = npt.NDArray[np.int64]
 UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fits an int32
@@ -27,7 +33,9 @@ ALIGNMENTS = ("bottom_right", "top_left")
 
 
 class Pairs(Protocol):
-    """A set of (query, key) pairs."""
+    """A set of (query, key) pairs.
+
+    A mask whose queries keep several runs of keys has ``keep`` besides: ``interval`` is then one that holds all of them."""
 
     def __hash__(self) -> int: ...
 
@@ -176,6 +184,8 @@ class Both(Option):
         for name, part in (("a", self.a), ("b", self.b)):
             if not hasattr(part, "interval"):
                 raise ProblemError(f"{name} of Both is {part!r}; it must be a mask, such as rawattn.mask.Causal().")
+            if hasattr(part, "keep"):
+                raise ProblemError(f"{name} of Both is {part!r}; write what both keep as one function, with & between.")
         shared = set(self.a.constants) & set(self.b.constants) | {f.name for f in self.a.fields} & {f.name for f in self.b.fields}
         if shared:
             raise ProblemError(f"Both({self.a}, {self.b}) has one kind of mask twice; write their intersection as one mask.")
@@ -187,6 +197,10 @@ class Both(Option):
     @property
     def sources(self) -> tuple[str, ...]:
         return (*self.a.sources, *self.b.sources, self.source)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {**getattr(self.a, "texts", {}), **getattr(self.b, "texts", {})}
 
     @property
     def constants(self) -> dict[str, int]:
@@ -223,6 +237,19 @@ class SplitMask(Wrapper):
         return (*self.base.fields, Field("split_keys", "i32"))
 
 
+def function(f: Callable[..., Any]) -> Any:
+    """A mask that is a Python function of a query and a key, made ready once: for calls that torch.compile traces.
+
+    >>> mask = rawattn.mask.function(lambda b, h, q, kv: (doc[q] == doc[kv]) & (q >= kv))
+    >>> o = rawattn.attention(q, k, v, mask=mask)
+
+    Arrays that it captured are taken by reference, numbers by value, as they are now. Other calls take the function itself.
+    """
+    from .. import functions  # which knows arrays, and imports this module
+
+    return functions.bound(f, "mask")
+
+
 def of_head(mask: Pairs, head: int) -> Pairs:
     """The pairs of one query head."""
     found: Pairs = mask.of_head(head) if hasattr(mask, "of_head") else mask
@@ -244,6 +271,11 @@ class FromKey(Option):
     base: Mask
     first: int
 
+    @property
+    def keep(self) -> Callable[..., Any]:
+        base: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
+        return base
+
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, q_len, kv_len)
         return np.maximum(begin, self.first), end
@@ -255,6 +287,11 @@ class UsedQueries(Option):
 
     base: Pairs
     used: int
+
+    @property
+    def keep(self) -> Callable[..., Any]:
+        keep: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
+        return lambda xp, batch, head, q, kv, q_len, kv_len: keep(xp, batch, head, q, kv, self.used, kv_len)
 
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, self.used, kv_len)

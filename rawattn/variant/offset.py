@@ -27,6 +27,16 @@ class OffsetMask:
         base = self.base.of_head  # type: ignore[attr-defined]  # where heads differ
         return lambda head: OffsetMask(base(head), self.q_offset, self.kv_offset)
 
+    @property
+    def keep(self) -> Callable[..., Any]:
+        base = self.base.keep  # type: ignore[attr-defined]  # where some pairs of an interval do not count
+
+        def keep(xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
+            length = max(self.q_offset + q_len, self.kv_offset + kv_len)
+            return base(xp, batch, head, q + self.q_offset, kv + self.kv_offset, length, length)
+
+        return keep
+
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         length = max(self.q_offset + q_len, self.kv_offset + kv_len)
         begin, end = self.base.interval(q + self.q_offset, length, length)
@@ -49,6 +59,16 @@ class OffsetScore(Wrapper):
     @property
     def slope(self) -> Callable[..., Any]:
         return self._at_positions(self.base.slope)  # type: ignore[attr-defined]  # likewise
+
+    @property
+    def of_lengths(self) -> Callable[[int, int], OffsetScore]:
+        base = self.base.of_lengths  # type: ignore[attr-defined]  # where the score depends on them
+
+        def of_lengths(q_len: int, kv_len: int) -> OffsetScore:
+            length = max(self.q_offset + q_len, self.kv_offset + kv_len)
+            return dataclasses.replace(self, base=base(length, length))
+
+        return of_lengths
 
     def _at_positions(self, f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda xp, s, batch, head, q, kv: f(xp, s, batch, head, q + self.q_offset, kv + self.kv_offset)

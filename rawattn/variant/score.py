@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -58,6 +59,16 @@ class Score(Protocol):
 
     def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """The derivative of each logit by its s, in the shape of s; None where it is 1 everywhere."""
+
+
+def function(f: Callable[..., Any]) -> Any:
+    """A score that is a Python function of a scaled dot product, a query and a key: as ``rawattn.mask.function``.
+
+    >>> score = rawattn.score.function(lambda s, b, h, q, kv: s + slopes[h] * (kv - q))
+    """
+    from .. import functions  # which knows arrays, and imports this module
+
+    return functions.bound(f, "score")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,10 @@ import pathlib
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
+
+from rawattn import trace
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,3 +70,50 @@ def test_curve() -> None:
     drawn = example("train_gpt").curve([4.0, 4.0, 3.0, 2.0], columns=4, rows=3).splitlines()
     assert drawn == ["  4.00 │●●  ", "       │  ● ", "  2.00 │   ●", "       └────", "        loss of 4 steps"]
     assert example("train_gpt").curve([1.0] * 200).count("●") == 64
+
+
+@pytest.mark.parametrize("fault", ["", "causal", "scale", "empty"])
+def test_fuzz_kernel(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It finds each fault, and shrinks it to a case of a few numbers; what is right passes."""
+    settings = ["--examples", "300", "--fault", fault] if fault else ["--examples", "40"]
+    found = example("fuzz_kernel").main(["--device", "cpu", *settings])
+    assert (found is not None) is bool(fault)
+    if found is not None:
+        assert found.q_len * found.kv_len <= 4 and found.heads == found.batch == 1
+        assert "the smallest case that is wrong: dtype=fp32" in capsys.readouterr().out
+
+
+def test_attend_cupy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("attend_cupy").main(["--length", "64"]) < 1e-3
+    assert "kernel   " in capsys.readouterr().out
+
+
+def test_attend_jax() -> None:
+    pytest.importorskip("jax")
+    losses = example("attend_jax").main(["--steps", "40"])
+    assert losses[0] > 1.5 and losses[-1] < 0.1
+
+
+def test_masks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten masks: no tile that keeps a pair is empty, and none that drops one is full."""
+    masks = example("masks")
+    found = masks.main(["--length", "320", "--tile", "32", "--device", "cpu"])
+    printed = capsys.readouterr().out
+    assert len(found) == 10 and printed.count("; error ") == 10 and printed.count("█") > 100
+    for name, mask in masks.ten(320, "cpu").items():
+        pairs = kept(mask, 320).reshape(10, 32, 10, 32)
+        assert not pairs.any((1, 3))[found[name] == masks.EMPTY].any() and pairs.all((1, 3))[found[name] == masks.FULL].all(), (
+            name
+        )
+        assert (found[name] == masks.EMPTY).any(), name
+
+
+def kept(mask: Any, n: int) -> Any:
+    """The pairs that a mask keeps."""
+    traced, arrays, numbers = trace.bind(mask, "mask")
+    option = traced.option([(str(x.dtype).rpartition(".")[2], tuple(x.shape)) for x in arrays], numbers, (1, 1, n, n))
+    q, kv = np.arange(n)[:, None], np.arange(n)
+    if not hasattr(option, "keep"):
+        begin, end = option.interval(np.arange(n), n, n)
+        return (kv >= begin[:, None]) & (kv < end[:, None])
+    return np.broadcast_to(option.keep(np, [x.numpy() for x in arrays], 0, 0, q, kv, n, n), (n, n))

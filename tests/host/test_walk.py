@@ -51,7 +51,8 @@ def check(case: Case, name: str, folder: pathlib.Path) -> None:
                 top = np.maximum(s.max(1, keepdims=True), -1e300)
                 p = np.exp(s - top)
                 total = p.sum(1, keepdims=True)
-                wanted = np.where(total > 0, p / total, 0) @ v[batch, :, kv_head]
+                p = np.where(total > 0, p / total, 0) * emulated.dropped(case, batch, head, i, j)
+                wanted = p @ v[batch, :, kv_head]
                 np.testing.assert_allclose(lse[batch, head], (top + np.log(total))[:, 0], rtol=2e-5, atol=2e-5)
             np.testing.assert_allclose(o[batch, :, head], wanted, rtol=1.2e-2, atol=1.2e-2)
 
@@ -69,6 +70,8 @@ CASES = [
         for name in KERNELS
     ),
     *((Case(name, q_len=40, kv_len=200, heads=1, split_keys=64), mask) for name in KERNELS for mask in (DOCUMENTS, BOARD)),
+    *((Case(name, q_len=40, kv_len=100, offsets=(7, 30), dropout=0.3), DOCUMENTS) for name in KERNELS),
+    (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4, dropout=0.3), TABLE),
     (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4), TABLE),
     (Case("attn_fwd_mma", q_len=33, kv_len=200, heads=3, score=emulated.ALIBI), BOARD),
     (Case("attn_fwd_mma", q_len=3, kv_len=300, heads=4, split_keys=96, offsets=(60, 5)), TABLE),

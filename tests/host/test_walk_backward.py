@@ -49,6 +49,19 @@ PAIRED = [(name, lists.MASKS[1 if case.varlen else i % 3]) for i, (name, case) i
 PAIRED += [("64", "documents"), ("128, final, heads of a group", "block table"), ("mma", "documents")]
 
 
+DROPOUT = {
+    "simt": Case((9, 5), {"element": FP64, "q_offset": 60, "kv_offset": 7, "dropout": 0.4}, ((90, 130),), (4, 2), simt=True),
+    "64": Case((64, 64), {"dropout": 0.3}, ((130, 200),), (2, 1), dlse=True),
+    "192": Case((192, 128), {"dropout": 0.3}, ((70, 150),), (1, 1)),
+    "mma": Case((64, 64), {"dropout": 0.3, "q_offset": 7, "kv_offset": 19}, ((70, 150),), mma=LONE),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout(name: str, tmp_path: pathlib.Path) -> None:
+    plain.check(Call(DROPOUT[name], "documents"), tmp_path)
+
+
 @pytest.mark.parametrize(("name", "mask"), PAIRED)
 def test_gradients(name: str, mask: str, tmp_path: pathlib.Path) -> None:
     plain.check(Call(CASES[name], mask), tmp_path)

@@ -1,6 +1,6 @@
 #pragma once
 // Elements of captured arrays, as they lie in memory and as they are computed with.
-#include "ptx/base.cuh"
+#include "ptx/fp16.cuh"
 
 namespace function {
 struct Bool { unsigned char bits; };
@@ -16,9 +16,5 @@ __device__ inline i64 read(const i64* p) { return __ldg(p); }
 __device__ inline float read(const float* p) { return __ldg(p); }
 __device__ inline double read(const double* p) { return __ldg(p); }
 __device__ inline float read(const Bf16* p) { return __builtin_bit_cast(float, u32(__ldg(&p->bits)) << 16); }
-__device__ inline float read(const Fp16* p) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(__ldg(&p->bits)));
-    return y;
-}
+__device__ inline float read(const Fp16* p) { return ptx::widen_fp16(__ldg(&p->bits)); }
 }  // namespace function

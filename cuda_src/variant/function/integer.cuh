@@ -5,7 +5,7 @@
 namespace function {
 constexpr i32 loaded = 1 << 28;  // sums of several integers up to here fit 32 bits
 
-template <class T> __device__ inline i32 saturate(T x) { return i32(x < -loaded ? T(-loaded) : x > loaded ? T(loaded) : x); }
+template <class T> __device__ inline i32 saturate(T x) { return i32(::max(T(-loaded), ::min(x, T(loaded)))); }
 __device__ inline i32 trunc(float x) { return i32(fminf(fmaxf(x, float(-loaded)), float(loaded)) * float(x == x)); }  // NaN is 0
 __device__ inline i32 trunc(double x) { return x == x ? i32(fmin(fmax(x, double(-loaded)), double(loaded))) : 0; }
 __device__ inline i32 inside(i32 i, i32 n) { return max(0, min(i, n - 1)); }

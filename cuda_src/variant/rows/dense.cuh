@@ -11,6 +11,7 @@ struct Dense {
 
     // The sequence's first block of `rows` query rows in scratch that holds whole blocks of each sequence.
     template <int rows> __device__ i32 first_q_block() const { return batch * ((q_len + rows - 1) / rows); }
+    __device__ Extent extent() const { return {q_len, kv_len, 0, 0}; }
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - q_len); }
     __device__ i32 q_of(i32 row) const { return row; }
     __device__ i32 head_of(i32 head, i32) const { return head; }

@@ -8,5 +8,11 @@ struct WithOffset : R {
 
     __device__ WithOffset(const Args& args, i32 batch) : R(args, batch), q_offset(args.q_offset), kv_offset(args.kv_offset) {}
 
+    // The whole sequences have one length, as far as it is known here.
+    __device__ Extent extent() const {
+        Extent found = R::extent();
+        found.q_len = found.kv_len = max(q_offset + found.q_len, kv_offset + found.kv_len);
+        return found;
+    }
     __device__ i32 shift(i32) const { return q_offset - kv_offset; }
 };

@@ -52,4 +52,9 @@ struct PackGqaScore : S {
 
     __device__ Number operator()(Number s, i32 row, i32 kv) const { return packed.of(row)(s, packed.rows.q_of(row), kv); }
     __device__ Number derivative(Number s, i32 row, i32 kv) const { return packed.of(row).derivative(s, packed.rows.q_of(row), kv); }
+    __device__ auto row(i32 row, i32 first) const
+        requires requires(const S& s) { s.row(row, first); }
+    {
+        return packed.of(row).row(packed.rows.q_of(row), first);
+    }
 };

@@ -14,5 +14,10 @@ struct UsedQueries : R {
 
     __device__ UsedQueries(const Args& args, i32 batch) : R(args, batch), used(max(0, min(args.q_lens[batch], this->q_len))) {}
 
+    __device__ Extent extent() const {
+        Extent found = R::extent();
+        found.q_len = used;
+        return found;
+    }
     __device__ i32 shift(i32 to_last) const { return to_last * (this->kv_len - used); }
 };

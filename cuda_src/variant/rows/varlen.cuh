@@ -15,6 +15,7 @@ struct Varlen {
     // The sequence's first block of `rows` query rows in scratch that holds whole blocks of each sequence. There is a place for each
     // without adding up the blocks of those before it, since a / n + ceil(b / n) <= (a + b) / n + 1: total_q / n + batches in all.
     template <int rows> __device__ i32 first_q_block() const { return q.first / rows + batch; }
+    __device__ Extent extent() const { return {q_len, kv_len, q.first, kv.first}; }
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - q_len); }
     __device__ i32 q_of(i32 row) const { return row; }
     __device__ i32 head_of(i32 head, i32) const { return head; }

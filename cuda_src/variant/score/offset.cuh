@@ -11,4 +11,9 @@ struct OffsetScore : S {
 
     __device__ Number operator()(Number s, i32 q, i32 kv) const { return S::operator()(s, q + q_offset, kv + kv_offset); }
     __device__ Number derivative(Number s, i32 q, i32 kv) const { return S::derivative(s, q + q_offset, kv + kv_offset); }
+    __device__ auto row(i32 q, i32 first) const
+        requires requires(const S& s) { s.row(q, first); }
+    {
+        return S::row(q + q_offset, first + kv_offset);
+    }
 };

@@ -1,0 +1,400 @@
+"""Masks and scores that are functions: what they captured become arrays of the call, and later operands of its operation.
+
+A call is given a function. It leaves here as two things: a ``Function``, which is hashable and has no arrays, takes its place
+among the options, and the captured arrays go beside the call's own, as ``mask_0``, ``mask_1``, ``score_0`` and so on. Nothing
+that is kept holds an array. An operation makes an option of the ``Function`` when it knows the arrays' shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import arrays, trace
+from .arrays import Array
+from .errors import ProblemError
+from .operand import Operand, check_contiguous, describe
+from .trace import Traced
+from .trace.capture import ELEMENTS
+from .trace.classes import classify
+from .trace.proofs import Limits
+from .variant import Option
+from .variant.mask import Full
+from .variant.ready import Biased, OfBlockMask
+from .variant.score import Scale, number
+
+ROLES = ("mask", "score")
+ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arrays
+
+
+class Function(tuple[Any, ...]):
+    """A function among the options of a call: what was traced, and its numbers, without its arrays. Keys are made of it, so it is
+    the tuple of its code and its numbers."""
+
+    traced: Traced
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The captured numbers."""
+        found: tuple[int | float, ...] = self[1]
+        return found
+
+
+def function(traced: Traced, numbers: tuple[int | float, ...] = ()) -> Function:
+    """What takes a function's place among the options."""
+    found = Function((traced.code, numbers))
+    found.traced = traced
+    return found
+
+
+class BoundFunction:
+    """A function, the arrays that it captured, by reference, and the numbers, by value: ``rawattn.mask.function`` makes it."""
+
+    def __init__(self, traced: Traced, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = ()) -> None:
+        self.function, self.arrays, self.role = function(traced, tuple(numbers)), tuple(arrays), traced.role
+        assert traced.text  # which torch.compile reads: it is made here
+
+    def __repr__(self) -> str:
+        traced, numbers = self.function.traced, self.function.numbers
+        captured = f", which captured {', '.join(traced.labels)}" if traced.labels else ""
+        return f"<rawattn.{self.role}.function {traced.code!r}{captured}{f', with {list(numbers)}' if numbers else ''}>"
+
+
+class BiasText:
+    """``softcap``, ``alibi`` and ``bias`` where torch.compile traces the call: their function as text, and the tensors."""
+
+    def __init__(self, text: str, numbers: tuple[float, ...], arrays: tuple[Any, ...]) -> None:
+        self.text, self.numbers, self.arrays = text, numbers, arrays
+
+
+# ---- at the edge of a call
+
+
+def is_compiling() -> bool:
+    """Says whether torch.compile traces the call; torch_op.py puts torch's own function here."""
+    return False
+
+
+def biased(softcap: Any, score: Any, alibi: Any, bias: Any) -> Any:
+    """The score that the shorthands ``alibi`` and ``bias`` mean, beside ``softcap``."""
+    if score is not None:
+        raise ProblemError("alibi or bias was given beside score; add it in the function that is the score.")
+    if softcap is not None:
+        softcap = number("softcap", softcap, "a finite number > 0, or None or 0.0 for no cap") or None
+    if not is_compiling():
+        return Biased(softcap, alibi, bias)
+    given = [x for x in (alibi, bias) if x is not None]
+    forms = [(str(x.dtype).rpartition(".")[2], tuple([1 if n > 1 else 0 for n in x.shape])) for x in given]
+    text, numbers = bias_text(softcap, alibi is not None, bias is not None, tuple(forms))
+    return BiasText(text, numbers, tuple(given))
+
+
+def bias_text(
+    softcap: float | None, has_slopes: bool, has_bias: bool, forms: tuple[tuple[str, tuple[int, ...]], ...]
+) -> tuple[str, tuple[float, ...]]:
+    """The text and the numbers of ``Biased`` for arrays of these dtypes, 1 for each axis along which they are longer than 1."""
+    given = [np.zeros([1 + own for own in axes], ELEMENT_TYPES[dtype]) for dtype, axes in forms]
+    slopes, bias = given[0] if has_slopes else None, given[-1] if has_bias else None
+    traced, _, numbers = trace.bind(Biased(softcap, slopes, bias), "score")
+    return traced.text, tuple(numbers)
+
+
+bias_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
+ELEMENT_TYPES = {dtype: arrays.DTYPES[name] for dtype, (name, _) in ELEMENTS.items()}
+
+
+def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured."""
+    captured: tuple[Any, ...] = ()
+    mask, score = options.get("mask"), options.get("score")
+    if mask is not None and is_function(mask):
+        mask, captured = bind(mask, "mask")
+        options = {**options, "mask": mask}
+    if type(score) is BiasText:
+        captured += score.arrays
+    elif score is not None and is_function(score):
+        score, found = bind(score, "score")
+        options = {**options, "score": score}
+        captured += found
+    return options, captured
+
+
+def is_function(value: Any) -> bool:
+    """Says whether a mask or a score is a function, and not an option."""
+    if type(value) is types.FunctionType or type(value) is BoundFunction:
+        return True
+    if isinstance(value, (Option, type)) or not (callable(value) or is_block_mask(value)):
+        return False
+    return not hasattr(value, "interval") and not hasattr(value, "cuda_type")
+
+
+def is_block_mask(value: Any) -> bool:
+    """Says whether it is a ``torch.nn.attention.flex_attention.BlockMask``."""
+    return type(value).__name__ == "BlockMask" and hasattr(value, "kv_indices")
+
+
+_block_masks: weakref.WeakKeyDictionary[Any, OfBlockMask] = weakref.WeakKeyDictionary()
+
+
+def of_block_mask(mask: Any) -> OfBlockMask:
+    """A BlockMask as a function. Its lists of blocks become a table once, on their device."""
+    found = _block_masks.get(mask)
+    if found is None:
+        torch, classes = sys.modules["torch"], mask.kv_indices.new_zeros(())
+        for value, counts, indices in (
+            (1, mask.kv_num_blocks, mask.kv_indices), (2, mask.full_kv_num_blocks, mask.full_kv_indices),
+        ):  # fmt: skip
+            if counts is None:
+                continue
+            columns = indices.shape[-1]
+            there = torch.arange(columns, device=indices.device) < counts[..., None]
+            rows = indices.new_zeros((*indices.shape[:-1], columns + 1), dtype=torch.uint8)  # a last column for no block
+            rows.scatter_(-1, torch.where(there, indices, columns).long(), value)
+            classes = torch.maximum(classes, rows[..., :columns])
+        found = _block_masks[mask] = OfBlockMask(classes.to(torch.uint8).contiguous(), mask.BLOCK_SIZE, mask.mask_mod)
+    return found
+
+
+KEPT = 1024
+_last: dict[str, dict[int, tuple[Any, Traced]]] = {"mask": {}, "score": {}}  # what the code of that number was at last
+
+
+def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
+    """A function as an option, and the arrays that it captured."""
+    if type(value) is types.FunctionType and not is_compiling():
+        code = value.__code__
+        last = _last[role].get(id(code))
+        found = last and last[1].bind(value)
+        if last and found:
+            return function(last[1], found[1]), found[0]
+        traced, captured, numbers = trace.bind(value, role)
+        if len(_last[role]) >= KEPT:
+            _last[role].clear()
+        _last[role][id(code)] = code, traced
+        return function(traced, numbers), captured
+    if type(value) is BoundFunction:
+        if value.role != role:
+            raise ProblemError(f"{role} is {value!r}; make it by rawattn.{role}.function(...).")
+        return value.function, value.arrays
+    if is_compiling():
+        raise ProblemError(
+            f"{role} is a Python function, and torch.compile traces the call; make rawattn.{role}.function(f) outside of what is "
+            "compiled, and give that."
+        )
+    traced, captured, numbers = trace.bind(of_block_mask(value) if is_block_mask(value) else value, role)
+    return function(traced, numbers), captured
+
+
+def bound(value: Any, role: str) -> BoundFunction:
+    """What ``rawattn.mask.function`` and ``rawattn.score.function`` give."""
+    if type(value) is BoundFunction and value.role == role:
+        return value
+    known, found = bind(value, role)
+    return BoundFunction(known.traced, found, known.numbers)
+
+
+def among(options: Mapping[str, Any]) -> list[tuple[str, Function]]:
+    """The functions among the options, with their roles."""
+    return [(role, options[role]) for role in ROLES if type(options.get(role)) is Function]
+
+
+def without(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the default option in place of each function."""
+    defaults = {"mask": Full(), "score": Scale()}
+    return {**options, **{role: defaults[role] for role, _ in among(options)}}
+
+
+def names(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the captured arrays of a call, in order."""
+    return tuple(f"{role}_{i}" for role, each in among(options) for i in range(len(each.traced.labels)))
+
+
+def labels(options: Mapping[str, Any]) -> dict[str, str]:
+    """The captured arrays in words, by name: as their function calls them."""
+    return {
+        f"{role}_{i}": title(role, label) for role, function in among(options) for i, label in enumerate(function.traced.labels)
+    }
+
+
+def title(role: str, label: str) -> str:
+    """A captured array in words."""
+    return f"{label}, which {role} captured,"
+
+
+# ---- of an operation
+
+
+def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
+    """The options with an option in place of each function, for these arrays by name. Raises ProblemError where a captured array
+    is none that a kernel reads, or lies elsewhere than q."""
+    check(labels(options), given)
+    return made(options, given, limits)
+
+
+def made(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
+    """The same, of arrays that are not checked."""
+    replaced = {}
+    for role, own in among(options):
+        traced, numbers = own.traced, own.numbers
+        each = [given[f"{role}_{i}"] for i in range(len(traced.labels))]
+        replaced[role] = traced.option(tuple((x.dtype, tuple(x.shape)) for x in each), numbers, limits)
+    return {**options, **replaced}
+
+
+def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
+    """Raises ProblemError where a captured array is none that a kernel reads, or lies elsewhere than q. It reads no memory."""
+    q = given["q"]
+    for name, words in titles.items():
+        array = given.get(name)
+        if array is None:
+            raise ProblemError(f"{words} is missing; it must be an array.")
+        found = describe(array.library, array.device, array.dtype, array.shape)
+        if array.dtype not in ELEMENT_NAMES:
+            raise ProblemError(f"{words} is {found}; its dtype must be one of {', '.join(ELEMENT_NAMES)}.")
+        if (array.library, array.device) != (q.library, q.device):
+            wanted = describe(q.library, q.device, q.dtype, q.shape)
+            raise ProblemError(f"{words} is {found} but q is {wanted}; give all arrays from one library, on one device.")
+        check_contiguous(words, array)
+
+
+def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any]) -> None:
+    """Raises ProblemError where autograd would have to follow to a captured array."""
+    for words, x in zip(labels(options).values(), captured, strict=True):
+        if arrays.requires_grad(x):
+            raise ProblemError(
+                f"{words} requires grad, and captured arrays get no gradients yet; detach it, or call under torch.no_grad(). "
+                "Nothing is detached silently."
+            )
+
+
+def operands(*options: Any) -> tuple[Operand, ...]:
+    """The operands that options captured, in order."""
+    found = []
+    for role, option in zip(ROLES, options, strict=True):
+        for each in getattr(option, "arrays", ()):
+            words = title(role, getattr(each, "label", "") or each.name)
+            found.append(Operand(each.name, each.element, tuple(each.shape), label=words))
+    return tuple(found)
+
+
+# ---- on the host
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnHost:
+    """An option, the arrays that it captured, and where each sequence begins, of packed ones."""
+
+    option: Any
+    arrays: tuple[Any, ...]
+    starts: tuple[Any, Any]
+
+    def start(self, batch: int) -> tuple[int, int]:
+        """The rows of q and of k with which a sequence begins."""
+        q, kv = (0 if each is None else int(each[batch]) for each in self.starts)
+        return q, kv
+
+
+class HostMask(_OnHost):
+    """A mask as the reference and the CPU path take it: ``keep`` says which keys of ``interval`` each query keeps."""
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
+        """All keys."""
+        found: tuple[Any, Any] = self.option.interval(q, q_len, kv_len)
+        return found
+
+    def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
+        """Which of the queries q, a column, keep which of the keys kv, a row."""
+        return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len, *self.start(batch))
+
+    def classify(self, *box: Any) -> Any:
+        """0 where no pair in a box is kept, 2 where every one is, 1 elsewhere: as ``trace.classes.classify``."""
+        return classify(self.option.code, self.arrays, self.option.numbers, *box)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostScore(_OnHost):
+    """A score as they take it; ``lengths`` are those of the sequence."""
+
+    lengths: tuple[int, int] | None = None
+
+    def of_lengths(self, q_len: int, kv_len: int) -> HostScore:
+        """The score of a sequence of these lengths; itself where they are known."""
+        return self if self.lengths else dataclasses.replace(self, lengths=(q_len, kv_len))
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """The logits, in the shape of s."""
+        assert self.lengths is not None
+        return self.option.logit(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """Their derivatives by s."""
+        assert self.lengths is not None
+        return self.option.slope(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+
+
+class HostFunctions(NamedTuple):
+    """The functions of a sequence's mask and score, None where they are none, and the positions of its first rows."""
+
+    mask: HostMask | None
+    score: HostScore | None
+    offsets: tuple[int, int]
+
+
+def host_functions(mask: Any, score: Any) -> HostFunctions:
+    """What is in a mask and a score that wrappers may be around."""
+    found, offsets = [], (0, 0)
+    for each in (mask, score):
+        while not isinstance(each, _OnHost) and hasattr(each, "base"):
+            offsets = (each.q_offset, each.kv_offset) if hasattr(each, "q_offset") else offsets
+            each = each.base
+        found.append(each if isinstance(each, _OnHost) else None)
+    return HostFunctions(found[0], found[1], offsets)  # type: ignore[arg-type]
+
+
+def of_lengths(score: Any, q_len: int, kv_len: int) -> Any:
+    """The score of a sequence of these lengths."""
+    return score.of_lengths(q_len, kv_len) if hasattr(score, "of_lengths") else score
+
+
+def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:
+    """The spec with its mask and score bound to the arrays that they captured, which are among these, by name. ``starts`` are
+    cu_seqlens of packed sequences."""
+    found = {
+        role: kind(option, tuple(given[each.name] for each in option.arrays), starts)
+        for role, kind in (("mask", HostMask), ("score", HostScore))
+        if hasattr(option := getattr(spec, role), "arrays")
+    }
+    return dataclasses.replace(spec, **found) if found else spec
+
+
+# ---- as text
+
+
+def to_json(found: Sequence[tuple[str, Function]]) -> dict[str, Any]:
+    """What ``among`` gives as JSON can hold it: by role the text of the code, and the numbers."""
+    return {
+        role: {"traced": each.traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in each.numbers]}
+        for role, each in found
+    }
+
+
+def from_json(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Function]]:
+    """The inverse of ``to_json``: what else is in these fields, and the functions by role."""
+    own = {role: fields[role] for role in ROLES if "traced" in fields.get(role, {})}
+    rest = {name: value for name, value in fields.items() if name not in own}
+    return rest, {role: from_text(each["traced"], tuple(each["numbers"])) for role, each in own.items()}
+
+
+def from_text(text: str, numbers: tuple[int | float, ...]) -> Function:
+    """The function of a ``Traced`` with this text, with these numbers."""
+    return function(_traced(text), numbers)
+
+
+_traced = functools.lru_cache(maxsize=1024)(Traced.from_text)

@@ -1,0 +1,153 @@
+"""The canonical form of a function: equal functions have equal text, whatever they call what they captured, in any process."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ProblemError
+from .arithmetic import COMMUTATIVE, RANK
+from .capture import ELEMENTS
+from .conditions import parts, rebuilt
+from .expressions import Expr, children, make, nodes
+from .formulas import FORMULAS
+
+INPUTS = ("load", "dim", "param")  # whose first argument is the number of an array, or of a number
+OPS = frozenset((*INPUTS, *FORMULAS, "var", "const", "lin", "saturate", "cast", "trunc"))
+NAMES = frozenset(
+    ("s", "b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start", *(element for element, _ in ELEMENTS.values()))
+)
+
+
+class Code(str):
+    """An expression as text: the role, then every node after its operands, which are "$" and their numbers. JSON can hold it."""
+
+    @property
+    def role(self) -> str:
+        """Returns "mask" or "score"."""
+        return _parsed(self)[0]
+
+    @property
+    def root(self) -> Expr:
+        """The expression."""
+        return _parsed(self)[1]
+
+    @property
+    def arrays(self) -> tuple[tuple[str, int], ...]:
+        """Element and number of dimensions of each captured array."""
+        found = {x.args[0]: (x.args[1], len(x.args) - 2) for x in nodes(self.root) if x.op == "load"}
+        return tuple(found[i] for i in range(len(found)))
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it captured."""
+        return len({x.args[0] for x in nodes(self.root) if x.op == "param"})
+
+    @property
+    def digest(self) -> str:
+        """A short name that follows from the text."""
+        return hashlib.sha256(self.encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        text = repr(self.root)
+        return text if len(text) < 200 else f"{text[:200]} ..."
+
+
+def encoded(role: str, root: Expr) -> Code:
+    """The code of an expression."""
+    order = nodes(root)
+    number = {x: f"${i}" for i, x in enumerate(order)}
+
+    def words(x: Expr) -> list[Any]:
+        if x.op == "lin":
+            return [x.args[0], [[number[atom], c] for atom, c in x.args[1]]]
+        return [number[a] if isinstance(a, Expr) else a for a in x.args]
+
+    return Code(json.dumps([role, *([x.op, x.type, *words(x)] for x in order)], separators=(",", ":")))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(code: str) -> tuple[str, Expr]:
+    """Role and expression. Raises ProblemError for what is no code: it may come from a file, and becomes a kernel."""
+    try:
+        role, *rows = json.loads(code)
+        found: list[Expr] = []
+        for op, kind, *args in rows:
+            if op not in OPS or kind not in RANK:
+                raise ValueError(f"{op} of type {kind}")
+            given = (
+                (args[0], tuple((_read(a, found), int(c)) for a, c in args[1]))
+                if op == "lin"
+                else [_read(a, found) for a in args]
+            )
+            found.append(make(op, kind, tuple(given)))
+        if role not in ("mask", "score"):
+            raise ValueError(f"role {role}")
+        return role, found[-1]
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise ProblemError(f"code is {code[:80]!r}; it must be the text of a traced function ({error}).") from error
+
+
+def _read(word: Any, found: list[Expr]) -> Any:
+    if isinstance(word, str) and word.startswith("$"):
+        return found[int(word[1:])]
+    if isinstance(word, (bool, int, float)) or word in NAMES:
+        return word
+    raise ValueError(f"{word!r}")
+
+
+def slots_of(root: Expr) -> set[int]:
+    """The numbers of what was captured that an expression reads."""
+    return {x.args[0] for x in nodes(root) if x.op in INPUTS}
+
+
+def renumbered(root: Expr, arrays: Mapping[int, int], numbers: Mapping[int, int]) -> Expr:
+    """The expression with other numbers for arrays and for numbers."""
+    done: dict[Expr, Expr] = {}
+    for node in nodes(root):
+        if node.op in INPUTS:
+            place = (numbers if node.op == "param" else arrays)[node.args[0]]
+            done[node] = make(node.op, node.type, (place, *(done[a] if isinstance(a, Expr) else a for a in node.args[1:])))
+        else:
+            done[node] = rebuilt(node, done)
+    return done[root]
+
+
+def canonical(root: Expr, role: str) -> tuple[Code, list[int], list[int]]:
+    """The code, and the numbers that its arrays and its numbers had before."""
+    shapes: dict[Expr, str] = {}
+    for node in nodes(root):
+        shapes[node] = _shape(node, shapes)
+    slots: dict[tuple[str, int], None] = {}
+    seen: set[Expr] = set()
+
+    def visit(x: Expr) -> None:
+        if x in seen:
+            return
+        seen.add(x)
+        own = parts(x.op, x) if x.op in ("and", "or") else list(children(x))
+        for part in sorted(own, key=shapes.__getitem__) if x.op in (*COMMUTATIVE, "lin") else own:
+            visit(part)
+        if x.op in INPUTS:
+            slots["param" if x.op == "param" else "array", x.args[0]] = None
+
+    visit(root)
+    arrays, numbers = ([slot for what, slot in slots if what == wanted] for wanted in ("array", "param"))
+    places = [{slot: i for i, slot in enumerate(each)} for each in (arrays, numbers)]
+    return encoded(role, renumbered(root, *places)), arrays, numbers
+
+
+def _shape(x: Expr, shapes: Mapping[Expr, str]) -> str:
+    """A digest of the form that does not depend on the numbers of what was captured."""
+    if x.op in ("and", "or"):
+        words = sorted(shapes[part] for part in parts(x.op, x))
+    elif x.op == "lin":
+        words = [str(x.args[0]), *sorted(f"{shapes[atom]}*{c}" for atom, c in x.args[1])]
+    else:
+        args = x.args[1:] if x.op in INPUTS else x.args
+        words = [shapes[a] if isinstance(a, Expr) else repr(a) for a in args]
+        words = sorted(words) if x.op in COMMUTATIVE else words
+    return hashlib.blake2b("\0".join((x.op, x.type, *words)).encode(), digest_size=12).hexdigest()

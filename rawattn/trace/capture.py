@@ -1,0 +1,377 @@
+"""What a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are compiled in.
+
+Each thing is noted with its path from the function: a cell of the closure, a global, a default, an item, an attribute. Another
+function of the same code is followed along the same paths, and is the same function where it finds the same kinds of things
+there. No array is kept: notes hold paths, types and code."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import ProblemError
+from .arithmetic import as_type, mul
+from .expressions import Expr, const, make, wrap
+
+Path = tuple[tuple[str, Any], ...]
+ELEMENTS = {  # dtype -> (rawattn's name of it, the type of an element's value)
+    "bool": ("bool", "bool"), "uint8": ("uint8", "int"), "int8": ("int8", "int"), "int16": ("int16", "int"),
+    "int32": ("int32", "int"), "int64": ("int64", "long"), "float16": ("fp16", "float"), "bfloat16": ("bf16", "float"),
+    "float32": ("fp32", "float"), "float64": ("fp64", "float"),
+}  # fmt: skip
+LIBRARIES = ("torch", "numpy", "cupy", "functools", "math", "operator", "builtins")  # whose functions are taken as they are
+MOST_ITEMS = 256  # of a tuple or a list that is replaced item by item
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySlot:
+    """An array: where it was found, and what is compiled in of it."""
+
+    path: Path
+    label: str
+    cls: type
+    dtype: Any
+    ndim: int
+
+    def accepts(self, value: Any) -> bool:
+        """Says whether an array may take its place."""
+        array: Any = value
+        return type(value) is self.cls and array.dtype == self.dtype and len(array.shape) == self.ndim
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberSlot:
+    """An int or a float, likewise."""
+
+    path: Path
+    label: str
+    kind: str
+    is_negative: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Says whether a number may take its place."""
+        return number_kind(value) == self.kind and (self.kind != "int" or (value < 0) == self.is_negative)
+
+
+Slot = ArraySlot | NumberSlot
+_NUMBERS: dict[type, str] = {int: "int", float: "float"}
+
+
+def number_kind(value: Any) -> str | None:
+    """Whether it is an "int" or a "float"; None for what is no number, and for a bool."""
+    found = _NUMBERS.get(type(value))
+    if found is None and isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, enum.Enum)):
+        found = "int" if isinstance(value, (int, np.integer)) else "float"
+    return found
+
+
+def is_array(value: Any) -> bool:
+    """Says whether it is an array of some library."""
+    cls: Any = type(value)
+    return all(hasattr(cls, name) for name in ("__getitem__", "dtype", "shape")) and not isinstance(value, np.generic)
+
+
+def _is_value(found: Any, value: Any, function: Any) -> bool:
+    return found is value or (type(found) is type(value) and bool(found == value))
+
+
+# What was noted of a value, and whether another function has the same there: from what is found, what was noted, and the
+# function.
+NOTES: dict[str, Callable[[Any, Any, Any], bool]] = {
+    "code": lambda found, value, function: found.__code__ is value or found.__code__ == value,
+    "type": lambda found, value, function: type(found) is value,
+    "length": lambda found, value, function: (type(found), len(found)) == value,
+    "same": lambda found, value, function: found is follow(function, value),  # as what another path leads to
+    "value": _is_value,
+}
+
+
+class Note(NamedTuple):
+    """Something that was compiled in."""
+
+    path: Path
+    what: str
+    value: Any
+
+
+_STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    "cell": lambda x, i: x.__closure__[i].cell_contents, "global": lambda x, name: x.__globals__[name],
+    "default": lambda x, i: x.__defaults__[i], "keyword": lambda x, name: x.__kwdefaults__[name], "item": lambda x, i: x[i],
+    "attribute": getattr, "type": lambda x, _: type(x),
+}  # fmt: skip
+
+
+def follow(x: Any, path: Path) -> Any:
+    """What a path from x leads to."""
+    for step, at in path:
+        x = _STEPS[step](x, at)
+    return x
+
+
+def follower(path: Path) -> Callable[[Any], Any]:
+    """``follow`` along one path, quicker."""
+    if not path:
+        return lambda x: x
+    if len(path) == 1 and path[0][0] == "cell":
+        i = path[0][1]
+        return lambda x: x.__closure__[i].cell_contents
+    return lambda x: follow(x, path)
+
+
+class SymbolicArray:
+    """Stands for an array, or for the part of it that some indices leave, while a function is traced."""
+
+    def __init__(self, slot: int, of: ArraySlot, indices: tuple[Expr | None, ...]) -> None:
+        self._slot, self._of, self._indices = slot, of, indices
+        self.dtype, self.device = of.dtype, None
+
+    @property
+    def _open(self) -> list[int]:
+        return [axis for axis, index in enumerate(self._indices) if index is None]
+
+    @property
+    def ndim(self) -> int:
+        return len(self._open)
+
+    @property
+    def shape(self) -> tuple[Expr, ...]:
+        return tuple(make("dim", "int", (self._slot, axis)) for axis in self._open)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, axis: int | None = None) -> Any:
+        return self.shape if axis is None else self.shape[axis]
+
+    def numel(self) -> Expr:
+        return functools.reduce(mul, self.shape, const(1))
+
+    def __len__(self) -> int:
+        return self.shape[0].__index__()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        given = list(index) if isinstance(index, tuple) else [index]
+        axes = self._open
+        at = next((n for n, i in enumerate(given) if i is Ellipsis), None)
+        if at is not None:
+            given[at : at + 1] = [slice(None)] * (len(axes) - len(given) + 1)
+        if len(given) > len(axes):
+            raise ProblemError(f"{self._of.label} has {self._of.ndim} dimensions and is given more indices.")
+        indices = list(self._indices)
+        for axis, i in zip(axes, given, strict=False):
+            if not (isinstance(i, slice) and i.start is i.stop is i.step is None):
+                indices[axis] = self._index(i, axis)
+        if any(i is None for i in indices):
+            return SymbolicArray(self._slot, self._of, tuple(indices))
+        if _dtype_name(self.dtype) not in ELEMENTS:
+            raise ProblemError(f"{self._of.label} holds {self.dtype}; its dtype must be one of {', '.join(ELEMENTS)}.")
+        element, kind = ELEMENTS[_dtype_name(self.dtype)]
+        return make("load", kind, (self._slot, element, *indices))
+
+    def _index(self, i: Any, axis: int) -> Expr:
+        if isinstance(i, (slice, type(None), SymbolicArray)):
+            raise ProblemError(
+                f"{self._of.label} is indexed by {i!r}; a function sees one query and one key: give an int of each axis."
+            )
+        index = wrap(i)
+        if index.type in ("float", "bool"):
+            raise ProblemError(
+                f"{self._of.label} is indexed by a {index.type}; it must be an integer: convert it by .int() or "
+                ".astype(int), or by // in place of /."
+            )
+        if index.op == "const" and index.args[0] < 0:
+            return make("dim", "int", (self._slot, axis)) + index
+        return as_type(index, "int")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ProblemError(
+            f"{function.__name__}() of a whole array or a row; a function sees one query and one key: compute it before, and "
+            "index the result. (A product of rows that is added to s belongs into q and k: concatenate along head_dim.)"
+        )
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return self.__torch_function__(function, types)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(ufunc, ())
+
+    def __getattr__(self, name: str) -> Any:
+        raise ProblemError(f"{self._of.label}.{name} of a whole array; compute it before the call, and index the result.")
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+class Owner:
+    """Stands for an object whose attributes, or items, a function reads."""
+
+    def __init__(self, value: Any, path: Path, label: str, capture: Capture) -> None:
+        self.__dict__.update(_value=value, _path=path, _label=label, _capture=capture)
+
+    def _found(self, value: Any, step: str, at: Any, label: str) -> Any:
+        if isinstance(value, types.MethodType) and value.__self__ is self._value:
+            function = self._capture.rebuild(value.__func__, (*self._path, (step, at), ("attribute", "__func__")), label)
+            return types.MethodType(function, self)
+        return self._capture.rebuild(value, (*self._path, (step, at)), label)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._found(getattr(self._value, name), "attribute", name, f"{self._label}.{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, Expr):
+            key = key.__index__()
+        return self._found(self._value[key], "item", key, f"{self._label}[{key!r}]")
+
+    def __contains__(self, key: Any) -> bool:
+        raise ProblemError(
+            f"{self._label} is a {type(self._value).__name__}, whose members cannot be followed; capture a tuple or an array."
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.called()(*args, **kwargs)
+
+    def called(self) -> Any:
+        """What a call of it calls."""
+        function = type(self._value).__call__
+        if not isinstance(function, types.FunctionType):
+            raise ProblemError(f"{self._label} is a {type(self._value).__name__}, which is no Python function; write one.")
+        if _is_of_library(function):  # a module of torch
+            return self.forward
+        path = (*self._path, ("type", None), ("attribute", "__call__"))
+        return types.MethodType(self._capture.rebuild(function, path, self._label), self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ProblemError(f"{self._label}.{name} is assigned to; a mask or a score changes nothing outside of itself.")
+
+
+def _is_of_library(f: Any) -> bool:
+    return (getattr(f, "__module__", None) or "").partition(".")[0] in LIBRARIES
+
+
+def _is_fixed(value: Any) -> bool:
+    """Says whether it is compiled in as it is: a bool, a string, a module, a class, a function of a library."""
+    if value is None or isinstance(
+        value, (bool, np.bool_, str, bytes, type, enum.Enum, types.ModuleType, types.BuiltinFunctionType)
+    ):
+        return True
+    if isinstance(value, (np.ufunc, np.dtype, types.BuiltinMethodType, types.EllipsisType, slice)):
+        return True
+    if isinstance(value, types.FunctionType):
+        return _is_of_library(value) or value.__module__ in _OURS
+    return type(value).__module__.partition(".")[0] in ("torch", "builtins") and type(value).__name__ in ("dtype", "device")
+
+
+_OURS = ("rawattn.trace.expressions", "rawattn.trace.language")
+
+
+class Capture:
+    """Replaces what a function captured by symbols, and notes where it was."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.notes: list[Note] = []
+        self.values: list[Any] = []  # of the slots
+        self._seen: dict[int, tuple[Any, Any, Path]] = {}  # value, what replaces it, path
+
+    def rebuild(self, value: Any, path: Path = (), label: str = "") -> Any:
+        """What takes the place of a value while the function is traced."""
+        kind = number_kind(value)
+        if kind is not None:
+            return self._slot(NumberSlot(path, label, kind, kind == "int" and bool(value < 0)), value)
+        if _is_fixed(value):
+            self.notes.append(Note(path, "value", value))
+            return value
+        if id(value) in self._seen:
+            _, found, first = self._seen[id(value)]
+            if first != path:
+                self.notes.append(Note(path, "same", first))
+            return found
+        found = self._replaced(value, path, label)
+        self._seen[id(value)] = (value, found, path)
+        return found
+
+    def _replaced(self, value: Any, path: Path, label: str) -> Any:
+        if is_array(value):
+            return self._slot(ArraySlot(path, label, type(value), value.dtype, len(value.shape)), value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value, path)
+        if isinstance(value, functools.partial):
+            return self._partial(value, path)
+        if isinstance(value, types.MethodType):
+            owner = self.rebuild(value.__self__, (*path, ("attribute", "__self__")), "self")
+            return types.MethodType(self.rebuild(value.__func__, (*path, ("attribute", "__func__")), label), owner)
+        if isinstance(value, (tuple, list)) and len(value) <= MOST_ITEMS:
+            return self._items(value, path, label)
+        self.notes.append(Note(path, "type", type(value)))
+        return Owner(value, path, label or type(value).__name__, self)
+
+    def _slot(self, slot: Slot, value: Any) -> Any:
+        self.slots.append(slot)
+        self.values.append(value)
+        number = len(self.slots) - 1
+        if isinstance(slot, NumberSlot):
+            return make("param", slot.kind, (number, slot.is_negative) if slot.kind == "int" else (number,))
+        array = SymbolicArray(number, slot, (None,) * slot.ndim)
+        return array if slot.ndim else array[()]
+
+    def _items(self, value: Any, path: Path, label: str) -> Any:
+        self.notes.append(Note(path, "length", (type(value), len(value))))
+        items = [self.rebuild(x, (*path, ("item", i)), f"{label}[{i}]") for i, x in enumerate(value)]
+        return type(value)._make(items) if hasattr(value, "_make") else tuple(items) if isinstance(value, tuple) else items
+
+    def _partial(self, value: functools.partial[Any], path: Path) -> functools.partial[Any]:
+        function = self.rebuild(value.func, (*path, ("attribute", "func")))
+        args = self.rebuild(value.args, (*path, ("attribute", "args")), "args")
+        at = (*path, ("attribute", "keywords"))
+        self.notes.append(Note(at, "length", (dict, len(value.keywords))))
+        words = {name: self.rebuild(x, (*at, ("item", name)), name) for name, x in value.keywords.items()}
+        return functools.partial(function, *args, **words)
+
+    def _function(self, f: types.FunctionType, path: Path) -> types.FunctionType:
+        self.notes.append(Note(path, "code", f.__code__))
+        cells = tuple(types.CellType() for _ in f.__closure__ or ())
+        found = types.FunctionType(f.__code__, dict(f.__globals__), f.__name__, None, cells or None)
+        self._seen[id(f)] = (f, found, path)  # it may call itself
+        for i, cell in enumerate(f.__closure__ or ()):
+            try:
+                content = cell.cell_contents
+            except ValueError:  # a name that was never bound
+                continue
+            cells[i].cell_contents = self.rebuild(content, (*path, ("cell", i)), f.__code__.co_freevars[i])
+        for name in sorted(_names(f.__code__) & f.__globals__.keys()):
+            found.__globals__[name] = self.rebuild(f.__globals__[name], (*path, ("global", name)), name)
+        arguments = f.__code__.co_varnames[: f.__code__.co_argcount]
+        defaults = f.__defaults__ or ()
+        labels = arguments[len(arguments) - len(defaults) :]
+        found.__defaults__ = tuple(self.rebuild(x, (*path, ("default", i)), labels[i]) for i, x in enumerate(defaults)) or None
+        found.__kwdefaults__ = {
+            name: self.rebuild(x, (*path, ("keyword", name)), name) for name, x in (f.__kwdefaults__ or {}).items()
+        }
+        return found
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def code_of(function: Any) -> types.CodeType | None:
+    """The code that a call of it begins with; None where it is no Python function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if not isinstance(function, types.FunctionType):
+        function = type(function).__call__ if hasattr(type(function), "__call__") else None  # noqa: B004
+    return getattr(function, "__code__", None)

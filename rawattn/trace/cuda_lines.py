@@ -1,0 +1,179 @@
+"""The lines of a struct in CUDA C: each part of an expression as a variable, in the place where it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from .arithmetic import from_linear
+from .canonical import Code
+from .expressions import Expr, make
+from .fields import Array, Divisor, Made, Number, Size, Step, What
+from .placement import HOST, PLACES, Placement
+from .proofs import is_nonnegative
+
+CTYPES = {  # element -> the C++ type of an array's elements
+    "bool": "function::Bool", "uint8": "unsigned char", "int8": "signed char", "int16": "short", "int32": "i32", "int64": "i64",
+    "fp32": "float", "fp64": "double", "bf16": "function::Bf16", "fp16": "function::Fp16",
+}  # fmt: skip
+_PLAIN = {
+    "imul": "{} * {}", "shl": "{} << {}", "shr": "{} >> {}", "band": "{} & {}", "bor": "{} | {}", "bxor": "{} ^ {}",
+    "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "xor": "{} != {}", "not": "!{}",
+    "where": "{} ? {} : {}", "neg": "-{}", "min": "min({}, {})", "max": "max({}, {})",
+}  # fmt: skip
+_SCORE = (
+    _PLAIN
+    | {"exp2": "function::fast_exp2({})", "log2": "function::fast_log2({})"}
+    | {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}"}
+)
+_MASK = _PLAIN | {"add": "__fadd_rn({}, {})", "sub": "__fsub_rn({}, {})", "mul": "__fmul_rn({}, {})", "div": "__fdiv_rn({}, {})"}
+
+
+class Writer:
+    """The lines of a struct, each in its place."""
+
+    def __init__(self, code: Code, number: str, prefix: str = "x", fields: dict[str, tuple[str, What]] | None = None) -> None:
+        self.role, self.number, self.prefix = code.role, number, prefix  # number: the C++ type of floats
+        self.dtype = np.float32 if code.role == "mask" else np.float64  # of floats that the host makes
+        self.elements = code.arrays
+        self.place = Placement()
+        self.fields = {} if fields is None else fields
+        self.lines: dict[str, list[tuple[str, str, str]]] = {place: [] for place in PLACES}  # C++ type, name, text
+        self.checked: set[tuple[Expr, int]] = set()
+        self._names: dict[Expr, str] = {}
+        self._formulas = _MASK if self.role == "mask" else _SCORE
+
+    def add(self, root: Expr, checked: Collection[tuple[Expr, int]]) -> str:
+        """Adds the lines of an expression, which is placed; its value's text."""
+        self.checked |= set(checked)
+        return self.text(root)
+
+    def ctype(self, kind: str) -> str:
+        return {"bool": "bool", "int": "i32", "long": "i64", "float": self.number}[kind]
+
+    def field(self, name: str, ctype: str, what: What) -> str:
+        self.fields[name] = (ctype, what)
+        return f"args.{name}"
+
+    def keep(self, at: str, ctype: str, text: str) -> str:
+        """A variable that holds the text, in this place."""
+        for kind, name, known in self.lines[at]:
+            if (kind, known) == (ctype, text):
+                return name
+        name = f"{self.prefix}{sum(map(len, self.lines.values()))}"
+        self.lines[at].append((ctype, name, text))
+        return name
+
+    def text(self, x: Expr) -> str:
+        """C++ for the value, in its place or one inside of it."""
+        if x.op == "const":
+            return self.constant(x)
+        if x not in self._names:
+            self._names[x] = self.define(x)
+        return self._names[x]
+
+    def constant(self, x: Expr) -> str:
+        value = x.args[0]
+        if x.type == "int":
+            return str(value) if value > -(1 << 31) else "(-2147483647 - 1)"
+        if x.type == "bool":
+            return str(value).lower()
+        special = {"inf": "function::inf()", "-inf": "-function::inf()", "nan": "function::nan()"}
+        return f"{self.number}({special.get(str(value), repr(value))})"
+
+    def define(self, x: Expr) -> str:
+        at = PLACES[self.place(x)]
+        if at == "host":
+            return self.host(x)
+        if x.op == "var":
+            return f"{self.number}(args.scale)" if x.args[0] == "scale" else str(x.args[0])
+        return self.keep(at, self.ctype(x.type), self.formula(x, at))
+
+    def host(self, x: Expr) -> str:
+        found = self.made(
+            "number",
+            "i32" if x.type == "bool" else self.ctype(x.type),
+            Number(x, self.dtype),
+        )
+        return f"({found} != 0)" if x.type == "bool" else found
+
+    def formula(self, x: Expr, at: str) -> str:
+        if x.op == "lin":
+            return self.sum(x, at)
+        if x.op == "load":
+            return self.load(x, at)
+        if x.op in ("floordiv", "mod"):
+            return self.divide(x)
+        args = [self.text(a) for a in x.args]
+        if x.op in ("cast", "trunc", "saturate"):
+            return f"{self.ctype(x.type)}({args[0]})" if x.op == "cast" else f"function::{x.op}({args[0]})"
+        if x.type == "long" and x.op in ("min", "max"):
+            args = [f"i64({a})" for a in args]
+        return self._formulas[x.op].format(*args) if x.op in self._formulas else f"function::{x.op}({', '.join(args)})"
+
+    def sum(self, x: Expr, at: str) -> str:
+        """A sum of multiples: what an outer place can add is added there."""
+        constant, terms = x.args[0], dict(x.args[1])
+        outer = {atom: c for atom, c in terms.items() if PLACES[self.place(atom)] != at}
+        if outer and len(outer) < len(terms) and (len(outer) > 1 or constant or list(outer.values()) != [1]):
+            rest = from_linear(constant, outer)
+            terms = {atom: c for atom, c in terms.items() if atom not in outer} | {rest: 1}
+            constant = 0
+        factors = {1: "", -1: "-"}
+        parts = [f"{factors.get(c, f'{c} * ')}{self.text(atom)}" for atom, c in sorted(terms.items(), key=lambda x: -x[1])]
+        return " + ".join([*parts, *([str(constant)] if constant else [])]).replace("+ -", "- ")
+
+    def divide(self, x: Expr) -> str:
+        a, b = x.args
+        if x.op == "mod":
+            quotient = make("floordiv", "int", (a, b))
+            return f"{self.text(a)} - {self.text(quotient)} * {self.text(b)}"
+        divisor = self.made("divisor", "function::Divisor", Divisor(b)) if self.place(b) == HOST else self.text(b)
+        floor = "udiv" if is_nonnegative(a) and is_nonnegative(b) else "floordiv"
+        return f"function::{floor}({self.text(a)}, {divisor})"
+
+    def made(self, word: str, ctype: str, what: Made) -> str:
+        """A field that the host makes of captured numbers, once."""
+        alike = {name: known for name, (_, known) in self.fields.items() if isinstance(known, type(what))}
+        name = next((name for name, known in alike.items() if known.of is what.of), f"{self.role}_{word}_{len(alike)}")
+        return self.field(name, ctype, what)
+
+    # ---- elements of arrays
+
+    def array(self, i: int) -> str:
+        return self.field(f"{self.role}_{i}", f"const {CTYPES[self.elements[i][0]]}*", Array(i))
+
+    def size(self, i: int, axis: int) -> str:
+        return self.field(f"{self.role}_{i}_size_{axis}", "i32", Size(i, axis))
+
+    def stride(self, i: int, axis: int) -> str:
+        """In elements; that of the last axis is 1."""
+        return "1" if axis == self.elements[i][1] - 1 else self.field(f"{self.role}_{i}_stride_{axis}", "i64", Step(i, axis))
+
+    def load(self, x: Expr, at: str) -> str:
+        pointer, indices = self.array(x.args[0]), x.args[2:]
+        places = [max(self.place(i), PLACES.index("head")) for i in indices]
+        ctype = f"const {CTYPES[x.args[1]]}*"
+        for outer in PLACES[PLACES.index("head") : PLACES.index(at)]:  # the pointer moves where its indices are known
+            steps = [self.step(x, axis) for axis, place in enumerate(places) if PLACES[place] == outer]
+            if steps:
+                pointer = self.keep(outer, ctype, " + ".join([pointer, *steps]))
+        here = [self.step(x, axis) for axis, place in enumerate(places) if PLACES[place] == at]
+        found = f"function::read({' + '.join([pointer, *here])})"
+        return f"{self.number}({found})" if x.type == "float" else found
+
+    def step(self, x: Expr, axis: int) -> str:
+        index, stride = self.text(x.args[2 + axis]), self.stride(x.args[0], axis)
+        if (x, axis) in self.checked:
+            index = f"function::inside({index}, {self.size(x.args[0], axis)})"
+        return index if stride == "1" else f"i64({index}) * {stride}"
+
+    def members(self, place: str) -> str:
+        return "".join(f"\n    {ctype} {name};" for ctype, name, _ in self.lines[place])
+
+    def assign(self, place: str) -> str:
+        return "".join(f"\n        {name} = {text};" for _, name, text in self.lines[place])
+
+    def body(self) -> str:
+        return "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in self.lines["element"])

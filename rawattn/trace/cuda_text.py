@@ -1,0 +1,175 @@
+"""A function as text in CUDA C: a struct of a mask or a score, as ``cuda_src/variant/interfaces.cuh`` asks for it.
+
+Floats of a mask are float32, each operation rounded by itself: every kernel and the host find the same pairs. Those of a score
+are of the kernel's Number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .canonical import Code
+from .classes import strengthened
+from .cuda_lines import Writer
+from .cuda_ranges import RangeWriter, pyramids_of
+from .expressions import Expr, nodes
+from .fields import What
+from .gradients import slope
+from .placement import Lowering, positioned
+
+
+class Written(NamedTuple):
+    """A struct, the fields that it adds to Args, as (name, C++ type, what it holds), and over how many of its last axes each
+    captured array has a pyramid."""
+
+    text: str
+    fields: tuple[tuple[str, str, What], ...]
+    pyramids: tuple[int, ...]
+
+
+_HEAD = """\
+#pragma once
+// A {role} in Python: {code!r}.
+{includes}
+
+struct {name}Head : function::Sequence {{
+    const Args& args;{head_members}
+
+    __device__ {name}Head(const Args& args, const Rows& rows, const WorkTile& work)
+        : function::Sequence(rows, work), args(args) {{{head}
+    }}
+}};
+"""
+_MASK_STRUCT = """\
+// One query, and keys from `first` on; both are positions.
+struct FunctionMaskRow : FunctionMaskHead {{
+    i32 q, first, last;{row_members}
+
+    __device__ FunctionMaskRow(const FunctionMaskHead& head, i32 query, i32 key)
+        : FunctionMaskHead(head), q(min(query, last_q) + q_offset), first(key + kv_offset), last(last_kv - key) {{{row}
+    }}
+    __device__ bool keep(i32 offset) const {{{inside}{element}
+        return {result} & (offset <= last);
+    }}
+}};
+struct FunctionMask : FunctionMaskHead {{
+    static constexpr bool cheap = {cheap};
+
+    using FunctionMaskHead::FunctionMaskHead;
+
+    __device__ FunctionMaskRow row(i32 q, i32 first) const {{ return FunctionMaskRow(*this, q, first); }}
+    // 0: no pair of these queries, heads and keys is kept, 2: every one, 1: some, or it cannot tell.
+    __device__ i32 classify(function::Range<i32> queries, function::Range<i32> heads, function::Range<i32> keys) const {{
+        if (queries.lo > last_q || keys.lo > last_kv) return 0;
+        const function::Range<i32> q{{queries.lo + q_offset, min(queries.hi, last_q) + q_offset}};
+        const function::Range<i32> kv{{keys.lo + kv_offset, min(keys.hi, last_kv) + kv_offset}};
+        function::Range<bool> kept = {{keys.hi <= last_kv, false}};
+{classes}
+        return kept.hi ? 1 + kept.lo : 0;
+    }}
+}};
+"""
+_ONE_CLASS = """\
+{ranges}
+        kept = {{kept.lo && {root}.lo, {root}.hi}};"""
+_CLASS_OF_HEADS = """\
+#pragma unroll 1
+        for (i32 h = heads.lo; h <= heads.hi; ++h) {{
+{ranges}
+            kept = {{kept.lo && {root}.lo, kept.hi || {root}.hi}};
+        }}"""
+_SCORE_STRUCT = """\
+// One query, and keys from `first` on; both are positions.
+struct FunctionScoreRow : FunctionScoreHead {{
+    i32 q, first, last;{row_members}
+
+    __device__ FunctionScoreRow(const FunctionScoreHead& head, i32 query, i32 key)
+        : FunctionScoreHead(head), q(min(query, last_q + q_offset)), first(key), last(last_kv + kv_offset - key) {{{row}
+    }}
+    __device__ Number value(Number s, i32 offset) const {{{inside}{element}
+        return {result};
+    }}
+    __device__ Number slope(Number s, i32 offset) const {{{inside}{slope_element}
+        return {slope};
+    }}
+}};
+struct FunctionScore : FunctionScoreHead {{
+    static constexpr Number scale_log2 = Number(1.4426950408889634);
+
+    using FunctionScoreHead::FunctionScoreHead;
+
+    __device__ FunctionScoreRow row(i32 q, i32 first) const {{ return FunctionScoreRow(*this, q, first); }}
+    __device__ Number operator()(Number s, i32 q, i32 kv) const {{ return row(q, kv).value(s, 0); }}
+    __device__ Number derivative(Number s, i32 q, i32 kv) const {{ return row(q, kv).slope(s, 0); }}
+}};
+"""
+_INCLUDES = (
+    "variant/function/sequence.cuh",
+    "variant/function/integer.cuh",
+    "variant/function/number.cuh",
+    "variant/function/element.cuh",
+)
+
+
+def _include(*paths: str) -> str:
+    return "\n".join(f'#include "{path}"' for path in paths)
+
+
+@functools.lru_cache(maxsize=256)
+def written(code: Code, checked: tuple[tuple[int, int], ...]) -> Written:
+    """The struct of a mask or a score. ``checked``: number of an element among the code's nodes, and axis, of each index that is
+    brought into its array."""
+    order = nodes(code.root)
+    return (_mask if code.role == "mask" else _score)(code, {(order[i], axis) for i, axis in checked})
+
+
+def _sorted(fields: dict[str, tuple[str, What]]) -> tuple[tuple[str, str, What], ...]:
+    """The widest first, so that struct Args has no gaps."""
+    narrow = {"i32", "float", "Number"}
+    return tuple(sorted(((name, ctype, what) for name, (ctype, what) in fields.items()), key=lambda x: (x[1] in narrow, x[0])))
+
+
+def _inside(lines: Sequence[tuple[str, str, str]]) -> str:
+    used = any("inside" in text.replace("function::inside", "") for _, _, text in lines)
+    return "\n        const i32 inside = min(offset, last);" if used else ""
+
+
+def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
+    w = Writer(code, "float")
+    result = w.add(*positioned(code.root, checked))
+    element, pyramids = w.lines["element"], pyramids_of(code)
+    ranges = RangeWriter(w, dict(enumerate(pyramids)))
+    root = ranges.add(strengthened(code))
+    of_heads = "h" in code.root.deps
+    lines = "\n".join(f"{' ' * (12 if of_heads else 8)}{line}" for line in ranges.lines)
+    head = _HEAD.format(
+        role="mask", code=code, name="FunctionMask", head_members=w.members("head"), head=w.assign("head"),
+        includes=_include(*_INCLUDES, "variant/function/pyramid.cuh"),
+    )  # fmt: skip
+    cheap = len(element) <= 8 and not any("function::" in text or " / " in text for _, _, text in element)
+    body = _MASK_STRUCT.format(
+        row_members=w.members("row"), row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
+        cheap=str(cheap).lower(), classes=(_CLASS_OF_HEADS if of_heads else _ONE_CLASS).format(ranges=lines, root=root),
+    )  # fmt: skip
+    return Written(head + body, _sorted(w.fields), pyramids)
+
+
+def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
+    value = Writer(code, "Number")
+    lowering = Lowering(value.place)
+    result = value.add(*lowering(*positioned(code.root, checked)))
+    derivative = Writer(code, "Number", prefix="d", fields=value.fields)
+    slope_result = derivative.add(*lowering(*positioned(slope(code.root), checked)))
+    parts = (value, derivative)
+    head = _HEAD.format(
+        role="score", code=code, name="FunctionScore", includes=_include(*_INCLUDES),
+        head_members="".join(w.members("head") for w in parts), head="".join(w.assign("head") for w in parts),
+    )  # fmt: skip
+    body = _SCORE_STRUCT.format(
+        row_members="".join(w.members("row") for w in parts), row="".join(w.assign("row") for w in parts),
+        inside=_inside([*value.lines["element"], *derivative.lines["element"]]), element=value.body(), result=result,
+        slope_element=derivative.body(), slope=slope_result,
+    )  # fmt: skip
+    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))

@@ -1,0 +1,79 @@
+"""What the fields of struct Args hold that a function adds: where its arrays are, and what the host makes of its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .evaluation import evaluate
+from .expressions import Expr
+
+
+class Array(NamedTuple):
+    """The address of a captured array."""
+
+    number: int
+
+
+class Size(NamedTuple):
+    """Its length along an axis."""
+
+    number: int
+    axis: int
+
+
+class Step(NamedTuple):
+    """Its stride along an axis, in elements."""
+
+    number: int
+    axis: int
+
+
+class Blocks(NamedTuple):
+    """The address of its pyramid."""
+
+    number: int
+
+
+class _Shaped(NamedTuple):
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Made:
+    """What the host makes of captured numbers; ``dtype`` is that of floats."""
+
+    of: Expr
+    dtype: Any = np.float64
+
+    def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> Any:
+        """The field's value."""
+        raise NotImplementedError
+
+
+class Number(Made):
+    """A number."""
+
+    def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> Any:
+        """The number."""
+        found = evaluate(self.of, {}, [_Shaped(shape) for shape in shapes], numbers, dtype=self.dtype).item()
+        return int(found) if isinstance(found, bool) else found
+
+
+class Divisor(Made):
+    """A number that is divided by: itself, and the multiplier and shift that do it; see Hacker's Delight, 10-9."""
+
+    def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> bytes:
+        """x // d is x * multiplier >> 32 + shift for every x from 0 to 2^31 - 1; other divisors divide the long way."""
+        d = Number(self.of).value(shapes, numbers)
+        if d <= 1:
+            return struct.pack("<iIi", d, 0, -1 if d == 1 else -2)
+        bits = (d - 1).bit_length()
+        return struct.pack("<iIi", d, -(-(1 << 31 + bits) // d), bits - 1)
+
+
+What = Array | Size | Step | Blocks | Made

@@ -1,0 +1,62 @@
+"""The derivative of a score: reverse mode on its expression, whose result is an expression again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .arithmetic import add, div, mul, negative, sub, unary
+from .conditions import where
+from .expressions import Expr, S, const, nodes
+
+_Rule = Callable[..., tuple["Expr | None", ...]]
+
+# Of each operand, from the operands, the result and the gradient of the result; None where it is not followed. At a corner of
+# min, max and abs it is that of one side.
+RULES: dict[str, _Rule] = {
+    "add": lambda a, b, y, g: (g, g), "sub": lambda a, b, y, g: (g, negative(g)),
+    "mul": lambda a, b, y, g: (mul(g, b), mul(g, a)), "div": lambda a, b, y, g: (div(g, b), negative(div(mul(g, y), b))),
+    "neg": lambda a, y, g: (negative(g),), "exp": lambda a, y, g: (mul(g, y),),
+    "exp2": lambda a, y, g: (mul(g, mul(y, math.log(2))),), "log": lambda a, y, g: (div(g, a),),
+    "log2": lambda a, y, g: (div(mul(g, 1 / math.log(2)), a),), "tanh": lambda a, y, g: (mul(g, sub(1.0, mul(y, y))),),
+    "sqrt": lambda a, y, g: (div(mul(g, 0.5), y),), "sin": lambda a, y, g: (mul(g, unary("cos", a)),),
+    "cos": lambda a, y, g: (negative(mul(g, unary("sin", a))),), "abs": lambda a, y, g: (mul(g, unary("sign", a)),),
+    "erf": lambda a, y, g: (mul(g, mul(2 / math.sqrt(math.pi), unary("exp", negative(mul(a, a))))),),
+    "min": lambda a, b, y, g: (where(a <= b, g, 0.0), where(a <= b, 0.0, g)),
+    "max": lambda a, b, y, g: (where(b <= a, g, 0.0), where(b <= a, 0.0, g)),
+    "where": lambda c, a, b, y, g: (None, where(c, g, 0.0), where(c, 0.0, g)),
+}  # fmt: skip
+
+
+def gradients(root: Expr) -> dict[Expr, Expr]:
+    """The derivatives of a score by s, and by each element of a float array and each float that it reads."""
+    adjoint: dict[Expr, Expr] = {root: const(1.0)}
+    for node in reversed(nodes(root)):
+        if node not in adjoint or node.type != "float" or node.op not in RULES:
+            continue
+        for operand, part in zip(node.args, RULES[node.op](*node.args, node, adjoint[node]), strict=True):
+            if part is not None and operand.type == "float":
+                adjoint[operand] = add(adjoint[operand], part) if operand in adjoint else part
+    return {x: g for x, g in adjoint.items() if x.op in ("load", "param") or x is S}
+
+
+def slope(root: Expr) -> Expr:
+    """The derivative by s."""
+    return gradients(root).get(S, const(0.0))
+
+
+def gathering(load: Any) -> str:
+    """How the gradient of a captured array is summed, from what the indices of its element depend on: in "tiles", where they know
+    no query and no key; in "rows" beside dq, or in "columns" beside dk, where one of them is the query, or the key, itself; in
+    "pairs", where both are; and "scattered" else, by sums of integers that no order changes."""
+    indices = load.args[2:]
+    deps = frozenset().union(*(i.deps for i in indices)) & {"q", "kv"} if indices else frozenset()
+    own = {i.args[0] for i in indices if i.op == "var"} & {"q", "kv"}
+    if not deps:
+        return "tiles"
+    if own == {"q", "kv"}:
+        return "pairs"
+    if deps == own:
+        return "rows" if own == {"q"} else "columns"
+    return "scattered"

@@ -1,0 +1,63 @@
+"""A traced function in words: an expression of the names and numbers that it captured, as people write it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .canonical import Code
+from .expressions import Expr
+
+MOST = 400  # characters
+_BETWEEN = {
+    "add": "+", "sub": "-", "mul": "*", "imul": "*", "div": "/", "floordiv": "//", "mod": "%", "shl": "<<", "shr": ">>",
+    "band": "&", "bor": "|", "bxor": "^", "lt": "<", "le": "<=", "eq": "==", "and": "&", "or": "|", "xor": "!=",
+}  # fmt: skip
+
+
+def infix(code: Code, labels: Sequence[str], numbers: Sequence[int | float]) -> str:
+    """The expression of a function, its captured arrays by name and its numbers by value. A long one is cut."""
+
+    def words(x: Expr, alone: bool = False) -> str:
+        """``alone``: where nothing binds more tightly beside it."""
+        parts = [a for a in x.args if isinstance(a, Expr)]
+        match x.op:
+            case "var":
+                return str(x.args[0])
+            case "const":
+                return str(x.args[0])
+            case "param":
+                return f"{numbers[x.args[0]]:g}" if x.type == "float" else str(numbers[x.args[0]])
+            case "dim":
+                return f"{labels[x.args[0]]}.shape[{x.args[1]}]"
+            case "load":
+                indices = ", ".join(words(a, True) for a in parts)
+                return f"{labels[x.args[0]]}[{indices}]" if parts else labels[x.args[0]]
+            case "lin":
+                found = _sum(x, words)
+                return found if alone else f"({found})"
+            case "saturate" | "cast":
+                return words(parts[0], alone)
+            case "not":
+                return f"~{words(parts[0])}"
+            case "neg":
+                return f"-{words(parts[0])}"
+        if x.op in _BETWEEN:
+            found = f" {_BETWEEN[x.op]} ".join(map(words, parts))
+            return found if alone else f"({found})"
+        return f"{x.op}({', '.join(words(a, True) for a in parts)})"
+
+    found = words(code.root, True)
+    return found if len(found) <= MOST else f"{found[:MOST]} ..."
+
+
+def _sum(x: Expr, words: object) -> str:
+    """A sum of multiples, what is added before what is subtracted."""
+    constant, terms = x.args
+    found = ""
+    for atom, factor in sorted(terms, key=lambda term: term[1] < 0):
+        sign = " - " if factor < 0 else " + "
+        each = words(atom) if abs(factor) == 1 else f"{abs(factor)} * {words(atom)}"  # type: ignore[operator]
+        found += f"{sign}{each}" if found else f"-{each}" if factor < 0 else each
+    if constant:
+        found += f" - {-constant}" if constant < 0 else f" + {constant}"
+    return found

@@ -1,0 +1,132 @@
+"""The functions of array libraries that a mask or a score may call on its arguments, by their names in torch, NumPy and CuPy.
+
+An argument answers to them in every way: ``torch.tanh(x)``, ``np.tanh(x)``, ``x.tanh()``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ProblemError
+from .arithmetic import (
+    absolute,
+    add,
+    as_type,
+    div,
+    floor,
+    floor_divide,
+    integers,
+    maximum,
+    minimum,
+    mul,
+    negative,
+    power,
+    remainder,
+    sub,
+    unary,
+)
+from .conditions import compare, invert, logical, where
+from .expressions import FUNCTIONS, Expr, const, wrap
+from .formulas import UNARY
+
+
+def _kind(dtype: Any) -> str:
+    name = str(dtype)
+    return "bool" if "bool" in name else "float" if "float" in name else "int"
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None, **words: Any) -> Expr:  # the libraries' names
+    low, high = words.get("a_min", min), words.get("a_max", max)
+    found = wrap(x) if low is None else maximum(x, low)
+    return found if high is None else minimum(found, high)
+
+
+def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Expr:
+    if rounding_mode in (None, "floor"):
+        return div(a, b) if rounding_mode is None else floor_divide(a, b)
+    raise ProblemError(f'rounding_mode is {rounding_mode!r}; it must be None or "floor".')
+
+
+def _scaled(f: Any) -> Any:
+    return lambda a, b, alpha=1: f(a, mul(alpha, b))
+
+
+def _to(x: Any, dtype: Any, *_: Any, **__: Any) -> Expr:
+    return as_type(x, _kind(dtype))
+
+
+def _made(value: Any) -> Any:
+    """zeros and ones, which functions of masks begin with."""
+    return lambda x, *_, dtype=bool, **__: as_type(const(value), _kind(dtype))
+
+
+def _sigmoid(x: Any) -> Expr:
+    return div(1, add(1, unary("exp", negative(x))))
+
+
+def _softplus(x: Any) -> Expr:
+    """Without overflow: max(x, 0) + log(1 + exp(-|x|))."""
+    return add(maximum(x, 0.0), unary("log", add(1, unary("exp", negative(absolute(as_type(x, "float")))))))
+
+
+def _gelu(x: Any, approximate: str = "none") -> Expr:
+    if approximate != "none":
+        inner = mul((2 / 3.141592653589793) ** 0.5, add(x, mul(0.044715, power(x, 3))))
+        return mul(mul(0.5, x), add(1, unary("tanh", inner)))
+    return mul(mul(0.5, x), add(1, unary("erf", mul(x, 0.5**0.5))))
+
+
+def _ceil(x: Any) -> Expr:
+    return negative(floor(negative(x)))
+
+
+def _unary(name: str) -> Any:
+    return lambda x: unary(name, x)
+
+
+def _compared(op: str, *, swapped: bool = False, opposite: bool = False) -> Any:
+    def f(a: Any, b: Any) -> Expr:
+        found = compare(op, b, a) if swapped else compare(op, a, b)
+        return invert(found) if opposite else found
+
+    return f
+
+
+def _logical(op: str) -> Any:
+    return lambda a, b: logical(op, as_type(a, "bool"), as_type(b, "bool"))
+
+
+def _bits(op: str) -> Any:
+    return lambda a, b: logical(op, a, b)
+
+
+FUNCTIONS |= {name: _unary(name) for name in UNARY}
+FUNCTIONS |= {
+    "where": where, "minimum": minimum, "maximum": maximum, "fmin": minimum, "fmax": maximum, "min": minimum, "max": maximum,
+    "abs": absolute, "absolute": absolute, "fabs": absolute, "floor": floor, "ceil": _ceil, "clamp": _clamp, "clip": _clamp,
+    "clamp_min": lambda x, low: maximum(x, low), "clamp_max": lambda x, high: minimum(x, high), "add": _scaled(add),
+    "radd": add, "sub": _scaled(sub), "subtract": _scaled(sub), "rsub": lambda a, b: sub(b, a), "mul": mul, "multiply": mul,
+    "rmul": mul, "div": _divide, "divide": _divide, "true_divide": div, "rdiv": lambda a, b: div(b, a), "neg": negative,
+    "negative": negative, "positive": wrap, "pow": power, "power": power, "float_power": power,
+    "square": lambda x: power(x, 2), "floor_divide": floor_divide, "remainder": remainder, "mod": remainder,
+    "reciprocal": lambda x: div(1, x), "rsqrt": lambda x: div(1, unary("sqrt", x)), "expm1": lambda x: sub(unary("exp", x), 1),
+    "log1p": lambda x: unary("log", add(1, x)), "log10": lambda x: mul(unary("log", x), 0.4342944819032518),
+    "sigmoid": _sigmoid, "expit": _sigmoid, "softplus": _softplus, "relu": lambda x: maximum(x, 0.0),
+    "silu": lambda x: mul(x, _sigmoid(x)), "gelu": _gelu, "logical_and": _logical("and"), "logical_or": _logical("or"),
+    "logical_xor": _logical("xor"), "logical_not": lambda x: invert(as_type(x, "bool")), "and": _bits("and"),
+    "or": _bits("or"), "xor": _bits("xor"), "bitwise_and": _bits("and"), "bitwise_or": _bits("or"),
+    "bitwise_xor": _bits("xor"), "invert": invert, "bitwise_not": invert, "lshift": lambda a, b: integers("shl", a, b),
+    "rshift": lambda a, b: integers("shr", a, b), "left_shift": lambda a, b: integers("shl", a, b),
+    "right_shift": lambda a, b: integers("shr", a, b), "bitwise_left_shift": lambda a, b: integers("shl", a, b),
+    "bitwise_right_shift": lambda a, b: integers("shr", a, b), "lt": _compared("lt"), "less": _compared("lt"),
+    "le": _compared("le"), "less_equal": _compared("le"), "gt": _compared("lt", swapped=True),
+    "greater": _compared("lt", swapped=True), "ge": _compared("le", swapped=True),
+    "greater_equal": _compared("le", swapped=True), "eq": _compared("eq"), "equal": _compared("eq"),
+    "ne": _compared("eq", opposite=True), "not_equal": _compared("eq", opposite=True), "bool": lambda x: as_type(x, "bool"),
+    "int": lambda x: as_type(x, "int"), "long": lambda x: as_type(x, "int"), "float": lambda x: as_type(x, "float"),
+    "double": lambda x: as_type(x, "float"), "to": _to, "astype": _to, "type": _to,
+    "type_as": lambda x, other: as_type(x, wrap(other).type), "new_zeros": _made(0), "new_ones": _made(1),
+    "zeros_like": _made(0), "ones_like": _made(1), "full_like": lambda x, value, **_: wrap(value), "clone": wrap,
+    "detach": wrap, "contiguous": wrap,
+}  # fmt: skip
+FUNCTIONS |= {"truediv": div, "floordiv": floor_divide, "rpow": lambda a, b: power(b, a)}  # of a tensor and an argument

@@ -1,0 +1,146 @@
+"""What is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices stay in their
+arrays.
+
+Nothing on the device is read: an element may be any number that its dtype holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import ProblemError
+from .canonical import Code
+from .expressions import Expr, nodes
+from .ranges import LIMITS, Range, anything, bounds, exactly
+
+ELEMENT_LIMITS = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(1 << 15), (1 << 15) - 1)}
+
+
+class Limits(NamedTuple):
+    """One more than the largest b, h, q and kv that a function sees; and the rows of all sequences end to end."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    q_rows: int = 0
+    kv_rows: int = 0
+
+    def box(self) -> dict[str, Range]:
+        """The ranges of the variables."""
+        length = max(self.q_len, self.kv_len)  # of both, where they are parts of longer sequences
+        most = {
+            "b": self.batch - 1,
+            "h": self.heads - 1,
+            "q": self.q_len - 1,
+            "kv": self.kv_len - 1,
+            "q_len": length,
+            "kv_len": length,
+        }
+        most |= {"q_start": self.q_rows, "kv_start": self.kv_rows}
+        return {name: Range(np.int64(0), np.int64(max(0, hi))) for name, hi in most.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def checked_indices(
+    code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """``prove``. What holds of larger limits holds of these, so powers of two above them are tried first, once for many
+    lengths."""
+    above = Limits(*(1 << (n - 1).bit_length() if n > 0 else 0 for n in limits))
+    if above != limits:
+        try:
+            if not checked_indices(code, shapes, numbers, above):
+                return ()
+        except ProblemError:
+            pass  # these may be small enough
+    return prove(code, shapes, numbers, limits)
+
+
+def prove(
+    code: Code, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """The indices that may leave their arrays, which kernels check: the number of the element among the code's nodes, and the
+    axis.
+
+    Raises ProblemError where an integer may not fit 32 bits, a shift is not by 0 to 31, or a captured number divides by 0."""
+    box, is_empty = limits.box(), min(limits[:4]) == 0
+    order = nodes(code.root)
+    place = {x: i for i, x in enumerate(order)}
+    checked: list[tuple[int, int]] = []
+
+    def leaf(x: Expr, operands: Sequence[Range]) -> Range:
+        match x.op:
+            case "var":
+                return box.get(x.args[0], anything("float"))
+            case "param":
+                return exactly(numbers[x.args[0]], x.type) if x.type == "float" else _exact_int(numbers[x.args[0]])
+            case "dim":
+                return _exact_int(shapes[x.args[0]][x.args[1]])
+        shape = shapes[x.args[0]]
+        if 0 in shape and not is_empty:
+            raise ProblemError(f"an array of shape {shape} was captured, which has no element that the function could read.")
+        checked.extend((place[x], axis) for axis, (i, n) in enumerate(zip(operands, shape, strict=True)) if i.lo < 0 or i.hi >= n)
+        lo, hi = ELEMENT_LIMITS.get(x.args[1], LIMITS[x.type])
+        return anything("float") if x.type == "float" else Range(np.int64(lo), np.int64(hi))
+
+    found = bounds(code.root, leaf, _check)
+    for x in order:
+        _check_operands(x, found)
+    return () if is_empty else tuple(sorted(checked))
+
+
+def _exact_int(x: int) -> Range:
+    lo, hi = LIMITS["int"]
+    if not lo <= x <= hi:
+        raise ProblemError(f"{x} was captured; an int must fit 32 bits.")
+    return Range(np.int64(x), np.int64(x))
+
+
+def _check(x: Expr, found: Range) -> None:
+    lo, hi = LIMITS["int"]
+    if x.type == "int" and (found.lo < lo or found.hi > hi):
+        _refuse(x, int(found.hi if found.hi > hi else found.lo))
+
+
+def _refuse(x: Expr, reached: int) -> None:
+    raise ProblemError(
+        f"{x!r} may reach {reached}, and integers must fit 32 bits; bound what it is made of, as by clip(), or compute it before "
+        "and capture an array."
+    )
+
+
+def _check_operands(x: Expr, found: dict[Expr, Range]) -> None:
+    if x.op == "lin":  # the terms are added in any order
+        reached = abs(x.args[0]) + sum(max(abs(c * int(found[atom].lo)), abs(c * int(found[atom].hi))) for atom, c in x.args[1])
+        if reached > LIMITS["int"][1]:
+            _refuse(x, reached)
+    if x.op in ("shl", "shr"):
+        by = found[x.args[1]]
+        most = 63 if x.type == "long" else 31
+        if by.lo < 0 or by.hi > most:
+            raise ProblemError(f"{x!r} may shift by less than 0 or more than {most}; write the shift as n % {most + 1}.")
+    if x.op in ("floordiv", "mod"):
+        divisor = found[x.args[1]]
+        if not x.args[1].deps and divisor.lo == divisor.hi == 0:
+            raise ProblemError(f"{x!r} divides by 0; give a number that is not.")
+
+
+def is_nonnegative(root: Expr) -> bool:
+    """Says whether an integer is never negative, whatever is captured: what is divided of such is divided as unsigned."""
+    high = LIMITS["int"][1]
+
+    def leaf(x: Expr, operands: Sequence[Range]) -> Range:
+        if x.op == "load":
+            lo, hi = ELEMENT_LIMITS.get(x.args[1], LIMITS[x.type])
+            return anything("float") if x.type == "float" else Range(np.int64(lo), np.int64(hi))
+        if x.type == "float":
+            return anything("float")
+        is_negative = x.op == "param" and x.args[1]
+        return Range(np.int64(-high), np.int64(-1)) if is_negative else Range(np.int64(0), np.int64(high))
+
+    return bool(bounds(root, leaf)[root].lo >= 0)

@@ -1,0 +1,184 @@
+"""Masks and scores that are Python functions, traced (``rawattn/trace``): their C++ types are written here, and no file has
+them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ..errors import ProblemError
+from ..program import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
+from ..trace import cuda_text, fields, recognition
+from ..trace.canonical import Code
+from ..trace.classes import classify
+from ..trace.cuda_ranges import pyramids_of
+from ..trace.evaluation import evaluate
+from ..trace.expressions import nodes
+from ..trace.gradients import slope
+from ..trace.infix import infix
+from ..trace.proofs import Limits, checked_indices
+from . import Option
+
+
+class Captured(NamedTuple):
+    """What is needed of an array that a function captured. Its last axis is contiguous. ``pyramid``: over how many of its last
+    axes minima and maxima of blocks are wanted (``cuda_src/variant/function/pyramid.cuh``), 0 for none. ``label`` is what the
+    function calls it."""
+
+    name: str
+    element: str
+    shape: tuple[int, ...]
+    pyramid: int = 0
+    label: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function(Option):
+    """A traced function, the numbers that it captured, what is needed of its arrays, and which indices are checked."""
+
+    code: Code
+    numbers: tuple[int | float, ...] = ()
+    arrays: tuple[Captured, ...] = ()
+    checked: tuple[tuple[int, int], ...] = ()
+    role: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", Code(self.code))  # from JSON they come as str and list
+        object.__setattr__(self, "numbers", tuple(self.numbers))
+        object.__setattr__(self, "arrays", tuple(Captured(x[0], x[1], tuple(x[2]), *x[3:]) for x in self.arrays))
+        object.__setattr__(self, "checked", tuple((node, axis) for node, axis in self.checked))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (f"function/{self.role}.cuh",)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The text of ``sources``."""
+        return {self.sources[0]: self._written.text}
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (self.type, self.code, self.checked)
+
+    @property
+    def _written(self) -> cuda_text.Written:
+        return cuda_text.written(self.code, self.checked)
+
+    @property
+    def fields(self) -> Fields:
+        return tuple(Field(name, ctype, self._fill(what)) for name, ctype, what in self._written.fields)
+
+    def _fill(self, what: Any) -> Fill:
+        match what:
+            case fields.Array(i):
+                return Pointer(f"{self.role}_{i}")
+            case fields.Size(i, axis):
+                return Dim(f"{self.role}_{i}", axis)
+            case fields.Step(i, axis):
+                return AxisStride(f"{self.role}_{i}", axis)
+            case fields.Blocks(i):
+                return Scratch(f"{self.role}_{i}_pyramid")
+        return Value()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        shapes = tuple(array.shape for array in self.arrays)
+        made = ((name, what) for name, _, what in self._written.fields)
+        return {name: what.value(shapes, self.numbers) for name, what in made if isinstance(what, fields.Made)}
+
+    def __str__(self) -> str:
+        return f"{self.type}({infix(self.code, [each.label or each.name for each in self.arrays], self.numbers)})"
+
+    __repr__ = __str__
+
+    @property
+    def notes(self) -> list[str]:
+        """What is worth knowing of each captured array, in words: its format and shape, and which indices are checked."""
+        found, order = [], nodes(self.code.root)
+        for i, each in enumerate(self.arrays):
+            axes = sorted({axis for node, axis in self.checked if order[node].args[0] == i})
+            checked = f", indices along {' and '.join(f'axis {axis}' for axis in axes)} are clipped" if axes else ""
+            found.append(f"{each.label or each.name} {each.element} {tuple(each.shape)}{checked}")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FunctionMask(_Function):
+    """A mask that is a Python function. The tiles that it visits may have holes between them."""
+
+    type: ClassVar[str] = "FunctionMask"
+    role: ClassVar[str] = "mask"
+    lists: ClassVar[bool] = True
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
+        """All keys: the queries may keep any of them."""
+        return np.zeros_like(q), np.full_like(q, kv_len)
+
+    def keep(
+        self, xp: Any, arrays: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0, kv_start: Any = 0
+    ) -> Any:  # fmt: skip
+        """Which keys the queries keep: positions and numbers of batch and head are arrays of ``xp`` that broadcast, or ints."""
+        at = {"b": b, "h": h, "q": q, "kv": kv, "q_len": q_len, "kv_len": kv_len, "q_start": q_start, "kv_start": kv_start}
+        return evaluate(self.code.root, at, arrays, self.numbers, xp, xp.float32)
+
+    def classify(self, arrays: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        """0 where no pair of the queries and keys in a box is kept, 2 where every one is, 1 else: for NumPy arrays of boxes;
+        ``q`` and ``kv`` are pairs of inclusive bounds."""
+        return classify(self.code, arrays, self.numbers, b, h, q, kv, q_len, kv_len)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FunctionScore(_Function):
+    """A score that is a Python function."""
+
+    type: ClassVar[str] = "FunctionScore"
+    role: ClassVar[str] = "score"
+
+    def logit(
+        self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
+        kv_start: Any = 0
+    ) -> Any:  # fmt: skip
+        """The logits of scaled dot products, in their dtype."""
+        return self._evaluated(self.code.root, xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
+
+    def slope(
+        self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
+        kv_start: Any = 0
+    ) -> Any:  # fmt: skip
+        """The derivative of each logit by its s."""
+        return self._evaluated(_slope(self.code), xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
+
+    def _evaluated(self, root: Any, xp: Any, arrays: Any, s: Any, *at: Any) -> Any:
+        names = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
+        found = evaluate(root, {"s": s, **dict(zip(names, at, strict=True))}, arrays, self.numbers, xp, s.dtype)
+        return xp.broadcast_to(found, s.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _slope(code: Code) -> Any:
+    return slope(code.root)
+
+
+@functools.lru_cache(maxsize=4096)
+def option(
+    code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits, labels: tuple[str, ...]
+) -> Any:
+    """The mask or score of a traced function and what it captured: a built-in one where that has the same meaning."""
+    checked = checked_indices(code, shapes, numbers, limits)
+    found = recognition.recognised(code, numbers)
+    if found is not None:
+        return found
+    if code.role == "mask" and any(element == "fp64" for element, _ in code.arrays):
+        raise ProblemError(
+            "a mask captured an array of float64, and floats of a mask are computed in float32; convert it, or use integers."
+        )
+    pyramids = pyramids_of(code)
+    arrays = tuple(
+        Captured(f"{code.role}_{i}", element, shape, pyramid, label)
+        for i, ((element, _), shape, pyramid, label) in enumerate(zip(code.arrays, shapes, pyramids, labels, strict=True))
+    )
+    return (FunctionMask if code.role == "mask" else FunctionScore)(code, numbers, arrays, checked)

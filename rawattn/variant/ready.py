@@ -1,0 +1,167 @@
+"""Masks and scores that are functions, ready-made: each is called as a user's function is, and may be called in one.
+
+>>> rawattn.attention(q, k, v, mask=rawattn.mask.Documents(ids, causal=True))
+>>> documents = rawattn.mask.Documents(ids)
+>>> rawattn.attention(q, k, v, mask=lambda b, h, q, kv: documents(b, h, q, kv) & (q - kv < 1024))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ProblemError
+
+
+def _axes(name: str, array: Any, allowed: tuple[int, ...], shape: str) -> int:
+    """The dimensions of an array. Raises ProblemError where it has others."""
+    count = len(getattr(array, "shape", ())) if hasattr(array, "shape") else -1
+    if count not in allowed:
+        found = f"of shape {tuple(array.shape)}" if count >= 0 else repr(array)
+        raise ProblemError(f"{name} is {found}; it must be an array {shape}.")
+    return count
+
+
+def _size(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < least:
+        raise ProblemError(f"{name} is {value!r}; it must be an int >= {least}.")
+    return int(value.__index__())
+
+
+class Documents:
+    """A query keeps the keys of its own document, and with ``causal`` none behind its own position.
+
+    ``ids`` are integers, (length,) or (batch, length): the number of each token's document. ``kv_ids`` are those of the keys,
+    where they are others.
+    """
+
+    def __init__(self, ids: Any, kv_ids: Any = None, *, causal: bool = False) -> None:
+        shape = "of (length,) or (batch, length)"
+        self.by_batch, self.causal = _axes("ids", ids, (1, 2), shape) == 2, causal
+        self.ids, self.kv_ids = ids, ids if kv_ids is None else kv_ids
+        if _axes("kv_ids", self.kv_ids, (1, 2), shape) != len(ids.shape):
+            raise ProblemError(f"kv_ids has shape {tuple(kv_ids.shape)} but ids {tuple(ids.shape)}; both have a batch, or none.")
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        same = self.ids[b, q] == self.kv_ids[b, kv] if self.by_batch else self.ids[q] == self.kv_ids[kv]
+        return same & (q >= kv) if self.causal else same
+
+
+class Prefix:
+    """A causal mask whose first keys every query keeps: ``lengths`` (batch,) says how many, or an int for all sequences."""
+
+    def __init__(self, lengths: Any) -> None:
+        self.by_batch = hasattr(lengths, "shape") and _axes("lengths", lengths, (0, 1), "of (batch,), or an int") == 1
+        self.lengths = lengths
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv < (self.lengths[b] if self.by_batch else self.lengths)) | (q >= kv)
+
+
+class Tree:
+    """The draft of speculative decoding: the last keys are the nodes of a tree, and every query is one of these nodes. It keeps
+    all keys before the nodes, and of the nodes those that ``ancestors`` says: a bool array, (nodes, nodes) or (batch, nodes,
+    nodes), with True where the node of the column is an ancestor of that of the row, or itself.
+    """
+
+    def __init__(self, ancestors: Any) -> None:
+        self.by_batch = _axes("ancestors", ancestors, (2, 3), "of (nodes, nodes) or (batch, nodes, nodes)") == 3
+        self.ancestors, self.nodes = ancestors, int(ancestors.shape[-1])
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        row, column = q + self.nodes - q_len, kv + self.nodes - kv_len
+        kept = self.ancestors[b, row, column] if self.by_batch else self.ancestors[row, column]
+        return (column < 0) | kept
+
+
+class Chunked:
+    """A causal mask within chunks of ``size`` tokens, as in Llama 4."""
+
+    def __init__(self, size: int) -> None:
+        self.size = _size("size", size)
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q // self.size == kv // self.size) & (q >= kv)
+
+
+class Neighbourhood:
+    """Neighbourhood attention (NATTEN, arXiv 2204.07143) over a grid of ``shape``, whose last axis runs fastest: along each axis
+    a query keeps the ``kernel`` nearest places, as many at the border. ``kernel`` is odd, one int or one for each axis.
+    """
+
+    def __init__(self, shape: tuple[int, ...], kernel: int | tuple[int, ...]) -> None:
+        self.shape = tuple(_size("shape", n) for n in shape)
+        kernels = tuple(kernel) if isinstance(kernel, (tuple, list)) else (kernel,) * len(self.shape)
+        if len(kernels) != len(self.shape):
+            raise ProblemError(f"kernel is {kernel!r}; it must be an int, or one for each of shape's {len(self.shape)} axes.")
+        for n, size in zip(self.shape, kernels, strict=True):
+            if _size("kernel", size) % 2 == 0 or size > n:
+                raise ProblemError(f"kernel is {size}; it must be odd, and at most {n}, the length of its axis.")
+        self.reaches = tuple(int(size) // 2 for size in kernels)
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        kept, below = True, 1
+        for n, reach in zip(self.shape[::-1], self.reaches[::-1], strict=True):
+            centre = (q // below % n).clamp(reach, n - 1 - reach)
+            kept = (abs(centre - kv // below % n) <= reach) & kept
+            below *= n
+        return kept
+
+
+class BlockTable:
+    """A query keeps the keys of the blocks that ``keep`` says: a bool array, (batch or 1, heads or 1, blocks of queries, blocks
+    of keys). ``block`` is the length of a block, one int or (of queries, of keys).
+    """
+
+    def __init__(self, keep: Any, block: int | tuple[int, int]) -> None:
+        _axes("keep", keep, (4,), "of (batch or 1, heads or 1, blocks of queries, blocks of keys)")
+        self.keep, self.by_batch, self.by_head = keep, int(keep.shape[0]) > 1, int(keep.shape[1]) > 1
+        blocks = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
+        if len(blocks) != 2:
+            raise ProblemError(f"block is {block!r}; it must be an int, or a pair of ints: of queries and of keys.")
+        self.q_block, self.kv_block = (_size("block", size) for size in blocks)
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        row, column = q // self.q_block, kv // self.kv_block
+        return self.keep[b if self.by_batch else 0, h if self.by_head else 0, row, column]
+
+
+class OfBlockMask:
+    """A ``torch.nn.attention.flex_attention.BlockMask``: pairs of its full blocks, and those of its others that its mask_mod
+    keeps."""
+
+    def __init__(self, classes: Any, blocks: tuple[int, int], mask_mod: Any) -> None:
+        self.classes, self.mask_mod, (self.q_block, self.kv_block) = classes, mask_mod, blocks
+        self.by_batch, self.by_head = int(classes.shape[0]) > 1, int(classes.shape[1]) > 1
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        row, column = q // self.q_block, kv // self.kv_block
+        found = self.classes[b if self.by_batch else 0, h if self.by_head else 0, row, column]
+        return (found == 2) | ((found == 1) & self.mask_mod(b, h, q, kv))
+
+
+class Biased:
+    """What ``softcap``, ``alibi`` and ``bias`` mean together: the scaled dot product is capped, and then they are added.
+
+    ``slopes`` is (heads,) or (batch, heads): -slope times the distance of a key from the query's own, the last query standing at
+    the last key, as in flash-attn. ``bias`` is broadcast to (batch, heads, q_len, kv_len).
+    """
+
+    def __init__(self, cap: float | None = None, slopes: Any = None, bias: Any = None) -> None:
+        self.cap, self.slopes, self.bias = cap, slopes, bias
+        self.by_batch = slopes is not None and _axes("alibi", slopes, (1, 2), "of (heads,) or (batch, heads)") == 2
+        self.own: tuple[bool, ...] = ()  # the axes along which the bias has numbers of its own
+        if bias is not None:
+            _axes("bias", bias, (0, 1, 2, 3, 4), "that broadcasts to (batch, heads, q_len, kv_len)")
+            self.own = tuple(int(n) > 1 for n in bias.shape)
+
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        if self.cap is not None:
+            s = self.cap * (s / self.cap).tanh()
+        if self.slopes is not None:
+            slope = self.slopes[b, h] if self.by_batch else self.slopes[h]
+            s = s - slope * abs(q + kv_len - q_len - kv)
+        if self.bias is not None:
+            at = (b, h, q, kv)[4 - len(self.own) :]
+            indices = tuple(i if own else 0 for i, own in zip(at, self.own, strict=True))
+            s = s + (self.bias[indices] if indices else self.bias)
+        return s

@@ -1,0 +1,170 @@
+"""Masks that are drawn by chance: trees of operators, which run on symbols and on arrays alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tree = tuple[Any, ...]
+Choose = Callable[[Sequence[Any]], Any]  # one of some
+LITERALS = [-70, -3, -1, 0, 1, 2, 3, 5, 16, 31, 64, 1000, 1 << 20]
+DIVISORS = [-7, -1, 1, 2, 3, 8, 16, 60]
+NUMBERS = (3, 17, -5, 40)
+FRACTIONS = (0.75, -2.5, 1e9)
+INTS: dict[str, Any] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "min": np.minimum, "max": np.maximum, "&": operator.and_,
+    "|": operator.or_, "^": operator.xor,
+}  # fmt: skip
+COMPARISONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">=": operator.ge, ">": operator.gt}
+FLOATS: dict[str, Any] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "min": np.fmin,
+    "max": np.fmax,
+}
+CURVES: dict[str, Any] = {"abs": np.abs, "floor": np.floor, "neg": operator.neg, "sqrt": np.sqrt, "exp": np.exp, "tanh": np.tanh}
+ARRAYS = ("rows", "words", "longs", "bytes", "pairs", "flags", "reals")
+
+
+def arrays(rng: np.random.Generator, n: int, *, tame: bool) -> dict[str, npt.NDArray[Any]]:
+    """What the trees capture; unless they are tame, with the numbers at the edges of their formats."""
+    edges = [-(1 << 31), (1 << 31) - 1, -(1 << 28), 1 << 28]
+    found: dict[str, npt.NDArray[Any]] = {
+        "rows": np.sort(rng.integers(0, max(1, n), n)).astype(np.int32), "words": rng.integers(-99, 99, n).astype(np.int32),
+        "longs": rng.integers(-3, 3, n).astype(np.int64), "bytes": rng.integers(0, 256, n).astype(np.uint8),
+        "pairs": rng.integers(0, 4, (n, 1 + n // 3)).astype(np.int16), "flags": rng.random(n) < 0.1,
+        "reals": np.sort(rng.standard_normal(n)).astype(np.float32),
+    }  # fmt: skip
+    if not tame:
+        for name, values in {
+            "rows": edges, "words": edges, "longs": [*edges, -(1 << 63), (1 << 63) - 1], "bytes": [0, 255],
+            "pairs": [-(1 << 15), (1 << 15) - 1], "reals": [np.nan, np.inf, -np.inf, 3.4e38, 0.0],
+        }.items():  # fmt: skip
+            at = rng.random(found[name].shape) < 0.06
+            found[name][at] = rng.choice(np.array(values, found[name].dtype), int(at.sum()))
+    return found
+
+
+def integer(choose: Choose, depth: int) -> Tree:
+    """A tree whose value is an integer."""
+    if depth == 0 or choose(range(4)) == 0:
+        return choose(
+            [("q",), ("kv",), ("q",), ("kv",), ("q_len",), ("h",), ("literal", choose(LITERALS)), ("number", choose(range(4)))]
+        )
+    what = choose(["int", "int", "int", "//", "%", "load", "load", "where", "abs", ">>"])
+    if what == "int":
+        return ("int", choose(list(INTS)), integer(choose, depth - 1), integer(choose, depth - 1))
+    if what in ("//", "%"):
+        by = choose([("literal", choose(DIVISORS)), ("number", choose(range(4)))])
+        return (what, integer(choose, depth - 1), by)
+    if what == "load":
+        return load(choose, depth, ("rows", "words", "longs", "bytes", "pairs"))
+    if what == "where":
+        return ("where", boolean(choose, depth - 1), integer(choose, depth - 1), integer(choose, depth - 1))
+    return (what, integer(choose, depth - 1), ("literal", choose([0, 1, 5, 31])))
+
+
+def load(choose: Choose, depth: int, names: Sequence[str]) -> Tree:
+    name = choose(names)
+    indices = [choose([("q",), ("kv",), integer(choose, depth - 1)]) for _ in range(2 if name == "pairs" else 1)]
+    return ("load", name, *indices)
+
+
+def real(choose: Choose, depth: int) -> Tree:
+    """A tree whose value is a float."""
+    if depth == 0:
+        return choose([("load", "reals", ("q",)), ("load", "reals", ("kv",)), ("fraction", choose(range(3)))])
+    what = choose(["float", "float", "curve", "cast", "load"])
+    if what == "float":
+        return ("float", choose(list(FLOATS)), real(choose, depth - 1), real(choose, depth - 1))
+    if what == "curve":
+        return ("curve", choose(list(CURVES)), real(choose, depth - 1))
+    return ("cast", integer(choose, depth - 1)) if what == "cast" else load(choose, depth, ("reals",))
+
+
+def boolean(choose: Choose, depth: int) -> Tree:
+    """A tree whose value is a condition."""
+    what = choose(["compare", "compare", "compare", "real", "and", "and", "or", "or", "not", "xor", "flag"])
+    if depth <= 0 or what == "compare":
+        return ("compare", choose(list(COMPARISONS)), integer(choose, max(0, depth - 1)), integer(choose, max(0, depth - 1)))
+    if what == "real":
+        return ("compare", choose(["<", "<=", ">"]), real(choose, depth - 1), real(choose, depth - 1))
+    if what == "flag":
+        return load(choose, depth, ("flags",))
+    if what == "not":
+        return ("not", boolean(choose, depth - 1))
+    return (what, boolean(choose, depth - 1), boolean(choose, depth - 1))
+
+
+def value(tree: Tree, at: dict[str, Any]) -> Any:
+    """A tree's value: of symbols, or of NumPy's arrays."""
+    match tree:
+        case ("literal", number):
+            return number
+        case ("number", i):
+            return at["numbers"][i]
+        case ("fraction", i):
+            return at["fractions"][i]
+        case ("int", op, a, b):
+            return INTS[op](value(a, at), value(b, at))
+        case ("float", op, a, b):
+            return FLOATS[op](value(a, at), value(b, at))
+        case ("curve", op, a):
+            return CURVES[op](value(a, at))
+        case ("compare", op, a, b):
+            return COMPARISONS[op](value(a, at), value(b, at))
+        case ("load", name, *indices):
+            found = tuple(value(i, at) for i in indices)
+            array = at["arrays"][name]
+            if isinstance(at["q"], np.ndarray):
+                found = tuple(np.clip(i, 0, n - 1) for i, n in zip(found, array.shape, strict=True))
+            return array[found]
+        case ("cast", a):
+            return np.add(value(a, at), np.float32(0.0))
+        case ("where", c, a, b):
+            return np.where(value(c, at), value(a, at), value(b, at))
+        case ("abs", a, _):
+            return abs(value(a, at))
+        case ("//", a, b):
+            return value(a, at) // value(b, at)
+        case ("%", a, b):
+            return value(a, at) % value(b, at)
+        case (">>", a, b):
+            return value(a, at) >> value(b, at)
+        case ("not", a):
+            return np.logical_not(value(a, at))
+        case ("and", a, b):
+            return np.logical_and(value(a, at), value(b, at))
+        case ("or", a, b):
+            return np.logical_or(value(a, at), value(b, at))
+        case ("xor", a, b):
+            return np.logical_xor(value(a, at), value(b, at))
+        case (name,):
+            return at[name]
+    raise AssertionError(tree)
+
+
+def mask(tree: Tree, captured: dict[str, npt.NDArray[Any]]) -> Any:
+    """The tree as a function that captured arrays and numbers."""
+    n0, n1, n2, n3 = NUMBERS
+    f0, f1, f2 = FRACTIONS
+
+    def f(h: Any, q: Any, kv: Any, q_len: Any) -> Any:
+        at = {
+            "h": h,
+            "q": q,
+            "kv": kv,
+            "q_len": q_len,
+            "arrays": captured,
+            "numbers": (n0, n1, n2, n3),
+            "fractions": (f0, f1, f2),
+        }
+        return value(tree, at)
+
+    return f

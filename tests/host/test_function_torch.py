@@ -1,0 +1,173 @@
+"""Functions that captured tensors where torch sees operators, on the CPU: torch.compile, export, vmap, autograd, fakes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch._dynamo.testing")
+
+import rawattn  # noqa: E402
+from rawattn import torch_op  # noqa: E402
+from rawattn.api import options_of  # noqa: E402
+from rawattn.errors import ProblemError  # noqa: E402
+from tests.captures import documents, head_bias  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.library, "register_vmap"), reason="torch before 2.5")
+
+
+def make(n: int = 50, grad: bool = False) -> list[Any]:
+    torch.manual_seed(n)
+    return [torch.randn(2, n, heads, 16, requires_grad=grad) for heads in (4, 2, 2)]
+
+
+def ids(n: int, size: int = 13) -> Any:
+    return (torch.arange(n) // size).int()
+
+
+SLOPES = torch.tensor([0.1, -0.2, 0.3, 0.05])
+
+
+def attention(q: Any, k: Any, v: Any, mask: Any, score: Any) -> Any:
+    return rawattn.attention(q, k, v, mask=mask, score=score)
+
+
+def compiled(function: Any) -> tuple[Any, Any]:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=counter, fullgraph=True), counter
+
+
+def test_compile() -> None:
+    """Captured tensors are arguments of the graph: new ones of other lengths take part, and gradients flow past them."""
+    step, counter = compiled(attention)
+    score = rawattn.score.function(lambda s, h, q, kv: s + SLOPES[h] * (kv - q))
+    for n in (50, 61, 70, 80):
+        q, k, v = make(n, grad=True)
+        mask = documents(ids(n), 7)
+        eager, found = attention(q, k, v, mask, score), step(q, k, v, mask, score)
+        assert torch.equal(found, eager)
+        for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (eager, found)), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count == 2, "the second graph is of any length"
+    other = documents(ids(80, 5), 7)
+    assert torch.equal(step(q, k, v, other, score), attention(q, k, v, other, score)) and counter.frame_count == 2
+
+
+def test_compile_bias() -> None:
+    """alibi and bias need nothing to be made outside."""
+    step, counter = compiled(lambda q, k, v, bias: rawattn.attention(q, k, v, bias=bias, alibi=SLOPES, softcap=4.0))
+    for n in (50, 45, 40):
+        q, k, v = make(n)
+        bias = torch.randn(2, 1, n, n)
+        assert torch.equal(step(q, k, v, bias), rawattn.attention(q, k, v, bias=bias, alibi=SLOPES, softcap=4.0))
+    assert counter.frame_count == 2
+
+
+def test_a_function_inside_of_what_is_compiled() -> None:
+    """A whole graph cannot hold it, and the error says what to write; where graphs may break, the call is an eager one."""
+    q, k, v = make()
+
+    def step(q: Any) -> Any:
+        return rawattn.attention(q, k, v, mask=lambda q, kv: (q + kv) % 3 == 0)
+
+    with pytest.raises(Exception, match=r"make rawattn\.mask\.function\(f\) outside of what is compiled"):
+        torch.compile(step, backend="eager", fullgraph=True)(q)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(step, backend="eager")(q), step(q))
+
+
+def test_the_operator() -> None:
+    q, k, v = make()
+    mask, score = documents(ids(50), 7), head_bias(SLOPES)
+    text = torch_op._text_of(options_of(mask=mask.function, score=score.function))
+    given = (q, k, v, None, None, None, None, None, text, [ids(50), SLOPES])
+    torch.library.opcheck(torch.ops.rawattn.attention.default, given)
+    assert torch.equal(torch.ops.rawattn.attention(*given)[0], attention(q, k, v, mask, score))
+    with pytest.raises(ProblemError, match="captured has 1 tensors; the functions in spec captured 2"):
+        torch_op._fake(*given[:-1], [SLOPES])
+    with pytest.raises(ProblemError, match=r"doc, which mask captured, is a torch torch\.complex64 array"):
+        torch_op._fake(*given[:-1], [ids(50).to(torch.complex64), SLOPES])
+
+
+def test_export() -> None:
+    q, k, v = make()
+    mask, score = documents(ids(50), 7), head_bias(SLOPES)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, mask, score)
+
+    program = torch.export.export(Layer(), (q, k, v))
+    assert torch.equal(program.module()(q, k, v), attention(q, k, v, mask, score))
+
+
+def test_vmap() -> None:
+    """A mapped dimension is no batch for a function: each element is computed by itself."""
+    stacked, docs = [torch.stack([x, 2 * x]) for x in make()], torch.stack([ids(50), ids(50, 7)])
+    reach = torch.tensor([3, 40]).int()
+
+    def f(q: Any, k: Any, v: Any, doc: Any) -> Any:
+        return rawattn.attention(q, k, v, mask=rawattn.mask.function(lambda b, q, kv: (doc[q] == doc[kv]) & (q - kv <= reach[b])))
+
+    found = torch.vmap(f)(*stacked, docs)
+    assert torch.equal(found, torch.stack([f(*(x[i] for x in stacked), docs[i]) for i in range(2)]))
+    assert torch.equal(
+        torch.vmap(f, in_dims=(0, 0, 0, None))(*stacked, docs[0]),
+        torch.stack([f(*(x[i] for x in stacked), docs[0]) for i in range(2)]),
+    )
+
+
+def test_gradients() -> None:
+    """By autograd as by attention_backward; a captured tensor gets none yet, and that is said."""
+    q, k, v = make(grad=True)
+    mask, score = documents(ids(50), 7), head_bias(SLOPES)
+    o, lse = rawattn.attention(q, k, v, mask=mask, score=score, return_lse=True)
+    found = torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v))
+    with torch.no_grad():
+        do, dlse = 2 * o, torch.ones_like(lse)
+        wanted = rawattn.attention_backward(do, q, k, v, o, lse, dlse=dlse, mask=mask, score=score)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    slopes = SLOPES.clone().requires_grad_()
+    for leaves in ((q, k, v), tuple(x.detach() for x in (q, k, v))):
+        with pytest.raises(
+            ProblemError, match="slopes, which score captured, requires grad, and captured arrays get no gradients yet"
+        ):
+            rawattn.attention(*leaves, score=head_bias(slopes))
+    with torch.no_grad():
+        rawattn.attention(q, k, v, score=head_bias(slopes))
+
+
+def test_flops_and_fakes() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = make()
+    mask = documents(ids(50), 7)
+    with FlopCounterMode(display=False) as counted:
+        rawattn.attention(q, k, v, mask=mask)
+    assert counted.get_total_flops() == 4 * 2 * 4 * 50 * 50 * 16, "of all pairs"
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        doc = mode.from_tensor(ids(50))
+        assert rawattn.attention(*fakes, mask=documents(doc)).shape == q.shape
+
+
+def test_block_mask() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    n = 300
+    q, k, v = make(n)
+    doc = ids(n, 70)
+    f = lambda b, h, q, kv: (doc[q] == doc[kv]) & (q >= kv)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mask = flex.create_block_mask(f, 2, 4, n, n, device="cpu", BLOCK_SIZE=64)
+    assert torch.equal(rawattn.attention(q, k, v, mask=mask), rawattn.attention(q, k, v, mask=f))
+    counts, indices = torch.tensor([[[1, 2, 1]]]).int(), torch.tensor([[[[0, 1, 2], [2, 0, 1], [1, 0, 2]]]]).int()
+    mask = flex.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(100, 100))
+    table = mask.to_dense().bool()
+    assert torch.equal(
+        rawattn.attention(q, k, v, mask=mask), rawattn.attention(q, k, v, mask=rawattn.mask.BlockTable(table, 100))
+    )

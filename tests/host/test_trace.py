@@ -1,0 +1,542 @@
+"""Tracing: the language, what a function captured, refusals, and what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from rawattn import trace
+from rawattn.errors import ProblemError
+from rawattn.trace import tracing
+from rawattn.trace.canonical import Code
+from rawattn.trace.evaluation import evaluate
+from rawattn.variant.function import FunctionMask, FunctionScore
+from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.score import Scale, Softcap
+
+torch = pytest.importorskip("torch")
+DOC = np.array([0, 0, 1, 1, 1, 2, 2, 2], np.int32)
+LIMITS = (2, 2, 8, 8)
+AT = (1, 1, np.arange(8)[:, None], np.arange(8)[None], 8, 8)
+
+
+def option(f: Any, role: str = "mask", limits: tuple[int, ...] = LIMITS) -> Any:
+    traced, arrays, numbers = trace.bind(f, role)
+    return traced.option([(e, x.shape) for (e, _), x in zip(traced.code.arrays, arrays, strict=True)], numbers, limits)
+
+
+def pairs(f: Any) -> Any:
+    """The pairs that a mask keeps, by its definition after tracing."""
+    traced, arrays, numbers = trace.bind(f, "mask")
+    at = dict(zip(("b", "h", "q", "kv", "q_len", "kv_len"), AT, strict=True)) | {"q_start": 0, "kv_start": 0}
+    return np.broadcast_to(evaluate(traced.code.root, at, arrays, numbers, dtype=np.float32), (8, 8))
+
+
+def logits(f: Any, s: Any) -> Any:
+    traced, arrays, numbers = trace.bind(f, "score")
+    at = dict(zip(("b", "h", "q", "kv", "q_len", "kv_len"), AT, strict=True))
+    return np.broadcast_to(evaluate(traced.code.root, at | {"s": s}, arrays, numbers), (8, 8))
+
+
+Q, KV = AT[2], AT[3]
+
+
+class Model:
+    def __init__(self, reach: int, table: Any) -> None:
+        self.reach, self.table, self.words = reach, table, {"far": 5}
+
+    def within(self, q: Any, kv: Any) -> Any:
+        return abs(q - kv) <= self.reach
+
+    def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.within(q, kv) & (self.table[q] == self.table[kv])
+
+    def __call__(self, q: Any, kv: Any) -> Any:
+        return q - kv < self.words["far"]
+
+
+class Sizes(NamedTuple):
+    left: int
+    right: int
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("reach",)
+    reach: int
+
+
+def in_sizes(sizes: Sizes, q: Any, kv: Any) -> Any:
+    return (kv >= q - sizes.left) & (kv <= q + sizes.right)
+
+
+def with_default(b: Any, h: Any, q: Any, kv: Any, doc: Any = DOC, *, reach: int = 2) -> Any:
+    return (doc[q] == doc[kv]) & (q - kv <= reach)
+
+
+def of_branches(q: Any, kv: Any) -> Any:
+    if kv < 2:
+        return True
+    for step in range(REACH):
+        if q - kv == step:
+            return True
+    return 3 <= q - kv < 5 or (q == 7 and not kv > 6)
+
+
+REACH = 2
+
+
+def factory(doc: Any, reach: Any) -> Any:
+    helper = lambda i: doc[i]  # noqa: E731
+    return lambda q, kv: (helper(q) == helper(kv)) & (q - kv <= reach)
+
+
+def all_of(*parts: Any) -> Any:
+    return lambda b, h, q, kv: all(f(b, h, q, kv) for f in parts)
+
+
+BRANCHES = (KV < 2) | (Q - KV == 0) | (Q - KV == 1) | ((Q - KV >= 3) & (Q - KV < 5)) | ((Q == 7) & (KV <= 6))
+LANGUAGE: dict[str, tuple[Any, Any]] = {
+    "by name": (lambda kv, q: kv <= q, KV <= Q),
+    "aliases": (lambda batch, head, q_idx, kv_idx: kv_idx <= q_idx, KV <= Q),
+    "by position": (lambda a, b_, i, j: j <= i, KV <= Q),
+    "any number": (lambda *at: at[3] <= at[2], KV <= Q),
+    "lengths": (lambda q, kv, q_len, kv_len: kv_len - kv > q_len - q - 1, KV <= Q),
+    "global rows": (lambda q, kv, q_start, kv_start: q_start + q == kv_start + kv, Q == KV),
+    "closure": (factory(DOC, 2), (DOC[Q] == DOC[KV]) & (Q - KV <= 2)),
+    "defaults": (with_default, (DOC[Q] == DOC[KV]) & (Q - KV <= 2)),
+    "partial": (functools.partial(in_sizes, Sizes(1, 2)), (KV >= Q - 1) & (KV <= Q + 2)),
+    "partial of a method": (functools.partial(Model(3, DOC).mask, 0, h=1), (abs(Q - KV) <= 3) & (DOC[Q] == DOC[KV])),
+    "method": (Model(1, DOC).mask, (abs(Q - KV) <= 1) & (DOC[Q] == DOC[KV])),
+    "object": (Model(1, DOC), Q - KV < 5),
+    "attribute of slots": ((lambda own: lambda q, kv: q - kv <= own.reach)(Slotted(2)), Q - KV <= 2),
+    "tuple of functions": (
+        (lambda parts: lambda b, h, q, kv: all(f(b, h, q, kv) for f in parts))(
+            (lambda b, h, q, kv: kv <= q, lambda b, h, q, kv: q < 5)
+        ),
+        (KV <= Q) & (Q < 5),
+    ),
+    "branches": (of_branches, BRANCHES),
+    "min and max": (lambda q, kv: min(q, kv) + 2 >= max(q, kv), abs(Q - KV) <= 2),
+    "in": (lambda q, kv: (q - kv) in (0, 2, 3), (Q == KV) | (Q - KV == 2) | (Q - KV == 3)),
+    "divmod": (lambda q, kv: divmod(q, 3)[0] == divmod(kv, 3)[0], Q // 3 == KV // 3),
+    "shape": ((lambda x: lambda q, kv: q < x.shape[0] - kv)(DOC), Q < 8 - KV),
+    "len": ((lambda x: lambda q, kv: any(x[i] == q - kv for i in range(len(x))))(DOC[2:6]), (Q - KV == 1) | (Q - KV == 2)),
+    "last": ((lambda x: lambda q, kv: q - kv <= x[-1])(DOC), Q - KV <= 2),
+    "rows": ((lambda x: lambda b, q, kv: x[b][q] == x[b, kv])(np.stack([DOC[::-1], DOC])), DOC[Q] == DOC[KV]),
+    "ellipsis": ((lambda x: lambda q, kv: x[..., q][0] == x[:, kv][0])(DOC[None]), DOC[Q] == DOC[KV]),
+    "element": ((lambda x: lambda q, kv: q - kv <= x)(np.array(2)), Q - KV <= 2),
+    "a string and a bool": (
+        (lambda mode, flip: lambda q, kv: (q - kv <= 1 if mode == "a" else kv > 3) ^ flip)("a", True),
+        Q - KV > 1,
+    ),
+    "torch's functions": (
+        (lambda x: lambda q, kv: torch.logical_and(x[q] == x[kv], torch.where(q > 3, kv <= q, True)))(torch.tensor(DOC)),
+        (DOC[Q] == DOC[KV]) & ((Q <= 3) | (KV <= Q)),
+    ),
+    "torch's methods": (lambda q, kv: (q - kv).abs().clamp(max=3).bitwise_and(1).eq(1), np.minimum(abs(Q - KV), 3) % 2 == 1),
+    "NumPy's functions": (
+        lambda q, kv: np.logical_or(np.abs(q - kv) < 2, np.clip(kv, 2, 3) == kv),
+        (abs(Q - KV) < 2) | (KV == 2) | (KV == 3),
+    ),
+    "integers beyond 32 bits": ((lambda x: lambda q, kv: x[q] == x[kv])(DOC.astype(np.int64) << 40), DOC[Q] == DOC[KV]),
+    "a constant made inside": (lambda q, kv: q - kv < torch.tensor(3), Q - KV < 3),
+    "zeros": (lambda q, kv: q.new_zeros((), dtype=torch.bool) | (q >= kv), Q >= KV),
+    "unsigned numbers": ((lambda n: lambda q, kv: q - kv <= n)(np.uint8(3)), Q - KV <= 3),
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_language(name: str) -> None:
+    f, expected = LANGUAGE[name]
+    assert (pairs(f) == expected).all()
+    assert (pairs(f) == expected).all(), "once more, from what is kept"
+
+
+S = np.random.default_rng(0).standard_normal((8, 8))
+FLOATS: dict[str, tuple[Any, Any]] = {
+    "exp": (lambda s: np.exp(s) + torch.exp(s) + s.exp(), 3 * np.exp(S)),
+    "powers": (lambda s: s**2 + 2.0**s + abs(s) ** 0.5 + s**3, S**2 + 2**S + abs(S) ** 0.5 + S**3),
+    "sigmoid": (lambda s: torch.sigmoid(s) + torch.nn.functional.silu(s), (1 + S) / (1 + np.exp(-S))),
+    "softplus": (lambda s: torch.nn.functional.softplus(s), np.log1p(np.exp(S))),
+    "gelu": (lambda s: torch.nn.functional.gelu(s), S * (1 + np.vectorize(math.erf)(S / 2**0.5)) / 2),
+    "relu": (lambda s: torch.relu(s) - np.maximum(-s, 0), S),
+    "logarithms": (lambda s, q: s * np.log1p(q) / torch.log10(q + 2.0), S * np.log1p(Q) / np.log10(Q + 2)),
+    "waves": (lambda s, q, kv: s + np.sin(q - kv) * torch.cos(q), S + np.sin(Q - KV) * np.cos(Q)),
+    "rounding": (lambda s, q: np.floor(s) + math.floor(q / 2) + torch.ceil(s), np.floor(S) + Q // 2 + np.ceil(S)),
+    "division": (lambda s, q: s // 0.5 + s % 0.5 + q // 2 + (q / 2).int(), S + np.floor(S / 0.5) * 0.5 + Q // 2 + Q // 2),
+    "masked": (lambda s, q, kv: np.where(q >= kv, s, -np.inf), np.where(Q >= KV, S, -np.inf)),
+    "captured": ((lambda x, t: lambda s, h, q, kv: s * t + x[h, kv])(torch.ones(2, 8).half(), 0.25), S / 4 + 1),
+    "math of numbers": ((lambda n: lambda s: s * math.sqrt(n))(16), S * 4),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats(name: str) -> None:
+    f, expected = FLOATS[name]
+    if name == "division":
+        expected = np.floor(S / 0.5) + (S - np.floor(S / 0.5) * 0.5) + Q // 2 + Q // 2
+    np.testing.assert_allclose(logits(f, S), expected, rtol=1e-12, atol=1e-12)
+
+
+def many_ways(q: Any, kv: Any) -> Any:
+    return sum(1 if q - kv == i else 0 for i in range(7)) > 0
+
+
+def assigns(q: Any, kv: Any) -> Any:
+    STATE.seen = q
+    return q >= kv
+
+
+STATE = Model(1, DOC)
+BIG = np.zeros((8, 8), np.float32)
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "no function": (3, "mask", "must be a Python function"),
+    "a class": (Model, "mask", "must be a Python function|cannot be traced"),
+    "names": (lambda x, y: x, "mask", r"takes \(x, y\).*any of b, h, q, kv.*\(b, h, q, kv\) in this order"),
+    "s in a mask": (lambda s, q: q > 0, "mask", "takes s, which a mask does not see"),
+    "a float": (lambda q, kv: q * 1.0, "mask", "gives a float.*compare"),
+    "a bool": (lambda s, q: q > 0, "score", "gives a bool.*mask="),
+    "nothing": (lambda q, kv: None, "mask", "None, as a function without return"),
+    "an array": (lambda q, kv: BIG, "mask", "stands where a number is needed; index the array"),
+    "a row": (lambda q, kv: BIG[q] > 0, "mask", "whole array|stands where a number|unsupported|cannot be traced"),
+    "a product of rows": (lambda s, q, kv: s + torch.dot(torch.ones(8), ROWS[q]), "score", "concatenate along head_dim"),
+    "a method of an array": (lambda q, kv: BIG.sum() > 0, "mask", r"BIG.sum of a whole array; compute it before"),
+    "too many indices": (lambda q, kv: DOC[q, kv] > 0, "mask", "DOC has 1 dimensions and is given more indices"),
+    "an index of an element": (lambda q, kv: DOC[q][kv] > 0, "mask", "a number was indexed"),
+    "a slice": (lambda q, kv: DOC[q : q + 2] == 0, "mask", "indexed by slice"),
+    "an index that is a float": (lambda q, kv: DOC[q / 2] > 0, "mask", r"indexed by a float.*//"),
+    "an index that is a bool": (lambda q, kv: DOC[q > kv] > 0, "mask", "indexed by a bool"),
+    "a loop over queries": (
+        lambda q, kv: any(i == kv for i in range(q)),
+        "mask",
+        "depends on q stands where Python needs an int",
+    ),
+    "a list": (lambda q, kv: [1, 2, 3][kv] == 1, "mask", "depends on kv stands where Python needs an int"),
+    "math": (lambda s: math.exp(s), "score", r"np.exp\(x\) or torch.exp\(x\), not math.exp"),
+    "an unknown function": (lambda s: np.sinc(s), "score", "cannot be traced|not known"),
+    "an unknown ufunc": (lambda s: np.arctan(s), "score", r"arctan\(\) is not known of single elements"),
+    "many ways": (many_ways, "mask", "more than 64 ways"),
+    "an assignment": (assigns, "mask", "STATE.seen is assigned to"),
+    "a set": ((lambda x: lambda q, kv: q in x)({1, 2}), "mask", "whose members cannot be followed"),
+    "a format": (
+        (lambda x: lambda q, kv: x[q] == x[kv])(np.zeros(8, complex)),
+        "mask",
+        "x holds complex128; its dtype must be one of",
+    ),
+    "an error": (lambda q, kv: q.nothing, "mask", "cannot be traced: AttributeError"),
+    "iteration": (lambda q, kv: sum(x for x in q) > 0, "mask", "iterated over"),
+    "~ of a float": (lambda s: ~s, "score", "~ of a float"),
+    "bits of floats": (lambda s: s << 2, "score", "shl of a float"),
+    "rounding": (lambda s: torch.div(s, 2, rounding_mode="trunc"), "score", "rounding_mode"),
+}
+ROWS = torch.zeros(8, 4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    f, role, words = REFUSED[name]
+    with pytest.raises(ProblemError, match=words):
+        trace.bind(f, role)
+
+
+@pytest.mark.parametrize(
+    ("f", "limits", "words"),
+    [
+        (lambda q, kv: q * kv >= 0, (1, 1, 1 << 20, 1 << 20), r"imul\(.*may reach \d+, and integers must fit 32 bits"),
+        (lambda q, kv: 100000 * q - kv > 5, (1, 1, 1 << 20, 1), "may reach"),
+        (lambda q, kv: q * kv < (1 << 40), LIMITS, "may reach"),
+        (lambda q, kv: (DOC[q] >> (kv - q)) > 0, LIMITS, "write the shift as n % 32"),
+        ((lambda n: lambda q, kv: q // n == kv // n)(0), LIMITS, "divides by 0"),
+        ((lambda n: lambda q, kv: q - kv < n)(1 << 40), LIMITS, "an int must fit 32 bits"),
+        ((lambda x: lambda q, kv: x[q] > 0)(np.zeros(0, np.int32)), LIMITS, r"shape \(0,\)"),
+        ((lambda x: lambda q, kv: x[q] > 0)(np.zeros(8)), LIMITS, "captured an array of float64"),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_refused_of_a_problem(f: Any, limits: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ProblemError, match=words):
+        option(f, limits=limits)
+
+
+def test_what_fits_is_not_refused() -> None:
+    assert isinstance(option(lambda q, kv: q * kv >= 4, limits=(1, 1, 1 << 15, 1 << 15)), FunctionMask)
+    assert isinstance(option(lambda q, kv: abs(2 * DOC[q] - kv) < 4, limits=(1, 1, 1 << 28, 1 << 28)), FunctionMask)
+    assert isinstance(option((lambda x: lambda q, kv: x[q] > 0)(np.zeros(0, np.int32)), limits=(1, 1, 0, 5)), FunctionMask)
+
+
+@pytest.mark.parametrize(
+    ("f", "limits", "checked"),
+    [
+        (lambda q, kv: DOC[q] == DOC[kv], LIMITS, 0),
+        (lambda q, kv: DOC[q] == DOC[kv], (1, 1, 9, 8), 1),
+        (lambda q, kv: DOC[q] == DOC[kv - 1], LIMITS, 1),
+        (lambda q, kv: DOC[np.clip(kv - q, 0, 7)] == 1, LIMITS, 0),
+        (lambda q, kv: DOC[np.clip(kv - q, 0, DOC.shape[0])] == 1, (1, 1, 8, 20), 1),
+        (lambda q, kv: DOC[np.clip(kv - q, 0, DOC.shape[0] - 1)] == 1, LIMITS, 0),
+        (lambda q, kv: DOC[DOC[q]] == kv, LIMITS, 1),
+        (lambda q, kv: DOC[DOC[q] % 8] == kv, LIMITS, 0),
+        (lambda q, kv: (q // 2 < 1) & (DOC[q // 2 * 2] == kv), LIMITS, 0),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_what_is_checked(f: Any, limits: tuple[int, ...], checked: int) -> None:
+    assert len(option(f, limits=limits).checked) == checked
+
+
+RECOGNISED: dict[str, tuple[Any, Any]] = {
+    "full": (lambda q, kv: True, Full()),
+    "all keys": (lambda q, kv, kv_len, q_len: (kv < kv_len) & (q < q_len) & (kv >= 0), Full()),
+    "causal": (lambda b, h, q, kv: q >= kv, Causal("top_left")),
+    "causal, turned": (lambda b, h, q, kv: ~(kv > q), Causal("top_left")),
+    "causal, strict": (lambda b, h, q, kv: kv < q + 1, Causal("top_left")),
+    "bottom right": (lambda q, kv, q_len, kv_len: kv <= q + (kv_len - q_len), Causal()),
+    "bottom right, from the end": (lambda q, kv, q_len, kv_len: kv_len - kv >= q_len - q, Causal()),
+    "window": (lambda q, kv: abs(q - kv) <= 5, Window(5, 5, "top_left")),
+    "window of a number": ((lambda w: lambda q, kv: (kv - q <= w) & (q - kv < w))(7), Window(6, 7, "top_left")),
+    "window, in a chain": (lambda q, kv: -3 <= kv - q <= 2, Window(3, 2, "top_left")),
+    "window, bottom right": (lambda q, kv, q_len, kv_len: abs(q + kv_len - q_len - kv) < 4, Window(3, 3)),
+    "to the left": (lambda q, kv: q - kv <= 9, Window(9, None, "top_left")),
+    "both": ((lambda w: lambda q, kv: (q >= kv) & (q - kv <= w))(9), Both(Causal("top_left"), Window(9, None, "top_left"))),
+    "both, if": (lambda q, kv: q - kv < 4 if q >= kv else False, Both(Causal("top_left"), Window(3, None, "top_left"))),
+    "in half windows": ((lambda w: lambda q, kv: abs(q - kv) <= w // 2)(11), Window(5, 5, "top_left")),
+    "two ends": (lambda q, kv: (kv <= q) & (kv <= q + 3), None),
+    "two alignments": (lambda q, kv, q_len, kv_len: (kv <= q) & (q + kv_len - q_len - kv <= 3), None),
+    "a window that is none": ((lambda w: lambda q, kv: abs(q - kv) <= w)(-1), None),
+    "before the query": (lambda q, kv: kv < q, None),
+    "of the keys alone": (lambda q, kv: kv <= 5, None),
+    "twice the query": (lambda q, kv: kv <= 2 * q, None),
+    "all but the last key": (lambda kv, kv_len: kv < kv_len - 1, None),
+    "a length without the other": (lambda q, kv, kv_len: kv >= q + kv_len - 5, None),
+    "all but the first query": (lambda q, kv: q > 0, None),
+}
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_recognised(name: str) -> None:
+    f, expected = RECOGNISED[name]
+    found = option(f)
+    assert isinstance(found, FunctionMask) if expected is None else found == expected
+    if expected is not None:
+        for n, m in ((8, 8), (5, 8), (8, 3)):
+            at = {"b": 0, "h": 0, "q": np.arange(n)[:, None], "kv": np.arange(m)[None], "q_len": n, "kv_len": m}
+            traced, arrays, numbers = trace.bind(f, "mask")
+            begin, end = found.interval(np.arange(n), n, m)
+            kept = np.broadcast_to(evaluate(traced.code.root, at, arrays, numbers), (n, m))
+            assert (kept == ((np.arange(m) >= begin[:, None]) & (np.arange(m) < end[:, None]))).all()
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        (lambda s: s, Scale()),
+        (lambda s, b, h, q, kv: 1.0 * s + 0.0, Scale()),
+        (lambda s: 30.0 * torch.tanh(s / 30.0), Softcap(30.0)),
+        ((lambda cap: lambda s: torch.tanh(s / cap) * cap)(12.5), Softcap(12.5)),
+        ((lambda cap: lambda s: np.tanh(s * (1 / cap)) * cap)(12.5), Softcap(12.5)),
+        (lambda s: 30.0 * torch.tanh(s / 20.0), None),
+        (lambda s: -30.0 * torch.tanh(s / -30.0), None),
+        (lambda s: 2 * s, None),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_recognised_score(f: Any, expected: Any) -> None:
+    found = option(f, "score")
+    assert isinstance(found, FunctionScore) if expected is None else found == expected
+
+
+def test_equal_functions_are_one_kernel() -> None:
+    doc, other, bias = DOC, DOC.copy(), np.zeros((2, 8), np.float32)
+    same: list[Callable[..., Any]] = [
+        lambda b, h, q, kv: (doc[q] == doc[kv]) & (q >= kv) & (q - kv <= 3),
+        lambda b, h, q, kv: (q - kv < 4) & (kv <= q) & (doc[kv] == doc[q]),
+        (lambda unused, z: lambda q_idx, kv_idx: (z[q_idx] == z[kv_idx]) & (0 <= q_idx - kv_idx <= 3))(bias, other),
+    ]
+    assert len({option(f).kind for f in same}) == 1
+    two = [
+        lambda q, kv: (doc[q] == doc[kv]) & (other[q] < kv),
+        (lambda doc, a: lambda q, kv: (doc[q] < kv) & (a[kv] == a[q]))(other, doc),
+    ]
+    assert len({option(f).kind for f in two}) == 1, "arrays are numbered by their use"
+    scores = [lambda s, h, kv: s + bias[h, kv], lambda kv, s, h: bias[h, kv] + s, lambda s, b, h, q, kv: s - -bias[h][kv]]
+    assert len({option(f, "score").kind for f in scores[:2]}) == 1
+    different = [same[0], lambda q, kv: doc[q] == other[kv], lambda q, kv: doc[q] <= doc[kv]]
+    different += [(lambda x: lambda q, kv: x[q] == x[kv])(DOC.astype(np.int16))]
+    assert len({option(f).kind for f in different}) == 4
+
+
+def test_values_are_no_part_of_a_kind() -> None:
+    def make(doc: Any, n: int) -> Any:
+        return lambda q, kv: (doc[q] == doc[kv]) & (kv % n == 1)
+
+    options = [option(make(DOC + n, n)) for n in (2, 3, 5)]
+    assert len({o.kind for o in options}) == 1 and len(set(options)) == 3
+    assert [o.values["mask_number_0"] for o in options] == [2, 3, 5]
+    negative = option(make(DOC, -2))
+    assert negative.kind != options[0].kind, "of numbers >= 0 divisions are simpler"
+
+
+CODE = """
+import sys
+import numpy as np
+from rawattn import trace
+for i in range(int(sys.argv[1])):
+    trace.trace(eval(f"lambda q, kv: (q // {i + 2} == kv // {i + 3}) | (kv < {i})"), "mask")
+doc, start, w = np.zeros(9, np.int32), np.zeros(9, np.int32), 4
+f = lambda b, h, q, kv: ((doc[q] == doc[kv]) & (q - kv <= w) | (kv < start[doc[q]])) & (kv % 3 + q % 5 != 2)
+t = trace.trace(f, "mask")
+o = t.option([("int32", (9,)), ("int32", (9,))], (4,), (1, 1, 9, 9))
+print(t.code, o.kind, list(o.texts.values()), [x[:2] for x in o.fields])
+"""
+
+
+def test_kinds_are_the_same_in_every_process() -> None:
+    """Kernels are kept by their text: it does not depend on what was traced before, nor on the order of sets."""
+    found = []
+    for seed, before in (("0", "0"), ("1", "7"), ("2", "20")):
+        ran = subprocess.run(
+            [sys.executable, "-c", CODE, before], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        found.append(ran.stdout)
+    assert len(set(found)) == 1 and len(found[0]) > 1000
+
+
+def test_the_same_code_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(doc: Any, reach: Any) -> Any:
+        return lambda q, kv: (doc[q] == doc[kv]) & (q - kv <= reach)
+
+    first = trace.bind(make(DOC, 1), "mask")
+    monkeypatch.setattr(tracing, "_traced_anew", lambda *given: pytest.fail("it is traced again"))
+    new = DOC.copy()
+    traced, arrays, numbers = trace.bind(make(new, 2), "mask")
+    assert traced is first.traced and arrays[0] is new and numbers == (2,)
+    assert first.traced.bind(make(new, np.int64(3))) == ((new,), (3,))
+
+
+def test_another_kind_of_value_is_traced_anew() -> None:
+    def make(doc: Any, reach: Any, flag: Any = True, steps: Any = (1, 2)) -> Any:
+        def mask(q: Any, kv: Any) -> Any:
+            kept = doc[q] == doc[kv] if flag else doc[q] < doc[kv]
+            return kept & (q - kv <= reach * sum(steps))
+
+        return mask
+
+    given = [make(DOC, 1), make(DOC, -1), make(DOC, 1.0), make(DOC.astype(np.int64), 1), make(torch.tensor(DOC), 1)]
+    given += [make(DOC, 1, False), make(DOC, 1, True, (1, 2, 3)), make(DOC, 1)]
+    codes = [trace.trace(f, "mask").code for f in given]
+    assert codes[0] == codes[-1] == codes[4] and len(set(codes)) == 6
+    shared, other = DOC.copy(), DOC[::-1].copy()
+    pair = (lambda: lambda a, b_: lambda q, kv: a[q] == b_[kv])()
+    assert trace.trace(pair(shared, shared), "mask").labels == ("a",)
+    _, arrays, _ = trace.bind(pair(shared, other), "mask")
+    assert len(arrays) == 2 and arrays[0] is not arrays[1], "the two were one array before"
+
+
+def test_values_that_are_compiled_in() -> None:
+    def make(count: int) -> Any:
+        return lambda q, kv: any(q - kv == i for i in range(count))
+
+    for count in (2, 4, 2):
+        assert (pairs(make(count)) == (Q - KV >= 0) & (count > Q - KV)).all()
+    words = {"far": 3}
+    mask = Model(1, DOC)
+    mask.words = words
+    assert (pairs(mask) == (Q - KV < 3)).all()
+    words["far"] = 6
+    assert (pairs(mask) == (Q - KV < 6)).all(), "an item is a number, and followed"
+
+
+def test_globals_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (pairs(of_branches) == BRANCHES).all()
+    monkeypatch.setitem(globals(), "REACH", 3)
+    assert (pairs(of_branches) == BRANCHES | (Q - KV == 2)).all()
+
+
+def test_no_array_is_kept() -> None:
+    class Owned(np.ndarray):
+        pass
+
+    def make(doc: Any) -> Any:
+        return lambda q, kv: doc[q] == doc[kv]
+
+    array = DOC.copy().view(Owned)
+    f = make(array)
+    alive = weakref.ref(array)
+    option(f)
+    trace.bind(f, "mask")
+    del array, f
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tracing._Cache()
+    monkeypatch.setattr(tracing, "_cache", cache)
+    monkeypatch.setattr(tracing._Cache, "codes", 8)
+    monkeypatch.setattr(tracing._Cache, "variants", 3)
+    for i in range(20):
+        trace.bind(eval(f"lambda q, kv: q % {i + 2} == kv"), "mask")
+    assert len(cache._found) == 8
+    f = (lambda: lambda n: lambda q, kv: any(q == i for i in range(n)))()
+    for i in range(10):
+        trace.bind(f(i + 1), "mask")
+    assert max(len(found) for found in cache._found.values()) == 3
+
+
+def test_many_threads() -> None:
+    def make(doc: Any, n: int) -> Any:
+        return lambda q, kv: (doc[q] == doc[kv]) & (kv < 3 if q > n else kv >= q % 3)
+
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(30):
+            doc, n = rng.integers(0, 3, 8).astype(np.int32), int(rng.integers(0, 8))
+            expected = (doc[Q] == doc[KV]) & np.where(n < Q, KV < 3, KV >= Q % 3)
+            if not (pairs(make(doc, n)) == expected).all():
+                wrong.append((doc, n))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_json() -> None:
+    def make(doc: Any) -> Any:
+        return lambda q, kv: (doc[q] == doc[kv]) & (np.exp(0.5 * (q - kv)) < float("inf"))
+
+    traced, _, numbers = trace.bind(make(DOC), "mask")
+    again = type(traced).from_text(traced.text)
+    assert again == traced and hash(again) == hash(traced) and again.labels == ("doc",)
+    forms = [("int32", DOC.shape)]
+    assert again.option(forms, numbers, LIMITS) == traced.option(forms, numbers, LIMITS)
+    fields = json.loads(json.dumps(dataclasses.asdict(traced.option(forms, numbers, LIMITS))))
+    assert FunctionMask(**fields) == traced.option(forms, numbers, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '["mask"]', '["mask",["system","int","x"]]', '["mask",["var","int","q; }"]]', '["mask",["not","bool","$5"]]',
+     '["other",["var","int","q"]]', '["mask",["load","int",0,"evil*","$0"]]'],
+)  # fmt: skip
+def test_code_of_a_file_is_checked(text: str) -> None:
+    with pytest.raises(ProblemError, match="the text of a traced function"):
+        _ = Code(text).root

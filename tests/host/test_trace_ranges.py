@@ -1,0 +1,169 @@
+"""Classes of tiles are sound, whatever the mask and the numbers in its arrays: none is taken for empty that keeps a pair, none
+for full that drops one. Masks are drawn by chance; NumPy's ranges and those of the CUDA files are asked."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from rawattn.errors import ProblemError
+from rawattn.trace.classes import EMPTY, FULL
+from rawattn.variant.function import FunctionMask
+from tests import expressions
+from tests.traced import Array, Library, function
+
+HEADS = 2
+
+
+def option(tree: expressions.Tree, captured: dict[str, Array], n: int, m: int) -> tuple[Any, tuple[Array, ...]] | None:
+    """The option of a mask; None where it is refused."""
+    try:
+        return function(expressions.mask(tree, captured), "mask", (1, HEADS, n, m))
+    except ProblemError as error:
+        assert "32 bits" in str(error) or "divides by 0" in str(error) or "shift" in str(error), error
+        return None
+
+
+def definition(found: FunctionMask, arrays: tuple[Array, ...], h: int, n: int, m: int) -> Array:
+    with np.errstate(all="ignore"):
+        return np.broadcast_to(found.keep(np, arrays, 0, h, np.arange(n)[:, None], np.arange(m)[None], n, m), (n, m))
+
+
+def check_boxes(found: FunctionMask, arrays: tuple[Array, ...], kept: Array, h: int, rng: np.random.Generator) -> None:
+    """Random boxes, and boxes inside of these, which know no less."""
+    n, m = kept.shape
+    ends = [np.sort(rng.integers(0, size, (2, 40)), 0) for size in (n, m)]
+    inner = [np.sort(rng.integers(lo, hi + 1, (2, 40)), 0) for lo, hi in ends]
+    classes = []
+    for (q_lo, q_hi), (kv_lo, kv_hi) in (ends, inner):
+        with np.errstate(all="ignore"):
+            of = found.classify(arrays, 0, h, (q_lo, q_hi), (kv_lo, kv_hi), n, m)
+        for each, a, b, c, d in zip(of, q_lo, q_hi, kv_lo, kv_hi, strict=True):
+            part = kept[a : b + 1, c : d + 1]
+            assert each != EMPTY or not part.any(), "a box is taken for empty that is not"
+            assert each != FULL or part.all(), "a box is taken for full that is not"
+        classes.append(of)
+    assert ((classes[0] == 1) | (classes[0] == classes[1])).all(), "less is known of a part than of the whole"
+
+
+@hypothesis.settings(
+    max_examples=250, derandomize=True, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+@hypothesis.given(st.data(), st.integers(1, 70), st.integers(1, 70), st.integers(0, 3), st.booleans(), st.integers(0, 9))
+def test_classes_are_sound(data: Any, n: int, m: int, depth: int, tame: bool, seed: int) -> None:
+    tree = expressions.boolean(lambda some: data.draw(st.sampled_from(list(some))), depth)
+    rng = np.random.default_rng(seed)
+    captured = expressions.arrays(rng, max(n, m), tame=tame)
+    made = option(tree, captured, n, m)
+    if made is None or not isinstance(made[0], FunctionMask):
+        return
+    for h in range(HEADS):
+        kept = definition(*made, h, n, m)
+        if tame:
+            check_definition(tree, captured, kept, h)
+        check_boxes(*made, kept, h, rng)
+
+
+def check_definition(tree: expressions.Tree, captured: dict[str, Array], kept: Array, h: int) -> None:
+    """The function on arrays says the same as its expression."""
+    n, m = kept.shape
+    with np.errstate(all="ignore"):
+        found = expressions.mask(tree, captured)(np.asarray(h), np.arange(n)[:, None], np.arange(m)[None], n)
+    assert (np.broadcast_to(found, (n, m)) == kept).all()
+
+
+COUNT = 70  # masks in the library
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Library, list[Any]]:
+    """Masks, each with tame arrays and with others, compiled for the host."""
+    rng, found = np.random.default_rng(7), []
+    while len(found) < COUNT:
+        tree = expressions.boolean(lambda some: list(some)[rng.integers(len(some))], int(rng.integers(1, 4)))
+        n, m = (int(x) for x in rng.integers(1, 90, 2))
+        both = [option(tree, expressions.arrays(rng, max(n, m), tame=tame), n, m) for tame in (True, False)]
+        if (
+            all(made is not None and isinstance(made[0], FunctionMask) for made in both)
+            and both[0][0].checked == both[1][0].checked
+        ):  # type: ignore[index]
+            found.append((both, (n, m)))
+    library = Library([both[0][0] for both, _ in found], tmp_path_factory.mktemp("drawn"))
+    return library, found
+
+
+@pytest.mark.parametrize("i", range(COUNT))
+def test_cuda_files(drawn: tuple[Library, list[Any]], i: int) -> None:
+    library, found = drawn
+    both, (n, m) = found[i]
+    for made in both:
+        for h in range(HEADS):
+            expected = definition(*made, h, n, m)
+            kept = library.keep(i, *made, 0, h, (n, m), 16)
+            unsure = "exp" in repr(made[0].code.root) or "tanh" in repr(made[0].code.root)
+            assert (kept[:, :m] == expected).mean() > (0.99 if unsure else 0.9999999)
+            assert not kept[:, m:].any()
+            for tile in ((16, 16), (7, 32), (64, 5)):
+                classes = library.classify(i, *made, 0, (h, h), (n, m), tile)
+                for x, y in np.ndindex(classes.shape):
+                    part = kept[x * tile[0] : (x + 1) * tile[0], y * tile[1] : (y + 1) * tile[1]]
+                    whole = (y + 1) * tile[1] <= m and part.all()
+                    assert classes[x, y] != EMPTY or not part.any(), "a tile is taken for empty that is not"
+                    assert classes[x, y] != FULL or whole, "a tile is taken for full that is not"
+
+
+def test_offsets(drawn: tuple[Library, list[Any]]) -> None:
+    """Parts of longer sequences: rows 0 are at these positions, and the lengths are of the whole."""
+    library, found = drawn
+    for i, (both, (n, m)) in enumerate(found):
+        made, _ = both
+        part = (n - n // 3, m - m // 4)
+        option, arrays = made
+        offsets = (n - part[0], m - part[1])
+        if not any(offsets):
+            continue
+        longest = max(n, m)
+        positions = np.arange(offsets[0], n)[:, None], np.arange(offsets[1], m)[None]
+        with np.errstate(all="ignore"):
+            expected = np.broadcast_to(option.keep(np, arrays, 0, 1, *positions, longest, longest), part)
+        kept = library.keep(i, option, arrays, 0, 1, part, 16, offsets)
+        assert (kept[:, : part[1]] == expected).mean() > 0.99
+
+
+def test_classes_of_the_smallest_and_the_largest(tmp_path: pathlib.Path) -> None:
+    """Sums stay exact at the edges of 32 bits."""
+    far = (1 << 28) - 1
+    ends = np.array([-(1 << 31), (1 << 31) - 1, far, -far, 0, 1, 2, 3] * 4, np.int32)
+    long, words, n, m = ends.astype(np.int64), ends.astype(np.uint8), 7, -3
+    reals = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, 3.4e38, -2.0, *np.linspace(-3, 3, 24)], np.float32)
+    half = np.clip(reals, -9, 9).astype(np.float16)
+    masks: list[Any] = [
+        lambda q, kv: ends[q] + ends[kv] >= 1 << 28, lambda q, kv: ends[q] - ends[kv] < kv - q, lambda q, kv: ends[q] == ends[kv],
+        lambda q, kv: (ends[q] < ends[kv]) & (ends[kv] >= -(1 << 31)), lambda q, kv: abs(ends[q]) // 3 > ends[kv] // -7,
+        lambda q, kv: (ends[q] ^ ends[kv]) < 0, lambda q, kv: (ends[q] & ends[kv]) >= (ends[q] | 5),
+        lambda q, kv: ends[q] >> 31 == ends[kv] >> 30, lambda q, kv: np.minimum(ends[q], ends[kv]) % 5 == 2,
+        lambda q, kv: (long[q] << 31) < long[kv], lambda q, kv: (ends[q] - kv) // n != (kv - q) % n,
+        lambda q, kv: (kv - q) // m <= (q - 5) % m, lambda q, kv: ~(reals[q] <= reals[kv]), lambda q, kv: abs(reals[kv]) >= 0,
+        lambda q, kv: np.maximum(reals[q], 1) > reals[kv], lambda q, kv: reals[q] - reals[kv] == 0,
+        lambda q, kv: (reals[q] * 0 < 1) | (np.sqrt(reals[kv]) < 2), lambda q, kv: (reals[q] / reals[kv]).int() % 2 == 0,
+        lambda q, kv: ~(np.where(kv > q, reals[q], 1.0) < 3) & (np.floor(reals[kv]) != 1),
+        lambda q, kv: half[q] * 2 >= half[kv], lambda q, kv: (ends[q] % 2 == 0) != (words[kv] > 200),
+    ]  # fmt: skip
+    made = [function(f, "mask", (1, 1, 32, 32)) for f in masks]
+    library = Library([each for each, _ in made], tmp_path)
+    for i, (found, arrays) in enumerate(made):
+        kept = definition(found, arrays, 0, 32, 32)
+        assert (library.keep(i, found, arrays, 0, 0, (32, 32), 16) == kept).all(), i
+        check_boxes(found, arrays, kept, 0, np.random.default_rng(i))
+        for tile in ((1, 1), (2, 3), (8, 16), (32, 20)):
+            classes = library.classify(i, found, arrays, 0, (0, 0), (32, 32), tile)
+            for x, y in np.ndindex(classes.shape):
+                part = kept[x * tile[0] : (x + 1) * tile[0], y * tile[1] : (y + 1) * tile[1]]
+                assert classes[x, y] != EMPTY or not part.any()
+                assert classes[x, y] != FULL or part.all()
+                assert tile != (1, 1) or classes[x, y] != 1 or i > 10, "of a single pair all is known"

@@ -1,0 +1,193 @@
+"""Functions as masks and scores on the GPU: kernels against the reference; what they captured is read in place, in graphs too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import compiler
+from rawattn.errors import UnsupportedError
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
+from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.testing import Case, expect, expect_backward
+from tests import zoo
+from tests.calls import poisoned_memory
+from tests.captures import moved
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu("any")
+
+KERNELS = [pytest.param(ATTN_FWD, marks=pytest.mark.gpu), ATTN_FWD_MMA, ATTN_FWD_SIMT]
+MASKS = [
+    "chained", "prefix_lm", "documents", "documents_sliding", "flashmask", "natten_2d", "block_table", "tree", "padding_array",
+    "head_windows", "block_diffusion", "shared_prefix", "image_bidirectional", "thresholds", "dense",
+]  # fmt: skip
+SCORES = ["alibi", "alibi_softcap", "t5_table", "pair_bias", "graphormer", "kerple", "forgetting", "penalty", "conditional"]
+CASE = Case("bf16", 2, 333, 470, 2, 1, 64, 64)  # the zoo's arrays are of two sequences and two heads
+LENGTHS = [(333, 470), (64, 65), (1, 777), (700, 130)]
+
+
+def on_gpu(name: str, n: int, m: int, seed: int = 0) -> Any:
+    """A function of the zoo with what it captured on the GPU."""
+    return moved(getattr(zoo, name)(np.random.default_rng(seed), n, m), lambda x: torch.from_numpy(x).cuda())
+
+
+def check(case: Case, kernel: Any = None, packed: Any = (), **options: Any) -> None:
+    """Compares with the reference, where all new memory is NaN, the scratch memory of pyramids with it."""
+    inputs = case.inputs("torch", "cuda")
+    sinks = {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
+    call = rawattn.attention if case.lengths is None else rawattn.attention_varlen
+    with poisoned_memory():
+        o, lse = call(*inputs, **options, **sinks, return_lse=True, kernel=kernel and kernel.name)
+    expect(*inputs, **options, **sinks).check(o, lse)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, kernel: Any) -> None:
+    for n, m in LENGTHS:
+        check(dataclasses.replace(CASE, q_len=n, kv_len=m), kernel, mask=on_gpu(name, n, m))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str, kernel: Any) -> None:
+    for n, m in LENGTHS:
+        check(dataclasses.replace(CASE, q_len=n, kv_len=m), kernel, score=on_gpu(name, n, m))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("dtype, head_dim", [("bf16", 128), ("fp16", 256), ("fp16", 72), ("fp32", 64), ("fp64", 40)])
+def test_both(dtype: str, head_dim: int, kernel: Any) -> None:
+    """A mask, a score, sinks and grouped heads, in every format."""
+    case = dataclasses.replace(CASE, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, sinks=True)
+    options = {"mask": on_gpu("documents_sliding", 333, 470), "score": on_gpu("alibi", 333, 470)}
+    try:
+        check(case, kernel, **options)
+    except UnsupportedError:
+        assert kernel is not ATTN_FWD_SIMT and dtype in ("fp32", "fp64"), "tensor cores take 16-bit formats"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_offsets_and_packed_sequences(kernel: Any) -> None:
+    options = {"mask": on_gpu("documents_sliding", 900, 900), "score": on_gpu("alibi", 900, 900)}
+    check(dataclasses.replace(CASE, q_offset=100, kv_offset=37), kernel, **options, q_offset=100, kv_offset=37)
+    check(dataclasses.replace(CASE, lengths=((300, 410), (0, 64))), kernel, **options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_lengths_in_use(kernel: Any) -> None:
+    inputs, options = (
+        CASE.inputs("torch", "cuda"),
+        {"mask": on_gpu("documents_causal", 470, 470), "score": on_gpu("alibi", 470, 470)},
+    )
+    lens = torch.tensor([[333, 57], [129, 470]], dtype=torch.int32, device="cuda")
+    with poisoned_memory():
+        found = rawattn.attention(
+            *inputs, **options, q_lens=lens[0], kv_lens=lens[1], return_lse=True, kernel=kernel and kernel.name
+        )
+    for i, (n, m) in enumerate(lens.T.tolist()):
+        own = [x[i : i + 1, :rows] for x, rows in zip(inputs, (n, m, m), strict=True)]
+        expect(*own, **options).check(found[0][i : i + 1, :n], found[1][i : i + 1, :, :n])
+        assert not found[0][i, n:].any() and (found[1][i, :, n:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_few_queries(n: int) -> None:
+    """Heads that share a key head share a tile, and keys are split."""
+    case = Case("bf16", 2, n, 4000, 8, 2, 128, 128)
+    doc = torch.arange(4096, device="cuda", dtype=torch.int32) // 700
+    slopes = torch.rand(8, device="cuda")
+    mask = lambda q, kv, kv_len: (doc[kv] == 3) | (kv >= kv_len - 50 + q)  # noqa: E731
+    check(case, mask=mask, score=lambda s, h, q, kv: s + slopes[h] * (kv - q) * 0.01)
+
+
+def test_contents_under_a_graph() -> None:
+    """A graph reads what captured arrays hold when it is replayed."""
+    q, k, v = CASE.inputs("torch", "cuda")
+    doc, slopes = torch.zeros(470, dtype=torch.int32, device="cuda"), torch.zeros(2, device="cuda")
+    options = {"mask": lambda q, kv: doc[q] == doc[kv], "score": lambda s, h, q, kv: s + slopes[h] * (kv - q)}
+    plan, out = rawattn.plan(q, k, v, **options), torch.empty_like(q)
+    plan.run(q, k, v, doc, slopes, out=out)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        plan.run(q, k, v, doc, slopes, out=out)
+    for size in (7, 100, 333):
+        doc.copy_(torch.arange(470) // size)
+        slopes.fill_(size / 1000)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, rawattn.attention(q, k, v, **options))
+        expect(q, k, v, **options).check(out)
+
+
+def test_new_arrays_numbers_and_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(n: int, reach: int) -> dict[str, Any]:
+        doc, slopes = torch.arange(n, device="cuda", dtype=torch.int32) // 50, torch.rand(2, device="cuda")
+        mask = lambda q, kv: (doc[q] == doc[kv]) & (q - kv < reach)  # noqa: E731
+        return {"mask": mask, "score": lambda s, h, q, kv: s + slopes[h] * (kv - q)}
+
+    check(CASE, **options(470, 40))
+    monkeypatch.setattr(compiler, "compile_together", lambda *_: pytest.fail("a kernel was compiled"))
+    for n, reach in ((500, 40), (1300, 7), (90, 300)):
+        check(dataclasses.replace(CASE, q_len=n, kv_len=n), **options(n, reach))
+        check(dataclasses.replace(CASE, q_len=n, kv_len=n), **options(n, reach))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", [None, "attn_bwd_mma", "attn_bwd_simt"])
+def test_gradients(head_dim: int, kernel: str | None) -> None:
+    case = dataclasses.replace(CASE, head_dim=head_dim, head_dim_v=head_dim, sinks=True)
+    given, (do, dlse) = case.inputs("torch", "cuda"), case.output_gradients("torch", "cuda")
+    options = {"mask": on_gpu("documents_sliding", 333, 470), "score": on_gpu("alibi_softcap", 333, 470)}
+    options["sinks"] = case.sink_logits("torch", "cuda")
+    with poisoned_memory():
+        o, lse = rawattn.attention(*given, **options, return_lse=True)
+        found = rawattn.attention_backward(do, *given, o, lse, dlse=dlse, **options, kernel=kernel)
+        again = rawattn.attention_backward(do, *given, o, lse, dlse=dlse, **options, kernel=kernel)
+    expect_backward(do, *given, dlse=dlse, **options).check(*found)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "the same bits"
+
+
+def test_autograd_and_compile() -> None:
+    given = [x.requires_grad_() for x in CASE.inputs("torch", "cuda")]
+    mask = rawattn.mask.function(on_gpu("documents_sliding", 333, 470))
+    step = torch.compile(lambda q, k, v: rawattn.attention(q, k, v, mask=mask).square().sum(), fullgraph=True)
+    wanted = torch.autograd.grad(rawattn.attention(*given, mask=mask).square().sum(), given)
+    found = torch.autograd.grad(step(*given), given)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_ready_made_masks_and_shorthands() -> None:
+    ids = torch.arange(470, device="cuda", dtype=torch.int32) // 60
+    table = torch.rand(2, 1, 6, 8, device="cuda") < 0.5
+    for mask in (
+        rawattn.mask.Documents(ids, causal=True), rawattn.mask.Chunked(100), rawattn.mask.BlockTable(table, 64),
+        rawattn.mask.Neighbourhood((20, 24), 5), rawattn.mask.Prefix(ids[:2] + 50),
+    ):  # fmt: skip
+        check(CASE, mask=mask)
+    q, k, v = CASE.inputs("torch", "cuda")
+    slopes, bias = torch.rand(2, device="cuda"), torch.randn(2, 1, 333, 470, device="cuda")
+    o = rawattn.attention(q, k, v, alibi=slopes, bias=bias, softcap=9.0)
+    score = rawattn.functions.Biased(9.0, slopes, bias)
+    expect(q, k, v, score=score).check(o)
+
+
+def test_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    q, k, v = CASE.inputs("cupy", 0)
+    doc = cupy.arange(470, dtype=cupy.int32) // 50
+    for size in (50, 70):
+        doc[...] = cupy.arange(470, dtype=cupy.int32) // size
+        o, lse = rawattn.attention(q, k, v, mask=lambda q, kv: doc[q] == doc[kv], return_lse=True)
+        expect(q, k, v, mask=lambda q, kv: doc[q] == doc[kv]).check(o, lse)
+    again = doc.copy()
+    o = rawattn.attention(q, k, v, mask=lambda q, kv: again[q] == again[kv])
+    expect(q, k, v, mask=lambda q, kv: doc[q] == doc[kv]).check(o)

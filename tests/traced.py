@@ -1,0 +1,169 @@
+"""Structs that were written from Python functions, compiled for the host with g++: many of them in one library."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rawattn import render, trace
+from rawattn.program import AxisStride, Dim, Field, Fields, Pointer, Scratch
+from rawattn.trace.pyramid import Pyramid
+from rawattn.variant.function import FunctionMask, FunctionScore
+from tests import emulator
+
+Array = npt.NDArray[Any]
+_numbers = itertools.count()  # libraries of one process share names
+INCLUDE = re.compile(r'#include "([^"]+)"')
+HEAD = """\
+#include "threads.hpp"
+#include "variant/function/sequence.cuh"
+#include "variant/function/pyramid.cuh"
+struct Rows {
+    i32 q_len, kv_len, q_offset, kv_offset;
+    Extent seen;
+    Extent extent() const { return seen; }
+};
+"""
+MASK = """
+extern "C" void keep_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, bool* kept) {{
+    const FunctionMask mask(*args, *rows, {{b, h, 0, 0}});
+    for (i32 q = 0; q < rows->q_len; ++q)
+        for (i32 first = 0; first < rows->kv_len; first += step) {{
+            const auto row = mask.row(q, first);
+            for (i32 x = 0; x < step; ++x) *kept++ = row.keep(x);
+        }}
+}}
+extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_first, i32 h_last, i32 tile_q, i32 tile_kv,
+                             signed char* found) {{
+    const FunctionMask mask(*args, *rows, {{b, h_first, 0, 0}});
+    for (i32 q = 0; q < rows->q_len; q += tile_q)
+        for (i32 kv = 0; kv < rows->kv_len; kv += tile_kv)
+            *found++ = mask.classify({{q, q + tile_q - 1}}, {{h_first, h_last}}, {{kv, kv + tile_kv - 1}});
+}}
+"""
+SCORE = """
+extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, const Number* s, Number* value,
+                          Number* slope) {{
+    const FunctionScore score(*args, *rows, {{b, h, 0, 0}});
+    for (i32 q = 0; q < rows->q_len; ++q)
+        for (i32 kv = 0; kv < rows->kv_len; ++kv, ++s) {{
+            const i32 first = kv / step * step + rows->kv_offset;
+            const auto row = score.row(q + rows->q_offset, first);
+            *value++ = row.value(*s, kv + rows->kv_offset - first), *slope++ = row.slope(*s, kv + rows->kv_offset - first);
+        }}
+}}
+"""
+
+
+def function(option: Any, role: str, limits: Sequence[int]) -> tuple[Any, tuple[Any, ...]]:
+    """The option of a Python function, recognised or not, and the arrays that it captured."""
+    traced, arrays, numbers = trace.bind(option, role)
+    forms = [(element, array.shape) for (element, _), array in zip(traced.code.arrays, arrays, strict=True)]
+    return traced.option(forms, numbers, limits), arrays
+
+
+def files() -> dict[str, str]:
+    """The files of ``cuda_src/`` that the structs reach."""
+    found: dict[str, str] = {}
+    pending = ["variant/function/sequence.cuh", "variant/function/pyramid.cuh"]
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            found[path] = (render.FOLDER / path).read_text()
+            pending += INCLUDE.findall(found[path])
+    return found
+
+
+class Library:
+    """The structs of some options. Each has its own Args, and the numbers of scores are of one format."""
+
+    def __init__(self, options: Sequence[Any], folder: pathlib.Path, number: str = "fp32") -> None:
+        self.options, self.number = list(options), number
+        ctype = {"fp32": "float", "fp64": "double"}[number]
+        parts = [self._part(i, option, ctype) for i, option in enumerate(options)]
+        self._library = emulator.compiled(HEAD + "\n".join(parts), files(), folder)
+
+    @property
+    def dtype(self) -> Any:
+        return {"fp32": np.float32, "fp64": np.float64}[self.number]
+
+    def _part(self, i: int, option: Any, ctype: str) -> str:
+        (text,) = option.texts.values()
+        text = INCLUDE.sub("", text).replace("#pragma once", "")
+        args = "".join(f"    {field.ctype} {field.name};\n" for field in self.fields(option))
+        questions = (MASK if isinstance(option, FunctionMask) else SCORE).format(i=i)
+        return f"namespace n{next(_numbers)} {{\nusing Number = {ctype};\nstruct Args {{\n{args}}};\n{text}{questions}}}\n"
+
+    @staticmethod
+    def fields(option: Any) -> Fields:
+        return (Field("scale", "Number"), *option.fields)
+
+    def _asked(
+        self, option: Any, arrays: Sequence[Array], lengths: tuple[int, int], offsets: tuple[int, int], scale: float = 1.0
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The bytes of Args and of Rows."""
+        self._alive: list[Array] = []
+        values = {"scale": scale, **option.values}
+        given = [values[f.name] if f.name in values else self._filled(f, option, arrays) for f in self.fields(option)]
+        args = render.layout(self.fields(option), self.number).pack.pack(*given)
+        q_len, kv_len = lengths
+        longest = max(offsets[0] + q_len, offsets[1] + kv_len)
+        seen = (longest, longest) if any(offsets) else lengths
+        rows = (ctypes.c_int * 8)(q_len, kv_len, *offsets, *seen, 0, 0)
+        return ctypes.create_string_buffer(args, len(args)), rows
+
+    def _filled(self, field: Field, option: Any, arrays: Sequence[Array]) -> int:
+        names = [each.name for each in option.arrays]
+        match field.fill:
+            case Pointer(operand):
+                return int(arrays[names.index(operand)].ctypes.data)
+            case Dim(operand, axis):
+                return int(arrays[names.index(operand)].shape[axis])
+            case AxisStride(operand, axis):
+                array = arrays[names.index(operand)]
+                return int(array.strides[axis] // array.itemsize)
+            case Scratch(name):
+                i = names.index(name.removesuffix("_pyramid"))
+                flat = np.ascontiguousarray(Pyramid(arrays[i], option.arrays[i].pyramid).flat())
+                self._alive.append(flat)
+                return int(flat.ctypes.data)
+        raise AssertionError(field)
+
+    def keep(
+        self, i: int, option: Any, arrays: Sequence[Array], b: int, h: int, lengths: tuple[int, int], step: int = 64,
+        offsets: tuple[int, int] = (0, 0),
+    ) -> Array:  # fmt: skip
+        """Which keys each query keeps, in rows of whole steps."""
+        kept = np.ones((lengths[0], -(-lengths[1] // step) * step), bool)
+        args, rows = self._asked(option, arrays, lengths, offsets)
+        getattr(self._library, f"keep_{i}")(args, rows, b, h, step, kept.ctypes.data_as(ctypes.c_void_p))
+        return kept
+
+    def classify(
+        self, i: int, option: Any, arrays: Sequence[Array], b: int, heads: tuple[int, int], lengths: tuple[int, int],
+        tile: tuple[int, int], offsets: tuple[int, int] = (0, 0),
+    ) -> Array:  # fmt: skip
+        """The class of each tile."""
+        found = np.full(tuple(-(-n // size) for n, size in zip(lengths, tile, strict=True)), 9, np.int8)
+        args, rows = self._asked(option, arrays, lengths, offsets)
+        getattr(self._library, f"classify_{i}")(args, rows, b, *heads, *tile, found.ctypes.data_as(ctypes.c_void_p))
+        return found
+
+    def score(
+        self, i: int, option: FunctionScore, arrays: Sequence[Array], b: int, h: int, s: Array, scale: float = 1.0,
+        offsets: tuple[int, int] = (0, 0), step: int = 32,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The logits and the slopes of these dot products, (queries, keys)."""
+        given = np.ascontiguousarray(s, self.dtype)
+        value, slope = np.empty_like(given), np.empty_like(given)
+        args, rows = self._asked(option, arrays, (s.shape[0], s.shape[1]), offsets, scale)
+        pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (given, value, slope))
+        getattr(self._library, f"score_{i}")(args, rows, b, h, step, *pointers)
+        return value, slope
