@@ -6,13 +6,16 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from rawattn import compiler
 from rawattn.device import TYPICAL
-from rawattn.select import select
+from rawattn.kernel import attn_fwd
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.select import config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists
@@ -95,18 +98,31 @@ def test_an_interval_as_a_list_has_the_same_bits(mask: Any, name: str, tmp_path:
         assert np.array_equal(found, wanted)
 
 
-LISTS = {
-    "documents": lists.Documents(0, 0, 1), "block table": lists.BlockTable(0, 0, 1, 1, 1), "checkerboard": lists.Checkerboard(1),
-    "causal": lists.Listed(Causal()),
-}  # fmt: skip
+LISTS = (lists.BlockTable(0, 0, 1, 1, 1), lists.Listed(Causal()))
+CHOSEN = [("attn_fwd", "sm_90a", d) for d in (64, 128, 256)] + [("attn_fwd_mma", "sm_80", 128), ("attn_fwd_simt", "sm_75", 64)]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("kernel", "arch"), [("attn_fwd", "sm_90a"), ("attn_fwd_mma", "sm_80"), ("attn_fwd_simt", "sm_75")])
+@pytest.mark.parametrize(("kernel", "arch", "head_dim"), CHOSEN)
 def test_a_configuration_without_spills_is_chosen(kernel: str, arch: str, head_dim: int) -> None:
-    for name, mask in LISTS.items():
+    for mask in LISTS:
         op = forward(BF16, 2, 4096, 4096, 16, 16, head_dim, head_dim, mask=mask)
         selection = select(op, TYPICAL[arch], kernel)
         (launch,) = selection.kernel.lower(op, selection.config, TYPICAL[arch]).launches
         binary = compiler.compile(launch.source)
-        assert not binary.spill_bytes and not binary.advisories, (name, selection.config, binary.spill_bytes, binary.advisories)
+        assert not binary.spill_bytes and not binary.advisories, (mask, selection.config, binary.spill_bytes, binary.advisories)
+
+
+def test_the_next_configuration_is_tried() -> None:
+    """Where the cheapest one spills it is the next, but for masks whose registers are known; where all spill, the one that spills
+    least."""
+    op, device = forward(BF16, 2, 4096, 4096, 16, 16, 128, 128, mask=LISTS[0]), TYPICAL["sm_90a"]
+    plain = dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=Causal()))
+    large, small = attn_fwd.Config(192, 64, 4, 2), attn_fwd.Config(128, 128, 2, 1)
+    for asked, configs, best in ((op, [large, small], small), (plain, [large, small], large), (op, [large], large)):
+        config_set.cache_clear()
+        with (
+            mock.patch.object(ATTN_FWD, "candidates", lambda op, device, configs=configs: configs),
+            mock.patch.object(ATTN_FWD, "cost", lambda config, op, device: config is small),
+        ):
+            assert config_set(ATTN_FWD, (asked,), device)[0].modelled == best
+    config_set.cache_clear()
