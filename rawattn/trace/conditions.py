@@ -28,7 +28,7 @@ from .arithmetic import (
     sub,
     tame,
     wider,
-)  # fmt: skip
+)
 from .expressions import INSIDE, KV, KV_LEN, OFFSET, Q_LEN, Expr, Q, const, make, wrap
 
 

@@ -24,7 +24,7 @@ from .arithmetic import (
     remainder,
     sub,
     unary,
-)  # fmt: skip
+)
 from .conditions import compare, invert, logical, where
 from .expressions import FUNCTIONS, Expr, const, wrap
 from .formulas import UNARY
@@ -129,5 +129,4 @@ FUNCTIONS |= {
     "zeros_like": _made(0), "ones_like": _made(1), "full_like": lambda x, value, **_: wrap(value), "clone": wrap,
     "detach": wrap, "contiguous": wrap,
 }  # fmt: skip
-for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):  # of a tensor and an argument, torch's names
-    FUNCTIONS.setdefault(_name, {"floordiv": floor_divide, "truediv": div}.get(_name, FUNCTIONS.get(_name, power)))
+FUNCTIONS |= {"truediv": div, "floordiv": floor_divide, "rpow": lambda a, b: power(b, a)}  # of a tensor and an argument
