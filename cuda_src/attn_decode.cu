@@ -70,6 +70,7 @@ struct Smem {
 template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
+template struct KvTilesOption<Mask>;
 template struct ScoreOption<Score>;
 template struct SumOption<Softmax>;
 template struct WeightOption<Weight>;

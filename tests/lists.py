@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rawattn.program import Field, Fields
 from rawattn.variant import Option, Wrapper
-from rawattn.variant.mask import Ints, Pairs, of_head
+from rawattn.variant.mask import Ints, Pairs
 
 Array = npt.NDArray[Any]
 
@@ -134,5 +134,34 @@ class Listed(Wrapper):
         base: Pairs = self.base  # type: ignore[assignment]
         return base.interval(q, q_len, kv_len)
 
-    def of_head(self, head: int) -> Pairs:
-        return of_head(self.base, head)  # type: ignore[arg-type]
+
+MASKS = ("documents", "block table", "checkerboard")
+
+
+def arrays(name: str, batch: int, heads: int, length: int, seed: int = 0) -> tuple[Array, ...]:
+    """What a mask of ``MASKS`` captured, over sequences of up to so many positions: an array and its pyramid."""
+    rng = np.random.default_rng(seed)
+    if name == "documents":  # of uneven lengths, which come again, so that the tiles of a query have holes between them
+        runs = [np.repeat(rng.integers(0, 4, 2 * length), rng.integers(1, 60, 2 * length))[:length] for _ in range(batch)]
+        doc = np.array(runs, np.int32)
+        return doc, pyramid(doc)
+    if name == "block table":  # with queries that keep no key, and keys that no query keeps
+        blocks = -(-length // 32)
+        table = (rng.random((heads, blocks, blocks)) < 0.3).astype(np.int32)
+        table[:, 1 % blocks], table[:, :, 2 % blocks] = 0, 0
+        return table, pyramid(table, 2)
+    return ()
+
+
+def mask(name: str, shapes: tuple[tuple[int, ...], ...], addresses: tuple[int, ...]) -> Any:
+    """A mask of ``MASKS`` over arrays of these shapes at these addresses."""
+    if name == "documents":
+        return Documents(addresses[0], addresses[1], shapes[0][1])
+    if name == "block table":
+        return BlockTable(addresses[0], addresses[1], shapes[0][1], shapes[0][2], 32)
+    return Checkerboard(32)
+
+
+def on_host(name: str, held: tuple[Array, ...]) -> Any:
+    """A mask of ``MASKS`` over arrays in this process's memory."""
+    return mask(name, tuple(x.shape for x in held), tuple(x.ctypes.data for x in held))

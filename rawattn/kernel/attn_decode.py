@@ -115,6 +115,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             found.append("it takes masks that keep one run of keys for each query, and its mask is a function")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
+        if lists(op.mask):
+            found.append("its mask may leave holes between the keys that it keeps")
         found += ["it takes no kv_begin yet"] * op.kv_begin + ["causal is an array; it takes True and False"] * op.causal_each
         return found + tiling.reasons(self.layout_reason(op.layout))
 

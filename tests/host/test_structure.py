@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 21000,
+    "rawattn": 21300,
     "perf": 5000,
-    "cuda_src": 7700,
-    "tests": 24500,
+    "cuda_src": 8300,
+    "tests": 22000,
 }
 FUNCTION_LINES = 60
 

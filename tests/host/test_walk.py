@@ -21,29 +21,6 @@ from tests.host.test_emulated import Array, Case
 from tests.operations import forward
 
 
-def documents(case: Case, seed: int = 0) -> tuple[Any, tuple[Array, ...]]:
-    """Documents of uneven lengths that come again, so that the tiles of a query have holes between them."""
-    rng, length = np.random.default_rng(seed), max(case.q_len, case.kv_len) + max(case.offsets or (0,))
-    runs = [np.repeat(rng.integers(0, 4, 2 * length), rng.integers(1, 60, 2 * length))[:length] for _ in range(2)]
-    doc = np.array(runs, np.int32)
-    levels = lists.pyramid(doc)
-    return lists.Documents(doc.ctypes.data, levels.ctypes.data, length), (doc, levels)
-
-
-def block_table(case: Case, block: int = 32, seed: int = 1, share: float = 0.3) -> tuple[Any, tuple[Array, ...]]:
-    """Blocks drawn by chance; the second row of blocks keeps nothing."""
-    rng, length = np.random.default_rng(seed), max(case.q_len, case.kv_len) + max(case.offsets or (0,))
-    count = -(-length // block)
-    table = (rng.random((case.heads, count, count)) < share).astype(np.int32)
-    table[:, 1] = 0
-    levels = lists.pyramid(table, 2)
-    return lists.BlockTable(table.ctypes.data, levels.ctypes.data, count, count, block), (table, levels)
-
-
-def checkerboard(case: Case) -> tuple[Any, tuple[Array, ...]]:
-    return lists.Checkerboard(32), ()
-
-
 def kept(case: Case, mask: Any, arrays: tuple[Array, ...], batch: int, head: int) -> Array:
     """The pairs that a mask keeps in a sequence's head."""
     q_at, kv_at = case.offsets or (0, 0)
@@ -54,8 +31,9 @@ def kept(case: Case, mask: Any, arrays: tuple[Array, ...], batch: int, head: int
     return found
 
 
-def check(case: Case, make: Any, folder: pathlib.Path) -> None:
-    mask, arrays = make(case)
+def check(case: Case, name: str, folder: pathlib.Path) -> None:
+    arrays = lists.arrays(name, 2, case.heads, max(case.q_len, case.kv_len) + max(case.offsets or (0,)))
+    mask = lists.on_host(name, arrays)
     case = dataclasses.replace(case, mask=mask)
     o, lse = emulated.run(case, folder)
     q, k, v = (x.astype(np.float64) for x in emulated.arrays(case))
@@ -76,34 +54,36 @@ def check(case: Case, make: Any, folder: pathlib.Path) -> None:
 
 
 KERNELS = ("attn_fwd", "attn_fwd_mma", "attn_fwd_simt")
+DOCUMENTS, TABLE, BOARD = lists.MASKS
+LONG = {"q_len": 130, "kv_len": 260, "heads": 1}
 CASES = [
-    *((Case(name, kv_len=410, q_len=200), make) for name in KERNELS for make in (documents, block_table, checkerboard)),
-    *((Case(name, q_len=97, kv_len=333, heads=4, kv_heads=4, offsets=(130, 40)), block_table) for name in KERNELS),
-    *((Case(name, q_len=70, kv_len=97, offsets=(3, 50)), documents) for name in KERNELS),
-    *((Case(name, q_len=95, kv_len=170, kv_heads=2, lens=((40, 0), (170, 13))), documents) for name in KERNELS),
+    *((Case(name, **LONG), mask) for name in KERNELS for mask in lists.MASKS),
+    *((Case(name, q_len=40, kv_len=100, heads=4, kv_heads=4, offsets=(90, 40)), TABLE) for name in KERNELS),
+    *((Case(name, q_len=70, kv_len=97, heads=1, offsets=(3, 50)), DOCUMENTS) for name in KERNELS),
+    *((Case(name, q_len=70, kv_len=130, kv_heads=2, lens=((40, 0), (130, 13))), DOCUMENTS) for name in KERNELS),
     *(
-        (Case(name, q_len=70, kv_len=200, kv_heads=2, lens=((70, 65), (33, 200)), score=emulated.ALIBI), checkerboard)
+        (Case(name, q_len=40, kv_len=100, kv_heads=2, lens=((40, 35), (33, 100)), score=emulated.ALIBI), BOARD)
         for name in KERNELS
     ),
-    *((Case(name, q_len=40, kv_len=300, split_keys=64), make) for name in KERNELS for make in (documents, checkerboard)),
-    (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4), block_table),
-    (Case("attn_fwd_mma", q_len=33, kv_len=200, heads=3, score=emulated.ALIBI), checkerboard),
-    (Case("attn_fwd_mma", q_len=3, kv_len=300, heads=4, split_keys=96, offsets=(60, 5)), block_table),
+    *((Case(name, q_len=40, kv_len=200, heads=1, split_keys=64), mask) for name in KERNELS for mask in (DOCUMENTS, BOARD)),
+    (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4), TABLE),
+    (Case("attn_fwd_mma", q_len=33, kv_len=200, heads=3, score=emulated.ALIBI), BOARD),
+    (Case("attn_fwd_mma", q_len=3, kv_len=300, heads=4, split_keys=96, offsets=(60, 5)), TABLE),
 ]
 
 
-@pytest.mark.parametrize(("case", "make"), CASES, ids=lambda x: emulated.name_of(x) if isinstance(x, Case) else x.__name__)
-def test_list(case: Case, make: Any, tmp_path: pathlib.Path) -> None:
-    check(case, make, tmp_path)
+@pytest.mark.parametrize(("case", "mask"), CASES, ids=lambda x: emulated.name_of(x) if isinstance(x, Case) else x)
+def test_list(case: Case, mask: str, tmp_path: pathlib.Path) -> None:
+    check(case, mask, tmp_path)
 
 
-INTERVALS = [Full(), Causal(), Causal("top_left"), Window(33, 5), Both(Causal(), Window(40))]
+INTERVALS = [Full(), Causal(), Window(33, 5, "top_left"), Both(Causal(), Window(40))]
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("mask", INTERVALS, ids=str)
 def test_an_interval_as_a_list_has_the_same_bits(mask: Any, name: str, tmp_path: pathlib.Path) -> None:
-    case = Case(name, q_len=150, kv_len=230, mask=mask)
+    case = Case(name, q_len=150, kv_len=130, heads=1, mask=mask)
     results = []
     for way in (mask, lists.Listed(mask)):
         (tmp_path / type(way).__name__).mkdir()
