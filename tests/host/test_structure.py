@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 21300,
     "perf": 5000,
     "cuda_src": 8300,
-    "tests": 22000,
+    "tests": 25500,
 }
 FUNCTION_LINES = 60
 
