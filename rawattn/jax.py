@@ -18,17 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
-from . import api, arrays, driver
+from . import api, arrays, driver, functions
+from .api import MaskLike, ScoreLike
 from .arrays import Array
 from .errors import ProblemError, UnsupportedError
-from .operation import Forward
-from .spec import Spec, Window
+from .operation import Backward, Forward
+from .spec import Window
 from .variant.element import ELEMENTS
 from .variant.mask import Both, Causal, Full, Mask
 from .variant.mask import Window as WindowMask
-from .variant.score import Score
 
 _NAMES = {dtype: name for name, dtype in arrays.DTYPES.items()}
 _BF16 = arrays.DTYPES["bf16"]
@@ -38,9 +39,9 @@ Options = tuple[tuple[str, Any], ...]
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, q_lens: Any = None,
-    kv_lens: Any = None, return_lse: bool = False, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None,
+    bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, return_lse: bool = False,
+    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head, of JAX arrays.
 
@@ -50,22 +51,31 @@ def attention(
     q, k, v and sinks, by o and by lse, come by ``jax.custom_vjp``: reverse mode, once. With q_lens or kv_lens there is none yet.
     Options are Python values: what is traced may be an array, but not a window or a scale.
 
-    vmap joins the mapped dimension to the batch; where sinks are given, one element is computed after the other. What is not
-    mapped is repeated in memory. shard_map over batch and heads computes each device's part. Under jit alone, XLA cannot split a
-    callback: it gathers sharded arrays first.
+    What functions captured may be traced, too; it gets no gradient yet.
+
+    vmap joins the mapped dimension to the batch; where sinks or functions are given, one element is computed after the other.
+    What is not mapped is repeated in memory. shard_map over batch and heads computes each device's part. Under jit alone, XLA
+    cannot split a callback: it gathers sharded arrays first.
 
     Raises ProblemError while JAX traces, where an argument is wrong. That no kernel of the device computes the call shows when it
     runs: JAX then raises its own error with the text of the ``UnsupportedError``.
     """
     if isinstance(window, list):
         window = tuple(window)
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = api.options_of(
         causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=True,
         constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset,
     )  # fmt: skip
+    options, captured = functions.taken(options)
+    for words, x in zip(functions.labels(options).values(), captured, strict=True):
+        if not isinstance(x, jax.Array):
+            raise ProblemError(f"{words} is a {type(x).__name__}; it must be a JAX array, as q is here.")
     given = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens}
     given = {name: jnp.asarray(x) for name, x in given.items() if x is not None or name in "qkv"}
-    Forward.of({name: _described(x) for name, x in given.items()}, Spec.of(**options))
+    given |= dict(zip(functions.names(options), captured, strict=True))
+    Forward.of_call({name: _described(x) for name, x in given.items()}, options, (None, None))
     o, lse = _attention(tuple(options.items()), _varying(given, _axes(given)))
     return (o, lse) if return_lse else o
 
@@ -126,8 +136,14 @@ def _attention(options: Options, given: dict[str, Any]) -> tuple[Any, Any]:
     return found["o"], found["lse"]
 
 
-def _attention_fwd(options: Options, given: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+def _attention_fwd(options: Options, primals: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """Computes (o, lse), and keeps them for the backward."""
+    given = {name: x.value for name, x in primals.items()}
+    for name, words in functions.labels(dict(options)).items():
+        if primals[name].perturbed:
+            raise UnsupportedError(
+                f"{words} is differentiated, and captured arrays get no gradients yet; use stop_gradient on it."
+            )
     for name in ("q_lens", "kv_lens"):
         if name in given:
             raise UnsupportedError(f"{name} was given and a gradient was asked for; there is none with lengths yet.")
@@ -140,13 +156,14 @@ def _attention_fwd(options: Options, given: dict[str, Any]) -> tuple[tuple[Any, 
 def _attention_bwd(options: Options, kept: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
     """Computes the gradients of q, k, v and the sinks."""
     given, o, lse = kept
-    do, dlse = cotangents
-    shapes = {f"d{name}": (x.shape, x.dtype) for name, x in given.items()}
+    do, dlse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
+    captured = functions.names(dict(options))
+    shapes = {f"d{name}": (x.shape, x.dtype) for name, x in given.items() if name not in captured}
     found = _called(_backward(options), shapes, {**given, "do": do, "o": o, "lse": lse, "dlse": dlse})
-    return ({name: found[f"d{name}"] for name in given},)
+    return ({name: found.get(f"d{name}") for name in given},)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 # ---- the calls that XLA makes
@@ -186,36 +203,36 @@ def _carrier(dtype: Any) -> Any:
 def _forward(options: Options) -> Callable[..., None]:
     def compute(context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
         """Computes attention into XLA's buffers."""
-        for each in _elements(context, {**given, **out}):
-            names = [name for name in Forward.names if name in each and name not in "qkv"]
-            others = {name: each[name] for name in names}
-            api.attention(each["q"], each["k"], each["v"], out=(each["o"], each["lse"]), **others, **dict(options))
+        for each in _elements(context, {**given, **out}, options):
+            inputs, captured = tuple(map(each.get, Forward.names)), tuple(each[name] for name in functions.names(dict(options)))
+            results = each["o"], each["lse"]
+            api.run(inputs, dict(options), (None, None), None, None, results, Forward, None, captured)
 
     return compute
 
 
 @functools.cache
 def _backward(options: Options) -> Callable[..., None]:
-    options = tuple((name, value) for name, value in options if name != "return_lse")
+    options = tuple((name, value if name != "return_lse" else False) for name, value in options)
 
     def compute(context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
         """Computes the gradients into XLA's buffers."""
-        for each in _elements(context, {**given, **out}):
+        for each in _elements(context, {**given, **out}, options):
             results = tuple(each[name] for name in ("dq", "dk", "dv", "dsinks") if name in each)
-            inputs = (each[name] for name in ("do", "q", "k", "v", "o", "lse"))
-            api.attention_backward(*inputs, dlse=each["dlse"], sinks=each.get("sinks"), out=results, **dict(options))
+            inputs, captured = tuple(map(each.get, Backward.names)), tuple(each[name] for name in functions.names(dict(options)))
+            api.run(inputs, dict(options), (None, None), None, None, results, Backward, None, captured)
 
     return compute
 
 
-def _elements(context: Any, buffers: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _elements(context: Any, buffers: dict[str, Any], options: Options) -> Iterator[dict[str, Any]]:
     """The arrays of each call to make, by name, while XLA's stream is the current one. Dimensions that vmap added join the batch;
-    with sinks, which have none, each element is a call of its own."""
+    with sinks, which have none, and with functions, which see the batch, each element is a call of its own."""
     with _arrays(context, buffers) as found:
         extra = found["q"].ndim - 4
         if not extra:
             yield found
-        elif "sinks" not in found:
+        elif "sinks" not in found and not functions.among(dict(options)):
             yield {name: x.reshape(-1, *x.shape[extra + 1 :]) for name, x in found.items()}
         else:
             rows = {name: x.reshape(-1, *x.shape[extra:]) for name, x in found.items()}

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import rawattn  # noqa: E402
 import rawattn.jax  # noqa: E402
 from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
+from rawattn.testing import Case, expect, expect_backward  # noqa: E402
 from rawattn.variant.mask import Both, Causal, Window  # noqa: E402
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -267,3 +268,37 @@ def test_command_buffer(device: Any) -> None:
     ran = subprocess.run([sys.executable, "-c", CAPTURED], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert 0 < int(ran.stdout) < 3 * 4 * 3
+
+
+# ---- functions
+
+
+def functions_of(doc: Any, slopes: Any) -> dict[str, Any]:
+    mask = lambda q, kv: (doc[q] == doc[kv]) & (q - kv < 7)  # noqa: E731
+    return {"mask": mask, "score": lambda s, h, q, kv: s + slopes[h] * (kv - q)}
+
+
+def test_functions() -> None:
+    """What they captured may be traced, closed over, or mapped, and must not be differentiated."""
+    case = Case("fp32", 2, 40, 40, 4, 2, 16, 16)
+    on_host, (q, k, v) = case.inputs(), map(jnp.asarray, case.inputs())
+    doc, slopes = jnp.arange(40, dtype=jnp.int32) // 9, jnp.asarray([0.1, 0.2, -0.1, 0.3], jnp.float32)
+    own = functions_of(np.asarray(doc), np.asarray(slopes))
+    wanted = expect(*on_host, **own)
+    attention = lambda q, k, v, doc, slopes: rawattn.jax.attention(q, k, v, **functions_of(doc, slopes))  # noqa: E731
+    o = attention(q, k, v, doc, slopes)
+    wanted.check(np.asarray(o))
+    assert (jax.jit(attention)(q, k, v, doc, slopes) == o).all()
+    assert (jax.jit(lambda q, k, v: attention(q, k, v, doc, slopes))(q, k, v) == o).all()
+    found = jax.grad(lambda *given: (attention(*given, doc, slopes) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
+    expect_backward(2 * np.asarray(o), *on_host, **own).check(*map(np.asarray, found))
+    docs = jnp.stack([doc, doc // 2])
+    mapped = jax.vmap(lambda doc: attention(q, k, v, doc, slopes))(docs)
+    assert (mapped == jnp.stack([attention(q, k, v, each, slopes) for each in docs])).all()
+    with pytest.raises(UnsupportedError, match="slopes, which score captured, is differentiated"):
+        jax.grad(lambda slopes: attention(q, k, v, doc, slopes).sum())(slopes)
+    with pytest.raises(ProblemError, match="doc, which mask captured, is a ndarray; it must be a JAX array"):
+        attention(q, k, v, np.asarray(doc), slopes)
+    bias = jnp.arange(40, dtype=jnp.float32)
+    again = rawattn.attention(*on_host, bias=np.asarray(bias), alibi=np.asarray(slopes))
+    assert (rawattn.jax.attention(q, k, v, bias=bias, alibi=slopes) == again).all()
