@@ -48,7 +48,7 @@ def attention(
     Args:
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
-        k, v: (batch, kv_len, kv_heads, head_dim), of v head_dim_v. Query head h reads head h // (heads / kv_heads), a whole number.
+        k, v: (batch, kv_len, kv_heads, head_dim), of v head_dim_v. Query head h reads head h // n, where n is heads / kv_heads.
         causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn (torch's
             alignment: ``mask=rawattn.mask.Causal(align="top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
