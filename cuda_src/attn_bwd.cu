@@ -194,7 +194,9 @@ struct Consumer {
     }
 
     // From gradients of weights to those of dot products.
-    __device__ void differentiate(const Weight& weight, i32 q_first, i32 key) {
+    template <class Weights>
+    __device__ void differentiate(const Weights& weights) {
+        const float factor = Weight::factor(args);
         const float* delta = smem.delta[step.stage()] + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 4) {
@@ -202,7 +204,7 @@ struct Consumer {
             float x[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float gradient = weight(dp[i + j], q_first + fragment_column(i + j), key + 8 * fragment_row(j));
+                const float gradient = weights(dp[i + j], i / 8, i % 8 + j) * factor;
                 x[j] = s[i + j] * (gradient - (j % 2 ? d.y : d.x));
             }
             ds[i / 2] = Element::pack(x[0], x[1]), ds[i / 2 + 1] = Element::pack(x[2], x[3]);
@@ -256,19 +258,19 @@ struct Consumer {
         const WorkTile own = at.work_tile();
         const Mask mask(args, rows, own);
         const Score score(args, rows, own);
-        const Weight weight(args, rows, own);
         const u32 stage = step.stage();
         const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
         start_s();
         start_dp();
         tell_dq();
+        const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         ptx::wgmma_wait<1>();
         const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
-        if (at.is_full()) weigh_transposed(s, p, score, weight, EveryElement{}, lse_log2, q_first, key);
-        else weigh_transposed(s, p, score, weight, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
+        if (at.is_full()) weigh_transposed(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed(s, p, score, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
         ptx::wgmma_wait<0>();
         smem.ds_empty[stage].wait(step.parity() ^ 1);
-        differentiate(weight, q_first, key);
+        differentiate(weights.again());
         leave_ds();
         start_dv();
         if (cfg::dq_parts > 1 || until == 0) {
@@ -309,7 +311,7 @@ struct Consumer {
         }
         const float scale = args.scale * SMma::sign;
         store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, scale);
-        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, 1.f);
+        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, Weight::factor(args));
         __syncwarp();
     }
 };

@@ -120,17 +120,17 @@ struct Values : Role<DvMma> {
         smem.q_full[stage].wait(step.parity());
         const SmemDescriptor<QTile> q = SmemDescriptor<QTile>::of_columns(smem.q).stage(stage);
         start<SMma>(SmemDescriptor<KTile>::of_columns(&smem.k), q, cfg::head_dim);
+        const WorkTile own = at.work_tile();
+        const i32 q_first = own.q_begin + lane % 4 * 2;
+        const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         smem.p_empty[stage].wait(step.parity() ^ 1);
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.do_empty[before]);
-        const WorkTile own = at.work_tile();
         const Mask mask(args, rows, own);
         const Score score(args, rows, own);
-        const Weight weight(args, rows, own);
-        const i32 q_first = own.q_begin + lane % 4 * 2;
         const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
-        if (at.is_full()) weigh_transposed(s, p, score, weight, EveryElement{}, lse_log2, q_first, key);
-        else weigh_transposed(s, p, score, weight, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
+        if (at.is_full()) weigh_transposed(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed(s, p, score, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
         pass_p();
         arrive(smem.q_empty[stage]);
     }
@@ -144,7 +144,7 @@ struct Values : Role<DvMma> {
         arrive(smem.do_empty[step.stage()]);
     }
     __device__ void store(const KvWorkTile& work, const Rows& rows, i32 key) const {
-        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, sum, 1.f);
+        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, sum, Weight::factor(args));
     }
 };
 
@@ -152,7 +152,9 @@ struct Keys : Role<DkMma> {
     using Role::Role;
 
     // p = ds, of the other role's weights and this one's dp.
-    __device__ void differentiate(const Weight& weight, i32 q_first, i32 key) {
+    template <class Weights>
+    __device__ void differentiate(const Weights& weights) {
+        const float factor = Weight::factor(args);
         const float* delta = smem.delta[step.stage()] + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 8) {
@@ -161,8 +163,7 @@ struct Keys : Role<DkMma> {
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
                 const float2 d = *reinterpret_cast<const float2*>(delta + fragment_column(i + j));
-                const i32 q = q_first + fragment_column(i + j), kv = key + 8 * fragment_row(j);
-                const float low = weight(s[i + j], q, kv) - d.x, high = weight(s[i + j + 1], q + 1, kv) - d.y;
+                const float low = weights(s[i + j], i / 8, j) * factor - d.x, high = weights(s[i + j + 1], i / 8, j + 1) * factor - d.y;
                 const float w0 = Element::widen({u16(w[j / 2])}), w1 = Element::widen({u16(w[j / 2] >> 16)});
                 p[(i + j) / 2] = Element::pack(w0 * low, w1 * high);
             }
@@ -180,10 +181,12 @@ struct Keys : Role<DkMma> {
         smem.do_full[stage].wait(step.parity());
         const SmemDescriptor<DoTile> d_o = SmemDescriptor<DoTile>::of_columns(smem.d_o).stage(stage);
         start<DpMma>(SmemDescriptor<VTile>::of_columns(&smem.v), d_o, cfg::head_dim_v);
+        const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
+        const auto weights = Weight(args, rows, at.work_tile()).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         smem.p_full[stage].wait(step.parity());
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.q_empty[before]);
-        differentiate(Weight(args, rows, at.work_tile()), at.tile * cfg::tile_q + lane % 4 * 2, key);
+        differentiate(weights);
         __syncwarp();
         arrive(smem.do_empty[stage]);
         arrive(smem.p_empty[stage]);

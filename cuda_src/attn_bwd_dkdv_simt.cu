@@ -60,6 +60,7 @@ struct Block {
         const Score score(args, rows, work);
         const Weight weight(args, rows, work);
         const i32 q_begin = work.q_begin;
+        const Number factor = Weight::factor(args);
         Number s[q_each][keys_each] = {}, dp[q_each][keys_each] = {};
 #pragma unroll 1
         for (int column = 0; column < cfg::head_dim; column += cfg::chunk) {
@@ -87,7 +88,7 @@ struct Block {
                 const Number t = score(s[i][j], q, first + 16 * j);
                 const bool keep = kept.keep(16 * j) && q < rows.q_len;
                 const Number w = keep ? ptx::exp2(t * score.scale_log2 - lse_log2[r]) : Number(0);
-                const Number gradient = weight(dp[i][j], q, first + 16 * j) - delta[r];
+                const Number gradient = weight(dp[i][j], q, first + 16 * j) * factor - delta[r];
                 smem.p.data[r][at.x + 16 * j] = weight(w, q, first + 16 * j);
                 smem.ds.data[r][at.x + 16 * j] = keep ? w * score.derivative(s[i][j], q, first + 16 * j) * gradient : Number(0);
             }
@@ -132,7 +133,7 @@ __device__ void compute(const Args& args, Smem& smem, const KvWorkTile& work) {
         block.add(head, tile * cfg::tile_q);
     });
     block.store(args.dk, work.kv_head, cfg::head_dim, block.dk, args.scale);
-    block.store(args.dv, work.kv_head, cfg::head_dim_v, block.dv, Number(1));
+    block.store(args.dv, work.kv_head, cfg::head_dim_v, block.dv, Weight::factor(args));
 }
 
 extern "C" __global__ __launch_bounds__(256) void attn_bwd_dkdv_simt(const __grid_constant__ Args args) {

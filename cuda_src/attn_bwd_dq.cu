@@ -155,11 +155,12 @@ struct Consumer {
         }
     }
     __device__ void differentiate(const Weight& weight, i32 row, i32 first) {
+        const float factor = Weight::factor(args);
+        map_fragment(weight, dp, row, first);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 2) {
-            const i32 r = fragment_row(i), kv = first + fragment_column(i);
-            const float low = weight(dp[i], row + 8 * r, kv), high = weight(dp[i + 1], row + 8 * r, kv + 1);
-            ds[i / 2] = Element::pack(s[i] * (low - delta[r]), s[i + 1] * (high - delta[r]));
+            const float d = delta[fragment_row(i)];
+            ds[i / 2] = Element::pack(s[i] * (dp[i] * factor - d), s[i + 1] * (dp[i + 1] * factor - d));
         }
     }
     // S and dP of the tile at hand, and dS; where `later`, dq of the tile before runs beside them. `arrive` says which tile it is, once

@@ -50,6 +50,7 @@ struct Block {
 
     // smem.ds of a tile of keys.
     __device__ void differentiate(i32 kv_begin, const Number* lse_log2, const Number* delta) {
+        const Number factor = Weight::factor(args);
         Number s[q_each][keys_each] = {}, dp[q_each][keys_each] = {};
 #pragma unroll 1
         for (int column = 0; column < cfg::head_dim; column += cfg::chunk) {
@@ -75,7 +76,7 @@ struct Block {
 #pragma unroll
             for (int j = 0; j < keys_each; ++j) {
                 const Number t = score(s[i][j], row, first + 16 * j), w = ptx::exp2(t * score.scale_log2 - lse_log2[r]);
-                const Number gradient = weight(dp[i][j], row, first + 16 * j) - delta[r];
+                const Number gradient = weight(dp[i][j], row, first + 16 * j) * factor - delta[r];
                 const bool keep = kept.keep(16 * j) && row < rows.q_len;
                 smem.ds.data[r][at.x + 16 * j] = keep ? w * score.derivative(s[i][j], row, first + 16 * j) * gradient : Number(0);
             }

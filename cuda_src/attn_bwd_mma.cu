@@ -78,14 +78,14 @@ static_assert(warp_count % cfg::dq_row_warps == 0 && dq_m_tiles * cfg::dq_row_wa
 struct Pairs {
     const Mask& mask;
     const Score& score;
-    const Weight& weight;
     const i32 q, kv;
 };
-// What a step has of its queries.
+// What a step has of its queries, and the factor of all weights.
 struct Stage {
     const QTile& q;
     const DoTile& d_o;
     const float *lse_log2, *delta;
+    const float factor;
 };
 using Sums = float[m_tiles][8];  // of 16 columns, and this warp's keys
 using Words = u32[m_tiles][4];   // the same as A operands
@@ -102,8 +102,8 @@ struct QueryStatistics {
 };
 
 // From dot products to weights, of which s keeps the score's derivative times them. `kept` says of which pairs.
-template <int n, class Kept>
-__device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const Kept& kept, const float* lse_log2) {
+template <int n, class Kept, class Weights>
+__device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const Kept& kept, const Weights& weights, const float* lse_log2) {
 #pragma unroll
     for (int j = 0; j < n; ++j) {
         const QueryStatistics lse(lse_log2 + 16 * j);
@@ -116,7 +116,7 @@ __device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const Kep
                 const float x = s[j][i][e] * cfg::scale_sign;
                 const float exponent = __fmaf_rn(pairs.score(x, q, kv), pairs.score.scale_log2, -lse[e]);
                 const float weight = ptx::exp2(kept(j, i, e) ? exponent : minus_inf);
-                w[e] = pairs.weight(weight, q, kv);
+                w[e] = weights(weight, j * m_tiles + i, e);
                 s[j][i][e] = weight * pairs.score.derivative(x, q, kv);
             }
             pack_block(p[j][i], w);
@@ -124,8 +124,8 @@ __device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const Kep
     }
 }
 // ds, of s and of the gradients of weights.
-template <int n>
-__device__ void differentiate(const Sums (&s)[n], const Sums (&dp)[n], Words (&ds)[n], const Pairs& pairs, const float* delta) {
+template <class Weights, int n>
+__device__ void differentiate(const Sums (&s)[n], const Sums (&dp)[n], Words (&ds)[n], const Weights& weights, float factor, const float* delta) {
 #pragma unroll
     for (int j = 0; j < n; ++j) {
         const QueryStatistics d(delta + 16 * j);
@@ -133,10 +133,7 @@ __device__ void differentiate(const Sums (&s)[n], const Sums (&dp)[n], Words (&d
         for (int i = 0; i < m_tiles; ++i) {
             float x[8];
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                const i32 q = pairs.q + 16 * j + block_column(e), kv = pairs.kv + 16 * i + block_row(e);
-                x[e] = s[j][i][e] * (pairs.weight(dp[j][i][e], q, kv) - d[e]);
-            }
+            for (int e = 0; e < 8; ++e) x[e] = s[j][i][e] * (weights(dp[j][i][e], j * m_tiles + i, e) * factor - d[e]);
             pack_block(ds[j][i], x);
         }
     }
@@ -196,18 +193,19 @@ struct Warp {
     }
 
     // P and dS of this warp's keys and chunk_q queries.
-    __device__ void weigh_chunk(const Stage& stage, const Pairs& pairs, bool full, u32 first_q) {
+    template <class Weights>
+    __device__ void weigh_chunk(const Stage& stage, const Pairs& pairs, const Weights& weights, bool full, u32 first_q) {
         Sums s[chunk_q / 16], dp[chunk_q / 16];
         Words words[chunk_q / 16];
         multiply_columns<blocks>(s, smem.k, stage.q, first_q);
         const float* lse_log2 = stage.lse_log2 + first_q + lane % 4 * 2;
-        if (full) weigh(s, words, pairs, EveryPair{}, lse_log2);
-        else weigh(s, words, pairs, kept_pairs<chunk_q / 16>(pairs.mask, pairs.q, pairs.kv), lse_log2);
+        if (full) weigh(s, words, pairs, EveryPair{}, weights, lse_log2);
+        else weigh(s, words, pairs, kept_pairs<chunk_q / 16>(pairs.mask, pairs.q, pairs.kv), weights, lse_log2);
         if (cfg::sharing == 1) multiply_own(dv, words, stage.d_o, first_q);
         else leave(smem.ds[cfg::sharing > 1], words, first_q);
         multiply_columns<v_blocks>(dp, smem.v, stage.d_o, first_q);
         if (cfg::sharing > 1) __syncwarp();  // else NVRTC 13.0 goes on in the midst of the product, and spills
-        differentiate(s, dp, words, pairs, stage.delta + first_q + lane % 4 * 2);
+        differentiate(s, dp, words, weights.again(), stage.factor, stage.delta + first_q + lane % 4 * 2);
         leave(smem.ds[0], words, first_q);
         if (cfg::sharing == 1) multiply_own(dk, words, stage.q, first_q);
     }
@@ -317,14 +315,15 @@ struct Block {
 #pragma unroll 1
         for (int i = 0; i < chunks; ++i) {
             const i32 first = i32(warp.member) * part_q + i * chunk_q;
-            const Pairs pairs = {mask, score, weight, own.q_begin + first + i32(warp.lane) % 4 * 2, first_key()};
-            warp.weigh_chunk(stage, pairs, step.full, first);
+            const Pairs pairs = {mask, score, own.q_begin + first + i32(warp.lane) % 4 * 2, first_key()};
+            const auto weights = weight.template transposed<chunk_q / 16, m_tiles>(pairs.q, pairs.kv);
+            warp.weigh_chunk(stage, pairs, weights, step.full, first);
         }
     }
     // What is loaded next takes the place of what was read for the last time.
     __device__ void do_step() {
         const u32 at = count % 2;
-        const Stage stage = {smem.q[count % cfg::q_stages], smem.d_o[count % cfg::do_stages], smem.lse_log2[at], smem.delta[at]};
+        const Stage stage = {smem.q[count % cfg::q_stages], smem.d_o[count % cfg::do_stages], smem.lse_log2[at], smem.delta[at], Weight::factor(args)};
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (count > 0) pass_turn();
@@ -359,7 +358,7 @@ struct Block {
     }
     __device__ void store() const {
         store_sums(args.dk, cfg::head_dim / 8, warp.dk, args.scale * cfg::scale_sign);
-        store_sums(args.dv, cfg::head_dim_v / 8, warp.dv, 1.f);
+        store_sums(args.dv, cfg::head_dim_v / 8, warp.dv, Weight::factor(args));
     }
     __device__ void run() {
         if (smem.steps[0].head >= 0) {

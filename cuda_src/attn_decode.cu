@@ -2,16 +2,19 @@
 //
 // Rows are the queries of all heads that share a key head, cfg::tile_q of them in a work. Blocks are persistent: each takes an equal
 // share of all key tiles, which it finds from the lengths on the device. Warp 0 loads the tiles of its share, first ones first, into
-// a ring. Of the four others each computes whole tiles by itself: warp w those whose number is w modulo 4, all rows at once. At the
-// end of a split the four results become one, of which each warp has a quarter of the columns. Splits, and the order in which they
+// a ring; where it copies them row by row, others copy a part of each with it, and find their way by themselves. Every 16 rows have four other warps, of which each computes whole tiles by itself: warp w those whose number is w modulo 4.
+// At the end of a split the four results become one, of which each warp has a quarter of the columns. Splits, and the order in which they
 // are folded, follow from the sequence alone (tile/splits.cuh): a row has the same bits in any batch, on any grid, for any pages.
 //
 //   barrier               arrives                       waits               protects
-//   k_full[b], v_full[b]  TMA (bytes), or copies        the tile's warp     K, V of a stage until read
-//   empty[b]              a lane of the tile's warp     producer            both until refilled
+//   k_full[b], v_full[b]  TMA (bytes), or copies        the tile's warps    K, V of a stage until read
+//   empty[b]              a lane of each of them        producer            both until refilled
 //   given                 a lane of the producer        a consumer          smem.next, .line
 //   taken                 that consumer                 producer            smem.next until the next work
-//   named barrier 1       consumers                     consumers           smem.q, .own, .work, .pieces, .is_last
+//   listed                a lane of the producer        a consumer          smem.pieces, .owner
+//   named barrier 1       consumers                     consumers           smem.q, .work, .is_last
+//   named barrier 2 + m   those of 16 rows              they                smem.own[m]
+//   named barrier 4       producers                     producers           what they have seen, in smem.own[0]
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
@@ -41,31 +44,30 @@ using VTile = PagedTile<cfg::tile_kv, cfg::head_dim_v, cfg::page_rows>;
 
 constexpr u32 barriers = (cfg::stages + 3) / 4 * 4;
 
-struct Own {  // of a block
+struct Own {  // of 16 rows
     Strands strands;
-    KeptState group[cfg::m_tiles_per_warp], groups[cfg::m_tiles_per_warp];  // of the splits so far in their group, and of the groups before
+    KeptState group, groups;  // of the splits so far in their group, and of the groups before
 };
 struct Ring {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
 };
-// What a block does of a work. The producer alone finds it out: its code is long, and nobody has it in an instruction cache.
+// What a block does of a work. Producers alone find it out: its code is long, and nobody has it in an instruction cache.
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
     i32 kv_len, rows;
     u32 ahead;  // tile t is tile t + `ahead` of the block's share, which is its place in the ring
-    i32 owner;  // the block with the work's first split
 };
 struct Smem {
     Ring ring;
     QTile q;
-    Own own;
-    Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken;
-    Work next, work;  // the producer's, and the consumers' copy of it
-    Line line;
-    u32 parity;  // of the next wait for `given`
-    i32 pieces[cfg::most_pieces], piece_count, is_last;
+    Own own[cfg::m_tiles];
+    Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken, listed;
+    Work next, work;                // the producer's, and the consumers' copy of it
+    u32 parity;                     // of the next wait for `given`
+    alignas(16) i32 pieces[cfg::most_pieces];  // slots of the states that the work's blocks leave, split_group for each group; -1 for none
+    i32 owner, is_last;             // the block with the work's first split
 };
 template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
@@ -85,34 +87,80 @@ __device__ u32 stage(u32 place) { return place % cfg::stages; }
 __device__ u32 barrier(u32 place) { return place % barriers; }
 __device__ u32 parity(u32 place) { return place / barriers % 2; }
 
-__device__ void produce(const Args& args, Smem& smem) {
-    Scheduler scheduler(args);
-    if (threadIdx.x == 0) smem.line = scheduler.line;
+// Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits. Every
+// group has split_group entries, the last one too: who folds reads them all.
+__device__ void list_pieces(const Args& args, Smem& smem, const Line& line, const SplitRun& run) {
+    const Splits& splits = run.splits;
+    const i32 first = splits.begin / split_group * split_group, entries = ceil_div(splits.end - first, split_group) * split_group;
+    for (i32 at = i32(threadIdx.x); at < entries; at += 32) {
+        const i32 begin = splits.group_begin(first + at), end = splits.group_end(begin), split = begin + at % split_group;
+        const i32 block = line.owner(splits, run.at, min(split, end - 1));
+        const i32 from = line.first_split(splits, run.at, block), to = line.first_split(splits, run.at, block + 1);
+        const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
+        i32 index = -1;
+        if (from > begin) index = split % split_group;
+        else if (split == splits.begin && whole > split) index = split_group;
+        else if (split == begin && (from > splits.begin || split >= whole)) index = end <= to ? split_group + split / split_group : 0;
+        smem.pieces[at] = index < 0 || split >= end ? -1 : block * args.slots + index;
+        if (split == splits.begin) smem.owner = block;
+    }
+    __syncwarp();
+}
+
+// Brings the tiles with which a block begins to L2: as many as the ring has.
+__device__ void prefetch(const Kv& kv, TileRange tiles) {
+#pragma unroll 1
+    for (i32 tile = tiles.begin; tile < min(tiles.end, tiles.begin + i32(cfg::stages)); ++tile) kv.prefetch(tile);
+}
+
+// What a producer has seen of the lengths lies where consumers later exchange what they found.
+constexpr i32 most_seen = sizeof(Strands) / sizeof(SeenLength) / cfg::producers;
+constexpr i32 most_early = 8;  // sequences: what this hides is latency, and where more is to be loaded it costs 1 to 6 % instead
+static_assert(most_early <= most_seen, "each producer keeps the lengths that it has seen");
+
+// Loads what the block computes. `early`: the launch before may still run; false where it has then changed what had been read.
+__device__ bool produce(const Args& args, Smem& smem, bool early) {
+    SeenLength* const seen = reinterpret_cast<SeenLength*>(&smem.own[0].strands) + threadIdx.x / 32 * most_seen;
+    Scheduler scheduler(args, early ? seen : nullptr);
+    SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
-        const SplitRun run = scheduler.next(args);
-        const Rows rows(args, max(0, run.batch));
+        const auto [run, rows] = scheduler.next(args);
         const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
-        const i32 owner = run.split == run.splits.begin ? i32(blockIdx.x) : scheduler.line.owner(run.splits, run.at, run.splits.begin);
-        smem.taken.wait(n % 2 ^ 1);
+        if (early && n == 0) {
+            if (!run.is_last()) prefetch(Kv(args, rows, run), tiles);
+            Launch::wait();
+            Launch::launch_dependents();
+            const bool holds = Scheduler::holds(args, seen);
+            if (cfg::producers > 1) ptx::bar_sync(4, 32 * cfg::producers);  // `seen` of all of them is read
+            if (!holds) return false;
+        }
+        if (threadIdx.x < 32) {
+            smem.taken.wait(n % 2 ^ 1);
+            __syncwarp();  // a lane that comes late would wait for a phase with the same parity, which may not come
+            if (n > 0 && !before.is_whole()) list_pieces(args, smem, scheduler.line, before);
+        }
         if (threadIdx.x == 0) {
-            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin, owner};
+            if (n > 0) smem.listed.arrive();
+            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin};
             smem.given.arrive();
         }
         if (run.is_last()) break;
+        before = run;
         const Kv kv(args, rows, run);
         if (tiles.begin >= tiles.end) continue;
-        auto found = kv.find(tiles.begin);
+        auto found = kv.find(tiles.begin), after = kv.find(tiles.begin + 1);
         for (i32 tile = tiles.begin; tile < tiles.end; ++tile, ++place) {
             const auto pages = found;
-            const u32 before = place - cfg::stages;  // which had the stage
-            found = kv.find(tile + 1);
-            if (place >= cfg::stages) smem.empty[barrier(before)].wait(parity(before));
+            const u32 last = place - cfg::stages;  // which had the stage
+            found = after, after = kv.find(tile + 2);
+            if (place >= cfg::stages) smem.empty[barrier(last)].wait(parity(last)), __syncwarp();
             kv.load(smem.ring.k[stage(place)], smem.ring.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
         }
     }
     Kv::finish();
+    return true;
 }
 
 // Registers are laid out as in tile/fragment.cuh, but a thread's two rows of 16 are neighbours, so that few rows are in few lanes, and
@@ -131,29 +179,25 @@ __device__ void apply(const F& f, float (&s)[n], i32 row, i32 first) {
     }
 }
 
-// One of the four: what it computes of its tiles.
+// One of four warps: what it computes of its tiles for 16 rows.
 struct Strand {
-    static constexpr int m_tiles = cfg::m_tiles_per_warp, qk_steps = cfg::head_dim / 16, step_keys = 32;
+    static constexpr int qk_steps = cfg::head_dim / 16, step_keys = 32, scores = step_keys / 2;  // of a thread in a step
     static constexpr int steps = cfg::tile_kv / step_keys, at_once = cfg::steps_at_once, kept = cfg::q_steps_in_registers;
-    static constexpr int scores = m_tiles * step_keys / 2;  // of a thread in a step
 
     const BlockReader<QTile> q_blocks;
     const BlockReader<KTile> k_blocks;
     const BlockReader<VTile> v_blocks;
-    u32 q[kept + 1][m_tiles][4];  // the last one for the steps that are not kept
-    float o[m_tiles * cfg::head_dim_v / 2];
+    u32 q[kept + 1][4];  // the last one for the steps that are not kept
+    float o[cfg::head_dim_v / 2];
 
-    __device__ explicit Strand(const Smem& smem)
-        : q_blocks(BlockReader<QTile>::down(smem.q)), k_blocks(BlockReader<KTile>::right(smem.ring.k[0])),
+    __device__ Strand(const Smem& smem, int m)
+        : q_blocks(BlockReader<QTile>::down(smem.q, 16 * m)), k_blocks(BlockReader<KTile>::right(smem.ring.k[0])),
           v_blocks(BlockReader<VTile>::down(smem.ring.v[0])) {}
 
-    __device__ void load_q(u32 (&to)[m_tiles][4], int step) {
+    __device__ void load_q(u32 (&to)[4], int step) {
+        ptx::ldmatrix(to, q_blocks.block(0, step));
 #pragma unroll
-        for (int m = 0; m < m_tiles; ++m) {
-            ptx::ldmatrix(to[m], q_blocks.block(m, step));
-#pragma unroll
-            for (u32& x : to[m]) x ^= u32(cfg::q_signs);
-        }
+        for (u32& x : to) x ^= u32(cfg::q_signs);
     }
     __device__ void keep_q() {
 #pragma unroll
@@ -170,17 +214,14 @@ struct Strand {
         for (float& x : s) x = 0.f;
 #pragma unroll
         for (int step = 0; step < qk_steps; ++step) {
-            u32(&a)[m_tiles][4] = q[min(step, kept)];
+            u32(&a)[4] = q[min(step, kept)];
             if (step >= kept) load_q(a, step);
 #pragma unroll
             for (int i = 0; i < step_keys / 16; ++i) {
                 u32 b[4];
                 ptx::ldmatrix(b, k_blocks.block(i, step, shift));
-#pragma unroll
-                for (int m = 0; m < m_tiles; ++m) {
-                    Element::multiply(s + fragment_index(2 * i, 2 * m), a[m], b);
-                    Element::multiply(s + fragment_index(2 * i + 1, 2 * m), a[m], b + 2);
-                }
+                Element::multiply(s + fragment_index(2 * i, 0), a, b);
+                Element::multiply(s + fragment_index(2 * i + 1, 0), a, b + 2);
             }
         }
     }
@@ -188,47 +229,48 @@ struct Strand {
     __device__ void multiply_pv(const float (&p)[scores], u32 shift) {
 #pragma unroll
         for (int step = 0; step < step_keys / 16; ++step) {
-            u32 a[m_tiles][4];
+            u32 a[4];
 #pragma unroll
-            for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int from = fragment_index(2 * step + i / 2, 2 * m + i % 2);
-                    a[m][i] = Element::pack(p[from], p[from + 1]);
-                }
+            for (int i = 0; i < 4; ++i) {
+                const int from = fragment_index(2 * step + i / 2, i % 2);
+                a[i] = Element::pack(p[from], p[from + 1]);
+            }
 #pragma unroll
             for (int i = 0; i < VTile::chunks / 2; ++i) {
                 u32 b[4];
                 ptx::ldmatrix_transposed(b, v_blocks.block(step, i, shift));
-#pragma unroll
-                for (int m = 0; m < m_tiles; ++m) {
-                    Element::multiply(o + fragment_index(2 * i, 2 * m), a[m], b);
-                    Element::multiply(o + fragment_index(2 * i + 1, 2 * m), a[m], b + 2);
-                }
+                Element::multiply(o + fragment_index(2 * i, 0), a, b);
+                Element::multiply(o + fragment_index(2 * i + 1, 0), a, b + 2);
             }
         }
     }
 };
 
 struct Consumer {
+    static constexpr u32 first_thread = 32 * cfg::producers;
+
     const Args& args;
     Smem& smem;
+    const u32 thread, warp, m;  // among the four warps, and which 16 rows they have
     Own& own;
-    const u32 thread, warp;  // among the four
     Strand strand;
 
-    __device__ Consumer(const Args& args, Smem& smem)
-        : args(args), smem(smem), own(smem.own), thread(threadIdx.x - 32), warp(ptx::uniform(threadIdx.x / 32) - 1), strand(smem) {}
+    __device__ Consumer(const Args& args, Smem& smem) : Consumer(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
+    __device__ Consumer(const Args& args, Smem& smem, u32 index)
+        : args(args), smem(smem), thread((threadIdx.x - first_thread) % 128), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem, m) {}
 
-    // Whether the thread has rows of these 16.
-    __device__ bool has_rows(int m) const { return m * 16 + first_row() < smem.work.rows; }
+    // The thread's upmost row in the work, and whether there is such a row.
+    __device__ i32 top_row() const { return m * 16 + first_row(); }
+    __device__ bool has_rows() const { return top_row() < smem.work.rows; }
+    __device__ bool is_first() const { return threadIdx.x == first_thread; }
 
-    __device__ static void meet() { ptx::bar_sync(1, 128); }
+    __device__ static void meet() { ptx::bar_sync(1, 128 * cfg::m_tiles); }
+    __device__ void meet_strands() const { ptx::bar_sync(2 + m, 128); }
 
     __device__ void load_q(const Rows& rows) {
         const SplitRun& run = smem.work.run;
         const u32 to = ptx::smem_address(&smem.q);
-        for (u32 i = thread; i < cfg::tile_q * QTile::chunks; i += 128) {
+        for (u32 i = threadIdx.x - first_thread; i < cfg::tile_q * QTile::chunks; i += 128 * cfg::m_tiles) {
             const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
             const bool inside = run.q_begin + row < rows.q_len;
             const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? run.q_begin + row : 0, run.head);
@@ -241,7 +283,7 @@ struct Consumer {
     }
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row. The few
-    // tiles that need a mask make it anew: 32 rows leave it no registers.
+    // tiles that need a mask make it anew, and keep it in no register.
     __device__ void mask_and_score(const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) const {
         apply(score, s, row, first);
         if (full) return;
@@ -271,7 +313,7 @@ struct Consumer {
             }
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
-                const i32 row = smem.work.run.q_begin + first_row(), key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
+                const i32 row = smem.work.run.q_begin + top_row(), key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
                 mask_and_score(score, s[i], full, row, key);
                 softmax.find_top(s[i]);
                 softmax.move();
@@ -285,12 +327,12 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) smem.empty[barrier].arrive();
     }
 
-    // What the four warps found for 16 rows, as one; this warp's quarter of the columns.
-    __device__ Quarter merge(const OnlineSoftmax& softmax, int m) {
+    // What the four warps found, as one; this warp's quarter of the columns.
+    __device__ Quarter merge(const OnlineSoftmax& softmax) {
         Quarter merged;
         const u32 lane = thread % 32;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) merged.max[r] = softmax.max[2 * m + r], merged.sum[r] = quad_sum(softmax.sum[2 * m + r]);
+        for (int r = 0; r < 2; ++r) merged.max[r] = softmax.max[r], merged.sum[r] = quad_sum(softmax.sum[r]);
         own.strands.max_sum[warp][lane] = merged.max_sum();
 #pragma unroll
         for (int pass = 0; pass < cfg::merge_passes; ++pass) {
@@ -298,10 +340,10 @@ struct Consumer {
             for (int i = 0; i < 4 * merge_blocks; ++i) {
                 const int block = i / merge_blocks * quarter_blocks + pass * merge_blocks + i % merge_blocks;
                 if (block * 8 >= cfg::head_dim_v) continue;
-                const float* x = strand.o + fragment_index(block, 2 * m);
-                if (has_rows(m)) own.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
+                const float* x = strand.o + fragment_index(block, 0);
+                if (has_rows()) own.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
             }
-            meet();
+            meet_strands();
             SoftmaxState<merge_blocks> state[2], next;
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
@@ -312,7 +354,7 @@ struct Consumer {
             merged.set(state[0].max_sum());
 #pragma unroll
             for (int i = 0; i < merge_blocks; ++i) merged.o[pass * merge_blocks + i] = state[0].o[i];
-            meet();
+            meet_strands();
         }
         return merged;
     }
@@ -324,32 +366,32 @@ struct Consumer {
 
     // A block's states in global memory: of a split by its number in the group, of a group by its own after these. 0 is for a group
     // whose end the block does not have, split_group for the groups of which it has all up to the first.
-    __device__ StateSlot slot(i32 at, int m) const {
-        return {reinterpret_cast<float4*>(args.partials + (i64(at) * cfg::m_tiles_per_warp + m) * StateSlot::floats)};
+    __device__ StateSlot slot(i32 at) const {
+        return {reinterpret_cast<float4*>(args.partials + (i64(at) * cfg::m_tiles + m) * StateSlot::floats)};
     }
-    __device__ void leave(i32 index, int m, const Quarter& state) const {
-        if (has_rows(m)) slot(blockIdx.x * args.slots + index, m).put(state, thread);
+    __device__ void leave(i32 index, const Quarter& state) const {
+        if (has_rows()) slot(blockIdx.x * args.slots + index).put(state, thread);
     }
 
     // Takes in a split's result.
-    __device__ void push(i32 split, int m, const Quarter& state, float scale_log2) {
+    __device__ void push(i32 split, const Quarter& state, float scale_log2) {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
-        if (run.split > begin) return leave(split % split_group, m, state);
-        if (split > begin) own.group[m].fold(state, scale_log2, thread);
-        else own.group[m].put(state, thread);
+        if (run.split > begin) return leave(split % split_group, state);
+        if (split > begin) own.group.fold(state, scale_log2, thread);
+        else own.group.put(state, thread);
         if (split + 1 < end && split + 1 < run.split_end) return;
-        const Quarter group = own.group[m].get(thread);
-        if (split + 1 < end) leave(0, m, group);
-        else if (run.split > splits.begin) leave(split_group + split / split_group, m, group);
-        else if (begin > splits.begin) own.groups[m].fold(group, scale_log2, thread);
-        else own.groups[m].put(group, thread);
+        const Quarter group = own.group.get(thread);
+        if (split + 1 < end) leave(0, group);
+        else if (run.split > splits.begin) leave(split_group + split / split_group, group);
+        else if (begin > splits.begin) own.groups.fold(group, scale_log2, thread);
+        else own.groups.put(group, thread);
     }
 
     // The block's next splits; false where there are no more.
     __device__ bool take() {
-        if (thread == 0) {
+        if (is_first()) {
             smem.given.wait(smem.parity);
             smem.work = smem.next, smem.parity ^= 1;
             smem.taken.arrive();
@@ -369,8 +411,7 @@ struct Consumer {
             strand.clear();
             for (i32 tile = begin + i32((warp - begin) % 4); tile < smem.work.run.splits.clip(smem.work.tiles, split, split + 1).end; tile += 4)
                 attend(score, weight, softmax, tile);
-#pragma unroll
-            for (int m = 0; m < cfg::m_tiles_per_warp; ++m) push(split, m, merge(softmax, m), score.scale_log2);
+            push(split, merge(softmax), score.scale_log2);
         }
         finish(score.scale_log2);
     }
@@ -378,109 +419,91 @@ struct Consumer {
     __device__ void finish(float scale_log2) {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
-        const bool begins = run.split == splits.begin, whole = begins && run.split_end == splits.end;
-        if (!whole) {
-            if (begins && run.split_end >= splits.group_end(splits.begin))
-                for (int m = 0; m < cfg::m_tiles_per_warp; ++m) leave(split_group, m, own.groups[m].get(thread));
+        if (run.is_whole()) {
+            if (has_rows()) store(own.groups.get(thread), thread % 32, warp * (quarter_blocks * 8), scale_log2);
+        } else {
+            if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin)) leave(split_group, own.groups.get(thread));
             arrive();
+            if (smem.is_last) fold_pieces(scale_log2);
         }
-        if (whole || smem.is_last)
-#pragma unroll 1
-            for (int m = 0; m < cfg::m_tiles_per_warp; ++m) store(whole ? own.groups[m].get(thread) : fold_pieces(m, scale_log2), m, scale_log2);
         meet();
     }
     // Says that this block's states are there, and finds out whether all are.
     __device__ void arrive() {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
-        u32* const arrived = args.arrived + smem.work.owner;
         meet();
-        if (thread == 0) {
+        if (is_first()) {
+            smem.listed.wait(smem.parity ^ 1);
+            u32* const arrived = args.arrived + smem.owner;
             const i32 here = run.split_end - run.split;
             smem.is_last = i32(ptx::add_acq_rel(arrived, u32(here))) + here == splits.end - splits.begin;
             if (smem.is_last) *arrived = 0;
         }
-        if (warp == 1) find_pieces();  // meanwhile
         meet();
     }
 
-    // What a work's blocks have left of it, in order: slot of a block * 8 + what the state is of.
-    enum Piece { opens = 1,
-                 closes = 2,
-                 prefix = 4 };  // a group's beginning, and its end; all groups up to its end
-
-    // By one warp, a lane for each split.
-    __device__ void find_pieces() {
-        const SplitRun& run = smem.work.run;
+    // Folds the states that the work's blocks have left, and stores what they give. Few lanes have rows; what those have of a state is
+    // shared out to all threads, a float4 to each. A thread fetches some states at once, while it folds those before.
+    __device__ void fold_pieces(float scale_log2) {
         const Splits& splits = smem.work.run.splits;
-        const i32 lane = thread % 32;
-        i32 count = 0;
-        for (i32 base = splits.begin; base < splits.end; base += 32) {
-            const i32 split = min(base + lane, splits.end - 1), begin = splits.group_begin(split), end = splits.group_end(split);
-            const i32 block = smem.line.owner(splits, run.at, split);
-            const i32 from = smem.line.first_split(splits, run.at, block), to = smem.line.first_split(splits, run.at, block + 1);
-            const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
-            i32 index = -1, what = (split == begin) * opens;
-            if (from > begin) index = split % split_group, what |= (split + 1 == end) * closes;
-            else if (from == splits.begin && split == from && whole > from) index = split_group, what = prefix;
-            else if (split == begin && (from > splits.begin || split >= whole)) {
-                index = end <= to ? split_group + split / split_group : 0;
-                what |= (end <= to) * closes;
-            }
-            const bool found = index >= 0 && base + lane < splits.end;
-            const u32 all = __ballot_sync(0xffffffffu, found);
-            if (found) smem.pieces[count + __popc(all & ((1u << lane) - 1))] = (block * args.slots + index) * 8 + what;
-            count += __popc(all);
-        }
-        if (lane == 0) smem.piece_count = count;
-    }
-    // Each thread fetches its quarter of several states at once, and folds them in order: all in registers, which nothing else needs now.
-    __device__ Quarter fold_pieces(int m, float scale_log2) {
-        const i32 count = smem.piece_count;
-        const float lowest = OnlineSoftmax(scale_log2).lowest();
-        Quarter group, groups;
-        group.clear(lowest), groups.clear(lowest);
+        const i32 lanes = min(8, ceil_div(smem.work.rows - i32(16 * m), 2)) * 4;  // that have rows
+        const i32 end = (ceil_div(splits.end, split_group) - splits.begin / split_group) * split_group;
 #pragma unroll 1
-        for (i32 begin = 0; begin < count; begin += fetched_at_once) {
-            Quarter state[fetched_at_once];
-            i32 what[fetched_at_once];
+        for (i32 at = thread; at < lanes * 4 * quarter_blocks; at += 128) {
+            const i32 lane = at % lanes, quarter = at / lanes % 4, i = at / lanes / 4;
+            FloatState next[fetched_at_once], group, total;
+            fetch(next, 0, i, quarter * 32 + lane);
+#pragma unroll 1
+            for (i32 first = 0; first < end; first += fetched_at_once) {
+                FloatState state[fetched_at_once];
 #pragma unroll
-            for (int i = 0; i < fetched_at_once; ++i) {
-                const i32 piece = smem.pieces[min(begin + i, count - 1)];
-                state[i] = slot(piece / 8, m).get(thread), what[i] = piece % 8;
-            }
+                for (int j = 0; j < fetched_at_once; ++j) state[j] = next[j];
+                const i32 after = first + fetched_at_once;
+                if (after < end) fetch(next, after, i, quarter * 32 + lane);
+                if (smem.pieces[first / split_group * split_group] < 0) continue;  // groups that the first piece has, too
+                if (first % split_group == 0) group = state[0];
 #pragma unroll
-            for (int i = 0; i < fetched_at_once; ++i) {
-                if (begin + i >= count) break;
-                if (what[i] & (opens | prefix)) group.clear(lowest);
-                group.fold(state[i], scale_log2);
-                if (what[i] & (closes | prefix)) groups.fold(group, scale_log2);
+                for (int j = 0; j < fetched_at_once; ++j)
+                    if ((j > 0 || first % split_group != 0) && smem.pieces[first + j] >= 0) group.fold(state[j], scale_log2);
+                if (after == split_group) total = group;
+                else if (after % split_group == 0) total.fold(group, scale_log2);
             }
+            store(total, lane, (quarter * quarter_blocks + i) * 8, scale_log2);
         }
-        return groups;
+    }
+    __device__ void fetch(FloatState (&states)[fetched_at_once], i32 first, i32 i, i32 of) const {
+#pragma unroll
+        for (int j = 0; j < fetched_at_once; ++j) {
+            const i32 piece = smem.pieces[first + j];
+            const StateSlot from = slot(piece < 0 ? smem.pieces[0] : piece);
+            states[j].o[0] = *from.o(i, of);
+            states[j].set(*from.max_sum(of));
+        }
     }
 
-    __device__ void store(const Quarter& state, int m, float scale_log2) const {
+    // Of the lane that had the rows; `column`: of the state's first block.
+    template <int blocks>
+    __device__ void store(const SoftmaxState<blocks>& state, i32 lane, i32 column, float scale_log2) const {
         const SplitRun& run = smem.work.run;
         const Rows rows(args, run.batch);
         const Store out(args, rows, run);
         const Softmax softmax(args, rows, run, scale_log2);
-        const i32 lane = thread % 32, column = warp * (quarter_blocks * 8);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const i32 row = run.q_begin + first_row() + 16 * m + r;
+            const i32 row = run.q_begin + 16 * m + lane / 4 * 2 + r;
             if (row >= rows.q_len) continue;
-            LogSum<float> sum{state.max[r] * (scale_log2 * float(ln_2)), state.sum[r]};
+            LogSum<float> sum{__fmul_rn(state.max[r], scale_log2 * float(ln_2)), state.sum[r]};  // no part of another product's sum
             softmax.finish(row, sum);
             const float factor = sum.inverse();
             Element* const to = out.o(row) + column + lane % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < quarter_blocks; ++i) {
+            for (int i = 0; i < blocks; ++i) {
                 const float4 x = state.o[i];
                 if (column + i * 8 < cfg::head_dim_v)
                     *reinterpret_cast<u32*>(to + i * 8) = Element::pack((r ? x.z : x.x) * factor, (r ? x.w : x.y) * factor);
             }
-            if (warp == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
+            if (column == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
         }
     }
 };
@@ -494,15 +517,19 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
     extern __shared__ __align__(1024) unsigned char raw[];
     Smem& smem = *reinterpret_cast<Smem*>(raw);
     if (threadIdx.x < barriers) {
-        smem.k_full[threadIdx.x].init(Kv::arrivals), smem.v_full[threadIdx.x].init(Kv::arrivals), smem.empty[threadIdx.x].init(1);
+        smem.k_full[threadIdx.x].init(Kv::arrivals), smem.v_full[threadIdx.x].init(Kv::arrivals), smem.empty[threadIdx.x].init(cfg::m_tiles);
         Kv::fence_barriers();
     }
-    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.parity = 0;
-    if (threadIdx.x == 32) Kv::prefetch(args);
+    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), smem.parity = 0;
+    if (threadIdx.x == 32 * cfg::producers) Kv::prefetch(args);
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();
-    Launch::wait();
-    Launch::launch_dependents();
-    if (threadIdx.x < 32) produce(args, smem);
-    else consume(args, smem);
+    bool early = Launch::uses_pdl && threadIdx.x < 32 * cfg::producers && args.batches <= most_early;
+    if (!early) {
+        Launch::wait();
+        Launch::launch_dependents();
+    }
+    if (threadIdx.x >= 32 * cfg::producers) return consume(args, smem);
+#pragma unroll 1
+    while (!produce(args, smem, early)) early = false;
 }

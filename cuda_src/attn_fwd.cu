@@ -49,7 +49,7 @@ template struct ScoreOption<Score>;
 template struct SoftmaxOption<Softmax, Score>;
 template struct WeightOption<Weight>;
 template struct OrderOption<Order>;
-template struct KvOption<Kv, KTile, VTile>;
+static_assert(sizeof(Walk::Contract<Kv, KTile, VTile>));
 template struct SchedulerOption<Scheduler>;
 template struct StoreOption<Store>;
 
@@ -61,9 +61,10 @@ struct Producer {
     Ring<cfg::q_stages> q;
     Ring<cfg::stages> kv;  // for the next K tile; V of the tile before it is one stage behind
 
-    // One lane.
+    // One lane, or a warp where a tile lies in pages: what the walk knows of a tile is its number, or more.
     __device__ void await_k() const { smem.k_empty[kv.stage].wait(kv.parity ^ 1); }
-    __device__ void load_k(const Kv& source, i32 tile) const { source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], tile); }
+    template <class At>
+    __device__ void load_k(const Kv& source, At tile) const { source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], tile); }
     __device__ void load_q(const Rows& rows, const WorkTile& work) const {
         smem.q_empty[q.stage].wait(q.parity ^ 1);
         smem.q_full[q.stage].arrive_expect(QTile::bytes);
@@ -72,7 +73,8 @@ struct Producer {
             args.q.load(smem.q[q.stage].data[panel], smem.q_full[q.stage], rows.q, panel * 64, work.q_begin, work.head);
     }
     // A tile's V comes after the next tile's K, as they are needed.
-    __device__ void load_v(const Kv& source, i32 tile) const {
+    template <class At>
+    __device__ void load_v(const Kv& source, At tile) const {
         const Ring<cfg::stages> at = kv.previous();
         smem.v_empty[at.stage].wait(at.parity ^ 1);
         source.load_v(smem.v[at.stage], smem.v_full[at.stage], tile);
@@ -185,7 +187,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < PvMma::accumulators; ++i) o[i] = 0.f;
         walk.visit(*this, work, tile);
-        store_fragment(Store(args, work.rows, tile), work.softmax, o, work.row, work.rows.q_len);
+        store_fragment(Store(args, work.rows, tile), work.softmax, o, work.row, work.rows.q_len, Weight::factor(args));
         __syncwarp();  // the warp is converged again, and the compiler knows: else the ring's stages are no uniform values to it, and
                        // each descriptor is moved to uniform registers by itself (48 moves a step at head_dim 128: 5 % slower)
     }

@@ -198,7 +198,7 @@ struct Warp {
         const WorkTile& work = smem.work;
         const Rows rows(args, work.batch);
         const i32 row = work.q_begin + threadIdx.x / 32 * (16 * m_tiles_per_warp) + threadIdx.x % 32 / 4;
-        store_fragment(Store(args, rows, work), softmax, o, row, rows.q_len);
+        store_fragment(Store(args, rows, work), softmax, o, row, rows.q_len, Weight::factor(args));
     }
 };
 

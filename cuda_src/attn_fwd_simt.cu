@@ -185,14 +185,14 @@ struct Thread {
             }
         }
     }
-    __device__ void store(const Store& out, const Softmax& softmax, Number scale_log2, i32 q_begin, i32 q_end) const {
+    __device__ void store(const Store& out, const Softmax& softmax, Number scale_log2, Number factor, i32 q_begin, i32 q_end) const {
 #pragma unroll
         for (int i = 0; i < rows_each; ++i) {
             const i32 q = q_begin + row(i);
             LogSum<Number> all{top[i] * (scale_log2 * Number(ln_2)), group_sum(sum[i])};
             softmax.finish(q, all);
             if (q >= q_end) continue;
-            const Number inverse = all.inverse();
+            const Number inverse = all.inverse() * factor;
             if (lane == 0) out.lse(q, all.reference + log2(all.total) * Number(ln_2));
 #pragma unroll
             for (int c = 0; c < v_chunks * vectors_v; ++c)
@@ -237,7 +237,7 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
         }
     }
     const Softmax softmax(args, rows, work, score.scale_log2);
-    thread.store(Store(args, rows, work), softmax, score.scale_log2, work.q_begin, rows.q_len);
+    thread.store(Store(args, rows, work), softmax, score.scale_log2, Weight::factor(args), work.q_begin, rows.q_len);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads, cfg::ctas_per_sm) void attn_fwd_simt(const __grid_constant__ Args args) {

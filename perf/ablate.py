@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import track
 
+from rawattn import timing
 from rawattn.device import Device
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
 from rawattn.operation import Forward
 from rawattn.select import select
 from rawattn.variant import Option, order, softmax
 
-from .lib import command, machine, report, sets, statistics, timing
+from .lib import command, machine, report, sets, statistics
 from .lib.altered import PATCHES, Patched
 from .lib.checking import Check, failure
 from .lib.compiling import Pool, faults

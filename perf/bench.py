@@ -26,9 +26,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from rawattn import timing
 from rawattn.select import KERNELS_OF
 
-from .lib import benchmark, cold, command, machine, report, sets, timing
+from .lib import benchmark, cold, command, machine, report, sets
 from .lib.report import Run
 
 

@@ -31,10 +31,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from rawattn import compiler
+from rawattn import compiler, timing
 from rawattn.compiler import Source
 
-from .lib import command, machine, peers, report, sets, timing
+from .lib import command, machine, peers, report, sets
 from .lib.ours import sources
 from .lib.task import Task
 

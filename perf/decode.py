@@ -1,11 +1,13 @@
-"""Races a step of decoding over caches of keys and values against its peers, from a cold L2.
+"""Races a step over caches of keys and values against its peers, from a cold L2: of decoding, or of prefill in chunks.
 
 python -m perf.decode --fa3 fa3.so.xz              all cases; writes decode.json and decode.md
 python -m perf.decode --case B1 --peers cudnn      some of them
+python -m perf.decode --set chunked                chunks of a prompt; writes chunked.json and chunked.md
 
 Caches are rotated, 320 MB of them at least, so that none is found in L2. A CUDA graph holds the calls of all caches, and its
 replays are timed, those of the contenders in turn. cuDNN takes dense caches of equal lengths, by torch's SDPA; FlashAttention 3
-takes all. ``read`` is a kernel that reads as many bytes and does nothing else. Page tables are shuffled.
+takes all. ``tensors`` is ours on plain tensors that hold the same keys. ``read`` is a kernel that reads as many bytes and does
+nothing else. Page tables are shuffled.
 """
 
 from __future__ import annotations
@@ -66,6 +68,12 @@ class Decode:
         """Bytes of the keys and values that are read."""
         return 4 * sum(self.kv_lens) * self.kv_heads * self.head_dim
 
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions over the pairs that a causal mask keeps."""
+        pairs = sum(self.q_len * kv - self.q_len * (self.q_len - 1) // 2 for kv in self.kv_lens)
+        return 4 * pairs * self.heads * self.head_dim
+
 
 def zipf(count: int, total: int) -> tuple[int, ...]:
     """``count`` lengths that fall like 1 / n, of about this total."""
@@ -87,6 +95,19 @@ CASES = [
     Decode("B64 4k, head_dim 64", (4096,) * 64, head_dim=64),
     Decode("B64 4k, head_dim 256", (4096,) * 64, heads=16, kv_heads=4, head_dim=256),
 ]
+CHUNKED = [
+    *(
+        Decode(f"{chunk} rows after {keys // 1024}k", (keys + chunk,), page, chunk)
+        for keys in (8192, 32768)
+        for chunk in (512, 2048)
+        for page in (0, 128, 64, 16)
+    ),
+    *(Decode("B8 512 rows after 8k", (8704,) * 8, page, 512) for page in (0, 64, 16)),
+    *(Decode("2048 rows after 8k, head_dim 64", (10240,), page, 2048, head_dim=64) for page in (0, 64, 16)),
+    *(Decode("2048 rows after 8k, head_dim 256", (10240,), page, 2048, 16, 4, 256) for page in (0, 64, 16)),
+    *(Decode("B4 draft of 100 after 8k", (8192,) * 4, page, 100) for page in (0, 64)),
+]
+SETS = {"decode": (CASES, "cudnn,fa3"), "chunked": (CHUNKED, "tensors,fa3")}  # cases, and peers
 
 
 class Caches:
@@ -108,22 +129,27 @@ class Caches:
         shape = (batch * width, rows, case.kv_heads, case.head_dim)
         self.pools = [(normal(*shape), normal(*shape)) for _ in range(count)]
 
-    def keys(self, i: int) -> tuple[Any, Any]:
-        """k and v of sequence i in the first cache, (kv_len, kv_heads, head_dim)."""
+    def keys(self, i: int, cache: int = 0) -> tuple[Any, Any]:
+        """k and v of sequence i in one of the caches, (kv_len, kv_heads, head_dim)."""
         n, pages = self.case.kv_lens[i], [i] if self.page_table is None else self.page_table[i].tolist()
-        k, v = (pool[pages].flatten(0, 1)[:n] for pool in self.pools[0])
+        k, v = (pool[pages].flatten(0, 1)[:n] for pool in self.pools[cache])
         return k, v
 
     def exact(self, i: int) -> Any:
-        """o of sequence i in float64."""
+        """o of the rows ``checked`` of sequence i in float64."""
         import torch
 
         (k, v), group = self.keys(i), self.case.heads // self.case.kv_heads
         k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-        s = torch.einsum("qhd,khd->hqk", self.q[i].double(), k) * self.case.head_dim**-0.5
-        n, m = s.shape[1:]
-        kept = torch.arange(m, device=s.device) <= torch.arange(n, device=s.device)[:, None] + m - n
+        rows = torch.tensor(self.checked, device=k.device)
+        s = torch.einsum("qhd,khd->hqk", self.q[i][rows].double(), k) * self.case.head_dim**-0.5
+        kept = torch.arange(len(k), device=k.device) <= rows[:, None] + len(k) - self.case.q_len
         return torch.einsum("hqk,khd->qhd", s.masked_fill(~kept, -torch.inf).softmax(-1), v)
+
+    @property
+    def checked(self) -> list[int]:
+        """Rows that are compared: all where they are few, else some from all over."""
+        return sorted({round(x * (self.case.q_len - 1) / 63) for x in range(64)})
 
 
 def ours(caches: Caches) -> list[Callable[[], Any]]:
@@ -132,6 +158,17 @@ def ours(caches: Caches) -> list[Callable[[], Any]]:
     step = rawattn.Step(caches.kv_lens, caches.page_table, max_q_len=case.q_len)
     made = [rawattn.KVCache(k, v) for k, v in caches.pools]
     return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step) for cache in made]
+
+
+def tensors(caches: Caches) -> list[Callable[[], Any]]:
+    """Ours on plain tensors, of sequences of one length."""
+    import torch
+
+    batch = range(len(caches.case.kv_lens))
+    if len(set(caches.case.kv_lens)) > 1:
+        raise Unserved("takes sequences of one length")
+    found = [[torch.stack([caches.keys(i, n)[side] for i in batch]) for side in (0, 1)] for n in range(len(caches.pools))]
+    return [functools.partial(rawattn.attention, caches.q, k, v, causal=True) for k, v in found]
 
 
 def cudnn(caches: Caches) -> list[Callable[[], Any]]:
@@ -160,7 +197,12 @@ def fa3(caches: Caches) -> list[Callable[[], Any]]:
     return [lambda k=k, v=v: forward(caches.q, k, v, **more)[0] for k, v in caches.pools]  # type: ignore[misc]
 
 
-CONTENDERS: dict[str, Callable[[Caches], list[Callable[[], Any]]]] = {"ours": ours, "cudnn": cudnn, "fa3": fa3}
+CONTENDERS: dict[str, Callable[[Caches], list[Callable[[], Any]]]] = {
+    "ours": ours,
+    "tensors": tensors,
+    "cudnn": cudnn,
+    "fa3": fa3,
+}
 
 
 def read(caches: Caches) -> list[Callable[[], Any]]:
@@ -181,7 +223,8 @@ def read(caches: Caches) -> list[Callable[[], Any]]:
 
 def error(caches: Caches, o: Any) -> float:
     """The largest error of o of the first and the last sequence; NaN counts as infinite."""
-    found = [float((o[i].double() - caches.exact(i)).abs().max()) for i in (0, len(caches.case.kv_lens) - 1)]
+    rows = caches.checked
+    found = [float((o[i][rows].double() - caches.exact(i)).abs().max()) for i in (0, len(caches.case.kv_lens) - 1)]
     return float("inf") if any(math.isnan(x) for x in found) else max(found)
 
 
@@ -218,8 +261,8 @@ def measure(case: Decode, names: Sequence[str], rounds: int) -> dict[str, Any]:
     import torch
 
     caches, replays = Caches(case), {}
-    row: dict[str, Any] = {"label": case.label, **dataclasses.asdict(case), "bytes": case.bytes, "us": {}, "error": {}}
-    row["failures"] = {}
+    row: dict[str, Any] = {"label": case.label, **dataclasses.asdict(case), "bytes": case.bytes, "flops": case.flops}
+    row |= {"us": {}, "error": {}, "failures": {}}
     for name in (*names, "read"):
         try:
             calls = (CONTENDERS | {"read": read})[name](caches)
@@ -239,15 +282,18 @@ def measure(case: Decode, names: Sequence[str], rounds: int) -> dict[str, Any]:
     return row
 
 
-def table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
-    """Times, our rate, and ours over the peers."""
-    found = [["case", *(f"{name}, us" for name in names), "read, us", "ours, GB/s", *(f"over {x}" for x in names if x != "ours")]]
+def table(rows: Sequence[dict[str, Any]], names: Sequence[str], work: str = "bytes") -> list[list[str]]:
+    """Times, our rate in ``work``, "bytes" or "flops", and ours over the peers."""
+    unit, each = ("GB/s", 1e3) if work == "bytes" else ("TFLOP/s", 1e6)
+    found = [
+        ["case", *(f"{name}, us" for name in names), "read, us", f"ours, {unit}", *(f"over {x}" for x in names if x != "ours")]
+    ]
     ratios: dict[str, list[float]] = {name: [] for name in names if name != "ours"}
     for row in rows:
         us = row["us"]
         own = us.get("ours")
         line = [row["label"], *(f"{us[name]:.2f}" if name in us else "-" for name in (*names, "read"))]
-        line.append(f"{row['bytes'] / own / 1e3:.0f}" if own else "-")
+        line.append(f"{row[work] / own / each:.0f}" if own else "-")
         for name, all_of in ratios.items():
             ratio = us[name] / own if own and name in us else None
             line.append("-" if ratio is None else f"{ratio:.3f}")
@@ -259,23 +305,28 @@ def table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("decode", __doc__)
+    parser.add_argument("--set", choices=SETS, default="decode", help="which cases (default: decode)")
     parser.add_argument("--case", default="", help="those whose label begins so, separated by commas")
-    parser.add_argument("--peers", default="cudnn,fa3", help="comma-separated; fa3 where its library is given")
+    parser.add_argument("--peers", help="comma-separated (default: the set's); fa3 where its library is given")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--fa3", metavar="FILE", help="FlashAttention 3 as a torch library, .so or .so.xz")
     options = parser.parse_args(argv)
     device, facts = machine.gpu("decode"), machine.facts()
-    names = ["ours", *(name for name in options.peers.split(",") if name and (name != "fa3" or options.fa3))]
+    of_set, peers_of_set = SETS[options.set]
+    asked = (peers_of_set if options.peers is None else options.peers).split(",")
+    names = ["ours", *(name for name in asked if name and (name != "fa3" or options.fa3))]
     if unknown := [name for name in names if name not in CONTENDERS]:
         raise SystemExit(f"perf.decode has no {', '.join(unknown)}; there are {', '.join(CONTENDERS)}.")
     if options.fa3:
         peers.load_fa3(options.fa3)
-    cases = [case for case in CASES if case.label.startswith(tuple(options.case.split(",")))]
+    cases = [case for case in of_set if case.label.startswith(tuple(options.case.split(",")))]
     rows = [measure(case, names, options.rounds) for case in cases]
-    folder, lines = options.out or machine.record(device), table(rows, names)
-    report.write(folder / "decode.json", json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
-    text = f"# A step of decoding, bf16, from a cold L2\n\n{report.origin(facts)}\n\n{report.table(lines, markdown=True)}\n"
-    report.write(folder / "decode.md", text)
+    folder = options.out or machine.record(device)
+    lines = table(rows, names, "flops" if options.set == "chunked" else "bytes")
+    report.write(folder / f"{options.set}.json", json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+    title = "Chunks of a prompt over caches" if options.set == "chunked" else "A step of decoding"
+    text = f"# {title}, bf16, from a cold L2\n\n{report.origin(facts)}\n\n{report.table(lines, markdown=True)}\n"
+    report.write(folder / f"{options.set}.md", text)
     print(
         "\n".join([*(f"{row['label']}: {x}: {why}" for row in rows for x, why in row["failures"].items()), report.table(lines)])
     )

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rawattn import timing
 from rawattn.arrays import DTYPES
 from rawattn.testing import Case
 
-from .lib import backward, command, differentiable, machine, report, sets, timing
+from .lib import backward, command, differentiable, machine, report, sets
 from .lib.checking import failure
 from .lib.statistics import geometric_mean
 from .lib.task import Task

@@ -205,6 +205,11 @@ class Rank:
             "lowest": min(each), "highest": max(each),
         }  # fmt: skip
 
+    def distance(self, x: Any, y: Any) -> float:
+        """Returns how far x is from y over the root mean square of y, on the rank where that is most."""
+        x, y = x.double(), y.double()
+        return self.slowest(float((x - y).square().mean().sqrt() / y.square().mean().sqrt()))
+
     def both(self, compute: Callable[..., Any], given: list[Any]) -> dict[str, Call]:
         """Returns the forward, and forward and backward together, as calls."""
         *inputs, do = given
@@ -242,8 +247,7 @@ def errors(rank: Rank, length: int, method: str) -> dict[str, Any]:
     found, again = run(), run()
     far = {}
     for name, x, whole_y in zip(("o", "dq", "dk", "dv"), found, want, strict=True):
-        y = parallel.split(whole_y.detach(), layout=rank.options.layout).double()
-        far[name] = rank.slowest(float((x.detach().double() - y).square().mean().sqrt() / y.square().mean().sqrt()))
+        far[name] = rank.distance(x.detach(), parallel.split(whole_y.detach(), layout=rank.options.layout))
     same = rank.slowest(float(not all(rank.torch.equal(x, y) for x, y in zip(found, again, strict=True)))) == 0
     return {"error": far, "same_bits": same, "right": same and max(far.values()) < ERROR}
 
@@ -299,20 +303,26 @@ def measure_peer(rank: int, count: int, store: str, options: argparse.Namespace,
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from rawattn import parallel
+
     me = Rank(rank, count, options)
     me.start(store)
     mesh, rows = init_device_mesh(me.device.type, (count,)), _Rows(options.out if rank == 0 else None)
-    sdpa = me.torch.nn.functional.scaled_dot_product_attention
+    functional = me.torch.nn.functional  # where context_parallel puts its own function
     grouped = {"enable_gqa": True} if options.kv_heads not in (0, options.heads) else {}
-    compute = lambda q, k, v: sdpa(q, k, v, is_causal=True, **grouped)  # noqa: E731
+    compute = lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)  # noqa: E731
     for length in map(int, options.lengths.split(",")):
         whole = me.inputs(length, dim=2)
         parts = [x.clone() for x in whole]
         with sdpa_kernel(getattr(SDPBackend, PEERS[name])):
             one = me.both(compute, whole)
             alone = me.times(one["forward"], lambda: None), me.times(one["forward and backward"], lambda: None)
+            want = parallel.split(one["forward"]().transpose(1, 2))
             with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 4, no_restore_buffers=set(parts)):
                 many = me.both(compute, parts)
+                error = me.distance(many["forward"]().transpose(1, 2), want)
+                if not error < ERROR:
+                    raise RuntimeError(f"the error of o is {error}")
                 for what, ones in zip(many, alone, strict=True):
                     found = me.times(lambda: None, many[what])
                     share = ones["one_ms"] / count / found["many_ms"]

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.progress import track
 
 import rawattn
+from rawattn import timing
 from rawattn.device import Device
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.operation import Forward
@@ -46,7 +47,7 @@ from rawattn.select import select
 from rawattn.testing import Case
 from rawattn.variant import Option
 
-from .lib import command, machine, report, sets, timing
+from .lib import command, machine, report, sets
 from .lib.altered import Patched
 from .lib.ours import our_plan, ours, plan_of
 from .lib.statistics import welch_t

@@ -29,14 +29,14 @@ from typing import Any
 
 from rich.console import Console
 
-from rawattn import records
+from rawattn import records, timing
 from rawattn.device import TYPICAL, Device
 from rawattn.errors import UnsupportedError
 from rawattn.records import Kind
 from rawattn.select import KERNELS, Tuned, config_set, nearest, select
 from rawattn.testing import Case
 
-from .lib import command, machine, report, sets, statistics, timing
+from .lib import command, machine, report, sets, statistics
 from .lib.checking import Check, failure
 from .lib.compiling import Pool, faults
 from .lib.ours import config_name, launched, ours
@@ -213,7 +213,7 @@ def evolve(tuner: Tuner, race: Race, pool: Pool, seconds: float) -> None:
         generation = tuner.submit(pool, GENERATION)
         raced = list(dict.fromkeys([tuner.best, *fit]))
         times = race.times(raced, 3)
-        us = {config: [statistics.median_of_rounds(each[config]) for each in times] for config in raced}
+        us = {config: [timing.median_of_rounds(each[config]) for each in times] for config in raced}
         for config in raced:
             tuner.tried[config_name(config)] = [round(x, 3) for x in us[config]]
             tuner.search.tell(config, statistics.geometric_mean(us[config]))

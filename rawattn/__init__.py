@@ -16,6 +16,7 @@ from .api import (
     plan_backward,
     warm_up,
 )
+from .bundle import load_bundle, save_bundle
 from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward
 from .plans import Plan
@@ -29,6 +30,6 @@ __all__ = [
     "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
     "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError", "append",
     "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen", "explain",
-    "explain_backward", "explain_kvcache", "mask", "merge_states", "plan", "plan_backward", "reference", "score",
-    "violations", "warm_up",
+    "explain_backward", "explain_kvcache", "load_bundle", "mask", "merge_states", "plan", "plan_backward", "reference",
+    "save_bundle", "score", "violations", "warm_up",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line: ``python -m rawattn [demo|doctor|show|choose|compile|clear]``."""
+"""The command line: ``python -m rawattn [demo|doctor|show|choose|compile|bundle|bench|clear]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from . import __version__, api, compiler, demo, doctor, driver
+from . import __version__, api, bench, compiler, demo, doctor, driver
+from .bundle import save_bundle
 from .cache import CacheWarning, cache_folder
 from .compiler import Binary, Source
 from .device import TYPICAL, Device
@@ -122,9 +123,17 @@ def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) ->
     console.print(f"written to {folder}")
 
 
+def bundle(options: Options) -> int:
+    """Writes the kernels that recorded operations need into a file."""
+    with console.status("looking for kernels") as status:
+        count = save_bundle(options.spec, options.out, options.arch.split(","), lambda: status.update("NVRTC compiles"))
+    console.print(f"{count} kernels, {options.out.stat().st_size / 1e6:.1f} MB, written to {options.out}")
+    return 0
+
+
 def clear(options: Options) -> int:
-    """Empties the cache."""
-    count, size = compiler.clear()
+    """Empties the cache, or removes what was not used for long."""
+    count, size = compiler.clear(options.unused)
     console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {cache_folder()}")
     return 0
 
@@ -192,21 +201,40 @@ def _window(text: str) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _problem_options() -> argparse.ArgumentParser:
+def _numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 512,4096")
+    return [int(each) for each in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    if not (found := re.fullmatch(r"(\d+)([dh])", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days or hours such as 30d or 12h")
+    return int(found[1]) * {"d": 86400.0, "h": 3600.0}[found[2]]
+
+
+def _layer_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument_group("layer").add_argument
+    add("--dtype", choices=[*ELEMENTS], help="number format; default: bf16")
+    add("--heads", type=int, metavar="N", help="heads of q; default: 16")
+    add("--kv-heads", type=int, metavar="N", help="heads of k and v; default: as many")
+    add("--head-dim", type=int, metavar="N", help="columns of q and k; default: 128")
+    add("--head-dim-v", type=int, metavar="N", help="columns of v and o; default: as many")
+    add("--causal", action="store_true", help="each query keeps the keys up to its own position")
+    add("--softcap", type=float, metavar="X", help="cap of the logits")
+    return parser
+
+
+def _problem_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, parents=[_layer_options()])
     add = parser.add_argument_group("problem").add_argument
     add("--arch", choices=[*TYPICAL, "cpu"], help="what it is for; default: the GPU here, sm_90a where there is none")
-    add("--dtype", choices=[*ELEMENTS], default="bf16", help="number format; default: bf16")
     add("--batch", type=int, default=2, metavar="N", help="sequences; default: 2")
     add("--length", type=int, default=4096, metavar="N", help="queries of a sequence; default: 4096")
     add("--kv-length", type=int, metavar="N", help="keys of a sequence; default: as many")
-    add("--heads", type=int, default=16, metavar="N", help="heads of q; default: 16")
-    add("--kv-heads", type=int, metavar="N", help="heads of k and v; default: as many")
-    add("--head-dim", type=int, default=128, metavar="N", help="columns of q and k; default: 128")
-    add("--head-dim-v", type=int, metavar="N", help="columns of v and o; default: as many")
-    add("--causal", action="store_true", help="each query keeps the keys up to its own position")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="keys kept before and after that position, such as 128,0 or none,0")
-    add("--softcap", type=float, metavar="X", help="cap of the logits")
+    parser.set_defaults(dtype="bf16", heads=16, head_dim=128)
     add("--mask", type=_option, metavar="MODULE:CALL", help="a mask of your own, such as mymodule:Mine(7)")
     add("--score", type=_option, metavar="MODULE:CALL", help="a score of your own")
     add("--varlen", action="store_true", help="sequences packed end to end, as attention_varlen takes them")
@@ -242,7 +270,31 @@ def _parser() -> argparse.ArgumentParser:
     add_option = compile_parser.add_argument
     add_option("--out", type=pathlib.Path, metavar="FOLDER", help="also write machine code, sources and log into a folder")
     add_option("--force", action="store_true", help="let --out overwrite files that differ")
-    add("clear", clear, "empty the cache")
+    bundle_parser = add("bundle", bundle, "write the kernels that an application needs into one file, for rawattn.load_bundle")
+    bundle_parser.epilog = (
+        "Run the application with RAWATTN_LOG=FILE first, which records its operations, or write them with "
+        "json.dumps(operation.to_json()), one a line. With masks or scores of your own call rawattn.save_bundle where they are "
+        "imported. No GPU is needed; those that are here are prepared for besides the common boards of each architecture."
+    )
+    add_option = bundle_parser.add_argument
+    add_option("--arch", required=True, metavar="ARCH,...", help=f"architectures, of {', '.join(TYPICAL)}")
+    add_option("--spec", type=pathlib.Path, required=True, metavar="FILE", help="recorded operations")
+    add_option("--out", type=pathlib.Path, required=True, metavar="FILE", help="the file to write, such as kernels.zip")
+    text = "time attention in your shapes, forward and backward, beside torch's"
+    bench_parser = add("bench", lambda options: bench.run(options, console), text, _layer_options())
+    bench_parser.epilog = (
+        "Without --like one layer is measured, on a CPU of 4 heads of 64 in fp32 by default. Cells are TFLOP/s, on a CPU "
+        "GFLOP/s, of what the mask keeps; the backward is timed alone."
+    )
+    add_option = bench_parser.add_argument
+    add_option("--like", type=pathlib.Path, metavar="FILE", help="config.json of a transformers model, whose layers are measured")
+    add_option("--lengths", type=_numbers, metavar="N,...", help="lengths; default: 512 to 16384, on a CPU 128 to 512")
+    add_option("--tokens", type=int, metavar="N", help="tokens of a call; default: 16384, on a CPU 512")
+    add_option("--seconds", type=float, default=60.0, metavar="X", help="begin nothing after this time; default: 60")
+    add_option("--plot", type=pathlib.Path, metavar="FILE", help="also draw it, into a file such as attention.svg")
+    clear_parser = add("clear", clear, "empty the cache")
+    clear_text = "remove only what was not used for so long, such as 30d or 12h; known to a day"
+    clear_parser.add_argument("--unused", type=_seconds, default=0.0, metavar="TIME", help=clear_text)
     return parser
 
 

@@ -18,7 +18,7 @@ from .operation import Backward, Forward, Operation, from_json
 from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
 from .select import Selection, select, warn_once
-from .spec import Window
+from .spec import Window, is_int, make_dropout
 from .tile_classes import TileClasses, count
 from .variant.mask import Mask
 from .variant.score import Score
@@ -39,21 +39,20 @@ def attention(
     scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
     sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    kernel: str | None = None, config: Any = None,
+    dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
-    """softmax(mask(score(q k^T))) v, for each batch and head.
+    """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1); ``rawattn.reference`` specifies it.
 
     >>> o = rawattn.attention(q, k, v, causal=True)
 
     Args:
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
-        k, v: (batch, kv_len, kv_heads, head_dim), of v head_dim_v. Query head h reads head h // n, where n is heads / kv_heads.
-        causal: keep keys up to the query's own position, the last query standing at the last key, as in flash-attn (torch's
-            alignment: ``mask=rawattn.mask.Causal(align="top_left")``).
+        k, v: (batch, kv_len, kv_heads, head_dim), v with head_dim_v; query head h reads head h // (heads / kv_heads) of them.
+        causal: keep keys up to the query's own position, the last query at the last key (at the first: ``Causal("top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
-        softcap: cap of the logits, softcap * tanh(logit / softcap); None or 0.0 for no cap. A number, not a tensor.
-        scale: factor on q.k; 1 / sqrt(head_dim) by default. A number, not a tensor.
+        softcap, scale: numbers, no tensors: the cap of the logits, softcap * tanh(logit / softcap), None or 0.0 for none; the
+            factor on q.k, 1 / sqrt(head_dim) by default.
         mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above, or Python functions:
             ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of scale * q.k. Arrays
             that they captured are read in place at every call: ``docs/functions.md``.
@@ -63,37 +62,38 @@ def attention(
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
             key, no query keeps a key behind them, and masks see these lengths. On a GPU there are no gradients with them yet.
-        out: receives the result; of q's library, dtype and device, (batch, q_len, heads, head_dim_v), apart from the inputs. Not
-            where autograd follows the call, or torch traces, transforms or casts it.
+        out: receives the result; like o, apart from the inputs. Not where autograd follows, or torch traces, transforms or casts.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
-        constant_time: take kernels that execute the same instructions whatever the numbers in q, k and v are: no branch and no
-            address depends on one. For bf16, fp16 and fp32 on a GPU, not for functions; 11 to 22 % slower at length 4096 on an
-            H200, more with softcap. Not covered: shapes, strides, lengths, a score of your own, power, which constants such as 0
-            save, clocks, and the L2 cache. ``perf.prove`` tests the time.
+        constant_time: take kernels in which no branch and no address depends on the numbers in q, k and v, for bf16, fp16 and
+            fp32 on a GPU. Not covered: a score of your own, power, which constants such as 0 save, clocks, and the L2 cache.
         deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
-        q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. Masks and
-            scores then see positions, and no alignment applies. Where one is given the other is 0.
+        q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. All options
+            then see positions, and no alignment applies. Where one is given the other is 0.
+        dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
+            the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
+        seed: an int of 64 bits, or one int64 in an array (1,), which kernels read when they run, also in a graph: with a pair's
+            positions, head and sequence it says whether a weight is dropped. None: torch's generator of q's device gives one.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
-    torch's autograd follows the call, once, and keeps o and lse. Under tracing it is ``torch.ops.rawattn.attention``.
-    Returns o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
-    ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len).
+    Returns:
+        o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
+        ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len). torch's autograd follows them, once.
 
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
-    the mask keeps no key, reaches no result; in a masked v it may reach queries of the same tile (0 x NaN is NaN). Values are
-    summed before they are divided: bf16 above 2^96, and fp32 and fp64 near the largest number over kv_len, may give inf.
+    the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in its tile keeps
+    keys near it. Values are summed before they are divided: bf16 ones above 2^96, other ones near the largest / kv_len give inf.
 
-    Raises ProblemError where an argument is wrong, and UnsupportedError, with every kernel's reason, where none computes this.
-    Equation 1 of arXiv 1706.03762; ``rawattn.reference.attention`` is the specification in array operations.
+    Raises ProblemError for a wrong argument, UnsupportedError where no kernel computes the call, with every kernel's reason.
     """
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    return _run(_given(q, k, v, None, None, sinks, q_lens, kv_lens), options, (None, None), kernel, config, out)
+    given = _given(q, k, v, None, None, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
+    return _run(given, options, (None, None), kernel, config, out)
 
 
 def attention_varlen(
@@ -102,7 +102,7 @@ def attention_varlen(
     scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
     sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    kernel: str | None = None, config: Any = None,
+    dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -127,9 +127,9 @@ def attention_varlen(
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens)
+    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
@@ -141,7 +141,8 @@ def attention_backward(
     max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
     window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None,
     score: ScoreLike | None = None, alibi: Any = None, bias: Any = None, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, out: Any = None, kernel: str | None = None, config: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, out: Any = None,
+    kernel: str | None = None, config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -158,6 +159,7 @@ def attention_backward(
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``attention_varlen``, for packed sequences.
         causal, window, softcap, scale, mask, score, alibi, bias, q_offset, kv_offset: the options of the forward. A score of your
             own, written in CUDA, needs ``slope`` in Python and ``derivative`` in CUDA, its derivative.
+        dropout, seed: those of the forward; the seed is needed.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
             ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
@@ -184,11 +186,10 @@ def attention_backward(
     options = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    given: tuple[Any, ...] = (do, q, k, v, o, lse)
-    if dlse is not None or cu_seqlens_q is not None or cu_seqlens_kv is not None or sinks is not None:
-        given = (*given, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    more = _given(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _seed(q, dropout, seed, "give that of the forward"))
+    given = (do, q, k, v, o, lse, *more)
     captured: tuple[Any, ...] = ()
     if mask is not None or score is not None:
         options, captured = functions.taken(options)
@@ -199,25 +200,25 @@ def attention_backward(
 
 def plan_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
-    config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None,
+    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """``plan`` for ``attention_backward``: ``plan.run(do, q, k, v, o, lse)`` gives the gradients.
 
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
     found, asked = _named(Backward, given, options)
     return _plan(Backward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
 def explain_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, kernel: str | None = None,
-    config: Any = None, **options: Any,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None,
+    kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """``explain`` for ``attention_backward``. It says what would be copied, too."""
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
     dense = Backward.dense(given)
     found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config)
     copied = tuple(name for name, x, y in zip(Backward.names, given, dense, strict=True) if x is not y)
@@ -226,7 +227,7 @@ def explain_backward(
 
 def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, seed: Any = None, kernel: str | None = None, config: Any = None,
     on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """Makes the plan for arrays like these, compiled and loaded: ``plan.run(q, k, v)`` then costs the least a call can cost.
@@ -235,22 +236,25 @@ def plan(
     >>> o = p.run(q, k, v)
 
     Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen``. ``on_compile`` is called before
-    NVRTC runs, which takes about a second; a cached kernel does not need it.
+    NVRTC runs, which takes about a second; a cached kernel does not need it. With ``dropout`` the last input of ``run`` is the
+    seed, an array, before those that functions captured; here it may be left out.
     """
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
     found, asked = _named(Forward, given, options)
-    return _plan(Forward, found, asked, lengths, kernel, config, on_compile)
+    return _plan(Forward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
 def explain(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, sinks: Any = None, kernel: str | None = None, config: Any = None, **options: Any,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, seed: Any = None, kernel: str | None = None, config: Any = None,
+    **options: Any,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
+    lengths = (max_seqlen_q, max_seqlen_kv)
     return _explain(Forward, given, options, lengths, kernel, config)
 
 
@@ -287,12 +291,17 @@ def warm_up(operations: Iterable[Operation] | str | os.PathLike[str], device: in
         ProblemError: a line of the file is no operation.
         UnsupportedError: no kernel computes one of them on the device.
     """
-    if isinstance(operations, (str, os.PathLike)):
-        operations = [_from_line(line) for line in pathlib.Path(operations).read_text(encoding="utf-8").splitlines()]
-    found, where = list(operations), driver.device(device)
+    found, where = operations_of(operations), driver.device(device)
     for op in found:
         load_all(op, select(op, where), where)
     return len(found)
+
+
+def operations_of(given: Iterable[Operation] | str | os.PathLike[str]) -> list[Operation]:
+    """Operations, or those of a file. Raises ProblemError where a line of it is no operation."""
+    if not isinstance(given, (str, os.PathLike)):
+        return list(given)
+    return [_from_line(line) for line in pathlib.Path(given).read_text(encoding="utf-8").splitlines()]
 
 
 def _from_line(line: str) -> Operation:
@@ -366,13 +375,13 @@ class Explanation:
 def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, return_lse: bool = False, constant_time: bool = False,
-    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a call by name, in one order."""
     return {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset,
+        "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
 
 
@@ -385,12 +394,32 @@ def key_of(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None
     return (*values, *map(type, values))
 
 
-def _given(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...]:
+def _given(*arrays: Any) -> tuple[Any, ...]:
     """The arrays of a call, without what is None at the end."""
-    count = len(others)
-    while count and others[count - 1] is None:
+    count = len(arrays)
+    while count and arrays[count - 1] is None:
         count -= 1
-    return (q, k, v, *others[:count])
+    return arrays[:count]
+
+
+def _seed(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
+    """The seed of a call as an array, which is made where an int is given, or for torch tensors nothing; None without dropout.
+    ``missing`` says what to do where there is none and none may be drawn."""
+    if type(dropout) is int and dropout == 0:  # the default; an int, since torch.compile would follow a float's value
+        return None
+    if not make_dropout(dropout):
+        return None
+    if _load_torch_op() and _torch_op.is_tensor(q):
+        return _torch_op.seed_of(q, seed, missing)
+    if seed is None:
+        way = missing or "give an int, or one int64 in an array of q's library: there is no generator that it may be drawn from"
+        raise ProblemError(f"seed is None, and dropout is {dropout}; {way}.")
+    return arrays.one_int64(q, seed) if is_int(seed) else seed
+
+
+def _stand_in(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
+    """A seed for a plan or an explanation, which read none."""
+    return _seed(q, options.get("dropout", 0.0), 0 if seed is None else seed)
 
 
 def _run(
@@ -400,7 +429,7 @@ def _run(
     if options["mask"] is not None or options["score"] is not None:
         options, captured = functions.taken(options)
     compute = _torch_op.way(given + captured) if _load_torch_op() else None
-    if compute is not None and len(given) > 6:
+    if compute is not None and any(x is not None for x in given[6:8]):
         raise ProblemError(
             "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there is no "
             "operator and no gradient with them yet."
@@ -423,7 +452,7 @@ def _named(
 def _load_torch_op() -> bool:
     """Imports torch_op once torch is loaded, and tells whether it is there."""
     global _torch_op
-    if _torch_op is None and "torch" in sys.modules:
+    if _torch_op is None and sys.modules.get("torch") is not None:
         from . import torch_op as _torch_op
     return _torch_op is not None
 

@@ -255,6 +255,15 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
     return lambda beside: np.empty(shape, DTYPES[dtype])
 
 
+def one_int64(beside: Any, number: int) -> Any:
+    """A new array of this number, (1,), in the library of ``beside``, a NumPy array or one of a GPU that CuPy can see."""
+    like = read(beside, "q")
+    if like.library == "numpy":
+        return np.array([number], np.int64)
+    with sys.modules["cupy"].cuda.Device(like.device):
+        return sys.modules["cupy"].full((1,), number, np.int64)
+
+
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array, in elements."""
     strides, step = [], 1

@@ -1,21 +1,39 @@
-"""The folder that keeps kernels from one process to the next, and whether it can be trusted.
+"""The folder that keeps kernels from one process to the next: whether it can be trusted, what it holds, and how much.
 
 What lies in it runs as code: a kernel on the GPU, and on the CPU too, since an index file of Numba is a pickle. So rawattn makes
 its folders for their owner alone, and uses none that another user owns or may write.
+
+The folder has a bound, 2 GB or what the environment variable RAWATTN_CACHE_GB says: it is the folder's, like its name, so all
+processes that share it agree. Whoever adds a kernel removes what was not used for longest. A file's time of change is when it was
+last used, to a day, as many file systems do not note when one is read. No lock is needed: processes that remove at the same time
+remove the same files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pathlib
+import re
 import stat
 import sys
 import threading
+import time
 import warnings
+from typing import NamedTuple
 
+from .errors import ProblemError
+
+LIMIT_GB = 2.0
+STALE_SECONDS = 3600.0  # age at which a temporary file has lost its writer
+DAY = 86400.0
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _PACKAGE = str(pathlib.Path(__file__).parent)
+_OURS = re.compile(  # the paths in the cache folder that are rawattn's to remove
+    r"\w+-[0-9a-f]{64}\.cubin(\.[0-9a-f]{32}\.tmp)?|[0-9a-f]{2}\.lock"
+    r"|failed/[0-9a-f]{64}/.+\.(cu|cuh|log)|numba/.+\.nb[ci](\.tmp\.\w+)?"
+)
 
 warned = threading.Event()
 _warning = threading.Lock()
@@ -90,6 +108,88 @@ def check(folder: pathlib.Path) -> None:
             f"other users may write into {folder}, and what is in it runs as your code: remove it, or, if all that is in it is "
             f"yours, chmod go-w {folder}"
         )
+
+
+class File(NamedTuple):
+    """A file that rawattn wrote into the cache folder, when it was last used, and its size."""
+
+    used: float
+    bytes: int
+    path: pathlib.Path
+
+    @property
+    def is_temporary(self) -> bool:
+        return ".tmp" in self.path.suffixes
+
+
+def files(folder: pathlib.Path) -> list[File]:
+    """The files of rawattn in the cache folder, locks too, longest unused first. Files that go meanwhile are left out."""
+    found, now = [], time.time()
+    for path in _paths(folder):
+        with contextlib.suppress(OSError):
+            facts = path.lstat()
+            if facts.st_mtime > now:  # the clock was set back
+                touch(path)
+            if stat.S_ISREG(facts.st_mode):
+                found.append(File(min(facts.st_mtime, now), facts.st_size, path))
+    return sorted(found)
+
+
+def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
+    found = []
+    for top in (folder, folder / "failed", folder / "numba"):
+        for root, folders, names in os.walk(top):  # which passes over what it cannot read
+            found += [pathlib.Path(root, name) for name in names]
+            if top == folder:
+                folders.clear()
+    return [path for path in found if _OURS.fullmatch(path.relative_to(folder).as_posix())]
+
+
+def touch(path: pathlib.Path) -> None:
+    """Notes that a file is used now, unless that was noted less than a day ago. In a folder that cannot be written it is not."""
+    with contextlib.suppress(OSError):
+        if not 0 <= time.time() - path.stat().st_mtime < DAY:
+            os.utime(path)
+
+
+def remove(file: File) -> bool:
+    """Removes a file; gives whether this process did. Raises OSError where it cannot be removed."""
+    try:
+        file.path.unlink()
+    except FileNotFoundError:  # another process was faster
+        return False
+    return True
+
+
+def remove_empty(folder: pathlib.Path) -> None:
+    """Removes the folders below ``failed`` and ``numba`` that have nothing in them, and these."""
+    for top in (folder / "failed", folder / "numba"):
+        for root, _, _ in os.walk(top, topdown=False):
+            with contextlib.suppress(OSError):  # not empty, or gone
+                os.rmdir(root)
+
+
+def limit() -> float:
+    """The most bytes that the cache folder may hold. Raises ProblemError for a RAWATTN_CACHE_GB that is no number above 0."""
+    given = os.environ.get("RAWATTN_CACHE_GB") or LIMIT_GB
+    try:
+        if (found := float(given)) > 0:
+            return found * 1e9
+    except ValueError:
+        pass
+    raise ProblemError(f"RAWATTN_CACHE_GB is {given!r}; it must be a number > 0, the gigabytes that the cache folder may hold.")
+
+
+def tidy(folder: pathlib.Path, added: pathlib.Path) -> None:
+    """Keeps the folder below its limit after a file was added, which stays, and removes what writers that died have left."""
+    most, found = limit(), files(folder)
+    excess = sum(file.bytes for file in found) - most
+    for file in found:
+        is_stale = file.is_temporary and file.used < time.time() - STALE_SECONDS
+        if is_stale or (excess > 0 and file.bytes and not file.is_temporary and file.path != added):
+            with contextlib.suppress(OSError):  # it is not to be removed: others are
+                remove(file)
+                excess -= file.bytes
 
 
 def warn_uncached(error: OSError) -> None:

@@ -8,7 +8,8 @@ The cache folder holds
     numba/              what Numba compiled for the CPU path
 
 An entry is written under a temporary name and renamed, so readers need no lock. NVRTC and CuPy are imported only to compile.
-Where the folder cannot be used, whatever the reason, a CacheWarning says so once and kernels stay in memory.
+Where the folder cannot be used, whatever the reason, a CacheWarning says so once and kernels stay in memory. What a bundle has
+(bundle.py) is taken from there, and the folder is not looked at.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-from .cache import cache_folder, check, make, private_folder, warn_uncached
+from . import cache
 from .errors import CompileError, UnsupportedError
 from .tokens import code
 
@@ -41,14 +42,9 @@ OPTIONS = (
     "--ptxas-options=-v",
 )
 LOCK_SECONDS = 60.0  # longest wait for a process that compiles the same kernel; a kernel takes about one second
-STALE_SECONDS = 3600.0  # age at which a temporary file has lost its writer
 PIP_LINE = "pip install 'rawattn[cuda13]' (NVIDIA driver 580 or newer) or pip install 'rawattn[cuda12]'"
 
 _SEAL_BYTES = 40
-_OURS = re.compile(  # the paths in the cache folder that are rawattn's to remove
-    r"\w+-[0-9a-f]{64}\.cubin(\.[0-9a-f]{32}\.tmp)?|[0-9a-f]{2}\.lock"
-    r"|failed/[0-9a-f]{64}/.+\.(cu|cuh|log)|numba/.+\.nb[ci](\.tmp\.\w+)?"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +86,7 @@ class Binary:
     log: str = dataclasses.field(repr=False)
     nvrtc: str
     seconds: float
-    origin: Literal["compiled", "disk", "memory"]
+    origin: Literal["compiled", "disk", "memory", "bundle"]
     key: str
 
     @property
@@ -110,6 +106,7 @@ class Binary:
 
 
 _memory: dict[str, Binary] = {}
+_bundled: dict[str, Binary] = {}
 _locks: dict[str, threading.Lock] = {}
 
 
@@ -118,18 +115,18 @@ def _hash(*parts: object) -> str:
 
 
 def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Binary:
-    """The machine code of a source: from memory, from disk, or compiled now. Threads and processes share one compilation.
+    """The machine code of a source: from memory, a bundle or disk, or compiled now. Threads and processes share one compilation.
 
     ``on_compile`` is called where neither cache has it, before NVRTC runs here or in a process that this call then waits for.
 
     Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC. Warns once per process with
     CacheWarning where the cache folder cannot be used.
     """
-    if source.key in _memory:
-        return _memory[source.key]
+    if (found := _at_hand(source)) is not None:
+        return found
     with _locks.setdefault(source.key, threading.Lock()):
-        if source.key in _memory:
-            return _memory[source.key]
+        if (found := _at_hand(source)) is not None:
+            return found
         folder = _folder()
         binary = _read(folder, source)
         if binary is None:
@@ -144,7 +141,7 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
 def compile_together(source: Source, others: Iterable[Source], on_compile: Callable[[], None] | None = None) -> Binary:
     """``compile``; where the source has to be compiled, also the others, at the same time, so that they are there when needed.
     What NVRTC refuses of them says so then."""
-    if source.key in _memory or ((folder := _folder()) is not None and os.path.exists(_entry(folder, source))):
+    if _at_hand(source) or ((folder := _folder()) is not None and os.path.exists(_entry(folder, source))):
         return compile(source, on_compile)
     from concurrent.futures import ThreadPoolExecutor  # takes 10 ms to import
 
@@ -169,6 +166,12 @@ def recompile(source: Source) -> Binary:
             binary = _store(folder, source, _run_nvrtc(source))
         _memory[source.key] = dataclasses.replace(binary, origin="memory")
     return binary
+
+
+def serve(binaries: Iterable[Binary]) -> None:
+    """Has these kernels at hand from now on. Of two for one source the first stays."""
+    for binary in binaries:
+        _bundled.setdefault(binary.key, binary)
 
 
 def disassemble(cubin: bytes, *options: str) -> str:
@@ -196,60 +199,80 @@ def nvrtc_version() -> str:
     return "{}.{}".format(*_nvrtc().getVersion())
 
 
-def clear() -> tuple[int, int]:
-    """Empties the memory and the disk cache; gives the number of files removed, locks aside, and their size in bytes.
+def clear(unused: float = 0.0) -> tuple[int, int]:
+    """Empties the memory and the disk cache; gives the number of files removed, locks aside, and their size in bytes. With
+    ``unused``, a number of seconds, only files are removed that were not used for so long, which is known to a day.
 
     Only files that rawattn wrote are removed, and then its folders that this leaves empty. A process that compiles at the same
     time loses at worst its entry. Raises OSError where a file cannot be removed, and where the folder is not this user's alone.
     """
-    _memory.clear()
-    folder = cache_folder()
+    if not unused:
+        _memory.clear()
+    folder = cache.cache_folder()
     if not folder.is_dir():
         return 0, 0
-    check(folder)
-    paths = [*folder.glob("*"), *folder.glob("failed/**/*"), *folder.glob("numba/**/*")]
+    cache.check(folder)
     count = size = 0
-    for path in paths:
-        if path.is_file() and _OURS.fullmatch(path.relative_to(folder).as_posix()):
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                bytes_here = path.stat().st_size
-                path.unlink()
-                size += bytes_here
-                count += path.suffix != ".lock"
-    for path in sorted(paths, reverse=True):  # what lies in a folder sorts behind it
-        if path.is_dir() and path.relative_to(folder).parts[0] in ("failed", "numba"):
-            with contextlib.suppress(OSError):  # not empty: somebody else's file
-                path.rmdir()
+    for file in cache.files(folder):
+        is_lock = file.path.suffix == ".lock"
+        if (file.used <= time.time() - unused and not (unused and is_lock)) and cache.remove(file):
+            size += file.bytes
+            count += not is_lock
+    cache.remove_empty(folder)
     return count, size
+
+
+def _at_hand(source: Source) -> Binary | None:
+    """The binary in memory or in a bundle. Memory is first: it has what took the place of a binary that the driver refused."""
+    return _memory.get(source.key) or _bundled.get(source.key)
 
 
 def _folder() -> pathlib.Path | None:
     """The cache folder; None, after a warning, where it cannot be used."""
     try:
-        return private_folder()
+        return cache.private_folder()
     except OSError as error:
-        warn_uncached(error)
+        cache.warn_uncached(error)
         return None
 
 
+def entry_name(source: Source) -> str:
+    """The name of its file, in the cache folder and in bundles."""
+    return f"{pathlib.PurePath(source.name).stem}-{source.key}.cubin"
+
+
 def _entry(folder: pathlib.Path, source: Source) -> pathlib.Path:
-    return folder / f"{pathlib.PurePath(source.name).stem}-{source.key}.cubin"
+    return folder / entry_name(source)
 
 
 def _read(folder: pathlib.Path | None, source: Source) -> Binary | None:
     """The entry on disk; None where there is none, or one that is not whole."""
     if folder is None:
         return None
+    path = _entry(folder, source)
     try:
-        entry = _entry(folder, source).read_bytes()
+        entry = path.read_bytes()
     except OSError:
         return None
+    cache.touch(path)
+    return unpacked(entry, source.key, "disk")
+
+
+def unpacked(entry: bytes, key: str, origin: Literal["disk", "bundle"]) -> Binary | None:
+    """The binary that an entry holds; None where it is not whole, or is of another source than the one with this key."""
     data, seal = entry[:-_SEAL_BYTES], entry[-_SEAL_BYTES:]
     if seal != _seal(data):
         return None
     (elf_bytes,) = struct.unpack("<Q", data[-8:])
     facts = json.loads(data[elf_bytes:-8])
-    return Binary(data[:elf_bytes], origin="disk", **facts) if facts["key"] == source.key else None
+    return Binary(data[:elf_bytes], origin=origin, **facts) if facts["key"] == key else None
+
+
+def packed(binary: Binary) -> bytes:
+    """An entry with this binary."""
+    facts = {"key": binary.key, "nvrtc": binary.nvrtc, "seconds": binary.seconds, "log": binary.log}
+    data = binary.cubin + json.dumps(facts).encode() + struct.pack("<Q", len(binary.cubin))
+    return data + _seal(data)
 
 
 def _seal(data: bytes) -> bytes:
@@ -263,27 +286,17 @@ def _store(folder: pathlib.Path | None, source: Source, binary: Binary) -> Binar
         return binary
     entry = _entry(folder, source)
     temporary = entry.with_name(f"{entry.name}.{os.urandom(16).hex()}.tmp")
-    facts = {"key": binary.key, "nvrtc": binary.nvrtc, "seconds": binary.seconds, "log": binary.log}
-    data = binary.cubin + json.dumps(facts).encode() + struct.pack("<Q", len(binary.cubin))
     try:
-        _remove_stale(folder)
         try:
             with open(temporary, "xb") as file:
-                file.write(data + _seal(data))
+                file.write(packed(binary))
             temporary.replace(entry)
         finally:
             temporary.unlink(missing_ok=True)
+        cache.tidy(folder, entry)
     except OSError as error:
-        warn_uncached(error)
+        cache.warn_uncached(error)
     return binary
-
-
-def _remove_stale(folder: pathlib.Path) -> None:
-    """Removes the temporary files of writers that died."""
-    for path in folder.glob("*.tmp"):
-        with contextlib.suppress(OSError):  # another process was faster
-            if _OURS.fullmatch(path.name) and path.stat().st_mtime < time.time() - STALE_SECONDS:
-                path.unlink()
 
 
 @contextlib.contextmanager
@@ -339,9 +352,9 @@ def _refused(source: Source, log: str, status: str) -> CompileError:
     first = next((line for line in lines if re.search(r"\b(error|fatal)\s*:", line)), status)
     files = {**dict(source.headers), source.name: source.text, "nvrtc.log": f"{' '.join(source.options)}\n{log}"}
     try:
-        folder = private_folder("failed", source.key)
+        folder = cache.private_folder("failed", source.key)
         for path, text in files.items():
-            make((folder / path).parent)
+            cache.make((folder / path).parent)
             (folder / path).write_text(text, encoding="utf-8")
     except OSError:
         return CompileError(f"{source.name} for {source.arch}: {first}", log)

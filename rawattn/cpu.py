@@ -30,12 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from . import functions, reference
-from .cache import private_folder, warn_uncached
+from .cache import private_folder, touch, warn_uncached
 from .device import Device
 from .device import cpu as this_cpu
 from .errors import ProblemError, UnsupportedError
 from .operand import Layout
 from .operation import Backward, Forward
+from .reference import Dropped
 from .variant.element import ELEMENTS, Element
 from .variant.mask import Pairs, UsedQueries, kept_pairs, of_head
 from .variant.offset import OffsetScore
@@ -109,6 +110,8 @@ def _compile(name: str, number: str, storage: str) -> Any:
     try:
         own = private_folder("numba", f"{name}-{storage}-{lanes.MACHINE}")
         tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
+        for entry in own.rglob("*.nb[ci]"):
+            touch(entry)
         try:
             return lanes.compile(name, number, storage, own)
         except OSError:  # a full disk
@@ -245,17 +248,13 @@ class _Functions:
     pyramids: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def of_rows(
-        self, head: int, group: int, queries: slice, rows: int, kv_len: int, tile_kv: int, itemsize: int
+        self, head: int, group: int, queries: slice, width: int, kv_len: int, tile_kv: int
     ) -> tuple[int, Array, Array, Any]:  # fmt: skip
         """What the loops are given for the queries of ``group`` heads from ``head`` on, which share a panel's rows; and what the
         context points to."""
         if not self.address:
             return 0, self.context, NO_CLASSES, None
-        from . import lanes
-
-        width, context = lanes.BYTES // itemsize, self.context.copy()
-        numbers = np.minimum(np.arange(-(-rows // width) * width), rows - 1)
-        places = numbers // group + (queries.start + self.offsets[0]), numbers % group + head  # of each row
+        context, places = self.context.copy(), _places(head, group, queries, self.offsets[0], width)
         context[8:10] = places[0].ctypes.data, places[1].ctypes.data
         classes = self._classes(head, group, places[0][::width], places[0][width - 1 :: width], kv_len, tile_kv)
         return self.address, context, classes, places
@@ -340,7 +339,7 @@ class _Unit(NamedTuple):
 def run_forward(
     q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, scale: float,
     sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None,
-    q_lens: Array | None = None, kv_lens: Array | None = None, *, config: Config,
+    q_lens: Array | None = None, kv_lens: Array | None = None, dropped: Dropped | None = None, *, config: Config,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
 
@@ -355,13 +354,15 @@ def run_forward(
         bounds, places = bounds_of(own, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
         own_score = functions.of_lengths(score, used, kv_len)
         sequences.append(Sequence(i, *places, ONE_PAGE, kv_len, *out, own, own_score, *bounds, used))
-    run_sequences(sequences, heads, scale, sinks, config)
+    run_sequences(sequences, heads, scale, sinks, config, dropped)
 
 
 ONE_PAGE = np.zeros(1, np.int32)
 
 
-def run_sequences(sequences: list[Sequence], heads: int, scale: float, sinks: Array | None, config: Config) -> None:
+def run_sequences(
+    sequences: list[Sequence], heads: int, scale: float, sinks: Array | None, config: Config, dropped: Dropped | None = None
+) -> None:
     """Computes attention of sequences of one number format, each by its own mask, and by scores of one kind."""
     units: list[_Unit] = []
     if not sequences:
@@ -379,14 +380,43 @@ def run_sequences(sequences: list[Sequence], heads: int, scale: float, sinks: Ar
     units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
     sink_logits = _sink_logits(sinks, heads, element.lse_dtype)
     if cap is None:
-        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, scale, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, scale, dropped, sink_logits))
     else:
         attend = load(element).loops if units else None
         factors = (scale / cap if cap else scale, cap, config.tile_kv, _table(element))
-        _in_threads(config.threads, units, functools.partial(_compute, element, attend, factors, sink_logits))
+        _in_threads(config.threads, units, functools.partial(_compute, element, attend, factors, dropped, sink_logits))
 
 
-def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Array, unit: _Unit) -> None:
+def _width(number: npt.DTypeLike) -> int:
+    """The rows of a panel of the loops."""
+    from . import lanes
+
+    return int(lanes.BYTES // np.dtype(number).itemsize)
+
+
+def _places(head: int, group: int, queries: slice, q_offset: int, width: int) -> Array:
+    """The positions of the rows of a unit, the queries of ``group`` heads from ``head`` on, and their heads: (2, rows), with the
+    last row again up to whole panels of this width."""
+    rows = (queries.stop - queries.start) * group
+    numbers = np.minimum(np.arange(-(-rows // width) * width), rows - 1)
+    return np.stack([numbers // group + (queries.start + q_offset), numbers % group + head]).astype(np.int64, copy=False)
+
+
+def _random(
+    dropped: Dropped | None, sequence: int, head: int, group: int, queries: slice, width: int, first_key: int = 0
+) -> tuple[Array, Array]:
+    """What the loops ask for dropout: ``_places``, and what all rows share."""
+    if dropped is None:
+        return NO_PLACES, np.zeros(4, np.int64)
+    q_offset, kv_offset = dropped.offsets
+    shared = dropped.option.threshold, dropped.seed, sequence, kv_offset + first_key
+    return _places(head, group, queries, q_offset, width), np.array(shared, np.int64)
+
+
+NO_PLACES = np.zeros((2, 0), np.int64)
+
+
+def _compute(element: Element, attend: Any, factors: tuple[Any, ...], dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
     sequence, own, kv_head, queries, _ = unit
     group, number, storage = len(sinks) // sequence.k.shape[2], element.lse_dtype, _storage(element)
     heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -394,17 +424,18 @@ def _compute(element: Element, attend: Any, factors: tuple[Any, ...], sinks: Arr
     k, v = (x[:, :, kv_head].view(storage) for x in (sequence.k, sequence.v))
     begin, end = (bound[queries, heads].flatten() for bound in (sequence.begin, sequence.end))
     o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
-    sizes = len(q), sequence.kv_len, factors[2], np.dtype(number).itemsize
-    *asked, _pointed_to = own.of_rows(kv_head * group, group, queries, *sizes)
-    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *factors, *asked, o, lse)
+    rows = kv_head * group, group, queries, _width(number)
+    random = _random(dropped, sequence.batch, *rows)
+    *asked, _pointed_to = own.of_rows(*rows, sequence.kv_len, factors[2])
+    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *random, *factors, *asked, o, lse)
     sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
     if sequence.lse is not None:
         sequence.lse[heads, queries] = lse.reshape(-1, group).T
 
 
-def _formula(element: Element, mask: Pairs, score: Score, scale: float) -> reference.Formula:
+def _formula(element: Element, mask: Pairs, score: Score, scale: float, dropped: Dropped | None = None) -> reference.Formula:
     """The reference's, in the format that is computed with."""
-    return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale)
+    return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale, dropped)
 
 
 def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
@@ -419,9 +450,9 @@ def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
     return found
 
 
-def _compute_by_formula(element: Element, scale: float, sinks: Array, unit: _Unit) -> None:
+def _compute_by_formula(element: Element, scale: float, dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
     sequence, _, kv_head, queries, _ = unit
-    formula = _formula(element, sequence.mask, sequence.score, scale)
+    formula = _formula(element, sequence.mask, sequence.score, scale, dropped)
     group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
     q, k, v = sequence.q[:, heads], *(_gathered(sequence, x, kv_head) for x in (sequence.k, sequence.v))
@@ -466,7 +497,8 @@ class _KeyUnit(NamedTuple):
 def run_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Pairs, score: Score,
     scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
-    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, *, threads: int | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, dropped: Dropped | None = None, *,
+    threads: int | None = None,
 ) -> None:  # fmt: skip
     """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
     dq, dk, dv and dsinks in place. Rows of no sequence get 0.
@@ -503,10 +535,10 @@ def run_backward(
         seconds = _backward_seconds(sum(unit.pairs for unit in units), q.shape[-1] + v.shape[-1])
         threads = _backward_threads(seconds, this_cpu())
     if cap is None:
-        compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale))
+        compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale, dropped))
     else:
         factors = scale / cap if cap else scale, cap, scale
-        compute = functools.partial(_gradients, load(element, "backward").loops, factors)
+        compute = functools.partial(_gradients, load(element, "backward").loops, factors, dropped)
     for work, todo in ((_delta, shared), (compute, units), (_add_parts, shared)):
         _in_threads(threads, todo, work)
     if dsinks is not None:
@@ -549,23 +581,25 @@ def _delta(x: _Gradients) -> None:
     x.dsinks[...] = -(p * x.delta).sum(-1)
 
 
-def _gradients(loops: Any, factors: tuple[float, ...], unit: _KeyUnit) -> None:
+def _gradients(loops: Any, factors: tuple[float, ...], dropped: Dropped | None, unit: _KeyUnit) -> None:
     x, j, keys, _ = unit
     group, head_dim, number = x.q.shape[1], x.q.shape[2], x.delta.dtype
     begin, end = (np.clip(bound, keys.start, keys.stop) - keys.start for bound in (x.begin, x.end))
     touched = np.nonzero((begin < end).any(1))[0]
-    queries = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
+    queries = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0, 0)
     do, q = (rows[queries].astype(number, order="C").reshape(-1, rows.shape[-1]) for rows in (x.do, x.q))
     k, v = (rows[keys].astype(number, order="C") for rows in (x.k, x.v))
     lse, delta = (rows[:, queries].T.ravel() for rows in (x.lse, x.delta))
     lse = np.where(lse == -np.inf, np.inf, lse)  # its probabilities are 0
     begin, end = (bound[queries].flatten() for bound in (begin, end))
     dq, dk, dv = (np.empty(rows.shape, number) for rows in (q, k, v))
-    loops(do, q, k, v, lse, delta, begin, end, *factors, dq, dk, dv)
+    sequence, head = x.origin
+    random = _random(dropped, sequence, head, group, queries, _width(number), keys.start)
+    loops(do, q, k, v, lse, delta, begin, end, *random, *factors, dq, dk, dv)
     x.dk[keys], x.dv[keys] = dk, dv
     out = x.dq if x.parts is None else x.parts[j]
     out[queries] = dq.reshape(-1, group, head_dim)
-    out[: queries.start or 0] = 0
+    out[: queries.start] = 0
     out[queries.stop :] = 0
 
 
@@ -656,14 +690,12 @@ class Cpu:
     def run(
         self, op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
         cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
-        q_lens: Array | None = None, kv_lens: Array | None = None, **own: Array,
+        q_lens: Array | None = None, kv_lens: Array | None = None, seed: Array | None = None, **own: Array,
     ) -> None:  # fmt: skip
         """Computes the operation on NumPy arrays of its shapes, ``own`` of which its functions captured: ``run_forward``."""
-        lengths, spec = (
-            (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens),
-            functions.on_host(op.spec, own, (cu_seqlens_q, cu_seqlens_kv)),
-        )
-        run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, config=config)
+        lengths = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
+        spec, dropped = functions.on_host(op.spec, own, lengths[:2]), Dropped.of(op.spec, seed)
+        run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, dropped, config=config)
 
     def __repr__(self) -> str:
         return self.name
@@ -698,12 +730,13 @@ class CpuBackward(Cpu):
         seconds = _backward_seconds(forward.pairs * forward.batch * forward.heads, forward.head_dim + forward.head_dim_v)
         return seconds / config.threads + config.threads * SECONDS_PER_THREAD
 
-    def run(self, op: Any, config: Any, **arrays: Any) -> None:  # type: ignore[override]
+    def run(self, op: Any, config: Any, seed: Array | None = None, **arrays: Any) -> None:  # type: ignore[override]
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
         own = {each.name: arrays.pop(each.name) for each in op.captured}
         starts = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_kv")
         spec, scale = functions.on_host(op.forward.spec, own, starts), op.forward.scale
-        run_backward(**arrays, mask=spec.placed_mask, score=spec.placed_score, scale=scale, threads=config.threads)
+        options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
+        run_backward(**arrays, **options, threads=config.threads)
 
 
 CPU, CPU_BACKWARD = Cpu(), CpuBackward()

@@ -42,7 +42,7 @@ def run(console: Console) -> int:
     console.print(f"rawattn  {__version__}")
     lack, fault = missing_gpu()
     with console.status("importing torch"):
-        torch = _import("torch")
+        torch = imported("torch")
     if lack is None:
         gpu, (major, minor) = driver.device(0), driver.version()
         console.print(f"machine  {gpu.name}, {gpu.arch}, {gpu.sm_count} multiprocessors, driver for CUDA {major}.{minor}")
@@ -62,7 +62,7 @@ def missing_gpu() -> tuple[str | None, bool]:
         select(_operation(GPU_SHAPE, BF16), gpu)
     except (UnsupportedError, DeviceError) as error:
         return str(error), isinstance(error, DeviceError)
-    if _import("cupy") is None:
+    if imported("cupy") is None:
         return f"{gpu.name} needs CuPy and NVRTC; {compiler.PIP_LINE}", True
     return None, False
 
@@ -135,7 +135,8 @@ def _error(found: Array, exact: Array) -> float:
     return float((np.abs(found - exact).max((0, 2, 3)) / np.abs(exact).max((0, 2, 3))).max())
 
 
-def _import(name: str) -> Any:
+def imported(name: str) -> Any:
+    """The module, or None."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError):  # not installed, or it misses a library of its own

@@ -59,3 +59,23 @@ TYPICAL = {
     "sm_100": Device("B200 (typical)", "sm_100", 148, 232_448, 126 << 20),
     "sm_120": Device("RTX 5090 (typical)", "sm_120", 170, 101_376, 96 << 20),
 }
+
+# Other boards in common use: name, multiprocessors, MiB of L2. The configurations that one gets depend on these.
+_BOARDS: dict[str, list[tuple[str, int, float]]] = {
+    "sm_75": [("RTX 2080 Ti", 68, 5.5), ("RTX 6000", 72, 6)],
+    "sm_80": [("A30", 56, 24)],
+    "sm_86": [("A2", 10, 2), ("RTX 3060", 28, 3), ("RTX 3080", 68, 5), ("RTX 3090", 82, 6), ("A40", 84, 6)],
+    "sm_89": [("RTX 4060", 24, 24), ("RTX 4070", 46, 36), ("RTX 4080", 76, 64), ("RTX 4090", 128, 72), ("L40S", 142, 96)],
+    "sm_90a": [("H100 80GB HBM3", 132, 50), ("H100 PCIe", 114, 50), ("H20", 78, 60)],
+    "sm_120": [("RTX 5060", 30, 32), ("RTX 5070", 48, 48), ("RTX 5080", 84, 64), ("RTX PRO 6000", 188, 128)],
+}
+
+
+def boards(arch: str) -> list[Device]:
+    """The typical board of an architecture, and the others that are known."""
+    typical = TYPICAL[arch]
+    others = [
+        dataclasses.replace(typical, name=f"NVIDIA {name}", sm_count=sm_count, l2_bytes=int(l2 * (1 << 20)))
+        for name, sm_count, l2 in _BOARDS.get(arch, [])
+    ]
+    return [typical, *others]

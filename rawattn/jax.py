@@ -4,8 +4,8 @@
 >>> o = rawattn.jax.attention(q, k, v, causal=True)  # (batch, length, heads, head_dim)
 
 XLA calls back into Python (``jax.experimental.buffer_callback``), which launches rawattn's kernels on XLA's stream, on the memory
-that XLA gave. On a GPU XLA may capture the launches in a CUDA graph, once. It needs JAX 0.10, CuPy on a GPU, and imports JAX,
-which ``import rawattn`` does not.
+that XLA gave. On a GPU XLA may capture the launches in a CUDA graph, once for each set of addresses. It needs JAX 0.10, CuPy on a
+GPU, and imports JAX, which ``import rawattn`` does not.
 """
 
 from __future__ import annotations

@@ -354,14 +354,14 @@ def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
 
 
 @njit
-def gather_where(s, keys, tile_v, width, shrink, panel_o, panel, kept):
-    """The same, where ``kept`` is 0 for weights that do not count."""
+def gather_where(s, keys, tile_v, width, shrink, panel_o, panel, counted):
+    """The same, where ``counted`` is 0 for weights that do not count."""
     lanes = BYTES // s.itemsize
     for i in range(width):
         total = fill(shrink, 0.0)
         for j in range(keys):
             x = load(s, j * lanes) * spread(tile_v, j * width + i)
-            total += less(fill(x, 0.0), load(kept, j * lanes), x, fill(x, 0.0))
+            total += less(fill(x, 0.0), load(counted, j * lanes), x, fill(x, 0.0))
         at = (panel * width + i) * lanes
         store(panel_o, at, load(panel_o, at) * shrink + total)
 
@@ -374,11 +374,57 @@ def ask(function, context, s, slopes, pitch, column, keys, first, row, is_cut):
     call(function, context)
 
 
+LOW = np.uint64(0xFFFFFFFF)
+MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+WORD = np.uint64(32)
+
+
 @njit
-def finish(row_sum, row_max, sinks, begin, end, panel_o, width, o, lse):
-    """Writes o and lse from the sums of all rows, and their sinks."""
+def philox(a, b, c, d, low, high):
+    """The four words of a counter by a key, as ``variant.weight.philox``."""
+    for _ in range(10):
+        x, y = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
+        a, b, c, d = (y >> WORD) ^ b ^ low, y & LOW, (x >> WORD) ^ d ^ high, x & LOW
+        low, high = (low + STEPS[0]) & LOW, (high + STEPS[1]) & LOW
+    return a, b, c, d
+
+
+@njit
+def find_kept(kept, first, keys, panel, places, random):
+    """Writes 1 where the weight of a key from ``first`` on and of a row of a panel is kept, else 0, (key, lane), as
+    ``variant.weight.Dropout.kept`` says. ``places`` has the positions of all rows, and their heads; ``random`` the threshold, 0
+    for no dropout, the seed, the sequence's number and the position of key 0."""
+    threshold, seed, batch, kv_offset = random
+    lanes = BYTES // kept.itemsize
+    low, high = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
+    start = first + kv_offset
+    for lane in range(lanes if threshold > 0 else 0):
+        q, head = places[0, panel * lanes + lane], places[1, panel * lanes + lane]
+        half = np.uint64(q // 8 % 2 * 16 + 1)
+        for group in range(start // 16 * 4, (start + keys + 15) // 16 * 4):
+            words = philox(np.uint64(q // 16 * 8 + q % 8), np.uint64(group), np.uint64(head), np.uint64(batch), low, high)
+            for i in range(4):
+                j = group // 4 * 16 + group % 4 * 2 + i // 2 + i % 2 * 8 - start
+                if 0 <= j < keys:
+                    kept[j * lanes + lane] = np.int64((words[i] >> half) & np.uint64(0x7FFF)) >= threshold
+
+
+@njit
+def drop(x, keys, column, pitch, kept, random):
+    """Makes x[key pitch + column] 0 where it is dropped, whatever it is, and rescales what is kept."""
+    lanes, factor = BYTES // x.itemsize, 32768 / (32768 - random[0])
+    for j in range(keys if random[0] > 0 else 0):
+        at = j * pitch + column
+        y = load(x, at)
+        store(x, at, less(fill(y, 0.5), load(kept, j * lanes), y * fill(y, factor), fill(y, 0.0)))
+
+
+@njit
+def finish(row_max, row_sum, sinks, begin, end, panel_o, width, o, lse):
+    """Writes o and lse of sums and their references."""
     lanes = BYTES // o.itemsize
-    for row in range(lse.size):
+    for row in range(o.shape[0]):
         total, largest, weight = row_sum[row], row_max[row], o.dtype.type(1)
         if sinks[row] != -np.inf:  # the sums move to the larger of the two maxima
             largest = max(row_max[row], sinks[row])
@@ -390,30 +436,14 @@ def finish(row_sum, row_max, sinks, begin, end, panel_o, width, o, lse):
             o[row, i] = 0 if total == 0 or begin[row] >= end[row] else x * weight / total
 
 
-def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, function, context, classes, o, lse):
-    """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
-
-    q (rows, head_dim), o (rows, head_dim_v), sinks (rows) and lse (rows) are contiguous, in the format that is computed with; k
-    (pages, page_size, head_dim) and v (pages, page_size, head_dim_v) have contiguous rows. Key j is row j % page_size of the page
-    pages[j // page_size]; keys before the first and behind the last that a row keeps are not read. The logit is scale * q.k where
-    cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none.
-    A ``function`` other than 0 is the address of one that makes logits of these, -inf for pairs that do not count; classes
-    (panels, tiles) is 0 where no pair counts, 2 where all do, and 1 elsewhere.
-    """
-    rows, head_dim = q.shape
-    kv_len, head_dim_v = pages.size * v.shape[1], v.shape[2]
-    lanes = BYTES // q.itemsize
-    panels = (rows + lanes - 1) // lanes  # a panel is one vector of rows
-    width = (head_dim_v + BLOCK - 1) // BLOCK * BLOCK
-    panel_q = np.zeros(panels * head_dim * lanes, q.dtype)  # (panel, head_dim, lane)
-    panel_o = np.zeros(panels * width * lanes, q.dtype)
-    tile_k, tile_v = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype), np.zeros(tile_kv * width, q.dtype)
-    s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)
-    row_max, row_sum = np.full(panels * lanes, -np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
-    lo, hi, kept = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype), np.zeros(s.size, q.dtype)
-    origin = context[5]
-    some_begin, some_end = np.full(panels, kv_len, np.int64), np.zeros(panels, np.int64)  # keys that a row of the panel keeps
-    every_begin, every_end = np.zeros(panels, np.int64), np.full(panels, kv_len, np.int64)  # keys that all its rows keep
+@njit
+def pack_rows(q, begin, end, panels, kv_len):
+    """The rows of q as panels, (panel, head_dim, lane); which keys a row of each panel keeps, which all its rows do, and which
+    any row does."""
+    (rows, head_dim), lanes = q.shape, BYTES // q.itemsize
+    panel_q = np.zeros(panels * head_dim * lanes, q.dtype)
+    some_begin, some_end = np.full(panels, kv_len, np.int64), np.zeros(panels, np.int64)
+    every_begin, every_end = np.zeros(panels, np.int64), np.full(panels, kv_len, np.int64)
     lowest, highest = kv_len, 0
     for row in range(rows):
         panel, lane = row // lanes, row % lanes
@@ -422,6 +452,36 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, functi
             some_begin[panel], some_end[panel] = min(some_begin[panel], begin[row]), max(some_end[panel], end[row])
             lowest, highest = min(lowest, begin[row]), max(highest, end[row])
         every_begin[panel], every_end[panel] = max(every_begin[panel], begin[row]), min(every_end[panel], end[row])
+    return panel_q, some_begin, some_end, every_begin, every_end, lowest, highest
+
+
+def attend(
+    q, k, v, pages, begin, end, sinks, places, random, scale, cap, tile_kv, table, function, context, classes, o, lse
+):  # fmt: skip
+    """Attention of the rows of q to the keys begin[row] to end[row] of one sequence and head: writes o and lse.
+
+    q (rows, head_dim), o (rows, head_dim_v), sinks (rows) and lse (rows) are contiguous, in the format that is computed with; k
+    (pages, page_size, head_dim) and v (pages, page_size, head_dim_v) have contiguous rows. Key j is row j % page_size of the page
+    pages[j // page_size]; keys before the first and behind the last that a row keeps are not read. The logit is scale * q.k where
+    cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none. ``places`` and ``random`` are those of ``find_kept``.
+
+    Where ``function`` is not 0, it is the address of one which makes logits of these: -inf for pairs that do not count;
+    ``context`` is its own, and classes (panels, tiles) is 0 where none counts, 2 where all do, and 1 elsewhere.
+    """
+    rows, head_dim = q.shape
+    kv_len, head_dim_v = pages.size * v.shape[1], v.shape[2]
+    lanes = BYTES // q.itemsize
+    panels = (rows + lanes - 1) // lanes  # a panel is one vector of rows
+    width = (head_dim_v + BLOCK - 1) // BLOCK * BLOCK
+
+    panel_o = np.zeros(panels * width * lanes, q.dtype)
+    tile_k, tile_v = np.zeros((tile_kv + BLOCK) * head_dim, q.dtype), np.zeros(tile_kv * width, q.dtype)
+    s = np.zeros((tile_kv + BLOCK) * lanes, q.dtype)
+    row_max, row_sum = np.full(panels * lanes, -np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
+    lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
+    counted, kept = np.zeros(s.size, q.dtype), np.zeros(s.size, q.dtype)
+    origin = context[5]
+    panel_q, some_begin, some_end, every_begin, every_end, lowest, highest = pack_rows(q, begin, end, panels, kv_len)
 
     for first in range(lowest // tile_kv * tile_kv, highest, tile_kv):
         keys = min(tile_kv, highest - first)
@@ -441,15 +501,17 @@ def attend(q, k, v, pages, begin, end, sinks, scale, cap, tile_kv, table, functi
             if masked:
                 hide(s, keys, begin, end, first, panel, lo, hi)
             if function != 0 and not finite:
-                mark(s, keys, kept)
+                mark(s, keys, counted)
             shrink = softmax(s, keys, row_max, row_sum, panel)
+            find_kept(kept, first, keys, panel, places, random)
+            drop(s, keys, 0, lanes, kept, random)
             if function != 0 and not finite:
-                gather_where(s, keys, tile_v, width, shrink, panel_o, panel, kept)
+                gather_where(s, keys, tile_v, width, shrink, panel_o, panel, counted)
             elif masked and not finite:
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
                 gather(s, keys, tile_v, width, shrink, panel_o, panel)
-    finish(row_sum, row_max, sinks, begin, end, panel_o, width, o, lse)
+    finish(row_max, row_sum, sinks, begin, end, panel_o, width, o, lse)
 
 
 @njit
@@ -523,28 +585,34 @@ def clear(x):
 
 
 @njit
+def clear_panel(s, ds, keys, column, pitch):
+    for j in range(keys):
+        store(s, j * pitch + column, fill(load(s, 0), 0.0))
+        store(ds, j * pitch + column, fill(load(s, 0), 0.0))
+
+
+@njit
 def write_scaled(tile, width, scale, x, first, rows):
     for j in range(rows):
         for i in range(x.shape[1]):
             x[first + j, i] = tile[j * width + i] * scale
 
 
-def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv):
+def backward(do, q, k, v, lse, delta, begin, end, places, random, factor, cap, scale, dq, dk, dv):
     """Gradients of the rows of q and the keys of k, where a row keeps the keys begin[row] to end[row]: writes dq, dk and dv.
 
     All arrays are contiguous, in one format: do (rows, head_dim_v), q and dq (rows, head_dim), k and dk (kv_len, head_dim), v and
     dv (kv_len, head_dim_v), lse and delta (rows). lse is inf where a row's probabilities are 0. Where cap is 0, the logit is
     scale * q.k, and factor is scale; else it is cap * tanh(factor * q.k), and factor is scale / cap.
+    ``places`` and ``random`` are those of ``find_kept``.
 
     For a tile of keys and some panels of rows, S and its gradient dS are (key, row). The products S = K Q^T, dP = V dO^T and
     dQ = K^T dS have rows in lanes, as in ``attend``; dV = P dO and dK = dS Q have columns.
     """
     (rows, head_dim), (kv_len, head_dim_v) = q.shape, v.shape
-    lanes = BYTES // q.itemsize
-    panels = (rows + lanes - 1) // lanes
-    pitch = GROUP * lanes
+    lanes, pitch = BYTES // q.itemsize, GROUP * (BYTES // q.itemsize)
+    panels, block = (rows + lanes - 1) // lanes, (head_dim + BLOCK - 1) // BLOCK * BLOCK
     width, width_v = (head_dim + lanes - 1) // lanes * lanes, (head_dim_v + lanes - 1) // lanes * lanes
-    block = (head_dim + BLOCK - 1) // BLOCK * BLOCK
     panel_q, row_q = pack(q, panels, width)
     panel_do, row_do = pack(do, panels, width_v)
     panel_dq = np.zeros(panels * block * lanes, q.dtype)
@@ -554,7 +622,7 @@ def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv
     tile_k, tile_v = np.zeros((TILE_KV + BLOCK) * block, q.dtype), np.zeros((TILE_KV + BLOCK) * head_dim_v, q.dtype)
     tile_dk, tile_dv = np.zeros((TILE_KV + BLOCK) * width, q.dtype), np.zeros((TILE_KV + BLOCK) * width_v, q.dtype)
     s, ds = np.zeros((TILE_KV + BLOCK) * pitch, q.dtype), np.zeros((TILE_KV + BLOCK) * pitch, q.dtype)
-    lo, hi = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype)
+    lo, hi, kept = np.zeros(lanes, q.dtype), np.zeros(lanes, q.dtype), np.zeros(TILE_KV * lanes, q.dtype)
 
     for first in range(0, kv_len, TILE_KV):
         keys = min(TILE_KV, kv_len - first)
@@ -568,14 +636,15 @@ def backward(do, q, k, v, lse, delta, begin, end, factor, cap, scale, dq, dk, dv
                 some, every = find_bounds(begin, end, first, keys, panel, lo, hi)
                 column = (panel - group) * lanes
                 if not some:
-                    for j in range(keys):
-                        store(s, j * pitch + column, fill(load(s, 0), 0.0))
-                        store(ds, j * pitch + column, fill(load(s, 0), 0.0))
+                    clear_panel(s, ds, keys, column, pitch)
                     continue
                 active = panel - group + 1
                 dots(tile_k, block, keys, panel_q, panel, head_dim, factor, s, column, pitch)
                 dots(tile_v, head_dim_v, keys, panel_do, panel, head_dim_v, 1.0, ds, column, pitch)
+                find_kept(kept, first, keys, panel, places, random)
+                drop(ds, keys, column, pitch, kept, random)
                 differentiate(s, ds, keys, column, pitch, row_lse, row_delta, panel, cap, not every, lo, hi)
+                drop(s, keys, column, pitch, kept, random)
                 accumulate(tile_k, 0, 1, block, ds, column, pitch, keys, panel_dq, panel * block * lanes, lanes, block)
             for i in range(0, width_v * (active > 0), lanes):
                 at = group * lanes * width_v + i
@@ -605,13 +674,13 @@ def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -
     finally:
         numba.config.CACHE_DIR = saved
     x = getattr(types, number)
-    row, rows, bounds = types.Array(x, 1, "C"), types.Array(x, 2, "C"), types.Array(types.int64, 1, "C")
+    row, rows, bounds, places = (types.Array(*each, "C") for each in ((x, 1), (x, 2), (types.int64, 1), (types.int64, 2)))
     if name == "attend":
         kv = types.Array(getattr(types, storage), 3, "A", readonly=True, aligned=False)  # what any array may be passed as
         pages = types.Array(types.int32, 1, "C", readonly=True, aligned=False)
-        classes = types.Array(types.uint8, 2, "C")
-        loops.compile((rows, kv, kv, pages, bounds, bounds, row, x, x, types.intp, row, types.int64, bounds, classes, rows, row))
+        given = (rows, kv, kv, pages, bounds, bounds, row, places, bounds, x, x, types.intp, row)
+        loops.compile((*given, types.int64, bounds, types.Array(types.uint8, 2, "C"), rows, row))
     else:
-        loops.compile((*[rows] * 4, row, row, bounds, bounds, x, x, x, *[rows] * 3))
+        loops.compile((*[rows] * 4, row, row, bounds, bounds, places, bounds, x, x, x, *[rows] * 3))
     loops.disable_compile()
     return loops

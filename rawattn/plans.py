@@ -13,7 +13,7 @@ from . import arrays, compiler, driver, render, tma
 from .arrays import Array
 from .device import Device
 from .device import cpu as this_cpu
-from .errors import BinaryError, ProblemError
+from .errors import BinaryError, ProblemError, UnsupportedError
 from .operand import Operand, check_output
 from .operation import Operation
 from .program import (
@@ -23,6 +23,8 @@ from .program import (
     Field,
     Fields,
     Launch,
+    PackedHeads,
+    PageRows,
     Pages,
     Parts,
     Pointer,
@@ -156,10 +158,9 @@ class Plan:
 
 def load_all(op: Operation, selection: Selection, device: Device) -> None:
     """Compiles and loads all that operations of this kind may need."""
-    for config in (selection.config, *selection.compiled_with):
-        for program in selection.kernel.programs(op, config, device):
-            for launch in program.launches:
-                _load(launch, op, selection, device, None)
+    for program in selection.programs(op, device):
+        for launch in program.launches:
+            _load(launch, op, selection, device, None)
 
 
 class _Loaded(NamedTuple):
@@ -209,20 +210,32 @@ def _first(
     on_compile: Callable[[], None] | None,
 ) -> _Loaded:  # fmt: skip
     """Compiles and loads the kernel of a launch, with all that its operation's kind may get."""
-    kernel = selection.kernel
-    configs = (selection.config, *selection.compiled_with)
-    programs = (program for config in configs for program in kernel.programs(op, config, device))
-    others = {each.source.key: each.source for program in programs for each in program.launches}
-    binary = compiler.compile_together(launch.source, others.values(), on_compile)
+    others = {each.source.key: each.source for program in selection.programs(op, device) for each in program.launches}
+    try:
+        binary = compiler.compile_together(launch.source, others.values(), on_compile)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{op} on {device.name} needs {launch.source.name} for {device.arch}, which is in no loaded bundle and not in the "
+            f"cache folder; {error}; or make a bundle with it: RAWATTN_LOG=FILE records the operation, and python -m rawattn "
+            f"bundle --arch {device.arch} --spec FILE --out kernels.zip compiles it elsewhere."
+        ) from error
     with _loading:
         if key not in _kernels:
-            try:
-                function = driver.Function(binary.cubin, launch.entry, device.index)
-            except BinaryError:  # an entry of the cache that this driver cannot load
-                binary = compiler.recompile(launch.source)
-                function = driver.Function(binary.cubin, launch.entry, device.index)
+            binary, function = _on_device(binary, launch, device)
             _kernels[key] = _Loaded.of(binary, function, launch, op)
         return _kernels[key]
+
+
+def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple[compiler.Binary, driver.Function]:
+    """The entry of a launch, loaded; compiled again here where the driver cannot load what there is."""
+    try:
+        return binary, driver.Function(binary.cubin, launch.entry, device.index)
+    except BinaryError as refused:
+        try:
+            binary = compiler.recompile(launch.source)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{refused} NVRTC {binary.nvrtc} made what was to be loaded; {error}") from refused
+        return binary, driver.Function(binary.cubin, launch.entry, device.index)
 
 
 class GpuCall:
@@ -348,6 +361,10 @@ class GpuCall:
             return b"" if type(fill) is View else 0
         if type(fill) is Pages:
             return _pages(fill, array)
+        if type(fill) is PageRows:
+            return self._page_rows(fill, array)
+        if type(fill) is PackedHeads:
+            return _packed_heads(fill, array)
         return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
 
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
@@ -356,6 +373,15 @@ class GpuCall:
         shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
         encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
+
+    def _page_rows(self, fill: PageRows, pool: Array) -> bytes:
+        if 0 in pool.shape:  # it is never read, but a map must be of something
+            like = next(x for x in self._given.values() if x.dtype == pool.dtype and 0 not in x.shape)
+            pool = like._replace(shape=(1, 1, 1, like.shape[-1]), strides=(0, 0, 0, 1))
+            return self._page_rows(fill, pool)[:128] + bytes(64)
+        shape = tma.page_rows_geometry(fill.operand, pool.shape, pool.strides, ELEMENTS[pool.dtype].itemsize, fill.box_rows)
+        encoded = driver.tensor_map(pool.pointer, pool.dtype, shape.sizes, shape.strides, shape.box)
+        return encoded + struct.pack("<4i48x", pool.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
 
 
 def _of_array(fill: Any, array: Array) -> int | bytes:
@@ -379,6 +405,14 @@ def _pages(fill: Pages, pool: Array) -> bytes:
         return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])
     shape = tma.page_geometry(pool.shape, pool.strides, size, fill.page_rows)
     return driver.tensor_map(pool.pointer, pool.dtype, *shape, read_once=True) + struct.pack("<i60x", pool.shape[0])
+
+
+def _packed_heads(fill: PackedHeads, array: Array) -> bytes:
+    """A TmaHeads: a tensor map, the heads of a box, and the step from batch to batch."""
+    size = ELEMENTS[array.dtype].itemsize
+    shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
+    encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
+    return encoded + struct.pack("<2i56x", fill.heads, shape.batch_step)
 
 
 def _part(o: Array, lse: Array) -> bytes:

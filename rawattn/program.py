@@ -88,6 +88,23 @@ class Pages:
     page_rows: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageRows:
+    """A TmaPageRows of a pool of pages, whose boxes have ``box_rows`` rows of 64 columns."""
+
+    operand: str
+    box_rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedHeads:
+    """A TmaHeads of an operand, whose box has ``box_rows`` rows of 64 columns: those of ``heads`` heads side by side."""
+
+    operand: str
+    box_rows: int
+    heads: int
+
+
 class Violations(NamedTuple):
     """The address of the device's word of what launches found violated: lengths and pages that a cache has not."""
 
@@ -98,7 +115,22 @@ class Parts(NamedTuple):
     number: int
 
 
-Fill = Value | Pointer | Stride | Dim | AxisStride | View | TensorMap | Pages | Scratch | Counter | Violations | Parts
+Fill = (
+    Value
+    | Pointer
+    | Stride
+    | Dim
+    | AxisStride
+    | View
+    | TensorMap
+    | Pages
+    | PageRows
+    | PackedHeads
+    | Scratch
+    | Counter
+    | Violations
+    | Parts
+)
 
 
 class Field(NamedTuple):

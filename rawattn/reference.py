@@ -10,6 +10,9 @@ over the keys j that the mask keeps for the query i, where the logit s[i, j] is 
 The gradients of a loss, from do and dlse, those of o and lse: dp[i, j] = do[i].v[j] is the gradient of p[i, j], and with
 delta[i] = do[i].o[i] - dlse[i] that of the logit is p[i, j] (dp[i, j] - delta[i]); times the score's slope and scale it is that
 of q[i].k[j]. The sink's is -sum_i exp(sink - lse[i]) delta[i]: it is a key of probability exp(sink - lse[i]) with dp = 0.
+
+With dropout the weights of o are m[i, j] p[i, j], where m is 0 or 1 / (1 - dropout) (``variant.weight.Dropout.kept``), and dp is
+m[i, j] do[i].v[j]; p, lse and delta stay what they are.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from . import functions
 from .arrays import read
 from .errors import ProblemError, UnsupportedError
 from .operation.forward import limits as limits_of
-from .spec import Spec, make_mask, make_offset, make_scale, make_score
+from .spec import Spec, make_dropout, make_mask, make_offset, make_scale, make_score
+from .variant import weight
 from .variant.mask import FromKey, Intersection, Mask, Pairs, causal_and, of_head
 from .variant.score import Score
 
@@ -42,7 +46,8 @@ def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
     sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None, kv_lens: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None, return_lse: bool = False, rows: Sequence[int] | None = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """Attention in float64, slow and exact, to compare with.
 
@@ -53,6 +58,7 @@ def attention(
         k, v: (batch, kv_len, kv_heads, head_dim) and (batch, kv_len, kv_heads, head_dim_v), in q's library.
         causal, window, softcap, scale, mask, score, q_offset, kv_offset: as in ``rawattn.attention``. The score needs ``logit``
             alone.
+        dropout, seed: as in ``rawattn.attention``; the seed is an int or one in an array, and is needed.
         sinks: (heads,) floats in any library, a logit of each query head that joins the sum and lse and has no value.
         cu_seqlens_q, cu_seqlens_kv: (batch + 1,) integers; then q, k, v are (total, heads, head_dim), sequences end to end.
         q_lens, kv_lens: (batch,) integers, the rows that each sequence uses: its other queries keep no key, and its other keys
@@ -69,7 +75,7 @@ def attention(
     kept key makes the row NaN.
     """
     formula = make_formula(
-        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset,
+        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
@@ -80,14 +86,15 @@ def rounded(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
     sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_offset: int | None = None,
-    kv_offset: int | None = None, return_lse: bool = False, rows: Sequence[int] | None = None,
+    kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """The plain formula in float32, its logits and probabilities rounded to q's dtype: the yardstick for a kernel's error.
 
     Takes what ``attention`` takes, and gives the same results as float32.
     """
     formula = make_formula(
-        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset,
+        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
     o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
@@ -98,7 +105,7 @@ def attention_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks in float64, slow and exact, to compare with.
 
@@ -117,7 +124,7 @@ def attention_backward(
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
     """
     formula = make_formula(
-        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset,
+        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
@@ -127,7 +134,7 @@ def rounded_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The plain formula in float32, its logits, probabilities, o and gradients of logits rounded to q's dtype: the yardstick for
     a kernel's error.
@@ -135,7 +142,7 @@ def rounded_backward(
     Takes what ``attention_backward`` takes, and gives the same results as float32.
     """
     formula = make_formula(
-        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset,
+        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
@@ -151,7 +158,8 @@ def _rounding(q: Any) -> Callable[[Any], Any]:
 
 def make_formula(
     q: Any, k: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any,
-    score: Any, q_offset: Any = None, kv_offset: Any = None, starts: tuple[Any, Any] = (None, None),
+    score: Any, q_offset: Any = None, kv_offset: Any = None, dropout: Any = 0.0, seed: Any = None,
+    starts: tuple[Any, Any] = (None, None),
 ) -> Formula:  # fmt: skip
     """The formula for q's library and device and these options, in the dtype of that name."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
@@ -165,9 +173,11 @@ def make_formula(
         limits = limits_of({name: x for name, x in found.items() if x is not None}, {"q_offset": q_first, "kv_offset": kv_first})
         options = functions.made(options, {name: read(x, name) for name, x in own.items()}, limits)
     kept, logit = make_mask(causal, window, options["mask"]), make_score(softcap, options["score"])
-    spec = functions.on_host(Spec(kept, logit, q_offset=q_first, kv_offset=kv_first), own, starts)
+    spec = Spec(kept, logit, q_offset=q_first, kv_offset=kv_first, dropout=make_dropout(dropout))
+    spec = functions.on_host(spec, own, starts)
     factor = q.shape[-1] ** -0.5 if factor is None else factor
-    return Formula(xp, place, getattr(xp, number), rounding, spec.placed_mask, spec.placed_score, factor)
+    pairs, dropped = (spec.placed_mask, spec.placed_score), Dropped.of(spec, seed)
+    return Formula(xp, place, getattr(xp, number), rounding, *pairs, factor, dropped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +197,30 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dropped:
+    """Which weights a call drops: by its option and seed, and the positions of the first rows of q and of k."""
+
+    option: weight.Dropout
+    seed: int
+    offsets: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, spec: Spec, seed: Any) -> Dropped | None:
+        """None where nothing is dropped. Raises ProblemError where there is no seed."""
+        if not spec.dropout:
+            return None
+        if seed is None:
+            raise ProblemError(f"seed is missing, and dropout is {spec.dropout}; give an int, or one int64 in an array.")
+        number = int(seed if isinstance(seed, int) else _numpy(seed).reshape(()))
+        return cls(weight.Dropout(spec.dropout), number, spec.offsets or (0, 0))
+
+    def kept(self, place: tuple[int, int], tile: Tile) -> npt.NDArray[np.bool_]:
+        """Says which weights of a tile are kept."""
+        q, kv = (_numpy(x) + offset for x, offset in zip((tile.q, tile.kv), self.offsets, strict=True))
+        return self.option.kept(self.seed, *place, q, kv)
+
+
+@dataclasses.dataclass(frozen=True)
 class Formula:
     """The formula for one library, device and precision; ``rounding`` is applied to what kernels hold in the inputs' format."""
 
@@ -197,6 +231,7 @@ class Formula:
     mask: Pairs
     score: Score
     scale: float
+    dropout: Dropped | None = None
     first: int = 0  # the number of the first sequence
 
     def forward(
@@ -331,7 +366,14 @@ class Formula:
     def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
         """o and lse of the queries of one head."""
         p, lse, _, _ = self.weights(q, k, sink, place, tile)
-        return self.total(p, v, tile.kept), lse
+        return self.total(self.dropped(p, place, tile), v, tile.kept), lse
+
+    def dropped(self, p: Any, place: tuple[int, int], tile: Tile) -> Any:
+        """Weights, or their gradients, after dropout."""
+        if self.dropout is None:
+            return p
+        kept = self.xp.asarray(self.dropout.kept(place, tile), **self.place)
+        return self.xp.where(kept, p * self.dropout.option.factor, 0.0)
 
     def weights(self, q: Any, k: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any, Any, Any]:
         """The probabilities, lse, the scaled dot products, and the logits."""
@@ -361,20 +403,20 @@ class Formula:
     def weights_backward(
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
     ) -> tuple[Any, ...]:
-        """The probabilities, the gradients of the scaled dot products, lse and delta of the queries of one head.
+        """The weights of the values, the gradients of the scaled dot products, lse and delta of the queries of one head.
 
         ``known`` are lse and delta where these keys are a part of all."""
         p, lse, dot, s = self.weights(q, k, sink, place, tile)
         if known is None:
-            o = self.rounding(self.total(p, v, tile.kept))
+            o = self.rounding(self.total(self.dropped(p, place, tile), v, tile.kept))
             delta = self.xp.sum(do * o, axis=-1, keepdims=True) - dlse
         else:
             whole, delta = known
             p = self.rounding(self.xp.where(tile.kept & (whole != -INF), self.xp.exp(s - whole), 0.0))
-        ds = p * (do @ v.T - delta)
+        ds = p * (self.dropped(do @ v.T, place, tile) - delta)
         slope = self.slope(dot, place, tile)
         ds = self.rounding(self.xp.where(tile.kept, ds if slope is None else ds * slope, 0.0))
-        return p, ds, lse, delta[:, 0]
+        return self.dropped(p, place, tile), ds, lse, delta[:, 0]
 
     def slope(self, dot: Any, place: tuple[int, int], tile: Tile) -> Any:
         """The score's derivative; None where it is 1."""

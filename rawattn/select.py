@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from . import compiler, records
@@ -19,16 +20,20 @@ from .kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from .kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from .kernel.attn_decode import ATTN_DECODE
 from .kernel.attn_fwd import ATTN_FWD
+from .kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
+from .kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from .kernel.combine import COMBINE
 from .operand import PLAIN
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
+from .program import Program
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Backward: KERNELS_BACKWARD, AttentionKVCache: (ATTN_DECODE,), Append: (APPEND,), Combine: (COMBINE,),
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND,), Combine: (COMBINE,),
+    AttentionKVCache: (ATTN_DECODE, ATTN_FWD_KVCACHE, ATTN_FWD_MMA_KVCACHE),
 }  # fmt: skip
 
 
@@ -45,6 +50,11 @@ class Selection(NamedTuple):
     refusals: tuple[tuple[str, str], ...] = ()
     slow: str | None = None
     compiled_with: tuple[Any, ...] = ()
+
+    def programs(self, op: Operation, device: Device) -> Iterator[Program]:
+        """All that operations of this kind may need."""
+        for config in (self.config, *self.compiled_with):
+            yield from self.kernel.programs(op, config, device)
 
 
 def select(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
@@ -151,7 +161,7 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
         ordered = sorted(costs, key=costs.__getitem__)
         modelled = _tried(kernel, op, device, ordered) if kernel.is_tried(op) else next(iter(ordered), None)
         if modelled is not None and modelled not in found:
-            record = records.find(kernel, op, device) if kernel.has_records else None
+            record = records.find(kernel.recorded, op, device) if kernel.has_records else None
             found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
     return tuple(found.values())
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .errors import ProblemError
-from .variant import Option
+from .variant import Option, weight
 from .variant import mask as masks
 from .variant import score as scores
 from .variant.offset import OffsetMask, OffsetScore
@@ -34,12 +34,13 @@ class Spec:
     deterministic: bool = True
     q_offset: int | None = None
     kv_offset: int | None = None
+    dropout: float = 0.0
 
     @classmethod
     def of(
         cls, *, causal: Any = False, window: Any = None, softcap: Any = None, scale: Any = None, mask: Any = None,
         score: Any = None, return_lse: Any = False, constant_time: Any = False, deterministic: Any = True, q_offset: Any = None,
-        kv_offset: Any = None,
+        kv_offset: Any = None, dropout: Any = 0.0,
     ) -> Spec:  # fmt: skip
         """The spec that the arguments of ``rawattn.attention`` mean. Raises ProblemError for a wrong one."""
         flags = {"return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic}
@@ -50,6 +51,7 @@ class Spec:
             **{name: _flag(name, value) for name, value in flags.items()},
             q_offset=make_offset("q_offset", q_offset),
             kv_offset=make_offset("kv_offset", kv_offset),
+            dropout=make_dropout(dropout),
         )
 
     @functools.cached_property
@@ -62,7 +64,8 @@ class Spec:
                     "give it the class variables type and source (CONTRIBUTING.md has an example)."
                 )
         negative = self.scale is not None and self.scale < 0
-        return (self.mask.kind, self.score.kind, negative, self.return_lse, self.constant_time, self.offsets is not None)
+        flags = (negative, self.return_lse, self.constant_time, self.offsets is not None, self.dropout > 0)
+        return (self.mask.kind, self.score.kind, *flags)
 
     @property
     def offsets(self) -> tuple[int, int] | None:
@@ -90,6 +93,11 @@ class Spec:
         """The score of rows of q and k."""
         return self.score if self.offsets is None else OffsetScore(self.score, *self.offsets)  # type: ignore  # an Option
 
+    @property
+    def weight(self) -> Option:
+        """The option that says what becomes of a weight."""
+        return weight.make(self.dropout)
+
     def to_json(self) -> dict[str, Any]:
         """The options that are not the defaults, as JSON can hold them."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -111,6 +119,7 @@ class Spec:
         words = [str(self.mask), str(self.score)]
         words += [f"scale {self.scale:.6g}"] if self.scale is not None else []
         words += [f"offsets {self.offsets[0]} and {self.offsets[1]}"] if self.offsets is not None else []
+        words += [f"dropout {self.dropout:.6g}"] * (self.dropout > 0)
         words += [name for name in ("return_lse", "constant_time") if getattr(self, name)]
         return ", ".join([*words, *["not deterministic"] * (not self.deterministic)])
 
@@ -207,3 +216,23 @@ def make_scale(scale: Any) -> float | None:
     if scale is None:
         return None
     return scores.number("scale", scale, f"a finite number up to {scores.FLOAT32_MAX}, or None for 1 / sqrt(head_dim)")
+
+
+def is_int(seed: Any) -> bool:
+    """Says whether a seed is a plain int. Raises ProblemError for one that 64 bits do not hold, and for what is no seed."""
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        if not -(1 << 63) <= seed < 1 << 63:
+            raise ProblemError(f"seed is {seed}; an int must be from -2^63 to 2^63 - 1.")
+        return True
+    if not hasattr(seed, "shape"):
+        raise ProblemError(f"seed is {seed!r}; it must be an int, or one int64 in an array of shape (1,).")
+    return False
+
+
+def make_dropout(p: Any) -> float:
+    """The probability with which a weight is dropped."""
+    need = "a number from 0.0 up, less than 1.0"
+    found = scores.number("dropout", p, need)
+    if not 0 <= found < 1:
+        raise ProblemError(f"dropout is {p!r}; it must be {need}.")
+    return found

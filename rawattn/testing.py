@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 LAYOUTS = ("contiguous", "heads_first", "packed", "padded", "expanded", "reversed")
-_OPTIONS = ("causal", "window", "mask", "softcap", "score", "scale", "q_offset", "kv_offset")
+_OPTIONS = ("causal", "window", "mask", "softcap", "score", "scale", "q_offset", "kv_offset", "dropout")
 MARGIN = 64  # elements of NaN before and after an array
 
 
@@ -53,7 +53,7 @@ class Case:
     - expanded: all heads of k and v are one, repeated with a stride of 0
     - reversed: the rows backwards, with a negative stride; NumPy and CuPy only
 
-    ``sinks`` says whether each query head has one.
+    ``sinks`` says whether each query head has one. ``seed`` is that of the data, and of dropout.
     """
 
     dtype: str = "bf16"
@@ -72,6 +72,7 @@ class Case:
     scale: float | None = None
     q_offset: int | None = None
     kv_offset: int | None = None
+    dropout: float = 0.0
     sinks: bool = False
     lengths: tuple[tuple[int, int], ...] | None = None
     layout: str = "contiguous"
@@ -89,6 +90,7 @@ class Case:
         are a NumPy array."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         options["sinks"] = self.sink_logits() if self.sinks else None
+        options |= {"dropout": self.dropout, "seed": self.seed} if self.dropout else {"dropout": None}
         return {name: value for name, value in options.items() if value is not None and value is not False}
 
     @property
@@ -97,7 +99,7 @@ class Case:
         pairs = [(self.q_len, self.kv_len)] * self.batch if self.lengths is None else self.lengths
         q_lens, kv_lens = [q for q, _ in pairs], [kv for _, kv in pairs]
         packed = self.lengths is not None
-        options = {name: value for name, value in self.options.items() if name != "sinks"}
+        options = {name: value for name, value in self.options.items() if name not in ("sinks", "seed")}
         spec = Spec.of(**options, return_lse=True)
         return Forward(
             element=ELEMENTS[self.dtype], batch=len(pairs),
@@ -260,6 +262,7 @@ class _Sizes(reference.Formula):
         p, lse, _, s = self.weights(q, k, sink, place, tile)
         s = self.xp.where(self.xp.isfinite(s), abs(s), 0.0)
         s_size = self.xp.sum(p * s, axis=-1) + (self.xp.exp(sink - lse) * abs(sink) if math.isfinite(sink) else 0.0)
+        p = self.dropped(p, place, tile)
         return self._root(self.total(p**self.power, abs(v) ** self.power, tile.kept)), s_size
 
     def gradients(
@@ -271,16 +274,23 @@ class _Sizes(reference.Formula):
         if n == 1:  # the exponent s - lse is rounded, and lse was when it was stored
             finite = kept & self.xp.isfinite(lse[:, None])
             p = self.xp.where(finite, p * (1 + (abs(s) + abs(lse[:, None])) / 4), 0.0)
-        q_n, k_n, v_n, do_n, o_n = (abs(x) ** n for x in (q, k, v, do, self.total(p, v, kept)))
+        dropped = self.dropped(p, place, tile)
+        q_n, k_n, v_n, do_n, o_n = (abs(x) ** n for x in (q, k, v, do, self.total(dropped, v, kept)))
         delta = self._root(self.xp.sum(do_n * o_n, axis=-1, keepdims=True)) + abs(dlse)
         slope = self.slope(dot, place, tile)
         if self.of_cap:
             slope = 2 * (1 - slope) * 2.0**-20  # 1 - t^2 errs by 2 t^2 times t's relative error, however small it is itself
         elif n == 1 and self.has_cap:
             slope = slope + 2 * (1 - slope)
-        ds = self.scale * p * (self._root(do_n @ v_n.T) + delta)
+        ds = self.scale * p * (self.dropped(self._root(do_n @ v_n.T), place, tile) + delta)
         ds_n = self.xp.where(kept, abs(ds if slope is None else ds * slope) ** n, 0.0)
-        return self.total(ds_n, k_n, kept), self.total(ds_n.T, q_n, kept.T), self.total((p**n).T, do_n, kept.T), lse, delta[:, 0]
+        return (
+            self.total(ds_n, k_n, kept),
+            self.total(ds_n.T, q_n, kept.T),
+            self.total((dropped**n).T, do_n, kept.T),
+            lse,
+            delta[:, 0],
+        )
 
     @property
     def has_cap(self) -> bool:
@@ -306,7 +316,11 @@ class _Subnormal(reference.Formula):
         known: Any = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile, known)
-        of_p, of_ds = (self.xp.where(abs(x) < 2.0**-14, self.xp.clip(x**2, 0.0, 2.0**-50 / 3), 0.0) for x in (p, ds))
+        factor = 1.0 if self.dropout is None else self.dropout.option.factor  # after p is rounded
+        of_p, of_ds = (
+            self.xp.where(abs(x) < 2.0**-14 * a, self.xp.clip(x**2, 0.0, a * a * 2.0**-50 / 3), 0.0)
+            for x, a in ((p, factor), (ds, 1.0))
+        )
         of_ds = of_ds * self.scale**2
         total, kept = self.total, tile.kept
         return total(of_ds, k**2, kept), total(of_ds.T, q**2, kept.T), total(of_p.T, do**2, kept.T), lse, delta
@@ -400,8 +414,9 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 def _sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
     asked = {name: options.get(name) for name in _OPTIONS[1:]}
+    asked |= {"causal": options.get("causal", False), "dropout": options.get("dropout", 0.0), "seed": options.get("seed")}
     starts = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
-    formula = reference.make_formula(q, k, "float64", lambda x: x, causal=options.get("causal", False), **asked, starts=starts)
+    formula = reference.make_formula(q, k, "float64", lambda x: x, **asked, starts=starts)
     return _Sizes(**_fields(formula), power=power)
 
 

@@ -7,7 +7,10 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+from .errors import ProblemError
 
 ALIGNMENT = 16  # bytes, of pointers and strides
 STRIDE_LIMIT = 1 << 40  # bytes
@@ -95,6 +98,24 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, bo
     return Geometry((columns, _RAGGED_ROWS, heads, *shifts), (row_bytes, head_bytes, *shift_bytes), (*box, 1), head_step, 0)
 
 
+def heads_geometry(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, heads: int, box_rows: int
+) -> Geometry:
+    """Returns how TMA reads such an array in boxes of the rows of ``heads`` heads side by side, a row's heads one after the other
+    (tile/tma_heads.cuh). Raises ProblemError where heads share their memory."""
+    if strides[-2] == 0 and shape[-2] > 1:
+        raise ProblemError(f"{name} has a head stride of 0, and the copy engine reads several heads at once; copy it.")
+    box = BOX_COLUMNS, heads, box_rows // heads, 1, 1
+    head_bytes = ALIGNMENT if shape[-2] == 1 else strides[-2] * itemsize
+    row_bytes = ALIGNMENT if shape[-3] == 1 else strides[-3] * itemsize
+    if len(shape) == 4:
+        steps = shape[0] > 1 and strides[0] != 0
+        sizes = shape[-1], shape[-2], shape[-3], shape[0] if steps else 1, 1
+        return Geometry(sizes, (head_bytes, row_bytes, strides[0] * itemsize if steps else ALIGNMENT, ALIGNMENT), box, 1, steps)
+    sizes = shape[-1], shape[-2], _RAGGED_ROWS, _RAGGED_EXTENT, _RAGGED_EXTENT
+    return Geometry(sizes, (head_bytes, row_bytes, RAGGED_STRIDE_LIMIT - row_bytes, row_bytes), box, 1, 0)
+
+
 class PageGeometry(NamedTuple):
     """A tensor map of a pool of pages but for its pointer."""
 
@@ -114,3 +135,34 @@ def page_geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: in
 
     sizes = panel, shape[1], columns // panel, shape[2], shape[0]
     return PageGeometry(sizes, (stride(1), panel * itemsize, stride(2), stride(0)), (panel, page_rows, columns // panel, 1, 1))
+
+
+class PageRowsGeometry(NamedTuple):
+    """A tensor map of a pool of pages in runs of rows but for its pointer, the factor on the head (0 where the stride is 0), and
+    the steps of the map's last dimension from one page to the next, and from one row to the next."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    head_step: int
+    page_steps: int
+    row_steps: int
+
+
+def page_rows_geometry(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int
+) -> PageRowsGeometry:
+    """Returns how TMA reads runs of rows of a pool of pages, (pages, rows of a page, heads, columns) with strides in elements,
+    whose ends differ from page to page (tile/page_rows.cuh). Raises ProblemError where the pool is too large for it."""
+    pages, rows, heads, columns = shape
+    page_bytes = 0 if pages == 1 else strides[0] * itemsize
+    row_bytes = ALIGNMENT if rows == 1 else strides[1] * itemsize
+    has_heads = heads > 1 and strides[2] != 0
+    step = math.gcd(page_bytes, row_bytes)
+    page_steps, row_steps = page_bytes // step, row_bytes // step
+    if row_bytes >= RAGGED_STRIDE_LIMIT or (pages - 1) * page_steps + rows * row_steps >= _RAGGED_EXTENT:
+        found = f"{name} has {pages} pages {page_bytes} bytes apart, of {rows} rows {row_bytes} bytes apart"
+        raise ProblemError(f"{found}; the copy engine counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
+    sizes = columns, _RAGGED_ROWS, heads if has_heads else 1, _RAGGED_EXTENT, _RAGGED_EXTENT
+    map_strides = row_bytes, strides[2] * itemsize if has_heads else ALIGNMENT, RAGGED_STRIDE_LIMIT - row_bytes, step
+    return PageRowsGeometry(sizes, map_strides, (BOX_COLUMNS, box_rows, 1, 1, 1), int(has_heads), page_steps, row_steps)

@@ -30,9 +30,9 @@ from . import api, functions, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
-from .operation.forward import check_arrays
+from .operation.forward import check_arrays, check_has_seed
 from .plans import cache_put
-from .spec import Spec
+from .spec import Spec, is_int
 from .variant import Option
 from .variant.element import ELEMENTS
 
@@ -47,7 +47,7 @@ NO_SECOND = (
 )
 _OPTIONS = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
-    'SymInt? max_seqlen_kv=None, str spec="{}", Tensor[]? captured=None'
+    'SymInt? max_seqlen_kv=None, str spec="{}", Tensor? seed=None, Tensor[]? captured=None'
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -69,6 +69,21 @@ _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C.
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by torch.autograd.grad(is_grads_batched=True)
 _grad_enabled = torch.is_grad_enabled
+
+
+def is_tensor(x: Any) -> bool:
+    """Tells whether it is torch's."""
+    return isinstance(x, _tensor)
+
+
+def seed_of(q: Any, seed: Any, missing: str = "") -> Any:
+    """Returns the seed of a call as a tensor on q's device: the tensor that is given, one that an int fills, or one that torch's
+    generator of the device draws there. Nothing waits for the device, and a graph draws anew at every replay."""
+    if seed is None:
+        if missing:
+            raise ProblemError(f"seed is None, and there is dropout; {missing}.")
+        return torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    return torch.full((1,), seed, dtype=torch.int64, device=q.device) if is_int(seed) else seed
 
 
 def _some_requires_grad(*given: Any) -> bool:
@@ -147,14 +162,14 @@ def attention(
                 f"{name} was given where torch traces, transforms or casts the call; torch.ops.rawattn.attention has no {name}: "
                 "leave it out."
             )
-    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
+    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
     if not torch.compiler.is_dynamo_compiling():
         _check_tensors(Forward.names, given)
         _check_tensors(tuple(functions.labels(options).values()), captured)
         _register_sharding()
     text = _text_of(options)
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
-    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text, list(captured) or None)
+    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text, seed, list(captured) or None)
     return (o, lse) if options["return_lse"] else o
 
 
@@ -249,26 +264,26 @@ def _option(value: Any) -> Any:
 
 def _named(tensors: Sequence[Any]) -> dict[str, Any]:
     """Returns the operator's tensors by name, in the order of ``Forward.names``."""
-    q, k, v, sinks, *starts = tensors
-    return dict(zip(Forward.names, (q, k, v, *starts, sinks), strict=False))
+    q, k, v, sinks, starts_q, starts_kv, seed = tensors
+    return dict(zip(Forward.names, (q, k, v, starts_q, starts_kv, sinks, None, None, seed), strict=True))
 
 
 def _compute(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", captured: Sequence[Any] | None = None,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Computes the operator on real tensors."""
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, *[None, None, seed] * (seed is not None))
     return api.run(given, _options(spec), (max_seqlen_q, max_seqlen_kv), captured=tuple(captured or ()))
 
 
 def _compute_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
+    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
     captured: Sequence[Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
-    given = (do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+    given = (do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
     options, lengths = {**_options(spec), "return_lse": False}, (max_seqlen_q, max_seqlen_kv)
     found = api.run(given, options, lengths, None, None, None, Backward, captured=tuple(captured or ()))
     return (*found, lse.new_empty(0)) if sinks is None else found
@@ -282,10 +297,10 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("rawattn::attention", lib=_library)
 def _fake(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", captured: Sequence[Any] | None = None,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
-    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, spec, captured)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec, captured)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 
@@ -293,11 +308,11 @@ def _fake(
 @torch.library.register_fake("rawattn::attention_backward", lib=_library)
 def _fake_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}",
+    cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
     captured: Sequence[Any] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """As ``_fake``, for the gradients."""
-    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv), max_seqlen_q, max_seqlen_kv, spec, captured)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec, captured)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape[0]))
 
 
@@ -306,6 +321,7 @@ def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: 
     given = {name: _described(x) for name, x in _named(tensors).items() if x is not None}
     options = _options(spec)
     check_arrays(given, max_seqlen_q, max_seqlen_kv)
+    check_has_seed(given, options["dropout"])
     names, captured = functions.names(options), captured or ()
     if len(names) != len(captured):
         raise ProblemError(f"captured has {len(captured)} tensors; the functions in spec captured {len(names)}.")
@@ -351,7 +367,8 @@ class Attention(torch.autograd.Function):
         that functions captured."""
         options, lengths = asked.options, asked.lengths
         if isinstance(options, str):
-            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *given[3:5], *lengths, options, captured or None)
+            more = (*given[3:5], *lengths, options, given[8], captured or None)
+            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *more)
         else:
             o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked, captured)
         ctx.save_for_backward(*given, *captured, o, lse)
@@ -368,7 +385,7 @@ class Attention(torch.autograd.Function):
         """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
         (*saved, o, lse), asked = ctx.saved_tensors, ctx.asked
         given, captured = saved[: ctx.count], tuple(saved[ctx.count :])
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks = (*given, None, None, None)[:6]
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
         if do is None:
             if dlse is None:
                 return (None,) * 7
@@ -376,11 +393,11 @@ class Attention(torch.autograd.Function):
         if isinstance(asked.options, str) or _is_seen(do, dlse, given):
             text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
             starts = cu_seqlens_q, cu_seqlens_kv
-            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, *starts, *asked.lengths, text, captured or None)
+            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, *starts, *asked.lengths, text, seed, captured or None)
         else:
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
-                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks)
+                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
             found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked, captured)
         return (*found[:3], None if sinks is None else found[3], None, None, None)
 
@@ -455,10 +472,11 @@ def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
 
 def _autograd(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", captured: Sequence[Any] | None = None,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Lets autograd follow where a tensor requires grad."""
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks), (max_seqlen_q, max_seqlen_kv)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, seed)
+    lengths = (max_seqlen_q, max_seqlen_kv)
     _check_followed((*given, *(captured or ())))
     if captured:
         functions.check_no_grad(_options(spec), captured)
@@ -467,12 +485,12 @@ def _autograd(
             raise ProblemError(NO_CONSTANT_TIME)
         return _followed(_apply, q, k, v, sinks, given, tuple(captured or ()), Asked(spec, lengths, True))
     with torch._C._AutoDispatchBelowAutograd():
-        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, captured)
+        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, seed, captured)
 
 
 def _autograd_backward(*args: Any) -> tuple[Any, ...]:
     """Lets autograd follow to where it is told that there is no formula."""
-    _check_followed((*args[:10], *(args[13] or () if len(args) > 13 else ())))
+    _check_followed((*args[:10], *(args[14] or () if len(args) > 14 else ())))
     if _grad_enabled() and _any_requires_grad(*args[:10]):
         return _followed(_apply_backward, *args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -522,8 +540,9 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: An
         return _one_by_one(_ATTENTION, info.batch_size, in_dims, (q, k, v, *rest)), (0, 0)
     if q.dim() - (in_dims[0] is not None) == 3:
         raise ProblemError("attention_varlen was called under vmap; put the sequences into one packed call instead.")
-    if any(dim is not None for dim in in_dims[3:9]):
-        raise ProblemError("sinks is mapped by vmap; it must be the same for every element of the batch.")
+    if any(dim is not None for dim in in_dims[3:10]):
+        name = "seed" if len(in_dims) > 9 and in_dims[9] is not None else "sinks"
+        raise ProblemError(f"{name} is mapped by vmap; it must be the same for every element of the batch.")
 
     joined = (_joined(x, dim, info.batch_size) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
     o, lse = (x.unflatten(0, (info.batch_size, -1)) for x in _ATTENTION(*joined, *rest))
@@ -542,6 +561,10 @@ def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tup
     count, names = info.batch_size, ("dlse", "sinks", "cu_seqlens_q")
     others = dict(zip(names, args[6:9], strict=False))
     has_functions = len(args) > 12 and bool(functions.among(_options(args[12])))
+    if len(args) > 13 and args[13] is not None and args[7] is not None and not has_functions:  # the forward was not one by one
+        raise ProblemError(
+            "dropout and sinks were given under vmap, whose gradients are computed one by one; leave out one of them."
+        )
     if others.get("sinks") is None and others.get("cu_seqlens_q") is None and not has_functions:
         tensors = (None if x is None else _joined(x, dim, count) for x, dim in zip(args[:7], in_dims[:7], strict=True))
         *found, dsinks = _BACKWARD(*tensors, *args[7:])
@@ -582,7 +605,7 @@ def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any
 
 def _pairs(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", captured: Any = None, **_: Any,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
     """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes; all pairs of a function."""
     varlen = cu_seqlens_q is not None

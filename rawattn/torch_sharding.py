@@ -1,4 +1,5 @@
-"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch.
+"""DTensor splits rawattn's operators by these rules: by heads, and dense ones by batch, but not by what dropout or a function
+numbers.
 
 Along a split batch each part has its own sum of the sinks' gradient."""
 
@@ -36,9 +37,9 @@ def register() -> None:
     def forward(
         q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any
     ) -> list[Any]:  # fmt: skip
-        varlen, found, (deps, captured) = cu_seqlens_q is not None, [], _functions(options)
+        varlen, found, (deps, more) = cu_seqlens_q is not None, [], _beside(*options)
         for way in _ways((q, k, v), varlen, deps):
-            others = [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + captured)
+            others = [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more)
             found.append(([way.rows, way.lse], [way.rows] * 3 + others))
         return found
 
@@ -46,10 +47,9 @@ def register() -> None:
         do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
         cu_seqlens_kv: Any = None, *options: Any,
     ) -> list[Any]:  # fmt: skip
-        varlen, found, (deps, captured) = cu_seqlens_q is not None, [], _functions(options)
+        varlen, found, (deps, more) = cu_seqlens_q is not None, [], _beside(*options)
         for way in _ways((q, k, v, do, o), varlen, deps):
-            others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None)
-            others += [whole] * (2 * varlen + captured)
+            others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more)
             results = [way.rows] * 3 + [whole if sinks is None else way.dsinks]
             found.append((results, [way.rows] * 5 + [way.lse, *others]))
         return found
@@ -58,17 +58,18 @@ def register() -> None:
     register_sharding(torch.ops.rawattn.attention_backward.default)(backward)
 
 
-def _functions(options: Sequence[Any]) -> tuple[frozenset[str], int]:
-    """What the functions among an operator's last arguments depend on, and how many tensors they captured."""
-    text, captured = options[2] if len(options) > 2 else "{}", options[3] if len(options) > 3 else None
-    _, own = functions.from_json(json.loads(text))
-    deps = frozenset[str]().union(*(each.traced.code.root.deps for each in own.values()))
-    return deps, len(captured or ())
+def _beside(
+    max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None
+) -> tuple[frozenset[str], int]:  # fmt: skip
+    """What dropout and functions among an operator's last arguments depend on, and how many tensors are among these."""
+    (_, own), drops = functions.from_json(json.loads(spec)), seed is not None
+    deps = frozenset("bh" if drops else "").union(*(each.traced.code.root.deps for each in own.values()))
+    return deps, drops + len(captured or ())
 
 
 def _ways(specs: Sequence[Any], varlen: bool, deps: frozenset[str]) -> Iterator[_Way]:
     """The ways in which tensors, of which ``specs`` are q, k, v and others of their form, may lie along an axis of the mesh. A
-    part counts its heads, and its sequences, from 0: where functions depend on these numbers they are not split."""
+    part counts its heads, and its sequences, from 0: where something depends on these numbers they are not split."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     yield _Way(Replicate(), Replicate(), Replicate(), Replicate())

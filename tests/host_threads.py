@@ -140,6 +140,7 @@ inline u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
 namespace ptx {
 inline u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - host_block->raw); }
 inline u32 uniform(u32 x) { return __shfl_sync(0, x, 0); }
+inline u32 opaque(u32 x) { return x; }
 inline float exp2(float x) { return std::exp2(x); }
 inline double exp2(double x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1 / x; }

@@ -23,6 +23,9 @@ __device__ inline u32 lane_id() {
     return x;
 }
 
+// x by way of the lane's own shuffle. The compiler does not know that it is x: it keeps no part of what either is used for.
+__device__ inline u32 opaque(u32 x) { return __shfl_sync(0xffffffffu, x, lane_id()); }
+
 // 2^x, flushing subnormals: https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 __device__ inline float exp2(float x) {
     float y;

@@ -10,4 +10,6 @@ struct TmaPages {
     __device__ void load(void* to, ptx::Mbarrier& full, i32 page, i32 row, i32 head) const {
         ptx::tma_load(to, map, full, 0, row, 0, head, page);
     }
+    // Says that the block will be read.
+    __device__ void prefetch(i32 page, i32 row, i32 head) const { ptx::tma_prefetch(map, 0, row, 0, head, page); }
 };

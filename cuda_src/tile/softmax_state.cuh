@@ -3,11 +3,11 @@
 // each has a quarter of the blocks of eight (tile/fragment.cuh), so none of them needs another's numbers.
 #include "tile/fragment.cuh"
 #include "tile/range.cuh"
+#include "tile/splits.cuh"
 
 constexpr int quarter_blocks = ceil_div(cfg::head_dim_v, 32);  // four registers each; the last ones may lie past the end
 constexpr int merge_blocks = quarter_blocks / cfg::merge_passes;
-constexpr int fetched_at_once = quarter_blocks <= 2 ? 8 : quarter_blocks <= 5 ? 6
-                                                                              : 3;  // states from global memory
+constexpr int fetched_at_once = cfg::m_tiles == 1 ? split_group : split_group / 2;  // states from global memory
 static_assert(quarter_blocks % cfg::merge_passes == 0);
 
 template <int blocks>
@@ -18,31 +18,26 @@ struct SoftmaxState {
     __device__ void set(float4 x) { max[0] = x.x, sum[0] = x.y, max[1] = x.z, sum[1] = x.w; }
     __device__ float4 max_sum() const { return make_float4(max[0], sum[0], max[1], sum[1]); }
 
-    // An empty state is a neutral one: it has the lowest maximum, which is finite.
-    __device__ void clear(float lowest) {
-        set(make_float4(lowest, 0.f, lowest, 0.f));
-#pragma unroll
-        for (float4& x : o) x = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-    // Folds what was found over keys that follow.
+    // Folds what was found over keys that follow. Sums are said product by product: whoever folds two states makes the same bits.
     __device__ void fold(const SoftmaxState& next, float scale_log2) {
         float here[2], there[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float m = fmaxf(max[r], next.max[r]);
             here[r] = ptx::exp2((max[r] - m) * scale_log2), there[r] = ptx::exp2((next.max[r] - m) * scale_log2);
-            max[r] = m, sum[r] = sum[r] * here[r] + next.sum[r] * there[r];
+            max[r] = m, sum[r] = __fmaf_rn(sum[r], here[r], next.sum[r] * there[r]);
         }
 #pragma unroll
         for (int i = 0; i < blocks; ++i) {
             const float4 y = next.o[i];
             float4& x = o[i];
-            x.x = x.x * here[0] + y.x * there[0], x.y = x.y * here[0] + y.y * there[0];
-            x.z = x.z * here[1] + y.z * there[1], x.w = x.w * here[1] + y.w * there[1];
+            x.x = __fmaf_rn(x.x, here[0], y.x * there[0]), x.y = __fmaf_rn(x.y, here[0], y.y * there[0]);
+            x.z = __fmaf_rn(x.z, here[1], y.z * there[1]), x.w = __fmaf_rn(x.w, here[1], y.w * there[1]);
         }
     }
 };
 using Quarter = SoftmaxState<quarter_blocks>;
+using FloatState = SoftmaxState<1>;  // one block of a lane's
 
 // Where the four warps exchange what each found over its key tiles.
 struct Strands {

@@ -32,15 +32,15 @@ __device__ void store_row(float* out, bool inside, const float (&o)[n], int r, f
     }
 }
 
-// `row`: this thread's upmost row. A row without a key is 0, and its logarithm -inf.
+// `row`: this thread's upmost row; `factor`: of all weights. A row without a key is 0, and its logarithm -inf.
 template <class Store, class Softmax, int n>
-__device__ void store_fragment(const Store& store, const Softmax& softmax, const float (&o)[n], i32 row, i32 end) {
+__device__ void store_fragment(const Store& store, const Softmax& softmax, const float (&o)[n], i32 row, i32 end, float factor) {
 #pragma unroll
     for (int r = 0; r < rows_each; ++r) {
         LogSum<float> sum = softmax.row_sum(r);
         softmax.finish(row + 8 * r, sum);
         const bool inside = row + 8 * r < end;
-        store_row(store.o(row + 8 * r), inside, o, r, sum.inverse());
+        store_row(store.o(row + 8 * r), inside, o, r, sum.inverse() * factor);
         if (threadIdx.x % 4 == 0 && inside) store.lse(row + 8 * r, sum.reference + __log2f(sum.total) * float(ln_2));
     }
 }

@@ -90,11 +90,13 @@ template <class S, class Score> struct SoftmaxOption : SumOption<S> {
     static_assert(requires { s.rescale(f); }, "Softmax: rescale(o)");
     static_assert(requires { LogSum<float>(s.row_sum(0)); }, "Softmax: row_sum(r): of one of the thread's rows, at the end");
 };
-// weight: what becomes of a weight between its sum and the product with V.
+// weight: what becomes of a weight between its sum and the product with V. Of itself it is kept or 0; what all are multiplied by
+// besides, a kernel does where it costs least. One that knows a warp's fragment may have apply_block (tile/fragment.cuh).
 template <class W> struct WeightOption : Given {
     static const W w;
     static_assert(requires { W(args, rows, work); }, "Weight(args, rows, work)");
     static_assert(requires { Number(w(x, i, i)); }, "Weight: operator()(p, row, kv)");
+    static_assert(requires { Number(W::factor(args)); }, "Weight: factor(args)");
 };
 // order: when a warpgroup may issue products, if others do too. Every consumer takes and passes as many turns.
 template <class O> struct OrderOption : Given {
@@ -110,6 +112,15 @@ template <class K, class KTile, class VTile> struct KvOption : Given {
     static ptx::Mbarrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load_k(k, full, i), kv.load_v(v, full, i); }, "Kv: load_k, load_v(tile, full, index)");
+};
+// ... or, where a warp loads them from pages: find says where the lane's part of a tile lies, of tile -1 too.
+template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
+    static const K kv;
+    static KTile& k;
+    static VTile& v;
+    static ptx::Mbarrier& full;
+    static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { kv.load_k(k, full, {i, kv.find(i)}), kv.load_v(v, full, {i, kv.find(i)}); }, "Kv: load_k, load_v(tile, full, {index, find(index)})");
 };
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
@@ -128,6 +139,7 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static typename K::Barrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
+    static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
     static_assert(requires { kv.clear_past_end(v, i); }, "Kv: clear_past_end(v, rows): no NaN there, by a warp");
 };
@@ -150,8 +162,8 @@ template <class S> struct SchedulerOption : Given {
 // ... or which splits of a work, in a share that a warp finds out at its beginning.
 template <class S> struct SharesOption : Given {
     static S s;
-    static_assert(requires { S(args); }, "Scheduler(args)");
-    static_assert(requires { static_cast<const WorkTile&>(s.next(args)); }, "Scheduler: next(args): SplitRun");
+    static_assert(requires { S(args, nullptr), bool(S::holds(args, nullptr)); }, "Scheduler(args, seen), and holds(args, seen): whether the lengths are as seen");
+    static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
 // store: what leaves a block, row by row.

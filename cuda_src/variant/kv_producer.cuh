@@ -80,9 +80,10 @@ __device__ KvWorkTile next_work(Smem& smem, Ring<2>& ring) {
 }
 
 // From dot products, a row being a key, to weights: p are those that values are multiplied by, s becomes the weights times the
-// score's derivative. `lse_log2` is that of the thread's first query. `kept` says of which elements the mask keeps the pair.
-template <int n, class Kept>
-__device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& score, const Weight& weight, const Kept& kept,
+// score's derivative. `lse_log2` is that of the thread's first query. `kept` says of which elements the mask keeps the pair, and
+// `weights` what becomes of their weights.
+template <int n, class Weights, class Kept>
+__device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& score, const Weights& weights, const Kept& kept,
                                  const float* lse_log2, i32 q_first, i32 key) {
 #pragma unroll
     for (int i = 0; i < n; i += 4) {
@@ -94,7 +95,7 @@ __device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& sc
             const float t = score(s[i + j], q, kv), exponent = __fmaf_rn(t, score.scale_log2, j % 2 ? -l.y : -l.x);
             const bool dropped = !kept(i + j);
             const float e = ptx::exp2(dropped ? minus_inf : exponent);
-            w[j] = weight(e, q, kv);
+            w[j] = weights(e, i / 8, i % 8 + j);
             s[i + j] = e * score.derivative(s[i + j], q, kv);
         }
         p[i / 2] = Element::pack(w[0], w[1]), p[i / 2 + 1] = Element::pack(w[2], w[3]);

@@ -15,10 +15,10 @@ import numpy as np
 
 import rawattn
 import rawattn.reference
+from rawattn.timing import Call
 
 from .peers import PACKED, window_of
 from .task import Task, Unserved
-from .timing import Call
 
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-5}  # of the relative error; measured in bf16: peers to 2.6e-3, we to 3e-3
 

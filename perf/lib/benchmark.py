@@ -11,10 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from rawattn import timing
 from rawattn.device import Device
 from rawattn.testing import Case
 
-from . import backward, machine, sets, statistics, timing
+from . import backward, machine, sets
 from .checking import Check, failure
 from .compiling import Pool
 from .ours import our_names, our_plan, sources
@@ -113,7 +114,7 @@ class Benchmark:
         target = torch.empty_like(source)
         runs = {"matmul": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
         times = timing.race(self.gpu, {name: self.gpu.load(timing.Call(run)) for name, run in runs.items()}, self.protocol)
-        us = {name: statistics.median_of_rounds(rounds) for name, rounds in times.items()}
+        us = {name: timing.median_of_rounds(rounds) for name, rounds in times.items()}
         return {"matmul_tflops": 2 * size**3 / us["matmul"] / 1e6, "copy_gbs": 2 * copied / us["copy"] / 1e3}
 
 

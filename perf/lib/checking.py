@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 import rawattn.reference
+from rawattn.timing import Call
 
 from .task import Task, Unserved
-from .timing import Call
 
 TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3, "fp32": 4e-6}  # of the relative error; peers stand at 2e-3, 3e-4 and 1e-6
 SAMPLED = 64  # rows that are compared with the reference, of the first and the last head of the first and the last batch

@@ -18,10 +18,10 @@ from rawattn.operation import Forward
 from rawattn.plans import Plan
 from rawattn.select import KERNELS, Selection, select
 from rawattn.testing import Case
+from rawattn.timing import Call
 
 from .sets import operation
 from .task import Task
-from .timing import Call
 
 
 def short_names(config_type: Any) -> dict[str, str]:

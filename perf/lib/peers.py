@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rawattn.testing import Case
+from rawattn.timing import Call
 
 from .ours import ours
 from .task import Task, Unserved
-from .timing import Call
 
 MATH_BYTES = 8 << 30  # most that the plain formula may take for its logits
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.timing import median_of_rounds
+
 from . import statistics
 from .sets import from_json, mask_label
 
@@ -49,7 +51,7 @@ class Timing:
     def take(self, rounds: list[list[float]], flops: int, least_bytes: int) -> None:
         """Fills in what follows from the samples of each round."""
         self.rounds, self.medians = rounds, [round(float(np.median(samples)), 3) for samples in rounds]
-        self.us, self.p90 = statistics.median_of_rounds(rounds), float(np.percentile(np.concatenate(rounds), 90))
+        self.us, self.p90 = median_of_rounds(rounds), float(np.percentile(np.concatenate(rounds), 90))
         self.tflops, self.gbs = flops / self.us / 1e6, least_bytes / self.us / 1e3
 
 

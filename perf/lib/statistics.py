@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rawattn.timing import median_of_rounds
+
 Samples = Sequence[Sequence[float]]  # by round
 
 
@@ -16,11 +18,6 @@ def geometric_mean(values: Iterable[float]) -> float:
     """The mean of ratios: 2 and 1/2 make 1. NaN of nothing."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-def median_of_rounds(rounds: Samples) -> float:
-    """The median over rounds of each round's median: one disturbed round moves it little."""
-    return float(np.median([np.median(samples) for samples in rounds]))
 
 
 @dataclasses.dataclass(frozen=True)

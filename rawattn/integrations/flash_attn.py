@@ -4,9 +4,10 @@
 >>> o = flash_attn_func(q, k, v, causal=True)
 
 ``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
-``rawattn.attention``, but for the functions over caches. Refused are dropout, and alibi_slopes over caches and where there is no
-``rawattn.score.function``. A ``deterministic`` of False allows other bits from run to run in gradients, as it does there.
-num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
+``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator; return_attn_probs gives no mask
+of it. Refused are dropout_p and alibi_slopes over caches, and alibi_slopes where there is no ``rawattn.score.function``. A
+``deterministic`` of False allows other bits from run to run in gradients, as it does there. num_splits, pack_gqa, sm_margin and
+scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse, None)."""
-    refuse(dropout_p=(dropout_p, 0.0))
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
+    options["dropout"] = dropout_p
     return _with_probs(api.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
 
 
@@ -68,8 +69,8 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
 ) -> Any:  # fmt: skip
     """Computes attention of sequences that lie end to end; with block_table k and v are pages of a cache, without gradients."""
-    refuse(dropout_p=(dropout_p, 0.0))
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
+    options["dropout"] = dropout_p
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     found = varlen(q, k, v, starts, longest, options, return_attn_probs, block_table)
     return _with_probs(found, return_attn_probs)
@@ -167,7 +168,7 @@ def varlen(
     if pages is None:
         used = {"q_lens": lens[0], "kv_lens": lens[1], "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
         return api.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
-    refuse(seqused_q=(lens[0], None))
+    refuse(seqused_q=(lens[0], None), dropout_p=(options.get("dropout", 0.0), 0.0))
     kv_lens = torch.diff(starts[1]) if lens[1] is None else lens[1]
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
     return caches.attention_kvcache(q, serving.KVCache(k, v), step, return_lse=return_lse, **_without_step(options))

@@ -29,10 +29,10 @@ def scaled_dot_product_attention(
     Nothing is copied. ``is_causal`` begins at the first key (top left). A query that keeps no key gives 0. The result lies in
     memory as query does; where autograd follows the call, or torch traces it, always as (batch, length, heads, head_dim).
 
-    Raises UnsupportedError for dropout and where no kernel computes the call, ProblemError for a wrong argument.
+    Dropout follows torch's generator of the device, with other numbers than torch's own draws.
+
+    Raises UnsupportedError where no kernel computes the call, ProblemError for a wrong argument.
     """
-    if dropout_p:
-        raise UnsupportedError(f"dropout_p is {dropout_p}; rawattn has no dropout yet: give 0.0.")
     if query.dim() not in (3, 4):
         raise ProblemError(
             f"query has {query.dim()} dimensions, {tuple(query.shape)}; it must have 4 or 3, (batch, heads, length, d)."
@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
         given = (query[None], key[None], value[None])
         return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options = kept(attn_mask, is_causal)
+    options = kept(attn_mask, is_causal) | {"dropout": dropout_p}
     _, heads, rows, _ = query.stride()
     if not 0 < heads <= rows and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
         options["out"] = torch.empty_like(query).transpose(1, 2)
@@ -116,9 +116,9 @@ def _flash_attention_forward(
     return_debug_mask: bool, **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes torch's operator: dense, or packed where cum_seq_q is given."""
-    starts = (cum_seq_q, cum_seq_k, max_q, max_k)
-    o, lse = _forward(query, key, value, starts, dropout_p, is_causal, return_debug_mask, None, **more)
-    return (o, lse, *_rest(query))
+    starts, rest = (cum_seq_q, cum_seq_k, max_q, max_k), _rest(query, dropout_p)
+    o, lse = _forward(query, key, value, starts, (dropout_p, rest[0]), is_causal, return_debug_mask, None, **more)
+    return (o, lse, *rest)
 
 
 def _flash_attention_forward_no_dropout_inplace(
@@ -127,7 +127,7 @@ def _flash_attention_forward_no_dropout_inplace(
 ) -> Any:  # fmt: skip
     """Computes torch's operator, into out."""
     starts = (cum_seq_q, cum_seq_k, max_q, max_k)
-    return _forward(query, key, value, starts, dropout_p, is_causal, return_debug_mask, out, **more)[1]
+    return _forward(query, key, value, starts, (dropout_p, None), is_causal, return_debug_mask, out, **more)[1]
 
 
 def _flash_attention_backward(
@@ -137,41 +137,50 @@ def _flash_attention_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes torch's operator."""
     given, starts = (grad_out, query, key, value, out, logsumexp), (cum_seq_q, cum_seq_k, max_q, max_k)
-    return _gradients(given, starts, is_causal, (window_size_left, window_size_right), scale)
+    options = {"causal": is_causal, "window": (window_size_left, window_size_right), "scale": scale}
+    return _gradients(given, starts, options | _dropout(dropout_p, rng_state), tuple(map(torch.empty_like, (query, key, value))))
 
 
-def _gradients(
-    given: tuple[Any, ...], starts: tuple[Any, ...], causal: bool, window: tuple[int | None, int | None], scale: float | None
-) -> tuple[Any, ...]:
-    """Computes dq, dk and dv."""
+def _gradients(given: tuple[Any, ...], starts: tuple[Any, ...], options: dict[str, Any], out: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Computes dq, dk and dv, into ``out``: torch's compiler expects gradients that lie as their inputs do."""
     names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     options |= {} if starts[0] is None else dict(zip(names, starts, strict=True))
     do, q, k, v, o, lse = given
     with torch.no_grad():
-        return tuple(api.attention_backward(do, q, k, v, o, lse.contiguous(), **options))
+        return tuple(api.attention_backward(do, q, k, v, o, lse.contiguous(), out=out, **options))
 
 
 def _forward(
-    query: Any, key: Any, value: Any, starts: tuple[Any, ...], dropout_p: float, is_causal: bool, debug: bool, out: Any, *,
-    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Any = None,
-    alibi_slopes: Any = None, block_table: Any = None, num_splits: int | None = None,
+    query: Any, key: Any, value: Any, starts: tuple[Any, ...], dropout: tuple[float, Any], is_causal: bool, debug: bool,
+    out: Any, *, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
+    seqused_k: Any = None, alibi_slopes: Any = None, block_table: Any = None, num_splits: int | None = None,
 ) -> Any:  # fmt: skip
-    """Computes o and lse. num_splits is a hint, and ignored."""
-    given = {"dropout_p": dropout_p or None, "return_debug_mask": debug or None, "alibi_slopes": alibi_slopes}
+    """Computes o and lse; ``dropout`` is its probability and state. num_splits is a hint, and ignored."""
+    given = {"return_debug_mask": debug or None, "alibi_slopes": alibi_slopes}
     for name, value_given in {**given, "block_table": block_table}.items():
         if value_given is not None:
             raise UnsupportedError(f"{name} was given; rawattn does not have it below torch's attention.")
     options = {"causal": is_causal, "window": (window_size_left, window_size_right), "scale": scale, "kv_lens": seqused_k}
+    options |= _dropout(*dropout)
     with torch.no_grad():  # autograd is above
         if starts[0] is None:
             return api.attention(query, key, value, return_lse=True, out=out, **options)
         return api.attention_varlen(query, key, value, *starts, return_lse=True, out=out, **options)
 
 
-def _rest(query: Any) -> tuple[Any, ...]:
-    """The state of random numbers, an unused tensor and a mask for debugging: nothing here."""
+def _dropout(p: float, state: Any) -> dict[str, Any]:
+    """The options that a probability and a state of random numbers mean: the state's first number is the seed."""
+    if p and state is None:
+        raise UnsupportedError(f"dropout_p is {p} in torch's operator without dropout; give 0.0.")
+    return {"dropout": p, "seed": state.view(torch.int64)[:1]} if p else {}
+
+
+def _rest(query: Any, dropout_p: float) -> tuple[Any, ...]:
+    """The state of random numbers, an unused tensor, and a mask for debugging, which is empty. With dropout the state begins with
+    a seed from torch's generator."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    if dropout_p:
+        state.view(torch.int64)[:1] = torch_op.seed_of(query, None)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
 
@@ -182,10 +191,9 @@ def _scaled_dot_product_flash_attention(
     """Computes torch's operator on (batch, heads, length, head_dim); o lies as query does."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts = (None, None, q.shape[1], k.shape[1])
-    o, lse = _forward(
-        q, k, v, starts, dropout_p, is_causal, return_debug_mask, torch.empty_like(query).transpose(1, 2), scale=scale
-    )
-    return (o.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], *_rest(query))
+    rest, out = _rest(query, dropout_p), torch.empty_like(query).transpose(1, 2)
+    o, lse = _forward(q, k, v, starts, (dropout_p, rest[0]), is_causal, return_debug_mask, out, scale=scale)
+    return (o.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], *rest)
 
 
 def _scaled_dot_product_flash_attention_backward(
@@ -194,7 +202,9 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes torch's operator."""
     given = tuple(x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = _gradients((*given, logsumexp), (None,) * 4, is_causal, (None, None), scale)
+    options = {"causal": is_causal, "scale": scale} | _dropout(dropout_p, philox_seed)
+    dq, dk, dv = (torch.empty_like(x).transpose(1, 2) for x in (query, key, value))
+    found = _gradients((*given, logsumexp), (None,) * 4, options, (dq, dk, dv))
     return tuple(x.transpose(1, 2) for x in found)
 
 

@@ -10,7 +10,7 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
 from ..render import wgmma
-from ..variant import Option, clear, store, weight
+from ..variant import Option, clear, store
 from ..variant.mask import Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
@@ -56,13 +56,13 @@ def widest(op: Forward) -> int:
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
-    window, nor to make dq themselves. A producer that loads for windows spills with fewer registers than here."""
+    window, to make dq themselves, or for dropout. A producer that loads for windows spills with fewer registers than here."""
     size = widest(op)
     if lists(op.mask) and size <= 96:  # the producer asks the mask for its tiles; above, only that spills
         producer, consumer = (88, 208) if size <= 80 else (72, 216)
         return Config(dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
     tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
-    if size <= (56 if tight else 64):
+    if size <= (56 if tight else 64) and not op.spec.dropout:
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
         return Config(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
     if op.head_dim > 112:
@@ -183,7 +183,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=backward.kv_scheduler(op, config.direction),
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
         Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
         Store=STORES[config.store][0],
     )  # fmt: skip

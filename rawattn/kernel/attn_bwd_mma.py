@@ -9,7 +9,7 @@ from ..device import Device
 from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
-from ..variant import Option, clear, store, weight
+from ..variant import Option, clear, store
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
 from ..variant.walk import QIntervalSteps, QListSteps, lists
@@ -186,7 +186,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=weight.Identity(), Turn=backward.turn(op),
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(), Store=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
     )  # fmt: skip

@@ -11,7 +11,6 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Fields, Program
 from ..render import wgmma
-from ..variant import weight
 from ..variant.scheduler import DIRECTIONS
 from ..variant.store import DQ
 from ..variant.walk import IntervalKeys, ListKeys, QIntervalWalk, QListWalk, lists
@@ -37,11 +36,13 @@ class Config:
 
 
 def config_of(op: Forward) -> Config:
-    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare. One that asks a mask
-    for its tiles can spare less."""
+    """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare, and with dropout
+    smaller key tiles. A producer that asks a mask for its tiles can spare less."""
     if lists(op.mask):
         return Config(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
-    return Config(q_producer_registers=24, q_consumer_registers=240) if op.head_dim > 248 else Config()
+    if op.head_dim <= 248:
+        return Config()
+    return Config(tile_kv=48) if op.spec.dropout else Config(q_producer_registers=24, q_consumer_registers=240)
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
@@ -133,7 +134,7 @@ def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     fields = (*backward.loads(config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
     plan = backward.kv_scheduler(op, config.direction)
     walk = QListWalk() if lists(op.mask) else QIntervalWalk()
-    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan, Walk=walk)
+    every = backward.options(op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=plan, Walk=walk)
     products = _products(op, config.tile_q, DvMma=op.head_dim_v, DkMma=op.head_dim)
     return backward.rendered("attn_bwd_dkdv.cu", constants, fields, products, every, arch)
 
@@ -144,7 +145,7 @@ def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     fields = (*backward.loads(config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)
     plan = tiling.lpt_scheduler(op, persistent=True)
     walk = ListKeys() if lists(op.mask) else IntervalKeys()
-    every = backward.options(op, Score=backward.exact_score(op), Weight=weight.Identity(), Scheduler=plan, Walk=walk)
+    every = backward.options(op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=plan, Walk=walk)
     products = _products(op, config.tile_kv, DqMma=op.head_dim)
     return backward.rendered("attn_bwd_dq.cu", constants, fields, products, every, arch)
 

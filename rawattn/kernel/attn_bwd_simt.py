@@ -11,7 +11,7 @@ from ..device import Device
 from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Fields, Program
-from ..variant import Option, weight
+from ..variant import Option
 from ..variant.walk import QIntervalWalk, QListCursor, lists
 from . import backward, tiling
 from .backward import BackwardKernel, FirstPass
@@ -104,7 +104,7 @@ def _rendered(
 ) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     constants["scale_sign"] = -1 if op.scale < 0 else 1
-    every = backward.options(op, Score=op.spec.placed_score, Weight=weight.Identity(), **own)  # type: ignore[arg-type]
+    every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **own)  # type: ignore[arg-type]
     fields = (*backward.READS, *outputs, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered(file, constants, fields, [], every, arch)
 

@@ -22,6 +22,7 @@ from . import tiling
 from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
 
+FILE = "attn_fwd.cu"
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
 _CLOCK = 1.755e9  # per second
 _LAUNCH = 1.9e-6  # seconds
@@ -70,10 +71,11 @@ def smem_bytes(config: Config, op: Forward) -> int:
 
 
 def accumulators(config: Config, op: Forward) -> int:
-    """Registers of a consumer thread that hold S, P and O, and what a score works with besides."""
+    """Registers of a consumer thread that hold S, P and O, and what a score and dropout work with besides."""
     tight = config.tile_kv > 64 if config.consumers == 3 else config.consumers == 4 and op.varlen  # found by trying
     score = 13 if tight and not isinstance(op.score, Scale) else 0
-    return config.tile_kv // 2 + config.tile_kv // 4 + op.head_dim_v // 2 + score
+    weight = 8 if op.spec.dropout and config.consumers > 2 and (op.varlen or op.spec.offsets is not None) else 0
+    return config.tile_kv // 2 + config.tile_kv // 4 + op.head_dim_v // 2 + score + weight
 
 
 def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
@@ -86,11 +88,24 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
     return max(busy)
 
 
+def rendered(op: Forward, config: Config, arch: str, fields: Fields, options: dict[str, Option]) -> Source:
+    """The source of a configuration with these options."""
+    producer, consumer = registers(config, op)
+    constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
+    constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
+    constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    products = [
+        wgmma("QkMma", op.element, config.tile_kv, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
+        wgmma("PvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
+    ]
+    return source(FILE, config_header(constants, fields, products, options), arch)
+
+
 class AttnFwd(OneLaunch):
     """The kernel and its cost model."""
 
     name = "attn_fwd"
-    file = "attn_fwd.cu"
+    file = FILE
     config_type = Config
 
     def runs_on(self, device: Device) -> bool:
@@ -179,15 +194,7 @@ class AttnFwd(OneLaunch):
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: Config, arch: str) -> Source:
-        producer, consumer = registers(config, op)
-        constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-        constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
-        constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-        products = [
-            wgmma("QkMma", op.element, config.tile_kv, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
-            wgmma("PvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
-        ]
-        return source(self.file, config_header(constants, self.fields(op, config), products, self.options(op, config)), arch)
+        return rendered(op, config, arch, self.fields(op, config), self.options(op, config))
 
     def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
         return tiling.values(op, config.tile_q, device)

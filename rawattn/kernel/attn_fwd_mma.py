@@ -13,7 +13,7 @@ from ..operand import Layout
 from ..operation import Forward
 from ..program import Buffer, Field, Fields, Program, View
 from ..render import config_header, source
-from ..variant import Option, kv, rows, scheduler, softmax, store
+from ..variant import Option, kv, rows, scheduler, softmax, store, weight
 from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
 from ..variant.walk import lists
@@ -88,6 +88,8 @@ def registers(config: Config, op: Forward) -> int:
         rest += 8 * plain + 12 * (config.m_tiles_per_warp - 1)
     elif op.varlen and config.m_tiles_per_warp == 2:
         rest += 12 * op.constant_time if plain else 4
+    if op.spec.dropout:
+        rest += 4 if config.m_tiles_per_warp == 1 and not plain else 8 * config.m_tiles_per_warp * (1 + 2 * config.pack_gqa)
     return config.m_tiles_per_warp * (config.tile_kv // 2 + op.head_dim_v // 2 + 4 * max(1, config.q_steps_in_registers)) + rest
 
 
@@ -205,7 +207,7 @@ class AttnFwdMma(OneLaunch):
         own["Walk"] = tiling.cursor(op)
         if config.pack_gqa:
             mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
-            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score}
+            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score, "Weight": weight.make(op.spec.dropout, pack_gqa=True)}
         if config.split:
             own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}  # type: ignore[arg-type]
             own["Scheduler"] = scheduler.LptScheduler(persistent=False, split=True)
@@ -215,11 +217,16 @@ class AttnFwdMma(OneLaunch):
     def fields(self, op: Forward, config: Config) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))
 
-    def render(self, op: Forward, config: Config, arch: str) -> Source:
+    def constants(self, op: Forward, config: Config) -> dict[str, int]:
+        """The constants of a configuration, in order."""
         constants = {**dataclasses.asdict(config), "threads": config.threads}
         del constants["pack_gqa"], constants["split"]
         constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
+        return constants
+
+    def render(self, op: Forward, config: Config, arch: str) -> Source:
+        constants = self.constants(op, config)
         return source(self.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
 
     def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:

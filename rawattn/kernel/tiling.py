@@ -12,7 +12,7 @@ import numpy as np
 from ..device import Device
 from ..operation import Forward
 from ..program import Field, Fields
-from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
+from ..variant import Option, constant_time, element, rows, scheduler, softmax
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
 from ..variant.walk import IntervalCursor, ListCursor, lists
 
@@ -113,7 +113,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         "Rows": rows.Varlen() if op.varlen else rows.Dense(),
         "Mask": op.mask,  # type: ignore[dict-item]  # a Mask is an Option with an interval
         "Score": op.spec.placed_score,  # type: ignore[dict-item]  # likewise
-        "Weight": weight.Identity(),
+        "Weight": op.spec.weight,
         **own,
     }
     if op.kv_lens:
@@ -197,6 +197,7 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
         "batches": op.batch,
         **op.mask.values,
         **op.score.values,
+        **op.spec.weight.values,
     }
     if op.spec.offsets is not None:
         found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}

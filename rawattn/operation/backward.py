@@ -30,7 +30,8 @@ class Backward(Operation):
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
-        "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks"
+        "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks",
+        "seed",
     )  # fmt: skip  # of all inputs, in the order in which they are given
 
     def __post_init__(self) -> None:

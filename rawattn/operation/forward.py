@@ -59,6 +59,7 @@ class Forward(OverKeys):
         "sinks",
         "q_lens",
         "kv_lens",
+        "seed",
     )  # of all inputs, in the order in which they are given
 
     def __post_init__(self) -> None:
@@ -84,6 +85,7 @@ class Forward(OverKeys):
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
         check_arrays(arrays, max_q_len, max_kv_len)
+        check_has_seed(arrays, spec.dropout)
         q, k, v = (arrays[name] for name in "qkv")
         varlen = "cu_seqlens_q" in arrays
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
@@ -144,7 +146,9 @@ class Forward(OverKeys):
             found += [Operand(f"cu_seqlens_{side}", "int32", (self.batch + 1,)) for side in ("q", "kv")]
         found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
         lengths = ("q_lens",) * self.q_lens + ("kv_lens",) * self.kv_lens
-        return (*found, *(Operand(name, "int32", (self.batch,)) for name in lengths), *self.captured)
+        found += [Operand(name, "int32", (self.batch,)) for name in lengths]
+        found += [Operand("seed", "int64", (1,))] * (self.spec.dropout > 0)
+        return (*found, *self.captured)
 
     @functools.cached_property
     def captured(self) -> tuple[Operand, ...]:
@@ -337,6 +341,8 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
         if name in arrays:
             batch = arrays["cu_seqlens_q"].shape[0] - 1 if varlen else q.shape[0]
             _check_lens(name, arrays[name], q, batch)
+    if "seed" in arrays:
+        _check_seed(arrays["seed"], q)
     if "sinks" in arrays:
         _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
 
@@ -388,6 +394,21 @@ def _check_sinks(sinks: Array, q: Array, element: str) -> None:
             "head of q."
         )
     check_contiguous("sinks", sinks)
+
+
+def check_has_seed(arrays: dict[str, Array], dropout: float) -> None:
+    """Raises ProblemError where there is dropout without a seed, or a seed without dropout."""
+    if ("seed" in arrays) != (dropout > 0):
+        found, need = ("was given", "it goes with") if "seed" in arrays else ("is missing", "it is needed for")
+        raise ProblemError(f"seed {found}, and dropout is {dropout}; {need} a dropout above 0.0.")
+
+
+def _check_seed(seed: Array, q: Array) -> None:
+    check_like("seed", seed, "q", q)
+    if seed.dtype != "int64" or tuple(seed.shape) != (1,):
+        raise ProblemError(
+            f"seed is {seed.dtype} of shape {tuple(seed.shape)}; it must be an int, or one int64 in an array of shape (1,)."
+        )
 
 
 def _check_lens(name: str, lens: Array, q: Array, batch: int) -> None:

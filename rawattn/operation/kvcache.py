@@ -68,6 +68,8 @@ class AttentionKVCache(OverKeys):
         if self.form not in FORMS:
             raise ProblemError(f"form is {self.form!r}; it must be one of {', '.join(FORMS)}.")
         check_page_size(self.page_size, self.form, self.table)
+        if self.spec.dropout:
+            raise ProblemError(f"dropout is {self.spec.dropout}; attention over a cache has none: it must be 0.0.")
         if self.causal_each:
             causal_and(self.spec.mask)  # raises where it is causal already
 

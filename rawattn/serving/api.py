@@ -54,8 +54,14 @@ def attention_kvcache(
 
     A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
     sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
-    and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps: those
-    must still be the sequence's own.
+    and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps, and up
+    to 127 where ``attn_fwd`` computes: those must still be the sequence's own.
+
+    On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
+    shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
+    ``attn_fwd`` computes all sequences of the call, those with few rows too, on Hopper over pages of 8 keys or more;
+    ``attn_fwd_mma`` does so elsewhere. It is one launch each time, which a graph replays with any lengths. With ``attn_decode`` a
+    row has the same bits in any batch; with the others they also follow from the configuration, which shapes and bounds choose.
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are
@@ -293,18 +299,29 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
 
     The formula is that of FlashAttention's splits (arXiv 2307.08691, section 3.1).
     """
-    given: dict[str, Any] = {}
+    given: list[Any] = []
     for i, part in enumerate(parts):
         if not isinstance(part, (tuple, list)) or len(part) != 2:
             raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")
-        given |= {f"o_{i}": part[0], f"lse_{i}": part[1]}
-    given |= {} if sinks is None else {"sinks": sinks}
-    if arrays.requires_grad(*given.values()):
-        raise ProblemError(NO_GRAD)
-    found = {name: arrays.read(x, name) for name, x in given.items()}
-    op = Combine.of_call(found, {}, ())
-    o, lse = _call_of(op, found, "NHD")(given["o_0"], None if out is None else (out, None))
+        given += part
+    key = arrays.signatures((*given, sinks))
+    call: GpuCall | CpuCall | None = _merges.get(key)
+    if call is None:
+        call = _merge_of(given, sinks)
+        if isinstance(call, GpuCall) and None not in key:
+            cache_put(_merges, key, call, KEPT_CALLS)
+    o, lse = call(given[0], None if out is None else (out, None))
     return o, lse
+
+
+def _merge_of(given: list[Any], sinks: Any) -> GpuCall | CpuCall:
+    """The merge of these parts, o_0, lse_0, o_1 and so on."""
+    names = Combine.input_names(len(given))
+    named = dict(zip(names, given, strict=False)) | ({} if sinks is None else {"sinks": sinks})
+    if arrays.requires_grad(*named.values()):
+        raise ProblemError(NO_GRAD)
+    found = {name: arrays.read(x, name) for name, x in named.items()}
+    return _call_of(Combine.of_call(found, {}, ()), found, "NHD")
 
 
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
@@ -374,6 +391,7 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
 
 KEPT_CALLS = 1024
 _calls: dict[Any, GpuCall] = {}
+_merges: dict[Any, GpuCall] = {}
 _plans: dict[Any, Plan] = {}
 
 

@@ -50,3 +50,49 @@ class PagedKv(Option):
     @property
     def fields(self) -> Fields:
         return self.pages.fields
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedPanelsKv(Option):
+    """Pools of pages, which TMA reads for wgmma in panels of 64 columns and blocks of ``page_rows`` rows, a multiple of 8 that
+    lies in one page; ``pages`` says which of them a sequence has."""
+
+    pages: Option
+    page_rows: int
+    type: ClassVar[str] = "PagedPanelsKv"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.pages.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.pages.sources, "variant/kv/paged_panels.cuh")
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"page_rows": self.page_rows}
+
+    @property
+    def fields(self) -> Fields:
+        return self.pages.fields
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedRowsKv(Option):
+    """Pools of pages of any size, which all threads of a block copy; ``pages`` says which of them a sequence has."""
+
+    pages: Option
+    type: ClassVar[str] = "PagedRowsKv"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.pages.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.pages.sources, "variant/kv/paged_rows.cuh")
+
+    @property
+    def fields(self) -> Fields:
+        return self.pages.fields

@@ -112,6 +112,28 @@ class CacheRows(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class TmaCacheRows(CacheRows):
+    """The same where TMA reads the queries; with one head each where ``pack_gqa_heads`` is 1."""
+
+    type: ClassVar[str] = "TmaCacheRows"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*super().sources, "variant/rows/tma_queries.cuh")
+
+
+@dataclasses.dataclass(frozen=True)
+class StridedCacheRows(CacheRows):
+    """The same where threads read tiles of the queries."""
+
+    type: ClassVar[str] = "StridedCacheRows"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*super().sources, "variant/rows/strided_queries.cuh")
+
+
+@dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
     """Rows of sequences of which ``kv_lens`` says how many keys are there."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Counter, Field, Fields
-from . import Option
+from ..program import Counter, Field, Fields, Violations
+from . import Option, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,18 @@ class LptVarlenScheduler(LptScheduler):
     @property
     def fields(self) -> Fields:
         return (*self.numbers, Field("batches", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SaidScheduler(Wrapper):
+    """One whose first block says which sequences have lengths that the host did not allow."""
+
+    type: ClassVar[str] = "SaidScheduler"
+    source: ClassVar[str] = "variant/scheduler/said.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("violations", "u32*", Violations()))
 
 
 @dataclasses.dataclass(frozen=True)

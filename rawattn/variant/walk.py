@@ -26,6 +26,14 @@ class IntervalWalk(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class PagedWalk(IntervalWalk):
+    """The same over keys in pages (``PagedPanelsKv``), of whose tiles each lane loads a part."""
+
+    type: ClassVar[str] = "PagedWalk"
+    source: ClassVar[str] = "variant/walk/paged.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class ListWalk(Option):
     """Key tiles of attn_fwd, a list."""
 

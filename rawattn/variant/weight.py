@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
+from ..program import Field, Fields, Pointer
 from . import Option
+
+LEVELS = 1 << 15  # of probabilities: a weight has 15 random bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,3 +20,73 @@ class Identity(Option):
 
     type: ClassVar[str] = "Identity"
     source: ClassVar[str] = "variant/weight/identity.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout(Option):
+    """Makes a weight 0 with probability ``rate``, which is p rounded to a multiple of 2^-15 from 2^-15 to 1 - 2^-15, and divides
+    the others by 1 - ``rate``.
+
+    ``kept`` is the definition in Python, which the reference and the tests read; the loops of ``lanes.py`` compute it, too.
+    """
+
+    p: float
+    type: ClassVar[str] = "Dropout"
+    source: ClassVar[str] = "variant/weight/dropout.cuh"
+
+    @property
+    def threshold(self) -> int:
+        """A weight whose number is below it is dropped."""
+        return min(max(round(self.p * LEVELS), 1), LEVELS - 1)
+
+    @property
+    def rate(self) -> float:
+        return self.threshold / LEVELS
+
+    @property
+    def factor(self) -> float:
+        return LEVELS / (LEVELS - self.threshold)
+
+    @property
+    def fields(self) -> Fields:
+        seed = Field("seed", "const i64*", Pointer("seed"))
+        return (seed, Field("dropout_threshold", "i32"), Field("dropout_factor", "Number"))
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {"dropout_threshold": self.threshold, "dropout_factor": self.factor}
+
+    def kept(self, seed: int, batch: int, head: int, q: npt.ArrayLike, kv: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Says which weights are kept, of queries and keys at these positions, which are broadcast against each other. ``batch``
+        is the number of the sequence, ``head`` that of the query head."""
+        i, j = np.asarray(q, np.uint32), np.asarray(kv, np.uint32)
+        words = philox((i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, head, batch), (seed % 2**32, (seed >> 32) % 2**32))
+        word = np.choose(j % 2 * 2 + j // 8 % 2, words)
+        return (word >> (i // 8 % 2 * 16 + 1)) % LEVELS >= self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class PackGqaDropout(Dropout):
+    """The same for tiles whose rows are the queries of several heads (``rows.PackGqa``)."""
+
+    type: ClassVar[str] = "PackGqaDropout"
+    source: ClassVar[str] = "variant/weight/dropout_pack_gqa.cuh"
+
+
+def make(p: float, pack_gqa: bool = False) -> Option:
+    """The option for a probability of dropping."""
+    return (PackGqaDropout if pack_gqa else Dropout)(p) if p else Identity()
+
+
+def philox(counter: tuple[Any, ...], key: tuple[int, int]) -> tuple[npt.NDArray[np.uint32], ...]:
+    """Philox 4x32-10 (Salmon et al., SC11): four words of 32 bits that are a pure function of the four words of each counter."""
+    a, b, c, d = (np.asarray(x, np.uint64) for x in counter)
+    for i in range(10):
+        low, high = ((k + i * step) % 2**32 for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        x, y = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = y >> np.uint64(32) ^ b ^ np.uint64(low), _low(y), x >> np.uint64(32) ^ d ^ np.uint64(high), _low(x)
+    return tuple(x.astype(np.uint32) for x in np.broadcast_arrays(a, b, c, d))
+
+
+def _low(x: Any) -> Any:
+    return x & np.uint64(0xFFFFFFFF)

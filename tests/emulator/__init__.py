@@ -28,8 +28,8 @@ from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
 PTX = (
-    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "ldmatrix", "mbarrier", "mma", "prefetch", "red",
-    "tma", "turn", "wgmma",
+    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "ldmatrix", "load", "mbarrier", "mma", "prefetch",
+    "red", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 
@@ -76,7 +76,7 @@ def compiled(text: str, files: dict[str, str], folder: pathlib.Path) -> ctypes.C
 
 ENTRY = """
 extern "C" int run(const Args* args, int blocks) {
-    return emulate(blocks, facts.threads, facts.smem_bytes, [=] { KERNEL(*args); });
+    return emulate(blocks, facts.threads, facts.smem_bytes, facts.uses_pdl, [=] { KERNEL(*args); });
 }
 extern "C" u32 args_bytes() { return sizeof(Args); }
 """

@@ -47,14 +47,15 @@ class _Counters:
 
 
 def _tensor_map(pointer: int, dtype: str, sizes: Any, strides: Any, box: Any, read_once: bool = False) -> bytes:
-    """A map of 5 dimensions, as ``threads.hpp`` reads it."""
-    return np.array([pointer, *strides, *sizes, *box, 0], np.int64).tobytes()
+    """A map of 4 or of 5 dimensions, as ``threads.hpp`` reads it."""
+    words = [*strides, *sizes[:2], box[1], *[0] * 9] if len(sizes) == 4 else [*strides, *sizes, *box, 0]
+    return np.array([pointer, *words], np.int64).tobytes()
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> npt.NDArray[np.uint32]:
-    """Makes tensors on the CPU those of a GPU; gives its word of violations."""
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: int = 132) -> npt.NDArray[np.uint32]:
+    """Makes tensors on the CPU those of a GPU with so many multiprocessors; gives its word of violations."""
     torch = pytest.importorskip("torch")
-    gpu, word = dataclasses.replace(TYPICAL["sm_90a"], index=-1), np.zeros(2, np.uint32)
+    gpu, word = dataclasses.replace(TYPICAL["sm_90a"], index=-1, sm_count=sm_count), np.zeros(2, np.uint32)
 
     def load(launch: Any, op: Any, *_: Any) -> Any:
         return plans._Loaded.of(None, emulated(launch, op.number, folder), launch, op)  # type: ignore[arg-type]

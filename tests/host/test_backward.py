@@ -49,6 +49,7 @@ class Case:
     sinks: bool = False
 
 
+SEED = -(5 << 40) + 11
 PADDING = 3  # rows behind the last packed sequence
 PACKED = ((0, 5), (70, 64), (64, 200), (1, 1), (130, 0), (7, 150))
 SIMT = {
@@ -64,6 +65,7 @@ SIMT = {
         varlen=True,
         dlse=True,
     ),
+    "dropout": Case((24, 17), {"element": FP64, "dropout": 0.4, "q_offset": 5}, ((50, 70),) * 2, heads=(2, 1), dlse=True),
     "sinks": Case((24, 17), {"element": FP64, "mask": Causal()}, ((90, 70), (90, 70)), heads=(4, 2), dlse=True, sinks=True),
     "sinks, packed": Case((8, 8), {"element": FP64, "mask": Causal()}, PACKED, varlen=True, dlse=True, sinks=True),
     "no keys, sinks": Case((9, 5), {"element": FP64}, ((7, 0),), dlse=True, sinks=True),
@@ -82,6 +84,12 @@ HOPPER = {
     "96 and 64": Case((96, 64), {"mask": Window(20, 100, "top_left")}, ((90, 260),), heads=(1, 1), dlse=True),
     "256": Case((256, 256), {"mask": Causal()}, ((130, 150),)),
     "64, sinks": Case((64, 64), {"mask": Causal()}, ((100, 70),), dlse=True, sinks=True),
+    "128, dropout, packed, final": Case((128, 120), {"dropout": 0.5}, PACKED, varlen=True, store="final"),
+    "64, dropout, offsets": Case(
+        (64, 64), {"dropout": 0.3, "q_offset": 48, "kv_offset": 16}, ((70, 140),), dlse=True, sinks=True
+    ),
+    "64, dropout, offsets between": Case((64, 64), {"dropout": 0.3, "q_offset": 41, "kv_offset": 19}, ((70, 70),)),
+    "192 and 128, dropout": Case((192, 128), {"mask": Causal(), "dropout": 0.3}, ((130, 150),) * 2),
     "64, no keys": Case((64, 64), {}, ((70, 0),)),
     "128, no queries": Case((128, 128), {}, ((0, 70),)),
     "256, no keys": Case((256, 256), {}, ((70, 0),), sinks=True),
@@ -104,6 +112,8 @@ MMA: dict[str, tuple[Config, Case]] = {
     ),
     "8 and 72, one stage": (Config(warps=4, dq_row_warps=4, do_stages=1), Case((8, 72), {}, ((70, 70),))),
     "64, offsets": (LONE, Case((64, 64), {"mask": Causal(), "q_offset": 40, "kv_offset": 9}, ((100, 140),), sinks=True)),
+    "64, dropout": (LONE, Case((64, 64), {"mask": Causal(), "dropout": 0.3}, ((100, 140),), heads=(4, 2))),
+    "96 and 128, dropout, packed": (PAIRS, Case((96, 128), {"dropout": 0.5, "kv_offset": 9}, PACKED[1:4], varlen=True)),
     "64, no keys": (LONE, Case((64, 64), {}, ((70, 0),))),
     "64, no queries": (LONE, Case((64, 64), {}, ((0, 70),))),
     "128, causal": (PAIRS, Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((150, 260),))),
@@ -122,10 +132,20 @@ CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
 
 
+def dropped(op: Forward, batch: int, q_len: int, kv_len: int) -> Array:
+    """What the weights of one batch are multiplied by, (heads, q_len, kv_len)."""
+    if not op.spec.dropout:
+        return np.ones((1, 1, 1))
+    q, kv = (np.arange(n) + offset for n, offset in zip((q_len, kv_len), op.spec.offsets or (0, 0), strict=True))
+    weight: Any = op.spec.weight
+    return np.stack([weight.kept(SEED, batch, head, q[:, None], kv[None]) for head in range(op.heads)]) * weight.factor
+
+
 def formula(
-    q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward, kept: Array | None = None
+    q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward, batch: int = 0, kept: Array | None = None
 ) -> tuple[Array, ...]:
     """o, lse, dq, dk, dv, dsinks of one batch in float64, by torch. ``kept``: the pairs of each head, else the mask's."""
+    weights = torch.tensor(dropped(op, batch, len(q), len(k)))
     q, k, v, do, dlse, sinks = (torch.tensor(x.astype(np.float64)) for x in (q, k, v, do, dlse, sinks))
     q, k, v, sinks = (x.requires_grad_() for x in (*(x.transpose(-2, -3) for x in (q, k, v)), sinks))
     group = q.shape[0] // k.shape[0]
@@ -140,7 +160,7 @@ def formula(
     e = torch.where(keep, s, -torch.inf).exp()  # logits are small
     total = e.sum(-1, keepdim=True) + sinks[:, None, None].exp()
     any_key = total > 0
-    o = e / torch.where(any_key, total, 1.0) @ v.repeat_interleave(group, 0)
+    o = e / torch.where(any_key, total, 1.0) * weights @ v.repeat_interleave(group, 0)
     lse = torch.where(any_key, torch.where(any_key, total, 1.0).log(), 0.0)[..., 0]
     loss = (o * do.transpose(-2, -3)).sum() + (lse * dlse).sum()
     grads = torch.autograd.grad(loss, (q, k, v, sinks))
@@ -190,13 +210,14 @@ class Call:
             shape |= {"total_q": sum(self.q_lens) + PADDING, "total_kv": sum(self.kv_lens) + PADDING}
         self.op = backward(case.size, heads=heads, kv_heads=kv_heads, varlen=case.varlen, dlse=case.dlse, **shape, **kinds)
         forward, random = self.op.forward, np.random.default_rng(0)
-        dtypes = {"int32": np.int32, **{element.name: element.dtype for element in ELEMENTS.values()}}
+        dtypes = {"int32": np.int32, "int64": np.int64, **{element.name: element.dtype for element in ELEMENTS.values()}}
         self.number = forward.element.lse_dtype
         self.arrays: dict[str, Array] = {}
         for operand in self.op.inputs:
             self.arrays[operand.name] = random.standard_normal(operand.shape).astype(dtypes[operand.element])
         for name, lengths in (("cu_seqlens_q", self.q_lens), ("cu_seqlens_kv", self.kv_lens))[: 2 * case.varlen]:
             self.arrays[name][...] = np.cumsum([0, *lengths])
+        self.arrays |= {"seed": np.array([SEED])}
         self.arrays |= {each.name: np.full(each.shape, np.nan, dtypes[each.element]) for each in self.op.outputs}
         self.arrays.setdefault("dlse", np.zeros_like(self.arrays["lse"]))
         self.arrays.setdefault("sinks", np.full(heads, -np.inf, self.number))
@@ -209,8 +230,9 @@ class Call:
         for name in ("lse", "dlse"):
             x = self.arrays[name]
             parts.append([y.swapaxes(0, 1) for y in split(x.swapaxes(0, 1), self.q_lens, True)] if case.varlen else list(x))
-        for sequence, (q, k, v, do, o, lse, dlse) in enumerate(zip(*parts, strict=True)):
-            o[...], lse[...], *grads = formula(q, k, v, do, dlse, self.arrays["sinks"], self.op.forward, self.kept(sequence))
+        for batch, (q, k, v, do, o, lse, dlse) in enumerate(zip(*parts, strict=True)):
+            own = self.arrays["sinks"], self.op.forward, batch, self.kept(batch)
+            o[...], lse[...], *grads = formula(q, k, v, do, dlse, *own)
             found.append(tuple(grads))
         return found
 

@@ -141,8 +141,9 @@ def test_any_change_is_another_key(changed: dict[str, object]) -> None:
 
 
 def test_options_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = SOURCE.key
     monkeypatch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "--use_fast_math"))
-    assert dataclasses.replace(SOURCE).key != SOURCE.key
+    assert dataclasses.replace(SOURCE).key != before
 
 
 def test_order_of_headers_is_not_in_the_key() -> None:
@@ -359,7 +360,7 @@ def test_killed_process_blocks_nobody(folder: pathlib.Path) -> None:
     old, new = (folder / f"kernel-{SOURCE.key}.cubin.{digit * 32}.tmp" for digit in "01")
     old.write_bytes(b"half an entry")
     new.write_bytes(b"half an entry, being written")
-    os.utime(old, (0, time.time() - 2 * compiler.STALE_SECONDS))
+    os.utime(old, (0, time.time() - 2 * cache.STALE_SECONDS))
     dying.send_signal(signal.SIGKILL)
     dying.communicate()
     begin = time.monotonic()

@@ -220,13 +220,19 @@ CASES = {
         )
         for n in (0, 1, 2, 4, 128)
     },
+    **{
+        f"pages of 2, copied by {n} warps": Case(
+            dataclasses.replace(OP, page=2, head_dim=16 * n), LENGTHS, (), 5, Config(2, 64, 3, 1, 1, cp_async=True, producers=n)
+        )
+        for n in (2, 4)
+    },
     "queries": Case(dataclasses.replace(PAGED, q_len=8), (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
     "rows of two m tiles": Case(
         dataclasses.replace(PAGED, q_len=8, heads=8),
         (700, 3, 130),
         (),
         5,
-        dataclasses.replace(Case().config, m_tiles_per_warp=2, q_steps_in_registers=0, steps_at_once=1),
+        dataclasses.replace(Case().config, m_tiles=2),
     ),
     "two blocks of rows": Case(dataclasses.replace(PAGED, q_len=9, heads=6), (700, 3, 130), (9, 4, 7), 5),
     "full mask": Case(dataclasses.replace(PAGED, q_len=3, mask=Full()), LENGTHS, (), 5),
@@ -269,14 +275,28 @@ def test_bits_follow_from_the_sequence() -> None:
     copied = dataclasses.replace(case, config=dataclasses.replace(case.config, cp_async=True))
     same(run(with_op(dataclasses.replace(copied, grid=7), page=2)), wanted, 5)
     same(run(copied), wanted, 5)
+    by_four = dataclasses.replace(copied, grid=4, config=dataclasses.replace(copied.config, producers=4, m_tiles=2))
+    same(run(by_four), wanted, 5)
     for i, length in enumerate(case.kv_lens):
         alone = run(dataclasses.replace(case, kv_lens=(length,), grid=9))
         same(alone, (wanted[0][i:], wanted[1][i:]), 1)
 
 
+def test_zeros_keep_their_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of the last tile outweigh all others by more than float has, and have values of -0: on one block, and on several."""
+    op = dataclasses.replace(OP, split_keys=1024)
+    keys = np.zeros((3008, op.kv_heads, op.head_dim), emulator.bf16(np.random.default_rng(), 1).dtype)
+    values = np.full_like(keys, -1)
+    keys[2944:], values[2944:] = 20, -0.0
+    monkeypatch.setattr("tests.host.test_decode.sequences", lambda *_: ([np.ones_like(keys[:1]).repeat(2, 1)], [keys], [values]))
+    for grid in (1, 2, 3):
+        (o,), *_ = run(Case(op, (3008,), grid=grid))
+        assert not o.any() and np.signbit(o.astype(np.float32)).all()
+
+
 def test_both_classes_of_rows_give_the_same_bits() -> None:
     case = Case(dataclasses.replace(PAGED, q_len=4), LENGTHS, grid=5)
-    wide = dataclasses.replace(case.config, m_tiles_per_warp=2, q_steps_in_registers=0, steps_at_once=1)
+    wide = dataclasses.replace(case.config, m_tiles=2)
     wanted = run(case)
     same(run(dataclasses.replace(case, config=wide)), wanted, len(LENGTHS))
     same(run(dataclasses.replace(case, config=dataclasses.replace(case.config, stages=3, merge_passes=1))), wanted, len(LENGTHS))
@@ -381,7 +401,7 @@ def test_refusals(name: str) -> None:
     changes, said = REFUSED[name]
     op = dataclasses.replace(Decode(page=16).operation, **changes)
     with pytest.raises(UnsupportedError, match=said):
-        select(op, TYPICAL[ARCH])
+        select(op, TYPICAL[ARCH], "attn_decode")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
@@ -405,9 +425,7 @@ def test_configurations_are_legal_and_share_kernels(arch: str, dims: tuple[int, 
 def test_no_spills(arch: str, q_len: int) -> None:
     op = Decode(page=16, q_len=q_len).operation
     binary = compiler.compile(ATTN_DECODE.render(op, ATTN_DECODE.candidates(op, TYPICAL[arch])[0], arch))
-
-    addresses = 32 if (arch, q_len) == ("sm_90a", 8) else 0  # two, which a tile reads again: 32 rows take 255 registers
-    assert binary.spill_bytes <= addresses and not binary.advisories
+    assert binary.spill_bytes == 0 and not binary.advisories
 
 
 def test_splits_of_any_size() -> None:

@@ -34,6 +34,7 @@ DEVICE = TYPICAL["sm_90a"]
 
 
 ALIBI, HEAD_WINDOW = Alibi(0.9), HeadWindow(3, 21)
+SEED = -(7 << 40) + 3
 KERNELS = {
     "attn_fwd": (ATTN_FWD, attn_fwd.Config(128, 32, 2, 1)),
     "attn_fwd_mma": (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)),
@@ -60,6 +61,7 @@ class Case:
     offsets: tuple[int, int] | None = None
     lens: tuple[tuple[int, int], tuple[int, int]] | None = None  # q_lens and kv_lens of both sequences
     scale: float = 0.3
+    dropout: float = 0.0
 
     head_dim: int = 24
     head_dim_v: int = 16
@@ -70,7 +72,7 @@ class Case:
         return forward(
             self.element, 2, self.q_len, self.kv_len, self.heads, self.kv_heads, *dims, scale=self.scale, mask=self.mask,
             score=self.score, return_lse=True, constant_time=self.constant_time, q_offset=self.offsets and self.offsets[0],
-            kv_offset=self.offsets and self.offsets[1],
+            kv_offset=self.offsets and self.offsets[1], dropout=self.dropout,
         )  # fmt: skip
 
     @property
@@ -141,7 +143,7 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     values |= {"splits": case.splits, "split_keys": case.split_keys, "partial_rows": partial_rows}
     values |= dict(zip(("o_partial", "lse_partial"), scratch, strict=True))
     values |= {name: np.array(x, np.int32) for name, x in zip(("q_lens", "kv_lens"), case.lens or ((), ()), strict=True)}
-    values["sinks"] = np.array(case.sinks or (), number)
+    values |= {"sinks": np.array(case.sinks or (), number), "seed": np.array([SEED])}
     tma = case.kernel == "attn_fwd"
     for name, x, box in (("q", q, config.tile_q), ("k", k, config.tile_kv), ("v", v, config.tile_kv)):
         values[name] = emulator.tma(x, box) if tma else emulator.strided(x)
@@ -155,6 +157,14 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
         values |= {"q_len": case.q_len, "heads": case.heads, "batches": 2}
         fold(folder / "fold", case, 4, {"Parts": parts.Scratch(), "Softmax": sink}, values)
     return o.astype(np.float64), lse
+
+
+def dropped(case: Case, batch: int, head: int, i: Array, j: Array) -> Any:
+    """What dropout multiplies the weights of these queries and keys by."""
+    if not case.dropout:
+        return 1.0
+    offsets, weight = case.offsets or (0, 0), case.op.spec.weight
+    return weight.kept(SEED, batch, head, i + offsets[0], j + offsets[1]) * weight.factor
 
 
 def expected(case: Case) -> tuple[Array, Array]:
@@ -178,8 +188,10 @@ def expected(case: Case) -> tuple[Array, Array]:
                 top = np.clip(full.max(1, keepdims=True), -1e300, 1e300)
                 p = np.exp(full - top)
                 total = p.sum(1, keepdims=True)
-                o[batch, :, head] = np.where(total > 0, p[:, :-1] / total, 0) @ v[batch, :, kv_head]
                 lse[batch, head] = (top + np.log(total))[:, 0]
+                p = np.where(total > 0, p[:, :-1] / total, 0)
+                p = p * dropped(case, batch, head, i, j)
+                o[batch, :, head] = p @ v[batch, :, kv_head]
     return o, lse
 
 
@@ -219,6 +231,13 @@ CASES = [
     *(Case(name, kv_heads=2, mask=Full(), lens=((70, 33), (64, 0)), sinks=(0.5, 1.0)) for name in KERNELS),
     Case("attn_fwd", mask=Both(Causal(), Window(20)), lens=((65, 64), (90, 31)), split_keys=32),
     *(Case(name, constant_time=True, score=Softcap(1e6)) for name in KERNELS),
+    *(Case(name, dropout=0.3) for name in KERNELS),
+    Case("attn_fwd", dropout=0.3, offsets=(48, 16)),
+    Case("attn_fwd", dropout=0.9, offsets=(7, 30), mask=Full()),
+    Case("attn_fwd_mma", dropout=0.5, split_keys=32, sinks=(0.5, -1.0), mask=Full()),
+    Case("attn_fwd_mma", q_len=13, heads=4, dropout=0.3, mask=HEAD_WINDOW, offsets=(35, 32)),
+    Case("attn_fwd_mma", q_len=5, heads=4, dropout=0.3, offsets=(7, 3), split_keys=64, mask=Full()),
+    Case("attn_fwd_simt", element=FP64, dropout=0.3),
     Case("attn_fwd", scale=-0.3, score=Softcap(1.0), mask=Window(11, 5, "top_left")),
 ]
 

@@ -72,6 +72,28 @@ def test_curve() -> None:
     assert example("train_gpt").curve([1.0] * 200).count("●") == 64
 
 
+@pytest.mark.parametrize("fault", ["", "causal", "scale", "empty"])
+def test_fuzz_kernel(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It finds each fault, and shrinks it to a case of a few numbers; what is right passes."""
+    settings = ["--examples", "300", "--fault", fault] if fault else ["--examples", "40"]
+    found = example("fuzz_kernel").main(["--device", "cpu", *settings])
+    assert (found is not None) is bool(fault)
+    if found is not None:
+        assert found.q_len * found.kv_len <= 4 and found.heads == found.batch == 1
+        assert "the smallest case that is wrong: dtype=fp32" in capsys.readouterr().out
+
+
+def test_attend_cupy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("attend_cupy").main(["--length", "64"]) < 1e-3
+    assert "kernel   " in capsys.readouterr().out
+
+
+def test_attend_jax() -> None:
+    pytest.importorskip("jax")
+    losses = example("attend_jax").main(["--steps", "40"])
+    assert losses[0] > 1.5 and losses[-1] < 0.1
+
+
 def test_masks(capsys: pytest.CaptureFixture[str]) -> None:
     """Ten masks: no tile that keeps a pair is empty, and none that drops one is full."""
     masks = example("masks")

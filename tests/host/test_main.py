@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +57,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 # ---- the parser ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "show", "choose", "compile", "clear"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "show", "choose", "compile", "bundle", "bench", "clear"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], [command, "--help"]):
         with pytest.raises(SystemExit) as caught:
@@ -72,6 +74,8 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["compile", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["compile", "--window", "128"], "'128' is not a pair such as 128,0 or none,0"),
         (["compile", "--head-dim", "big"], "invalid int value: 'big'"),
+        (["bench", "--lengths", "512,0"], "'512,0' is not a list such as 512,4096"),
+        (["clear", "--unused", "30"], "'30' is not a number of days or hours such as 30d or 12h"),
     ],
 )
 def test_arguments_that_cannot_be_read(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +270,16 @@ def test_clear(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [path.name for path in cache.iterdir()] == ["mine.txt"]
 
 
+def test_clear_what_is_unused(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--arch", "sm_90a", *SMALL]) == 0
+    old, *others = entries(cache)
+    os.utime(cache / old, (0, time.time() - 30 * 86400))
+    capsys.readouterr()
+    assert main(["clear", "--unused", "31d"]) == 0 and "removed 0 files, 0.0 MB" in capsys.readouterr().out
+    assert main(["clear", "--unused", "719h"]) == 0 and "removed 1 files, 0." in capsys.readouterr().out
+    assert entries(cache) == others and others
+
+
 # ---- doctor --------------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +322,7 @@ def test_doctor_without_a_gpu(no_gpu: None, cache: pathlib.Path, capsys: pytest.
 def test_doctor_counts_the_cache(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     main(["compile", "--arch", "sm_90a", *SMALL])
     capsys.readouterr()
-    assert re.search(rf", {len(entries(compiler.cache_folder()))} GPU kernels, 0\.[1-9] MB$", examine(capsys)[1]["Cache"][1])
+    assert re.search(rf", {len(entries(cache_module.cache_folder()))} GPU kernels, 0\.[1-9] MB$", examine(capsys)[1]["Cache"][1])
 
 
 def test_doctor_without_a_gpu_and_cupy(no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -511,7 +525,7 @@ def test_demo_with_a_gpu(libraries: list[str], right: bool, small: None, gpu: An
     gpu((13, 0), TYPICAL["sm_90a"])
     calls = []
     cuda = types.SimpleNamespace(is_available=lambda: "torch" in libraries)
-    monkeypatch.setattr(demo, "_import", lambda name: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(demo, "imported", lambda name: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(demo, "attend", lambda console, libraries, *rest: calls.append(libraries) or right)
     assert main([]) == int(not right)
     assert calls == [libraries]

@@ -30,6 +30,10 @@ TEXT = """\
 #include <vector>
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
 struct Args { FIELDS };
+struct Rows {
+    i32 q_len;
+    Rows(const Args& args, i32 batch) : q_len(args.cu_seqlens_q[batch + 1] - args.cu_seqlens_q[batch]) {}
+};
 #include "variant/scheduler/dynamic_persistent.cuh"
 #include "variant/scheduler/split.cuh"
 #include "variant/scheduler/lpt.cuh"

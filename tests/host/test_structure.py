@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 21300,
+    "rawattn": 22000,
     "perf": 5000,
-    "cuda_src": 8300,
-    "tests": 25500,
+    "cuda_src": 9500,
+    "tests": 27500,
 }
 FUNCTION_LINES = 60
 
@@ -35,6 +35,7 @@ IMPORTERS = {
         "testing.py",
         "__main__.py",
         "compiler.py",
+        "timing.py",
         "torch_op.py",
         "torch_serving.py",
         "torch_sharding.py",

@@ -63,9 +63,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     run = api.run
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **captured: Any) -> Any:
         found.append("backward" if Backward in args else "forward")
-        return run(*args)
+        return run(*args, **captured)
 
     monkeypatch.setattr(api, "run", counted)
     return found
@@ -221,9 +221,9 @@ def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, com
     """The kernel that gives the gradients may be chosen by it."""
     seen, own = [], api.run
 
-    def run(given: Any, options: Any, lengths: Any, *rest: Any) -> Any:
+    def run(given: Any, options: Any, lengths: Any, *rest: Any, **captured: Any) -> Any:
         seen.append((Backward in rest, options["deterministic"]))
-        return own(given, options, lengths, *rest)
+        return own(given, options, lengths, *rest, **captured)
 
     monkeypatch.setattr(api, "run", run)
     function = functools.partial(rawattn.attention, deterministic=deterministic)
@@ -265,8 +265,8 @@ def test_gradients_are_taken_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     made: list[int] = []
     real = api.run
 
-    def run(*args: Any) -> Any:
-        found = real(*args)
+    def run(*args: Any, **captured: Any) -> Any:
+        found = real(*args, **captured)
         if Backward in args:
             made.extend(x.data_ptr() for x in found)
         return found

@@ -121,9 +121,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     real = torch_op.attention
 
-    def attention(given: Any, *rest: Any) -> Any:
+    def attention(given: Any, *rest: Any, **captured: Any) -> Any:
         found.append(given)
-        return real(given, *rest)
+        return real(given, *rest, **captured)
 
     monkeypatch.setattr(torch_op, "attention", attention)
     return found

@@ -6,13 +6,16 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from rawattn import compiler
 from rawattn.device import TYPICAL
-from rawattn.select import select
+from rawattn.kernel import attn_fwd
+from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.select import config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists
@@ -48,7 +51,8 @@ def check(case: Case, name: str, folder: pathlib.Path) -> None:
                 top = np.maximum(s.max(1, keepdims=True), -1e300)
                 p = np.exp(s - top)
                 total = p.sum(1, keepdims=True)
-                wanted = np.where(total > 0, p / total, 0) @ v[batch, :, kv_head]
+                p = np.where(total > 0, p / total, 0) * emulated.dropped(case, batch, head, i, j)
+                wanted = p @ v[batch, :, kv_head]
                 np.testing.assert_allclose(lse[batch, head], (top + np.log(total))[:, 0], rtol=2e-5, atol=2e-5)
             np.testing.assert_allclose(o[batch, :, head], wanted, rtol=1.2e-2, atol=1.2e-2)
 
@@ -66,6 +70,8 @@ CASES = [
         for name in KERNELS
     ),
     *((Case(name, q_len=40, kv_len=200, heads=1, split_keys=64), mask) for name in KERNELS for mask in (DOCUMENTS, BOARD)),
+    *((Case(name, q_len=40, kv_len=100, offsets=(7, 30), dropout=0.3), DOCUMENTS) for name in KERNELS),
+    (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4, dropout=0.3), TABLE),
     (Case("attn_fwd_mma", q_len=5, kv_len=300, heads=4), TABLE),
     (Case("attn_fwd_mma", q_len=33, kv_len=200, heads=3, score=emulated.ALIBI), BOARD),
     (Case("attn_fwd_mma", q_len=3, kv_len=300, heads=4, split_keys=96, offsets=(60, 5)), TABLE),
@@ -92,18 +98,31 @@ def test_an_interval_as_a_list_has_the_same_bits(mask: Any, name: str, tmp_path:
         assert np.array_equal(found, wanted)
 
 
-LISTS = {
-    "documents": lists.Documents(0, 0, 1), "block table": lists.BlockTable(0, 0, 1, 1, 1), "checkerboard": lists.Checkerboard(1),
-    "causal": lists.Listed(Causal()),
-}  # fmt: skip
+LISTS = (lists.BlockTable(0, 0, 1, 1, 1), lists.Listed(Causal()))
+CHOSEN = [("attn_fwd", "sm_90a", d) for d in (64, 128, 256)] + [("attn_fwd_mma", "sm_80", 128), ("attn_fwd_simt", "sm_75", 64)]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("kernel", "arch"), [("attn_fwd", "sm_90a"), ("attn_fwd_mma", "sm_80"), ("attn_fwd_simt", "sm_75")])
+@pytest.mark.parametrize(("kernel", "arch", "head_dim"), CHOSEN)
 def test_a_configuration_without_spills_is_chosen(kernel: str, arch: str, head_dim: int) -> None:
-    for name, mask in LISTS.items():
+    for mask in LISTS:
         op = forward(BF16, 2, 4096, 4096, 16, 16, head_dim, head_dim, mask=mask)
         selection = select(op, TYPICAL[arch], kernel)
         (launch,) = selection.kernel.lower(op, selection.config, TYPICAL[arch]).launches
         binary = compiler.compile(launch.source)
-        assert not binary.spill_bytes and not binary.advisories, (name, selection.config, binary.spill_bytes, binary.advisories)
+        assert not binary.spill_bytes and not binary.advisories, (mask, selection.config, binary.spill_bytes, binary.advisories)
+
+
+def test_the_next_configuration_is_tried() -> None:
+    """Where the cheapest one spills it is the next, but for masks whose registers are known; where all spill, the one that spills
+    least."""
+    op, device = forward(BF16, 2, 4096, 4096, 16, 16, 128, 128, mask=LISTS[0]), TYPICAL["sm_90a"]
+    plain = dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=Causal()))
+    large, small = attn_fwd.Config(192, 64, 4, 2), attn_fwd.Config(128, 128, 2, 1)
+    for asked, configs, best in ((op, [large, small], small), (plain, [large, small], large), (op, [large], large)):
+        config_set.cache_clear()
+        with (
+            mock.patch.object(ATTN_FWD, "candidates", lambda op, device, configs=configs: configs),
+            mock.patch.object(ATTN_FWD, "cost", lambda config, op, device: config is small),
+        ):
+            assert config_set(ATTN_FWD, (asked,), device)[0].modelled == best
+    config_set.cache_clear()

@@ -240,10 +240,12 @@ def test_rotary(interleaved: bool) -> None:
 
 def test_refusals() -> None:
     q = make(1, 4, 2, 16)
-    for name, value in {"dropout_p": 0.1, "alibi_slopes": torch.ones(2)}.items():
-        if name != "alibi_slopes" or not hasattr(fa2.score, "function"):
-            with pytest.raises(UnsupportedError, match=f"{name} is .*rawattn does not have it yet"):
-                fa2.flash_attn_func(q, q, q, **{name: value})
+    if not hasattr(fa2.score, "function"):
+        with pytest.raises(UnsupportedError, match=r"alibi_slopes is .*rawattn does not have it yet"):
+            fa2.flash_attn_func(q, q, q, alibi_slopes=torch.ones(2))
+    starts, pages = torch.tensor([0, 4], dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"dropout_p is 0.1; rawattn does not have it yet"):
+        fa2.flash_attn_varlen_func(q[0], q, q, starts, starts, 4, 4, dropout_p=0.1, block_table=pages)
     with pytest.raises(UnsupportedError, match="alibi_slopes is a Tensor; rawattn does not have it yet"):
         fa2.flash_attn_with_kvcache(q, q, q, alibi_slopes=torch.ones(2))
     for name, value in {"qv": q, "q_descale": torch.ones(1), "attention_chunk": 4}.items():
@@ -257,6 +259,19 @@ def test_refusals() -> None:
     with pytest.raises(ProblemError, match="cu_seqlens_k_new is not cu_seqlens_q"):
         fa3.flash_attn_with_kvcache(q, q, q, cu_seqlens_q=torch.zeros(2), cu_seqlens_k_new=torch.ones(2))
     assert torch.equal(fa2.flash_attn_func(q, q, q, dropout_p=0), fa2.flash_attn_func(q, q, q))
+
+
+def test_dropout() -> None:
+    q = make(1, 40, 2, 16)
+    starts = torch.tensor([0, 40], dtype=torch.int32)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results += [fa2.flash_attn_func(q, q, q, dropout_p=0.3)]
+        torch.manual_seed(3)
+        results += [fa2.flash_attn_varlen_func(q[0], q[0], q[0], starts, starts, 40, 40, dropout_p=0.3)[None]]
+    assert all(torch.equal(results[0], each) for each in results)
+    assert not torch.equal(results[0], fa2.flash_attn_func(q, q, q))
 
 
 @pytest.mark.skipif(not hasattr(fa2.score, "function"), reason="needs rawattn.score.function")

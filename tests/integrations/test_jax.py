@@ -245,9 +245,11 @@ def step(x):
         x = rawattn.jax.attention(x, x, x, causal=True) + x
     return x
 x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 300, 4, 64)), jnp.bfloat16)
-for seed in range(6):
+for seed in range(3):
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 300, 4, 64)), jnp.bfloat16)
-    found, wanted = step(x), x
+    for _ in range(4):  # XLA captures a program for the addresses that it has met
+        found = step(x)
+    wanted = x
     before = len(calls)
     for _ in range(3):
         wanted = rawattn.attention(wanted, wanted, wanted, causal=True) + wanted
@@ -266,7 +268,7 @@ def test_command_buffer(device: Any) -> None:
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", CAPTURED], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) < 18
+    assert 0 < int(ran.stdout) < 3 * 4 * 3
 
 
 # ---- functions

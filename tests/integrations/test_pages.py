@@ -1,4 +1,4 @@
-"""The code in docs/integrations.md runs."""
+"""The code in docs/ runs, each block by itself. Blocks with the title "needs a GPU" are compiled alone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ import re
 import pytest
 
 pytest.importorskip("torch")
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+BLOCKS = [
+    pytest.param(page.name, title, block, id=f"{page.stem}-{number}")
+    for page in sorted(DOCS.glob("*.md"))
+    for number, (title, block) in enumerate(re.findall(r"^ *```python(.*)\n((?:.*\n)*?) *```$", page.read_text(), re.MULTILINE))
+]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_block(block: str) -> None:
-    assert len(BLOCKS) == 6
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("page", "title", "block"), BLOCKS)
+def test_block(page: str, title: str, block: str) -> None:
     for name in ("jax", "transformers"):
-        if re.search(rf"^import {name}$", block, re.MULTILINE):
+        if re.search(rf"^import {name}(\.|$)", block, re.MULTILINE):
             pytest.importorskip(name)
-    exec(compile(block, str(PAGE), "exec"), {})
+    indent = len(block) - len(block.lstrip(" "))
+    code = compile(re.sub(rf"^ {{{indent}}}", "", block, flags=re.MULTILINE), page, "exec")
+    assert title in ("", ' title="needs a GPU"')
+    if not title:
+        exec(code, {"__name__": "__main__"})
+
+
+def test_blocks_are_found() -> None:
+    pages = {block.values[0] for block in BLOCKS}
+    assert pages >= {"index.md", "quickstart.md", "cookbook.md", "integrations.md", "deploy.md"} and len(BLOCKS) > 18

@@ -88,8 +88,6 @@ def test_compiled() -> None:
 
 def test_refusals() -> None:
     q, k, v = make()
-    with pytest.raises(UnsupportedError, match=r"dropout_p is 0.1"):
-        sdpa.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
     with pytest.raises(ProblemError, match="attn_mask was given beside is_causal"):
         sdpa.scaled_dot_product_attention(q, k, v, q > 0, is_causal=True)
     with pytest.raises(ProblemError, match="query has 2 dimensions"):
@@ -146,8 +144,9 @@ def test_operators(causal: bool, layout: str, called: list[str]) -> None:
     assert o.stride() == torch.empty_like(given[0]).stride() and lse.shape == (2, 4, 20)
     wanted = F.scaled_dot_product_attention(*given, is_causal=causal, scale=0.3, enable_gqa=True)
     near(o, wanted)
-    for x, y in zip(*(torch.autograd.grad((each**2).sum(), given) for each in (o, wanted)), strict=True):
+    for each, x, y in zip(given, *(torch.autograd.grad((each**2).sum(), given) for each in (o, wanted)), strict=True):
         near(x, y)
+        assert x.stride() == torch.empty_like(each).stride()  # as torch's compiler expects
     assert called == ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"]
 
 
@@ -183,8 +182,35 @@ def test_in_place(called: list[str]) -> None:
 
 def test_operators_refuse(called: list[str]) -> None:
     q, k, v = make()
-    with pytest.raises(UnsupportedError, match="dropout_p was given"):
-        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5)
+    with pytest.raises(UnsupportedError, match="return_debug_mask was given"):
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5, False, True)
+    with pytest.raises(UnsupportedError, match=r"dropout_p is 0.5 in torch's operator without dropout"):
+        sdpa._flash_attention_forward_no_dropout_inplace(None, q, k, v, None, None, 20, 20, 0.5, False, False)
+
+
+def test_dropout() -> None:
+    """It follows torch's generator, and what is given back sums to what dropout leaves of the values."""
+    q, k, v = (x.detach() for x in make())
+    results = []
+    for number in (1, 1, 2):
+        torch.manual_seed(number)
+        results.append(sdpa.scaled_dot_product_attention(q, k, torch.ones_like(v), dropout_p=0.25))
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    assert 0.5 < results[0].mean() < 1.5 and results[0].std() > 0
+
+
+def test_dropout_below_torch(called: list[str]) -> None:
+    """The backward finds the forward's seed in the state of random numbers."""
+    given = [x.detach().double().requires_grad_() for x in make()]
+    torch.manual_seed(5)
+    o, lse, _, _, _, _, state, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(*given, 0.25, True)
+    torch.manual_seed(5)
+    wanted = sdpa.scaled_dot_product_attention(*given, dropout_p=0.25, is_causal=True)
+    near(o, wanted)
+    more = (None, None, 20, given[1].shape[2], 0.25, True, state, offset)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(torch.ones_like(o), *given, o, lse, *more)
+    for x, y in zip(found, torch.autograd.grad(wanted.sum(), given), strict=True):
+        near(x, y)
 
 
 @needs_registry

@@ -6,9 +6,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import multiprocessing
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from rawattn import compiler, driver
 from rawattn.errors import RawattnError
@@ -45,6 +47,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     kernel = BY_NAME.get(kernel, kernel) if isinstance(kernel, str) else kernel
     if kernel is not None and driver.device_count() and not kernel.runs_on(driver.device(0)):
         pytest.skip(f"{kernel.name} does not run on {driver.device(0).arch}")
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """Gives back what torch keeps of the memory of a large test: other processes need the GPU, too."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 4 << 30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
+from rawattn.kernel.attn_fwd import Config
 from rawattn.testing import _float64, _moved, expect
+from rawattn.variant.element import ELEMENTS
+from rawattn.variant.mask import Causal
 from tests.caches import NONSENSE, Cached
 from tests.calls import poisoned_memory
 
@@ -66,6 +69,30 @@ CASES = {
 }
 
 
+CHUNK = of(STEP, lengths=((700, 3000), (1, 5000), (0, 9), (300, 300), (129, 1000), (64, 64), (5, 3), (200, 0)), ragged=True)
+SAME = of(CHUNK, lengths=tuple((513, kv) for kv in (4000, 513, 0, 100, 1025)), ragged=False)
+CHUNKS = {
+    "table": CHUNK,
+    "same": SAME,
+    "dense": of(CHUNK, form="dense", page_size=5000),
+    "dense, same": of(SAME, form="dense", page_size=4001, sinks=True),
+    "end to end": of(CHUNK, form="indptr", page_size=32),
+    **{f"pages of {n}": of(SAME, page_size=n) for n in (8, 32, 64, 128, 256)},
+    "HND": of(CHUNK, layout="HND", page_size=64),
+    "interleaved": of(CHUNK, pool="interleaved", layout="HND"),
+    "shared": of(CHUNK, pool="shared", head_dim_v=64),
+    "full": of(CHUNK, causal=False),
+    "window": of(CHUNK, window=(500, None)),
+    "softcap and sinks": of(CHUNK, softcap=5.0, sinks=True),
+    "fp16": of(CHUNK, dtype="fp16"),
+    "one head": of(CHUNK, heads=5, kv_heads=1),
+    "columns 64": of(CHUNK, head_dim=64, head_dim_v=64),
+    "columns 72": of(CHUNK, head_dim=72, head_dim_v=40, page_size=64),
+    "columns 192 and 128": of(CHUNK, head_dim=192),
+    "columns 256": of(CHUNK, head_dim=256, head_dim_v=256),
+}
+
+
 def attend(case: Cached, library: str = "torch", step: Any = None, cache: Any = None, **more: Any) -> tuple[Any, Any]:
     """o and lse, whose memory was NaN."""
     q, sinks = case.rows(case.heads, case.head_dim, 1), case.sink_logits()
@@ -94,6 +121,42 @@ def test_against_the_reference(name: str) -> None:
     assert rawattn.violations() == ()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_against_the_reference(name: str) -> None:
+    """More rows than attn_decode takes, beside sequences with few."""
+    check(CHUNKS[name], attend(CHUNKS[name]))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.parametrize("name", ["table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72"])
+def test_chunks_by_mma(name: str) -> None:
+    """By attn_fwd_mma, which takes pages of any size."""
+    case = of(CHUNKS[name], page_size=1) if name == "window" else CHUNKS[name]
+    check(case, attend(case, kernel="attn_fwd_mma"))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_q", [64, 128, 192, 256])
+def test_chunks_in_any_configuration(tile_q: int) -> None:
+    """Tiles that hold no whole number of pages, too."""
+    for case, tile_kv in ((of(CHUNK, head_dim=64, head_dim_v=64, page_size=64), 48), (of(SAME, head_dim=64, head_dim_v=64), 80)):
+        config = Config(tile_q, 32 if tile_q == 256 else tile_kv, 2, 1)
+        check(case, attend(case, kernel="attn_fwd", config=config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [8, 64, 512])
+def test_chunks_have_the_same_bits_in_any_pages(page_size: int) -> None:
+    """In one configuration. Alone and in a batch they may differ: a warp decides together how a tile is weighed, and the rows
+    behind a sequence's last ones are the next sequence's."""
+    config = Config(128, 128, 2, 1)
+    found, other = (attend(case, kernel="attn_fwd", config=config) for case in (SAME, of(SAME, page_size=page_size)))
+    for i in range(len(SAME.lengths)):
+        assert rows_of(SAME, other, i) == rows_of(SAME, found, i), i
+
+
 def test_arrays_of_cupy() -> None:
     case = of(STEP, dtype="fp16", device=0)
     check(case, attend(case, "cupy"))
@@ -112,6 +175,21 @@ def test_any_step(data: Any) -> None:
         head_dim=64, head_dim_v=64, seed=data.draw(st.integers(0, 2**32 - 1)),
     )  # fmt: skip
     check(case, attend(case, mask=None))
+
+
+@pytest.mark.gpu
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_chunks(data: Any) -> None:
+    lengths = st.tuples(st.integers(0, 400), st.sampled_from((0, 1, 63, 64, 127, 128, 129, 256, 1100)) | st.integers(0, 1200))
+    kv_heads, group = data.draw(st.sampled_from((1, 2, 3))), data.draw(st.sampled_from((1, 2, 5, 8)))
+    case = of(
+        CHUNK, lengths=tuple(data.draw(st.lists(lengths, min_size=1, max_size=6))), kv_heads=kv_heads, heads=kv_heads * group,
+        form=data.draw(st.sampled_from(("table", "indptr"))), page_size=data.draw(st.sampled_from((16, 128, 256))),
+        window=data.draw(st.tuples(st.integers(0, 400), st.just(0))), layout=data.draw(st.sampled_from(("NHD", "HND"))),
+        head_dim=64, head_dim_v=64, seed=data.draw(st.integers(0, 2**32 - 1)),
+    )  # fmt: skip
+    check(case, attend(case, mask=None, kernel="attn_fwd"))
 
 
 def rows_of(case: Cached, found: tuple[Any, Any], i: int) -> tuple[bytes, bytes]:
@@ -170,6 +248,101 @@ def test_graphs_read_the_lengths_anew() -> None:
                 assert rows_of(case, each, i) == rows_of(case, wanted, i)
 
 
+LATE = r"""
+extern "C" __global__ void late(int* to, const int* from, int n) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const long long begin = clock64();
+    while (clock64() - begin < 20000) {}
+    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int) -> None:
+    """That launch lets the kernel begin at once, and writes when it has read: nonsense, or the lengths of the step before."""
+    cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
+    case, late = of(CASES["long splits"], page_size=page_size), cupy.RawKernel(LATE, "late")
+    q, cache = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
+    arrays = {name: _moved(x, "torch", "cuda") for name, x in case.step_arrays().items()}
+    fewer, live = arrays["kv_lens"] // 3, {name: x.clone() for name, x in arrays.items()}
+    wanted = [rawattn.attention_kvcache(q, cache, rawattn.Step(**arrays | {"kv_lens": x})) for x in (arrays["kv_lens"], fewer)]
+    step = rawattn.Step(**live)
+    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        for i in range(60):
+            name = ("kv_lens", "kv_lens", "page_table")[i % 3]
+            given = fewer if i % 2 and name == "kv_lens" else arrays[name]
+            if name == "page_table":
+                live[name].fill_(2147480000)
+            late((1,), (256,), (live[name].data_ptr(), given.data_ptr(), cupy.int32(given.numel())))
+            o = rawattn.attention_kvcache(q, cache, step)
+            assert torch.equal(o, wanted[int(torch.equal(live["kv_lens"], fewer))]), (i, name)
+
+
+@pytest.mark.gpu
+def test_graphs_of_chunks_read_the_lengths_anew() -> None:
+    """Lengths of q and of the caches: from none to those of another step."""
+    torch = pytest.importorskip("torch")
+    wanted, q = attend(CHUNK), _moved(CHUNK.rows(CHUNK.heads, CHUNK.head_dim, 1), "torch", "cuda")
+    cache, arrays = CHUNK.cache("torch"), {name: _moved(x, "torch", "cuda") for name, x in CHUNK.step_arrays().items()}
+    full = {name: arrays[name].clone() for name in ("kv_lens", "cu_seqlens_q")}
+    step = rawattn.Step(**arrays)
+    rawattn.attention_kvcache(q, cache, step, return_lse=True)
+    for name in full:
+        arrays[name].zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [rawattn.attention_kvcache(q, cache, step, return_lse=True) for _ in range(10)]
+    for _ in range(5):
+        for o, lse in found:
+            o.fill_(torch.nan), lse.fill_(torch.nan)
+        for name, x in full.items():
+            arrays[name].copy_(x)
+        graph.replay()
+        for o, lse in found:
+            assert torch.equal(o, wanted[0]) and torch.equal(lse, wanted[1])
+        for name in full:
+            arrays[name].zero_()
+        graph.replay()
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
+def test_what_is_wrong_with_chunks_is_said() -> None:
+    plain, arrays = attend(CHUNK), CHUNK.step_arrays()
+    arrays["page_table"][0, 3], arrays["kv_lens"][3], arrays["cu_seqlens_q"][-1] = NONSENSE, -4, 1 << 30
+    step = rawattn.Step(**{name: _moved(x, "torch", "cuda") for name, x in arrays.items()})
+    rawattn.violations()
+    found = attend(CHUNK, step=step)
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "q_len", "page"]
+    for i in (1, 2, 4, 5, 6):
+        assert np.array_equal(CHUNK.of(_float64(found[0]), i), CHUNK.of(_float64(plain[0]), i))
+    assert np.isfinite(CHUNK.of(_float64(found[0]), 0)).all()
+
+
+@pytest.mark.parametrize("q_len", [1, pytest.param(200, marks=pytest.mark.gpu)])
+def test_pools_of_more_than_two_to_the_31_elements(q_len: int) -> None:
+    torch = pytest.importorskip("torch")
+    pages = (1 << 31) // (64 * 128) + 9
+    if torch.cuda.mem_get_info()[0] < 6 << 30:
+        pytest.skip("needs 6 GiB of GPU memory")
+    pool, rng = torch.full((pages, 64, 1, 128), torch.nan, dtype=torch.bfloat16, device="cuda"), np.random.default_rng(0)
+    table = np.array([[pages - 1, 3, pages - 5, pages - 2]], np.int32)
+    keys = rng.standard_normal((4, 64, 1, 128)).astype(ELEMENTS["bf16"].dtype)
+    pool[table[0].tolist()] = _moved(keys, "torch", "cuda")
+    q = rng.standard_normal((1, q_len, 2, 128)).astype(keys.dtype)
+    step = rawattn.Step(*(_moved(x, "torch", "cuda") for x in (np.array([240], np.int32), table)))
+    kernel = "attn_fwd" if q_len > 128 else "attn_decode"
+    found = rawattn.attention_kvcache(
+        _moved(q, "torch", "cuda"), rawattn.KVCache(pool, pool), step, return_lse=True, kernel=kernel
+    )
+    k = keys.reshape(1, 256, 1, 128)[:, :240]
+    expect(q, k, k, mask=Causal()).check(*map(_float64, found))
+    assert rawattn.violations() == ()
+
+
 def test_what_is_wrong_on_the_device_is_said() -> None:
     """A page that is none of the cache's, and a length beyond the pages, are left out; others keep their bits."""
     plain = attend(STEP)
@@ -195,7 +368,7 @@ def test_out_and_what_is_refused() -> None:
         rawattn.explain_kvcache(q, cache, step)
     )
     with pytest.raises(rawattn.UnsupportedError, match="it takes up to 256"):
-        rawattn.attention_kvcache(q.expand(1, 100, 8, 128).contiguous(), cache, step)
+        rawattn.attention_kvcache(q.expand(1, 100, 8, 128).contiguous(), cache, step, kernel="attn_decode")
     begin = torch.zeros(1, dtype=torch.int32, device="cuda")
     with pytest.raises(rawattn.UnsupportedError, match="kv_begin"):
         rawattn.attention_kvcache(q, cache, rawattn.Step(step.kv_lens, kv_begin=begin))

@@ -17,12 +17,11 @@ from typing import Any, ClassVar
 import pytest
 
 from perf import bench, plot
-from perf.lib import benchmark, machine, ours, peers, report, sets, timing
+from perf.lib import benchmark, machine, ours, peers, report, sets
 from perf.lib.benchmark import Settings
 from perf.lib.checking import Check, failure
 from perf.lib.task import Task, Unserved
-from perf.lib.timing import Call, Load
-from rawattn import compiler, reference
+from rawattn import compiler, reference, timing
 from rawattn.device import TYPICAL
 from rawattn.errors import CompileError
 from rawattn.kernel import attn_fwd, attn_fwd_mma
@@ -30,6 +29,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.testing import Case
+from rawattn.timing import Call, Load
 from rawattn.variant import Option
 from rawattn.variant.mask import Full
 

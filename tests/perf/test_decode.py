@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from perf import decode
-from perf.decode import CASES, Caches, Decode
+from perf.decode import Caches, Decode
 from perf.lib.task import Unserved
 
 torch = pytest.importorskip("torch")
 SMALL = [
     Decode("dense", (70, 33), heads=4, kv_heads=2, head_dim=32),
     Decode("pages", (70, 33), page=16, q_len=3, heads=4, kv_heads=2, head_dim=32),
+    Decode("chunk", (170, 170), page=16, q_len=90, heads=2, kv_heads=1, head_dim=16),
     Decode("one head", (5,), page=64, heads=2, kv_heads=1, head_dim=16),
 ]
 
@@ -23,6 +24,8 @@ def test_ours_is_right_on_all_caches(case: Decode) -> None:
     caches = Caches(case, "cpu", 1)
     first, second = (call() for call in decode.ours(caches))
     assert decode.error(caches, first) < decode.TOLERANCE < decode.error(caches, second)
+    if len(set(case.kv_lens)) == 1:
+        assert decode.error(caches, decode.tensors(caches)[0]()) < decode.TOLERANCE
     first[-1, 0, 0, 0] = float("nan")
     assert decode.error(caches, first) == float("inf")
 
@@ -41,7 +44,9 @@ def test_what_cudnn_does_not_take(case: Decode) -> None:
 
 
 def test_cases() -> None:
-    assert len({case.label for case in CASES}) == len(CASES)
+    for cases, peers in decode.SETS.values():
+        assert len({case.label for case in cases}) == len(cases) and not {*peers.split(",")} - {*decode.CONTENDERS}
+    assert Decode("", (3, 2), q_len=2, heads=3, kv_heads=3, head_dim=5).flops == 4 * 3 * 5 * (3 + 2 + 2 + 1)
     lens = decode.zipf(64, 64 * 4096)
     assert len(lens) == 64 and 0.99 < sum(lens) / (64 * 4096) <= 1.0 and lens[0] > 50_000
 
@@ -54,11 +59,12 @@ def test_table() -> None:
     ]
     found = decode.table(rows, ["ours", "cudnn"])
     assert found[1] == ["a", "2.00", "3.00", "1.00", "2000", "1.500"]
+    assert decode.table([{**rows[0], "flops": 6e9}], ["ours"], "flops")[1][3:] == ["3000"]
     assert found[2][-1] == "-" and found[3][1] == "-" and found[-1][-1] == "1.500"
 
 
 def test_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.machine, "gpu", lambda tool: None)
     monkeypatch.setattr(decode.machine, "facts", dict)
-    with pytest.raises(SystemExit, match="no nobody; there are ours, cudnn, fa3"):
+    with pytest.raises(SystemExit, match="no nobody; there are ours, tensors, cudnn, fa3"):
         decode.main(["--peers", "nobody"])

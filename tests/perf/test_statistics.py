@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from perf.lib.statistics import Ratio, geometric_mean, mean_ratio, median_of_rounds, ratio, welch_t
+from perf.lib.statistics import Ratio, geometric_mean, mean_ratio, ratio, welch_t
+from rawattn.timing import median_of_rounds
 
 
 def rounds(rng: np.random.Generator, us: float, noise: float, drift: np.ndarray, count: int = 40) -> list[list[float]]:

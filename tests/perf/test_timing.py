@@ -1,4 +1,4 @@
-"""perf.lib.timing's clock on a pretended CUDA device whose time is counted, so that every answer is known."""
+"""rawattn.timing's clock on a pretended CUDA device whose time is counted, so that every answer is known."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perf.lib import timing
-from perf.lib.timing import Call, Load
+from rawattn import timing
+from rawattn.timing import Call, Load
 
 
 class Cuda:

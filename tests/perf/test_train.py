@@ -13,7 +13,8 @@ import pytest
 
 import rawattn
 from perf import memory, train
-from perf.lib import differentiable, machine, sets, timing
+from perf.lib import differentiable, machine, sets
+from rawattn import timing
 from rawattn.device import TYPICAL
 
 torch = pytest.importorskip("torch")

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from perf import tune
-from perf.lib import compiling, machine, sets, timing
+from perf.lib import compiling, machine, sets
 from perf.lib.search import Search, genes
 from perf.lib.statistics import Ratio
-from rawattn import compiler, records, select
+from rawattn import compiler, records, select, timing
 from rawattn.device import TYPICAL
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.records import Kind

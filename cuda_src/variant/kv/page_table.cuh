@@ -1,6 +1,7 @@
 #pragma once
 // A page table: args.page_table, (batch, pages of a sequence). Entries beyond a sequence's length are never read. An entry that is
 // no page of the pool reads as zeros, and is said so.
+#include "ptx/load.cuh"
 #include "tile/violated.cuh"
 #include "variant/work_tile.cuh"
 
@@ -17,5 +18,9 @@ struct PageTable {
         if (u64(i64(found)) < u64(count)) return found;
         atomicOr(args.violations, violated::page);
         return i32(count);
+    }
+    __device__ i32 early_page(const Args&, i32 key, i64 count) const {
+        const i32 found = ptx::LoadFromL2{}(table + (key >> shift));
+        return u64(i64(found)) < u64(count) ? found : i32(count);
     }
 };

@@ -1,14 +1,18 @@
 #pragma once
-// K and V lie in pools of pages, which the lanes of a warp copy, 16 bytes at a time: for pages of any size, on any GPU from Ampere on.
+// K and V lie in pools of pages, which the lanes of cfg::producers warps copy, 16 bytes at a time: for pages of any size, on any GPU
+// from Ampere on. Each warp has as many rows of a tile.
 #include "ptx/cp_async_mbarrier.cuh"
+#include "ptx/prefetch.cuh"
 #include "tile/strided_pages.cuh"
 #include "variant/work_tile.cuh"
 
 template <class Pages>
 struct PagedCpAsyncKv {
     using Barrier = ptx::PolledMbarrier;
-    static constexpr u32 arrivals = 32;
-    struct Found { i32 page[cfg::tile_kv / 32]; };  // of rows `lane`, `lane` + 32, ...
+    static constexpr u32 arrivals = 32 * cfg::producers;
+    static constexpr i32 rows_each = cfg::tile_kv / cfg::producers;
+    static_assert(rows_each * cfg::producers == cfg::tile_kv);
+    struct Found { i32 page[(rows_each + 31) / 32]; };  // of the warp's rows `lane`, `lane` + 32, ...
 
     const Args& args;
     const Pages pages;
@@ -17,29 +21,44 @@ struct PagedCpAsyncKv {
     __device__ PagedCpAsyncKv(const Args& args, const Rows& rows, const WorkTile& work)
         : args(args), pages(args, work), head(work.head), kv_len(rows.kv_len) {}
 
-    __device__ static i32 key(i32 tile, int i) { return tile * cfg::tile_kv + i * 32 + i32(threadIdx.x) % 32; }
+    __device__ static i32 first_row() { return i32(threadIdx.x) / 32 * rows_each; }
+    __device__ static i32 key(i32 tile, int i) { return tile * cfg::tile_kv + first_row() + i * 32 + i32(threadIdx.x) % 32; }
     __device__ Found find(i32 tile) const {
         Found found;
+        const bool mine = rows_each >= 32 || i32(threadIdx.x) % 32 < rows_each;
 #pragma unroll
-        for (int i = 0; i < cfg::tile_kv / 32; ++i)
-            found.page[i] = key(tile, i) < kv_len ? pages.page(args, key(tile, i), args.k.count) : i32(args.k.count);
+        for (int i = 0; i < (rows_each + 31) / 32; ++i)
+            found.page[i] = mine && key(tile, i) < kv_len ? pages.page(args, key(tile, i), args.k.count) : i32(args.k.count);
         return found;
+    }
+    // Brings the warp's part of a tile to L2, while the launch before may still run.
+    __device__ void prefetch(i32 tile) const {
+        if (rows_each < 32 && i32(threadIdx.x) % 32 >= rows_each) return;
+#pragma unroll
+        for (int i = 0; i < (rows_each + 31) / 32; ++i) {
+            const i32 key = this->key(tile, i), page = key < kv_len ? pages.early_page(args, key, args.k.count) : i32(args.k.count);
+            if (page == args.k.count) continue;
+            for (int byte = 0; byte < 2 * cfg::head_dim; byte += 128) ptx::prefetch_to_l2(args.k.row(page, pages.row(key), head) + byte);
+            for (int byte = 0; byte < 2 * cfg::head_dim_v; byte += 128) ptx::prefetch_to_l2(args.v.row(page, pages.row(key), head) + byte);
+        }
     }
     // Rows of no page become zeros.
     template <class Tile>
     __device__ void copy(Tile& tile, const StridedPages& pool, i32 index, const Found& found) const {
+        constexpr i32 chunks = (rows_each < 32 ? rows_each : 32) * Tile::chunks;  // of 32 rows at most
         const i32 lane = threadIdx.x % 32;
         const u32 to = ptx::smem_address(&tile);
 #pragma unroll
-        for (int i = 0; i < cfg::tile_kv / 32; ++i) {
+        for (int i = 0; i < (rows_each + 31) / 32; ++i) {
             const bool inside = found.page[i] < pool.count;
             const u64 row = inside ? reinterpret_cast<u64>(pool.row(found.page[i], pages.row(key(index, i)), head)) : 0;
 #pragma unroll
-            for (int j = 0; j < Tile::chunks; ++j) {
+            for (int j = 0; j < ceil_div(chunks, 32); ++j) {
                 const i32 at = j * 32 + lane, r = at / Tile::chunks, chunk = at % Tile::chunks;
                 const u64 from = __shfl_sync(0xffffffffu, row, r);
                 const u64 given = from ? from + chunk * 16 : reinterpret_cast<u64>(pool.data);
-                ptx::cp_async(to + Tile::offset(i * 32 + r, chunk), reinterpret_cast<const void*>(given), from ? 16 : 0);
+                if (chunks % 32 == 0 || at < chunks)
+                    ptx::cp_async(to + Tile::offset(first_row() + i * 32 + r, chunk), reinterpret_cast<const void*>(given), from ? 16 : 0);
             }
         }
     }

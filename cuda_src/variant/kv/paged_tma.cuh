@@ -20,6 +20,14 @@ struct PagedTmaKv {
     __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(threadIdx.x) % boxes * cfg::page_rows; }
     __device__ i32 find(i32 tile) const { return key(tile) < kv_len ? pages.page(args, key(tile), args.k.count) : args.k.count; }
 
+    // Brings a tile to L2, while the launch before may still run.
+    __device__ void prefetch(i32 tile) const {
+        const i32 lane = threadIdx.x % 32, row = pages.row(key(tile));
+        const i32 page = key(tile) < kv_len ? pages.early_page(args, key(tile), args.k.count) : args.k.count;
+        if (page == args.k.count) return;
+        if (lane < boxes) args.k.prefetch(page, row, head);
+        else if (lane < 2 * boxes) args.v.prefetch(page, row, head);
+    }
     template <class KTile, class VTile>
     __device__ void load(KTile& k, VTile& v, Barrier& k_full, Barrier& v_full, i32 tile, i32 page) const {
         const i32 lane = threadIdx.x % 32, row = pages.row(key(tile));

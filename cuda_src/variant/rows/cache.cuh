@@ -1,6 +1,7 @@
 #pragma once
 // The queries of a step over cached keys: their lengths lie on the device. Rows are the queries of all heads that share a key head,
 // one query after the other, as in variant/rows/pack_gqa.cuh. A length beyond what the host knows of is cut, and said so.
+#include "ptx/load.cuh"
 #include "tile/sequence.cuh"
 #include "tile/range.cuh"
 #include "tile/violated.cuh"
@@ -19,8 +20,10 @@ struct CacheRows {
     i32 q_len, kv_len, heads, queries;  // q_len: rows
     u32 violations;
 
-    __device__ CacheRows(const Args& args, i32 batch) : q(Queries::of(args, batch)), kv{batch}, heads(args.pack_gqa_heads) {
-        const i32 length = Lengths::of(args, batch);
+    __device__ CacheRows(const Args& args, i32 batch) : CacheRows(args, batch, ptx::Load{}) {}
+    template <class Load>
+    __device__ CacheRows(const Args& args, i32 batch, Load load) : q(Queries::of(args, batch, load)), kv{batch}, heads(args.pack_gqa_heads) {
+        const i32 length = Lengths::of(args, batch, load);
         kv_len = max(0, min(length, args.max_kv_len)), queries = q.length, q_len = queries * heads;
         violations = (kv_len != length ? violated::kv_len : 0) | (q.cut ? violated::q_len : 0);
     }

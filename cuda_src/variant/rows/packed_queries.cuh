@@ -3,10 +3,14 @@
 #include "variant/rows/cache.cuh"
 
 struct PackedQueries {
-    __device__ static QuerySpan of(const Args& args, i32 batch) {
-        const i32 begin = args.cu_seqlens_q[batch], end = args.cu_seqlens_q[batch + 1];
+    using Place = RowSpan;
+
+    template <class Load>
+    __device__ static QuerySpan of(const Args& args, i32 batch, Load load) {
+        const i32 begin = load(args.cu_seqlens_q + batch), end = load(args.cu_seqlens_q + batch + 1);
         const i32 first = max(0, min(begin, args.total_q)), length = max(0, min(end, args.total_q) - first);
         const i32 most = min(length, args.max_q_len);
         return {0, first, most, args.total_q, first != begin || first + most != end};
     }
+    __device__ static Place place(const QuerySpan& span) { return {span.first, span.length}; }
 };

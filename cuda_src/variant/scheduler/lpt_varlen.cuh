@@ -16,7 +16,7 @@ struct LptVarlenScheduler {
         const i32 id = numbers.draw(args), tile = id / args.heads, lane = threadIdx.x % 32;
         for (; base < args.batches; base += 32) {
             const i32 batch = base + lane;
-            const i32 count = batch < args.batches ? ceil_div(max(0, args.cu_seqlens_q[batch + 1] - args.cu_seqlens_q[batch]), cfg::tile_q) : 0;
+            const i32 count = batch < args.batches ? ceil_div(max(0, Rows(args, batch).q_len), cfg::tile_q) : 0;
             i32 end = before + count;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {

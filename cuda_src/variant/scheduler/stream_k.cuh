@@ -4,7 +4,8 @@
 // block of rows by block of rows, split by split; a split is in the share of the block that has its middle.
 // Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded.
 //
-// This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed.
+// This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
+// while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
 #include "tile/splits.cuh"
 #include "variant/work_tile.cuh"
 
@@ -41,6 +42,7 @@ struct Line {
                 a_work } unit;
 
     __device__ static u32 part_of(u32 blocks) { return 0xffffffffu / blocks + 1; }
+    __device__ i32 blocks_of(i32 works) const { return i32(u64(u32(works)) * part >> 32); }  // works / blocks, below 2^24 of them
     __device__ i64 begin(u32 block) const {
         if (block == gridDim.x) return length;
         const u64 x = u64(length) * block;
@@ -81,9 +83,14 @@ struct SplitRun : WorkTile {
     i32 split_end, work;  // the work's number in the sequence
     i64 at;
     Splits splits;  // of the sequence
+
+    __device__ bool is_whole() const { return split == splits.begin && split_end == splits.end; }
 };
 
+struct SeenLength { i32 kv_len, rows; };  // of a sequence
+
 struct StreamKScheduler {
+    using Read = ptx::LoadFromL2;
     struct Begin {
         Share share;
         i64 at;  // of its sequence
@@ -92,18 +99,21 @@ struct StreamKScheduler {
     Share here, end;
     i64 at;  // of the sequence of `here`
 
-    // By a warp, each lane of which looks at as many sequences on end. No warp waits for another.
-    __device__ explicit StreamKScheduler(const Args& args) {
+    // By a warp, each lane of which looks at as many sequences on end. No warp waits for another. What it sees of the lengths it keeps
+    // in `seen`, which has room for all; without it they are there for certain, and what is wrong with them is said.
+    __device__ StreamKScheduler(const Args& args, SeenLength* seen) {
         const i32 each = (args.batches + 31) / 32, lane = threadIdx.x % 32, lanes = min(args.batches, 32);
         const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
+        line.part = Line::part_of(gridDim.x);
         i64 upto = 0;
         i32 longest = 0, shortest = 0x7fffffff, group = 0, works = 0;
         Sequence sequence;
 #pragma unroll 1
         for (i32 batch = first; batch < last; ++batch) {
-            const Rows rows(args, batch);
+            const Rows rows(args, batch, Read{});
             sequence = Sequence(args, rows, batch);
-            if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+            if (seen != nullptr) seen[batch] = {rows.kv_len, rows.q_len};
+            else say_violations(args, rows);
             upto += sequence.line(), works += sequence.works;
             if (sequence.works == 0) continue;
             longest = max(longest, sequence.tiles), shortest = min(shortest, sequence.tiles);
@@ -120,7 +130,6 @@ struct StreamKScheduler {
             group = max(group, __shfl_xor_sync(0xffffffffu, group, d));
         }
         line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
-        line.part = Line::part_of(gridDim.x);
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
         for (i32 i = 1; i >= 0; --i) {
@@ -129,11 +138,26 @@ struct StreamKScheduler {
             if (i) end = here;
         }
     }
+    __device__ static void say_violations(const Args& args, const Rows& rows) {
+        if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+    }
+    // Whether the lengths are what the warp had seen of them.
+    __device__ static bool holds(const Args& args, const SeenLength* seen) {
+        bool same = true;
+        __syncwarp();
+#pragma unroll 1
+        for (i32 batch = i32(threadIdx.x) % 32; batch < args.batches; batch += 32) {
+            const Rows rows(args, batch, Read{});
+            same = same && rows.kv_len == seen[batch].kv_len && rows.q_len == seen[batch].rows;
+            say_violations(args, rows);
+        }
+        return __all_sync(0xffffffffu, same);
+    }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth.
     __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group, i32 works) const {
         const i64 blocks = gridDim.x;
         if (longest == 0) return Line::a_split;
-        const i64 most = longest == shortest ? ceil_div(works, gridDim.x) * blocks * longest : line.length + longest * blocks;
+        const i64 most = longest == shortest ? line.blocks_of(works + i32(blocks) - 1) * blocks * longest : line.length + longest * blocks;
         if (25 * most <= 26 * line.length) return Line::a_work;
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
     }
@@ -146,7 +170,7 @@ struct StreamKScheduler {
         Share share = {0, 0, 0};
 #pragma unroll 1
         for (; mine && batch < last; ++batch) {
-            const Sequence sequence = batch + 1 < last ? Sequence(args, Rows(args, batch), batch) : last_sequence;
+            const Sequence sequence = batch + 1 < last ? Sequence(args, Rows(args, batch, Read{}), batch) : last_sequence;
             const i64 next = at + sequence.line();
             if (next != at && (begin < next || (at_end && next == until))) {
                 const i32 work = sequence.work_at(begin - at);
@@ -163,13 +187,17 @@ struct StreamKScheduler {
         share = {__shfl_sync(0xffffffffu, share.batch, from), __shfl_sync(0xffffffffu, share.work, from), __shfl_sync(0xffffffffu, share.split, from)};
         return {share, who ? __shfl_sync(0xffffffffu, at, from) : 0};
     }
-    // The block's next splits of one work; a last one where there are no more.
-    __device__ SplitRun next(const Args& args) {
+    // The block's next splits of one work, and where its sequence lies; a last one where there are no more.
+    struct Next {
+        SplitRun run;
+        Rows rows;
+    };
+    __device__ Next next(const Args& args) {
         while (here.batch < end.batch || (here.batch == end.batch && here.work <= end.work)) {
             const bool last = here.batch == end.batch && here.work == end.work;
             if (last && end.split <= here.split) break;
             const i32 batch = here.batch, work = here.work;
-            const Rows rows(args, batch);
+            const Rows rows(args, batch, Read{});
             const Sequence sequence(args, rows, batch);
             if (work >= sequence.works) {
                 at += sequence.line(), here = {batch + 1, 0, 0};
@@ -178,9 +206,12 @@ struct StreamKScheduler {
             const i32 begin = max(here.split, sequence.splits.begin), stop = last ? end.split : sequence.splits.end;
             here = {batch, work + 1, 0};
             if (begin >= stop) continue;
-            const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q), head = work / q_blocks;
-            return {{batch, head, (work - head * q_blocks) * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles, sequence.splits};
+            const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q);
+            i32 head = work;
+            if (q_blocks > 1) head /= q_blocks;  // a division is long
+            const SplitRun run = {{batch, head, (work - head * q_blocks) * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles, sequence.splits};
+            return {run, rows};
         }
-        return {{-1, 0, 0, 0}, 0, 0, 0, {}};
+        return {{{-1, 0, 0, 0}, 0, 0, 0, {}}, Rows(args, 0, Read{})};
     }
 };

@@ -4,6 +4,7 @@
 #include "variant/walk/key_interval.cuh"
 
 struct IntervalWalk {
+    template <class K, class KTile, class VTile> using Contract = KvOption<K, KTile, VTile>;
     struct Board {};  // the producer need not tell anybody
 
     template <class Smem>

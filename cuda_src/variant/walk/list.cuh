@@ -5,6 +5,7 @@
 #include "variant/walk/scan.cuh"
 
 struct ListWalk {
+    template <class K, class KTile, class VTile> using Contract = KvOption<K, KTile, VTile>;
     struct Entry {
         i32 tile;
         u32 next;  // the classes of the tile after it: two bits for each warpgroup's rows, as of Mask::classify; 0: it is the last

@@ -1,4 +1,4 @@
-"""This module times GPU work by two protocols, with CUDA events behind a spin, graph replay, and host clocks.
+"""This module times calls: work of a GPU by two protocols, with CUDA events behind a spin, graph replay, and host clocks.
 
 - burst: rounds of about 12 ms after 20 ms of rest, contenders interleaved, shuffled: the clock is high.
 - sustained: each alone under load for a second after 0.3 s of warm-up, shuffled: power sets the clock, as in training.
@@ -14,8 +14,8 @@ import dataclasses
 import itertools
 import random
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
-class Protocol:
+class Schedule:
     """``rounds`` of all contenders, each ``seconds`` long, with ``before`` seconds of rest (burst) or of warm-up (sustained)."""
 
     name: str
@@ -59,12 +59,17 @@ class Protocol:
     before: float
 
 
-BURST = Protocol("burst", 5, 0.012, 0.020)
-SUSTAINED = Protocol("sustained", 3, 1.0, 0.3)
+BURST = Schedule("burst", 5, 0.012, 0.020)
+SUSTAINED = Schedule("sustained", 3, 1.0, 0.3)
 PROTOCOLS = {protocol.name: protocol for protocol in (BURST, SUSTAINED)}
 
 
-def race(clock: Gpu, loads: dict[Any, Load], protocol: Protocol, seed: int = 0) -> dict[Any, Rounds]:
+def median_of_rounds(rounds: Sequence[Sequence[float]]) -> float:
+    """The median over rounds of each round's median: one disturbed round moves it little."""
+    return float(np.median([np.median(samples) for samples in rounds]))
+
+
+def race(clock: Clock, loads: dict[Any, Load], protocol: Schedule, seed: int = 0) -> dict[Any, Rounds]:
     """Times of each contender, by round; the order is shuffled in every round."""
     times: dict[Any, Rounds] = {name: [] for name in loads}
     shuffle = random.Random(seed)
@@ -74,6 +79,14 @@ def race(clock: Gpu, loads: dict[Any, Load], protocol: Protocol, seed: int = 0) 
             with loads[name].context():
                 times[name].append(measure(loads[name], protocol.seconds, protocol.before))
     return times
+
+
+class Clock(Protocol):
+    """What times a load: ``Gpu``, or another that can do what it can."""
+
+    def load(self, call: Call) -> Load: ...
+    def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]: ...
+    def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]: ...
 
 
 class Gpu:
@@ -163,3 +176,49 @@ class Gpu:
         before = cuda.memory_allocated()
         run()
         return int(cuda.max_memory_allocated() - before)
+
+
+class CupyGpu:
+    """The current CUDA device, by CuPy's events, where there is no torch. Launch costs are in the times of short calls."""
+
+    def load(self, call: Call) -> Load:
+        """A call, warmed up."""
+        with call.context():
+            call.run()
+            load = Load(call.run, call.context, 1e9, 0.0)
+            return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
+
+    def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
+        """Microseconds of each of as many calls as fill the seconds, three at least, after a rest."""
+        from cupyx.profiler import benchmark
+
+        time.sleep(rest)
+        calls = int(np.clip(seconds * 1e6 / load.us, 3, MOST_ISSUES))
+        return [float(seconds) * 1e6 for seconds in benchmark(load.issue, n_repeat=calls, n_warmup=1).gpu_times[0]]
+
+    sustain = burst
+
+
+class Host:
+    """The clock of this machine, for calls that are done when they return."""
+
+    def load(self, call: Call) -> Load:
+        """A call, warmed up."""
+        with call.context():
+            call.run()
+            load = Load(call.run, call.context, 1e9, 0.0)
+            us = float(np.median(self.burst(load, 0.0)))
+        return dataclasses.replace(load, us=us, host_us=us)
+
+    def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
+        """Microseconds of as many calls as fill the seconds, one at least."""
+        time.sleep(rest)
+        found: list[float] = []
+        end = time.perf_counter() + seconds
+        while not found or time.perf_counter() < end:
+            begin = time.perf_counter()
+            load.issue()
+            found.append((time.perf_counter() - begin) * 1e6)
+        return found
+
+    sustain = burst

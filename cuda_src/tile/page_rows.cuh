@@ -1,0 +1,16 @@
+#pragma once
+// A pool of pages, (pages, rows of a page, heads, columns), which TMA reads in panels of 64 columns, a run of rows at a time.
+#include "ptx/tma.cuh"
+
+struct TmaPageRows {
+    TensorMap map;  // (columns, 2^30 rows, heads, a, b), as for packed sequences in tile/tma_tensor.cuh
+    i32 count;      // pages
+    i32 head_step, page_steps, row_steps;  // b counts such steps from the pool's beginning
+
+    // Starts the copy of `rows` rows of a page, from `row` on: those of the box behind them arrive as zeros, whatever the page has
+    // there.
+    __device__ void load(void* to, ptx::Mbarrier& full, i32 page, i32 row, i32 rows, i32 column, i32 head) const {
+        constexpr i32 bound = 1 << 30;
+        ptx::tma_load(to, map, full, column, bound - rows, head * head_step, bound, page * page_steps + (row + rows) * row_steps);
+    }
+};

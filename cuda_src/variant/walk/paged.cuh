@@ -1,0 +1,49 @@
+#pragma once
+// The same over keys in pages: the first warp loads together, each lane the rows of one page. Which page that is, it asks a tile ahead.
+#include "variant/walk/interval.cuh"
+
+struct PagedWalk : IntervalWalk {
+    template <class K, class KTile, class VTile> using Contract = PanelsKvOption<K, KTile, VTile>;
+    using IntervalWalk::IntervalWalk;
+
+    template <class Producer>
+    __device__ static void produce(Producer& producer) {
+        Scheduler scheduler(producer.args);
+        Ring<2> ring;
+        WorkTile work;
+        do {
+            work = scheduler.next();
+            producer.smem.work_empty[ring.stage].wait(ring.parity ^ 1);
+            if (threadIdx.x == 0) {
+                producer.smem.work[ring.stage] = work;
+                producer.smem.work_full[ring.stage].arrive();
+            }
+            __syncwarp();
+            ring.advance();
+            if (!work.is_last()) load(producer, work);
+        } while (!work.is_last());
+        scheduler.finish();
+    }
+    template <class Producer>
+    __device__ static void load(Producer& producer, const WorkTile& work) {
+        const Rows rows(producer.args, work.batch);
+        const TileRange tiles = tiles_of(Mask(producer.args, rows, work), rows, work.q_begin, cfg::tile_q);
+        if (tiles.begin >= tiles.end) return;
+        const Kv source(producer.args, rows, work);
+        const auto find = [&](i32 tile) { return tile < tiles.begin ? -1 : source.find(tile); };
+        i32 tile = tiles.end - 1, before = find(tile), page = find(tile - 1);
+        producer.await_k();
+        producer.load_k(source, Kv::At{tile, before});
+        if (threadIdx.x == 0) producer.load_q(rows, work);
+        __syncwarp();
+        producer.q.advance(), producer.kv.advance();
+        for (--tile; tile >= tiles.begin; --tile, producer.kv.advance()) {
+            const i32 next = find(tile - 1);
+            producer.await_k();
+            producer.load_k(source, Kv::At{tile, page});
+            producer.load_v(source, Kv::At{tile + 1, before});
+            before = page, page = next;
+        }
+        producer.load_v(source, Kv::At{tile + 1, before});
+    }
+};

@@ -1,0 +1,202 @@
+"""What mkdocs puts in place of ``{{ ... }}`` in the pages: tables and drawings that follow from the sources and the records.
+
+{{ support Forward }}                        which kernel takes what, by the kernels' own answers
+{{ record h200/decode.md 1 }}                a table of a file of perf/record, and from which run it is
+{{ figure h200/bench-paper-burst.json bars What it shows }}
+{{ cuda attn_fwd.cu struct Producer }}       a part of a file of cuda_src: from the line with these words to its closing brace
+{{ barriers attn_fwd.cu }}                    the table of barriers in its head
+{{ timeline }}                               the drawing of docs/timeline.py
+
+Whatever is not found raises, so the build fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RECORDS, CUDA = ROOT / "perf" / "record", ROOT / "cuda_src"
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import timeline  # noqa: E402
+
+from rawattn.device import TYPICAL  # noqa: E402
+from rawattn.device import cpu as this_cpu  # noqa: E402
+from rawattn.operation import AttentionKVCache, Backward, Forward  # noqa: E402
+from rawattn.select import KERNELS_OF  # noqa: E402
+from rawattn.spec import Spec  # noqa: E402
+from rawattn.variant.element import ELEMENTS  # noqa: E402
+
+FORMS = ("bf16", "fp16", "fp32", "fp64")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Fills in a page; mkdocs calls it."""
+
+    def filled(match: re.Match[str]) -> str:
+        name, _, rest = match[1].partition(" ")
+        return figure(rest, config, files, page) if name == "figure" else MAKERS[name](rest)
+
+    return re.sub(r"^\{\{ (.+?) \}\}$", filled, markdown, flags=re.MULTILINE)
+
+
+# ---- what kernels support
+
+MIDDLE: dict[str, Any] = {"batch": 2, "q_len": 512, "kv_len": 512, "heads": 4, "kv_heads": 4, "head_dim": 64, "head_dim_v": 64}
+CACHE: dict[str, Any] = {"q_len": 1, "heads": 8, "kv_heads": 2, "pages": 64, "page_size": 16, "form": "table", "table": 32}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"spec": Spec.of(causal=True)},
+    "window": {"spec": Spec.of(window=(128, 64))},
+    "causal and window": {"spec": Spec.of(causal=True, window=(128, 64))},
+    "softcap": {"spec": Spec.of(softcap=30.0)},
+    "sinks": {"sinks": True},
+}
+ROWS = {
+    "grouped heads": {"heads": 8, "kv_heads": 2},
+    "packed sequences": {"varlen": True, "total_q": 700, "total_kv": 700},
+    "`q_offset`, `kv_offset`": {"spec": Spec.of(causal=True, q_offset=512)},
+}
+OF_OPERATION: dict[str, dict[str, dict[str, Any]]] = {
+    "Forward": OPTIONS | ROWS | {
+        "`q_lens`, `kv_lens`": {"q_lens": True, "kv_lens": True},
+        "`constant_time`": {"spec": Spec.of(constant_time=True)},
+    },
+    "Backward": OPTIONS | ROWS,
+    "AttentionKVCache": OPTIONS | {
+        "dense cache": {"form": "dense", "table": 1, "pages": 2, "page_size": 512},
+        "pages of one row": {"page_size": 1, "table": 512},
+        "several queries": {"q_len": 16},
+        "`kv_begin`": {"kv_begin": True},
+    },
+}  # fmt: skip
+
+
+def support(operation: str) -> str:
+    """A column for each kernel of an operation, a row for each property."""
+    rows: dict[str, list[str]] = {}
+    classes = {"Forward": Forward, "Backward": Backward, "AttentionKVCache": AttentionKVCache}
+    kernels = KERNELS_OF[classes[operation]]
+    for kernel in kernels:
+        for name, value in properties(kernel, operation):
+            rows.setdefault(name, []).append(value)
+    names = " | ".join(f"`{kernel.name}`" for kernel in kernels)
+    lines = [f"| | {names} |", f"| --- |{' --- |' * len(kernels)}"]
+    return wide([*lines, *(f"| {name} | {' | '.join(values)} |" for name, values in rows.items())])
+
+
+def properties(kernel: Any, operation: str) -> Iterable[tuple[str, str]]:
+    """What a kernel answers: by name, in one order for all kernels."""
+    devices = [each for each in (*TYPICAL.values(), this_cpu()) if takes(kernel, plain(operation), each)]
+    yield "devices", ", ".join(each.arch for each in devices)
+    forms = [name for name in FORMS if takes(kernel, plain(operation, element=ELEMENTS[name]), devices[-1])]
+    yield "formats", ", ".join(forms)
+    for name in ("head_dim", "head_dim_v"):
+        sizes = (size for size in range(1, 1025) if takes(kernel, plain(operation, **{name: size}), devices[-1]))
+        yield f"`{name}`", spanned(sizes)
+    for name, changes in OF_OPERATION[operation].items():
+        yield name, "yes" if takes(kernel, plain(operation, **changes), devices[-1]) else "no"
+
+
+def plain(operation: str, **changes: Any) -> Any:
+    """An operation of the middle of the road, but for changes."""
+    if operation == "AttentionKVCache":
+        return AttentionKVCache(**{"element": ELEMENTS["bf16"], **MIDDLE, **CACHE, **changes})
+    if operation == "Forward":
+        return Forward(**{"element": ELEMENTS["bf16"], **MIDDLE, **changes})
+    forward = plain("Forward", **changes)
+    return Backward(dataclasses.replace(forward, spec=dataclasses.replace(forward.spec, return_lse=True)))
+
+
+def takes(kernel: Any, op: Any, device: Any) -> bool:
+    return not kernel.supports(op, device)
+
+
+def spanned(numbers: Iterable[int]) -> str:
+    """Numbers as "1 to 512" or "multiples of 8, 8 to 256"."""
+    found = list(numbers)
+    step = found[1] - found[0] if len(found) > 1 else 1
+    if found != list(range(found[0], found[-1] + 1, step)):
+        raise ValueError(f"numbers without a simple rule: {found}")
+    return f"{found[0]} to {found[-1]}" if step == 1 else f"multiples of {step}, {found[0]} to {found[-1]}"
+
+
+def wide(lines: Iterable[str]) -> str:
+    """A table in a box of its own that scrolls."""
+    return "\n".join(['<div class="wide" markdown>', "", *lines, "", "</div>"])
+
+
+# ---- records
+
+
+def record(words: str) -> str:
+    """A table of a record, with its run's machine and date below."""
+    path, _, number = words.partition(" ")
+    text = (RECORDS / path).read_text(encoding="utf-8")
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    facts = dict(re.findall(r"(?:^- |, |^)(date|device|commit|nvrtc):? ([^,\n]+)", text, re.MULTILINE))
+    run = f"{facts['device']}, {facts['date'][:10]}, commit {facts['commit'][:8]}, NVRTC {facts['nvrtc']}: perf/record/{path}"
+    return f"{wide([tables[int(number) - 1]])}\n\n<small>{run}</small>\n"
+
+
+def figure(words: str, config: Any, files: Any, page: Any) -> str:
+    """A figure of a run that perf.bench recorded, drawn by perf.plot; it becomes a file of the site."""
+    import io
+
+    from mkdocs.structure.files import File
+
+    from perf import plot
+
+    path, kind, caption = words.split(" ", 2)
+    run, name = plot.Run.read(RECORDS / path), f"figures/{pathlib.PurePath(path).stem}-{kind}.svg"
+    peers = [peer for peer in ("fa3", "cudnn", "fa2") if peer in run.peers]
+    drawing = io.StringIO()
+    {"bars": plot.bars, "roofline": plot.roofline}[kind](run, ["ours", *peers]).savefig(drawing, format="svg")
+    files.append(File.generated(config, name, content=drawing.getvalue()))
+    target = "../" * page.url.count("/") + name
+    caption = f"{caption}: {run.machine['device']}, {run.machine['date'][:10]}, commit {run.machine['commit'][:8]}"
+    return f'<figure><a href="{target}"><img src="{target}" alt="{caption}"></a><figcaption>{caption}</figcaption></figure>'
+
+
+# ---- kernels
+
+
+def cuda(words: str) -> str:
+    """A part of a source, as a block of code."""
+    path, _, head = words.partition(" ")
+    lines = (CUDA / path).read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if head in line and not line.lstrip().startswith("//"))
+    depth, part = 0, []
+    for line in lines[first:]:
+        part.append(line)
+        depth += line.count("{") - line.count("}")
+        if depth == 0 and ("}" in line or ";" in line):
+            break
+    else:
+        raise ValueError(f"{path} has no end of {head!r}")
+    indent = len(part[0]) - len(part[0].lstrip())
+    text = "\n".join(line[indent:] if line[:indent].isspace() else line for line in part)
+    return f'``` {{.cpp title="cuda_src/{path}, from line {first + 1}"}}\n{text}\n```'
+
+
+def barriers(path: str) -> str:
+    """The table of barriers in a kernel's head."""
+    head = (CUDA / path).read_text(encoding="utf-8").partition("\n\n#include")[0]
+    lines = [line.removeprefix("//").strip() for line in head.splitlines() if re.match(r"//   \S+.*\S\s{2,}\S", line)]
+    rows = [re.split(r"\s{2,}", line) for line in lines]
+    names, *others = rows
+    cells = [[f"`{name}`", *rest] for name, *rest in others]
+    return wide(f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *cells))
+
+
+def drawing(_: str) -> str:
+    return f'<figure><div class="wide">\n{timeline.svg(timeline.simulated())}\n</div></figure>'
+
+
+MAKERS: dict[str, Callable[[str], str]] = {
+    "support": support, "record": record, "cuda": cuda, "barriers": barriers, "timeline": drawing,
+}  # fmt: skip

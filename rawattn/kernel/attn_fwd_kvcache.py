@@ -1,0 +1,120 @@
+"""attn_fwd.cu over caches: attention of many queries over cached keys (chunked prefill, long drafts) on Hopper."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..compiler import Source
+from ..device import Device
+from ..operand import Layout
+from ..operation import AttentionKVCache, Forward
+from ..program import Field, Fields, Launch, PackedHeads, PageRows, Program, TensorMap
+from ..variant import Option, kv, rows, scheduler
+from ..variant.mask import Both, Causal, Full, Window
+from ..variant.walk import PagedWalk
+from . import paging, tiling
+from .attn_fwd import ATTN_FWD, AttnFwd, Config, rendered
+from .base import Kernel
+from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, forward_of, in_rows, over_tensors, page_shift
+
+
+def page_rows(op: AttentionKVCache, config: Config) -> int:
+    """Rows of a tile that lie in one page wherever it begins."""
+    return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
+
+
+class AttnFwdKVCache(Kernel[AttentionKVCache]):
+    """The kernel. Configurations are those of the forward over plain tensors, by the same records."""
+
+    name = "attn_fwd"
+    config_type = Config
+    has_records = True
+
+    @property
+    def recorded(self) -> AttnFwd:
+        return ATTN_FWD
+
+    def runs_on(self, device: Device) -> bool:
+        return ATTN_FWD.runs_on(device)
+
+    def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
+        found = ATTN_FWD.supports(over_tensors(op), device) + paging.reasons_of_tiles(op)
+        if 1 << page_shift(op) < SWIZZLE_ROWS:
+            found.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
+        return found
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return ATTN_FWD.layout_reason(layout)
+
+    def legal(self, config: Config, op: Any, device: Device) -> str | None:
+        tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
+        if tight and not isinstance(op.mask, (Full, Causal)):
+            return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; it spills where the mask is neither causal nor full"
+        return ATTN_FWD.legal(config, forward_of(op), device)
+
+    def candidates(self, op: Any, device: Device) -> list[Config]:
+        return [each for each in ATTN_FWD.candidates(forward_of(op), device) if self.legal(each, op, device) is None]
+
+    def cost(self, config: Config, op: Any, device: Device) -> float:
+        return ATTN_FWD.cost(config, forward_of(op), device)
+
+    def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
+        shapes = ATTN_FWD.tuning_shapes(over_tensors(op))
+        if isinstance(op.mask, (Full, Causal)):
+            return shapes
+        return tuple(tiling.with_mask(each, Both(Causal(), Window())) for each in shapes)
+
+    def packs(self, op: AttentionKVCache, config: Config) -> bool:
+        """Says whether a tile's rows are the queries of all heads that share a key head: sequences with few rows fill tiles then,
+        and fewer tiles are cut by a causal mask."""
+        heads = op.heads_per_kv
+        return heads > 1 and config.tile_q % heads == 0 and max(op.q_len, op.total_q) * heads < LONGEST
+
+    def options(self, op: AttentionKVCache, config: Config) -> dict[str, Option]:
+        """The option on each axis."""
+        like, packs = over_tensors(op), self.packs(op, config)
+        own: dict[str, Option] = {
+            "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
+            "Kv": kv.PagedPanelsKv(paging.pages_option(op), page_rows(op, config)),
+            "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(like, persistent=True)),
+            "Order": ATTN_FWD.order(like, config),
+            "Walk": PagedWalk(),
+        }
+        return paging.options(op, packs, own)
+
+    def fields(self, op: AttentionKVCache, config: Config) -> Fields:
+        """The fields of struct Args, in order."""
+        box_rows = page_rows(op, config)
+        q = Field("q", "TmaTensor", TensorMap("q", config.tile_q))
+        if self.packs(op, config):
+            q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
+        tensors = [q]
+        tensors += [Field(name, "TmaPageRows", PageRows(f"{name}_cache", box_rows)) for name in "kv"]
+        return tuple(dict.fromkeys(tiling.fields(tensors, self.options(op, config))))
+
+    def render(self, op: AttentionKVCache, config: Config, arch: str) -> Source:
+        """The source of operations of one kind."""
+        return rendered(over_tensors(op), config, arch, self.fields(op, config), self.options(op, config))
+
+    def values(self, op: AttentionKVCache, config: Config, device: Device) -> dict[str, float]:
+        """The run-time numbers of struct Args."""
+        found = tiling.values(self._tiled(op, config), config.tile_q, device) | paging.values(op)
+        return found | {"pack_gqa_heads": op.heads_per_kv if self.packs(op, config) else 1}
+
+    def _tiled(self, op: AttentionKVCache, config: Config) -> Forward:
+        """The forward that has as many tiles."""
+        return in_rows(op) if self.packs(op, config) else over_tensors(op)
+
+    def lower(self, op: AttentionKVCache, config: Config, device: Device) -> Program:
+        """The launch; none where no row is computed."""
+        if not op.total_q * op.batch:
+            return Program(())
+        arch, like = device.arch, over_tensors(op)
+        key = (like.kind, op.form, page_rows(op, config), self.packs(op, config) and op.heads_per_kv, config, arch)
+        source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
+        grid = ATTN_FWD.grid(self._tiled(op, config), config, device)
+        return Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
+
+
+ATTN_FWD_KVCACHE = AttnFwdKVCache()

@@ -1,0 +1,92 @@
+"""This module holds what the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they
+refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from ..operation import AttentionKVCache, Forward
+from ..variant import Option, constant_time, rows, softmax, store, weight
+from ..variant.lengths import KvLens, PageListLens
+from ..variant.place import OnePage, PageList, PageTable
+from ..variant.walk import lists
+
+LONGEST = (1 << 30) - 1  # keys of a sequence
+WHOLE = 30  # page_shift of sequences with one page of any size
+SWIZZLE_ROWS = 8  # after which a swizzle of TMA repeats
+
+
+def page_shift(op: AttentionKVCache) -> int:
+    """The binary logarithm of the page size; a large one where sequences have one page of any size."""
+    return WHOLE if op.form == "dense" or op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
+
+
+def lengths_option(op: AttentionKVCache) -> Option:
+    """Where the lengths of sequences lie."""
+    return PageListLens() if op.form == "indptr" else KvLens()
+
+
+def pages_option(op: AttentionKVCache) -> Option:
+    """How the pages of sequences are given."""
+    pages = {"dense": OnePage(), "table": PageTable(), "indptr": PageList()}
+    return pages[op.form]
+
+
+def reasons(op: AttentionKVCache) -> list[str]:
+    """The reasons why no kernel over caches computes the operation."""
+    return ["it takes no kv_begin yet"] * op.kv_begin + ["causal is an array; it takes True and False"] * op.causal_each
+
+
+def reasons_of_tiles(op: AttentionKVCache) -> list[str]:
+    """The reasons why no kernel with tiles of many queries computes it."""
+    found = reasons(op)
+    if op.storage is not None and op.storage != op.element:
+        found.append(f"it takes caches in the format of q, {op.element.name}, not {op.storage.name}")
+    if lists(op.mask):
+        found.append("its mask leaves holes between the key tiles that it visits; over caches it takes none")
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def over_tensors(op: AttentionKVCache) -> Forward:
+    """The forward with these queries whose keys are plain tensors: as many tiles, of the same kinds."""
+    kv_len = min(op.kv_len, LONGEST)
+    sizes = op.batch, op.q_len, kv_len, op.heads, op.kv_heads, op.head_dim, op.head_dim_v
+    total_kv = min(op.batch * kv_len, LONGEST)
+    return Forward(op.element, *sizes, op.spec, op.ragged, op.total_q, total_kv, op.sinks, op.layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def in_rows(op: AttentionKVCache) -> Forward:
+    """The same as tiles see it whose rows are the queries of all heads that share a key head."""
+    n = op.heads_per_kv
+    return dataclasses.replace(over_tensors(op), q_len=op.q_len * n, total_q=op.total_q * n, heads=op.kv_heads)
+
+
+def forward_of(op: Any) -> Forward:
+    """The forward that an operation is like; a tuning shape is one already."""
+    return op if isinstance(op, Forward) else over_tensors(op)
+
+
+def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[str, Option]:
+    """The option on each axis of kernels with tiles of many queries, those of all heads that share a key head where it ``packs``
+    them; ``own`` are those that are for one kernel."""
+    found: dict[str, Option] = {
+        "Element": op.element,
+        "Rows": own["Rows"],
+        "Mask": rows.PackGqaMask(op.mask) if packs else op.mask,  # type: ignore[dict-item, arg-type]  # Masks are Options
+        "Score": rows.PackGqaScore(op.score) if packs else op.score,  # type: ignore[dict-item, arg-type]  # so are Scores
+        "Weight": weight.Identity(),
+        "Softmax": softmax.WithSink(softmax.SpeculativeMax()) if op.sinks else softmax.SpeculativeMax(),
+        "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
+        **own,
+    }
+    return constant_time(found) if op.spec.constant_time else found
+
+
+def values(op: AttentionKVCache) -> dict[str, float]:
+    """The run-time numbers of struct Args that say how long sequences may be, and how large pages are."""
+    found: dict[str, float] = {"batches": op.batch, "q_len": op.q_len, "max_q_len": op.q_len, "total_q": op.total_q}
+    return found | {"max_kv_len": min(op.kv_len, LONGEST), "page_shift": page_shift(op), "indices_count": op.table}

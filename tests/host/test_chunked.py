@@ -1,0 +1,236 @@
+"""This module compares attn_fwd.cu over caches, run thread by thread on the CPU, with its definition: many queries over pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+
+import rawattn
+from rawattn import ProblemError, UnsupportedError, compiler, tma
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd_mma
+from rawattn.kernel.attn_fwd import Config
+from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
+from rawattn.kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
+from rawattn.kernel.paging import over_tensors
+from rawattn.operand import Layout
+from rawattn.select import select
+from rawattn.spec import Spec
+from rawattn.testing import _moved, expect
+from rawattn.variant.element import FP16, FP32
+from rawattn.variant.mask import Both, Causal, Window
+from tests.caches import NONSENSE, Cached
+from tests.decode import Decode
+from tests.emulator.gpu import stand_in
+
+SMALL = Config(128, 48, 2, 1)  # tiles that hold no whole number of large pages
+CHUNKS = Cached(
+    ((150, 300), (0, 5), (1, 0), (1, 70), (129, 129), (7, 3), (64, 193)),
+    page_size=16,
+    dtype="bf16",
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    head_dim_v=32,
+    whole=True,
+)
+
+
+def of(case: Cached, **changes: Any) -> Cached:
+    return dataclasses.replace(case, **changes)
+
+
+SAME = of(CHUNKS, lengths=((140, 300), (140, 0), (140, 65)), ragged=False)
+CASES = {
+    "table": CHUNKS,
+    "pages of 8": of(CHUNKS, page_size=8, lengths=((70, 200), (3, 65)), head_dim=72, head_dim_v=80),
+    "pages of 256": of(SAME, page_size=256, sinks=True),
+    "end to end": of(CHUNKS, form="indptr", layout="HND", sinks=True),
+    "dense": of(SAME, form="dense", page_size=301, heads=3, kv_heads=1),
+    "dense, HND": of(CHUNKS, form="dense", page_size=300, layout="HND", pool="interleaved", window=(100, 0)),
+    "shared": of(CHUNKS, pool="shared", head_dim_v=24, page_size=128, softcap=5.0),
+    "full": of(SAME, causal=False, page_size=32),
+}
+
+
+def attend(case: Cached, edit: Any = None, **options: Any) -> tuple[Any, Any, rawattn.KVCache, rawattn.Step]:
+    """o and lse."""
+    torch, sinks = pytest.importorskip("torch"), case.sink_logits()
+    q = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cpu")
+    given = case.step_arrays(nonsense_before=True)
+    if edit is not None:
+        edit(given)
+    arrays = {name: torch.from_numpy(x) for name, x in given.items()} | {"causal": case.causal}
+    step = rawattn.Step.from_indptr(**arrays) if case.form == "indptr" else rawattn.Step(**arrays)
+    options = {"window": case.window, "softcap": case.softcap, "kernel": "attn_fwd", "config": SMALL} | options
+    options |= {"sinks": None if sinks is None else torch.from_numpy(sinks)}
+    cache = case.cache("torch")
+    return *rawattn.attention_kvcache(q, cache, step, return_lse=True, **options), cache, step
+
+
+def check(case: Cached, o: Any, lse: Any, skip: tuple[int, ...] = ()) -> None:
+    q = case.rows(case.heads, case.head_dim, 1)
+    for i in range(len(case.lengths)):
+        k, v = case.keys(i)
+        sinks = case.sink_logits()
+        wanted = expect(case.of(q, i)[None], k[None], v[None], mask=case.mask(i), softcap=case.softcap, sinks=sinks)
+        if i not in skip:
+            wanted.check(case.of(o, i)[None], (case.of(lse.T, i).T if case.ragged else lse[i])[None])
+
+
+@pytest.mark.parametrize("name", ["pages of 1", "dense", "end to end", "shared"])
+def test_public_call_of_mma(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by attn_fwd_mma, with pages of any size; heads that share a key head share tiles, or do not."""
+    word, case = stand_in(monkeypatch, tmp_path), CASES["table"] if name == "pages of 1" else CASES[name]
+    case = of(case, page_size=1) if name == "pages of 1" else case
+    config = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1, pack_gqa=name != "end to end")
+    o, lse = attend(case, kernel="attn_fwd_mma", config=config)[:2]
+    check(case, o, lse)
+    assert word[0] == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tensors on the CPU stand for those on a GPU: from the call to the bytes that the kernel gets, and its results."""
+    word = stand_in(monkeypatch, tmp_path, sm_count=5)
+    o, lse = attend(CASES[name])[:2]
+    check(CASES[name], o, lse)
+    assert word[0] == 0
+
+
+def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first tile on that has a key which some query keeps."""
+    word = stand_in(monkeypatch, tmp_path, sm_count=3)
+    case = of(CHUNKS, window=(70, None), page_size=32, lengths=((40, 420), (150, 300)))
+
+    def without(given: dict[str, Any]) -> None:
+        given["page_table"][0, : 256 // 32] = NONSENSE  # the first that counts is key 310
+        given["page_table"][1, : 64 // 32] = -NONSENSE  # key 80
+
+    check(case, *attend(case, without, config=Config(128, 64, 2, 1))[:2])
+    assert word[0] == 0
+
+
+def test_violated_bounds_are_said_and_cut(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with one sequence is said and left out, others come out as they are."""
+    word = stand_in(monkeypatch, tmp_path, sm_count=3)
+    plain = attend(CHUNKS)
+
+    def wrong_page(given: dict[str, Any]) -> None:
+        given["page_table"][0, 2] = NONSENSE
+
+    def too_long(given: dict[str, Any]) -> None:
+        given["kv_lens"][0] = 1 << 29
+
+    def too_many(given: dict[str, Any]) -> None:
+        given["cu_seqlens_q"][-1] += 1 << 29
+
+    for bit, edit, touched in ((4, wrong_page, {0}), (1 | 4, too_long, {0}), (2, too_many, {6})):
+        word[0] = 0
+        found = attend(CHUNKS, edit)
+        assert word[0] == bit
+        for i in {*range(7)} - touched:
+            assert bool((CHUNKS.of(found[0], i) == CHUNKS.of(plain[0], i)).all()), (bit, i)
+        assert bit & 1 or not found[0].isnan().any(), "of the pages only what a length counts is seen"
+
+
+def test_long_steps_go_to_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound on the rows of a sequence decides, before anything is known of the lengths."""
+    stand_in(monkeypatch, tmp_path)
+    torch, case = pytest.importorskip("torch"), of(CHUNKS, heads=8)
+    q, cache = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cpu"), case.cache("torch")
+
+    def chosen(rows: Any, **changes: Any) -> str:
+        return str(rawattn.explain_kvcache(rows, cache, case.step("torch", **changes)))
+
+    assert "attn_fwd" in chosen(q), "352 rows of q are the only bound"
+    assert "attn_fwd" in chosen(q, max_q_len=65) and "attn_decode" in chosen(q, max_q_len=64)
+    same, lens = of(case, ragged=False), torch.zeros(7, dtype=torch.int32)
+    for q_len, kernel in ((64, "attn_decode"), (65, "attn_fwd")):
+        rows = torch.zeros(7, q_len, 8, 32, dtype=torch.bfloat16)
+        assert kernel in str(rawattn.explain_kvcache(rows, cache, rawattn.Step(lens, same.step("torch").page_table)))
+        assert "slow" not in str(rawattn.explain_kvcache(rows, cache, rawattn.Step(lens, same.step("torch").page_table)))
+
+
+REFUSED = {
+    "page_size": ({"page_size": 4}, "attn_fwd: the cache has page_size 4; it takes pages of 8 keys or more"),
+    "head_dim": ({"head_dim": 36}, "attn_fwd: head_dim is 36; it takes multiples of 8"),
+    "kv_begin": ({"kv_begin": True}, "attn_fwd: it takes no kv_begin"),
+    "causal": ({"causal_each": True, "spec": Spec()}, "attn_fwd: causal is an array"),
+    "format": ({"element": FP32, "storage": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
+    "storage": ({"storage": FP16}, "attn_fwd: it takes caches in the format of q, bf16, not fp16"),
+    "layout": ({"layout": Layout("k_cache is odd")}, "attn_fwd: k_cache is odd"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    changes, said = REFUSED[name]
+    op = dataclasses.replace(Decode(page=16, q_len=300).operation, **changes)
+    with pytest.raises(UnsupportedError, match=said):
+        select(op, TYPICAL["sm_90a"], "attn_fwd")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
+    """attn_fwd_mma serves them, and small pages on Hopper, without spills."""
+    op = Decode(
+        page=16 if arch != "sm_90a" else 1, q_len=300, varlen=arch == "sm_80", total_q=300, head_dim=dims[0], head_dim_v=dims[1]
+    ).operation
+    found = select(op, TYPICAL[arch])
+    assert found.kernel is ATTN_FWD_MMA_KVCACHE and found.config.pack_gqa and (found.slow is not None) == (arch == "sm_90a")
+    binary = compiler.compile(found.kernel.lower(op, found.config, TYPICAL[arch]).launches[0].source)
+    assert not binary.spill_bytes and not binary.advisories, (binary.spill_bytes, binary.advisories)
+    with pytest.raises(ProblemError, match="over caches keys are not split"):
+        select(op, TYPICAL[arch], "attn_fwd_mma", dataclasses.replace(found.config, split=True))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("page", [0, 16])
+def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
+    """In all configurations that its kind may get; numbers of heads, sequences and pages, and lengths, make no other kernel."""
+    mask, ragged = (Both(Causal(), Window(1000, 0)), True) if page else (Causal(), False)
+    op = Decode(1, 512, 32, 8, *dims, page=page, varlen=ragged, total_q=512, mask=mask, sinks=ragged).operation
+    other = dataclasses.replace(op, heads=48, kv_heads=12, batch=70, kv_len=5000, pages=7, total_q=9000 if ragged else -1)
+    found = select(op, TYPICAL["sm_90a"])
+    for config in (found.config, *found.compiled_with):
+        launches = [ATTN_FWD_KVCACHE.lower(each, config, TYPICAL["sm_90a"]).launches[0] for each in (op, other)]
+        assert launches[0].source.key == launches[1].source.key
+        binary = compiler.compile(launches[0].source)
+        assert not binary.spill_bytes and not binary.advisories, (config, binary.spill_bytes, binary.advisories)
+
+
+def test_configurations_are_those_of_plain_tensors() -> None:
+    op = Decode(page=16, q_len=2048).operation
+    assert select(op, TYPICAL["sm_90a"]).config == select(over_tensors(op), TYPICAL["sm_90a"]).config
+
+
+def test_heads_side_by_side() -> None:
+    """The map of q for tiles whose rows are queries of several heads, of one length and end to end."""
+    same = tma.heads_geometry("q", (3, 70, 8, 128), (71680, 1024, 128, 1), 2, 4, 128)
+    assert same.sizes == (128, 8, 70, 3, 1) and same.box == (64, 4, 32, 1, 1)
+    assert same.strides[:3] == (256, 2048, 143360) and same.batch_step == 1
+    assert tma.heads_geometry("q", (3, 70, 8, 128), (0, 1024, 128, 1), 2, 4, 128).batch_step == 0
+    ends = tma.heads_geometry("q", (70, 8, 128), (1024, 128, 1), 2, 8, 64)
+    assert ends.sizes[2] == 1 << 30 and ends.strides == (256, 2048, (1 << 34) - 2048, 2048) and ends.box[1:3] == (8, 8)
+    with pytest.raises(ProblemError, match="q has a head stride of 0"):
+        tma.heads_geometry("q", (70, 8, 128), (1024, 0, 1), 2, 8, 64)
+
+
+def test_pools_that_tma_reads() -> None:
+    """Any strides: of pages with gaps between them, interleaved, of one page; a pool that is too large is refused."""
+    found = tma.page_rows_geometry("k_cache", (7, 16, 8, 128), (40960, 1024, 128, 1), 2, 16)
+    assert (found.page_steps, found.row_steps, found.head_step) == (40, 1, 1)
+    assert found.strides == (2048, 256, (1 << 34) - 2048, 2048) and found.box == (64, 16, 1, 1, 1)
+    odd = tma.page_rows_geometry("k_cache", (7, 16, 1, 128), (2056, 128, 3, 1), 2, 16)
+    assert (odd.page_steps, odd.row_steps, odd.head_step, odd.strides[-1]) == (257, 16, 0, 16)
+    large = tma.page_rows_geometry("k_cache", (1 << 22, 64, 8, 128), (65536, 1024, 128, 1), 2, 64)
+    assert large.page_steps == 64, "2^28 rows, 2^38 elements"
+    one = tma.page_rows_geometry("k_cache", (1, 1, 2, 64), (0, 0, 64, 1), 2, 8)
+    assert (one.page_steps, one.strides[0]) == (0, 16)
+    with pytest.raises(ProblemError, match="k_cache has 67108864 pages 2064 bytes apart"):
+        tma.page_rows_geometry("k_cache", (1 << 26, 16, 1, 64), (1032, 64, 1, 1), 2, 16)

@@ -1,0 +1,103 @@
+"""What the pages are filled with: tables by the kernels' answers, parts of sources, records, and the drawing of the barriers."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rawattn.kernel.attn_fwd import ATTN_FWD
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+FILLED = [
+    pytest.param(name, words, id=f"{page.stem} {name} {words}")
+    for page in sorted(DOCS.glob("*.md"))
+    for name, words in re.findall(r"^\{\{ (\w+) ?(.*?) \}\}$", page.read_text(), re.MULTILINE)
+]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Iterator[Any]:
+    before = sys.path[:]
+    sys.path.insert(0, str(DOCS))
+    import hooks  # type: ignore[import-not-found]
+
+    yield hooks
+    sys.path[:] = before
+
+
+@pytest.mark.parametrize(("name", "words"), FILLED)
+def test_what_pages_ask_for_is_there(hooks: Any, name: str, words: str) -> None:
+    if name == "figure":
+        path, kind, _ = words.split(" ", 2)
+        assert (hooks.RECORDS / path).is_file() and kind in ("bars", "roofline")
+    else:
+        assert hooks.MAKERS[name](words)
+
+
+def test_support(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell is the kernel's answer."""
+
+    def column(name: str) -> dict[str, str]:
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in hooks.support("Forward").splitlines() if "|" in line
+        ]
+        return {row[0]: row[rows[0].index(f"`{name}`")] for row in rows[2:]}
+
+    assert column("attn_fwd") | column("attn_fwd") == {
+        "devices": "sm_90a", "formats": "bf16, fp16", "`head_dim`": "multiples of 8, 8 to 256",
+        "`head_dim_v`": "multiples of 8, 8 to 256", **dict.fromkeys([*hooks.OF_OPERATION["Forward"]], "yes"),
+    }  # fmt: skip
+    assert column("cpu")["`constant_time`"] == "no"
+    supports = ATTN_FWD.supports
+    monkeypatch.setattr(type(ATTN_FWD), "supports", lambda self, op, device: supports(op, device) or ["no sinks"] * op.sinks)
+    assert column("attn_fwd")["sinks"] == "no" and column("attn_fwd")["causal"] == "yes"
+
+
+def test_numbers(hooks: Any) -> None:
+    assert hooks.spanned([1, 2, 3]) == "1 to 3" and hooks.spanned([16, 32, 48]) == "multiples of 16, 16 to 48"
+    with pytest.raises(ValueError, match="without a simple rule"):
+        hooks.spanned([8, 16, 32])
+
+
+def test_parts_of_sources(hooks: Any) -> None:
+    part = hooks.cuda("attn_fwd.cu __device__ void pack_p")
+    assert part.splitlines()[1] == "__device__ void pack_p() {" and part.splitlines()[-2] == "}" and part.count("\n") == 5
+    for words in ("attn_fwd.cu no such thing", "none.cu void"):
+        with pytest.raises((StopIteration, FileNotFoundError)):
+            hooks.cuda(words)
+
+
+def test_records_name_their_run(hooks: Any) -> None:
+    filled = hooks.record("h200/decode.md 1")
+    assert re.search(r"<small>NVIDIA H200, \d{4}-\d\d-\d\d, commit [0-9a-f]{8}, NVRTC [\d.]+: perf/record/h200/decode.md", filled)
+    with pytest.raises(IndexError):
+        hooks.record("h200/decode.md 9")
+
+
+def test_barriers_of_the_drawing(hooks: Any) -> None:
+    """Every stage is filled once and given back by both consumers, and no tile is loaded before that."""
+    timeline = hooks.timeline
+    found = timeline.simulated()
+    for name in ("k", "v"):
+        full = [found.arrivals[f"{name}_full", use][0][0] for use in range(timeline.TILES)]
+        empty = [[at for at, _ in found.arrivals[f"{name}_empty", use]] for use in range(timeline.TILES)]
+        assert all(len(given) == timeline.CONSUMERS and min(given) > at for given, at in zip(empty, full, strict=True))
+        assert all(
+            full[use] >= max(empty[use - timeline.STAGES]) + timeline.COPY for use in range(timeline.STAGES, timeline.TILES)
+        )
+    busy = sorted((box.begin, box.end) for box in found.boxes if box.lane == "tensor cores")
+    assert len(busy) == 4 * timeline.TILES and all(a[1] <= b[0] for a, b in itertools.pairwise(busy))
+    assert timeline.svg(found).count("<rect") == len(found.boxes)
+
+
+def test_a_barrier_that_nobody_arrives_at(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = hooks.timeline.consumer
+    monkeypatch.setattr(hooks.timeline, "consumer", lambda i: (s for s in steps(i) if s[:2] != ("arrive", ("v_empty", 0))))
+    with pytest.raises(AssertionError, match="waits for ever"):
+        hooks.timeline.simulated()
