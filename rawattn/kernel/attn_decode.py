@@ -104,9 +104,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if most_rows(op) > MOST_ROWS:
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
-        own = [name for name in ("mask", "score") if hasattr(getattr(op, name), "arrays")]
-        if own or lists(op.mask):
-            found.append(f"its {' and its '.join(own or ['mask'])} is a function, and it takes none yet")
+        if lists(op.mask):
+            found.append("its mask may leave holes between the keys that it keeps")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
         return found + paging.reasons(op) + tiling.reasons(self.layout_reason(op.layout))

@@ -110,7 +110,7 @@ def test_operation() -> None:
         "SLOPES, which score captured,",
     }
     assert from_json(op.to_json()) == op and isinstance(op, AttentionKVCache)
-    with pytest.raises(UnsupportedError, match=r"attn_decode: .*its mask and its score is a function, and it takes none yet"):
+    with pytest.raises(UnsupportedError, match=r"attn_decode: .*its mask and its score is a function, and over caches it takes none"):
         select(op, TYPICAL["sm_90a"])
 
 
