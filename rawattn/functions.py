@@ -22,11 +22,14 @@ from .arrays import Array
 from .errors import ProblemError
 from .operand import Operand, check_contiguous, describe
 from .trace import Traced
+from .trace.canonical import canonical
 from .trace.capture import ELEMENTS
 from .trace.classes import classify
+from .trace.conditions import compare, logical
+from .trace.expressions import KV, Q, const, make, var
 from .trace.proofs import Limits
 from .variant import Option
-from .variant.mask import Full
+from .variant.mask import Both, Full
 from .variant.ready import Biased, OfBlockMask
 from .variant.score import Scale, number
 
@@ -226,6 +229,36 @@ def labels(options: Mapping[str, Any]) -> dict[str, str]:
 def title(role: str, label: str) -> str:
     """A captured array in words."""
     return f"{label}, which {role} captured,"
+
+
+def of_step(own: Function, captured: tuple[Any, ...], causal: Any) -> tuple[Function, tuple[Any, ...]]:
+    """A mask that also keeps no key behind the query's own position, and what it captured then: for all sequences, or for those
+    that ``causal``, an array, says."""
+    each = causal is not True
+    traced, arrays, numbers = _and_causal(own.traced, each)
+    every = (*captured, causal) if each else captured
+    return function(traced, tuple(own.numbers[i] for i in numbers)), tuple(every[i] for i in arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _and_causal(traced: Traced, each: bool) -> tuple[Traced, list[int], list[int]]:
+    """What ``of_step`` makes of a traced mask, and the order of its arrays and numbers."""
+    kept = compare("le", KV, Q)
+    if each:
+        kept = logical("or", kept, compare("eq", make("load", "int", (len(traced.labels), "int32", var("b"))), const(0)))
+    code, arrays, numbers = canonical(logical("and", traced.code.root, kept), "mask")
+    labels = (*traced.labels, "causal")
+    return Traced(code, tuple(labels[i] for i in arrays)), arrays, numbers
+
+
+def at_positions(option: Any) -> Any:
+    """An option of a cache's step: functions see positions there, and a built-in mask of the same meaning is aligned to the last
+    key."""
+    if hasattr(option, "align"):
+        return dataclasses.replace(option, align="bottom_right")
+    if isinstance(option, Both):
+        return Both(at_positions(option.a), at_positions(option.b))
+    return option
 
 
 # ---- of an operation

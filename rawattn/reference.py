@@ -32,7 +32,7 @@ from .errors import ProblemError, UnsupportedError
 from .operation.forward import limits as limits_of
 from .spec import Spec, make_dropout, make_mask, make_offset, make_scale, make_score
 from .variant import weight
-from .variant.mask import FromKey, Mask, Pairs, causal_and, of_head
+from .variant.mask import FromKey, Intersection, Mask, Pairs, causal_and, of_head
 from .variant.score import Score
 
 if TYPE_CHECKING:
@@ -232,6 +232,7 @@ class Formula:
     score: Score
     scale: float
     dropout: Dropped | None = None
+    first: int = 0  # the number of the first sequence
 
     def forward(
         self, q: Any, k: Any, v: Any, sinks: Any, cu_q: Any, cu_kv: Any, wanted: Sequence[int] | None = None,
@@ -257,7 +258,7 @@ class Formula:
                 if used.stop is not None:
                     chosen, at = chosen[chosen < used.stop], at[chosen < used.stop]
                 given = q[rows][used], k[keys][keys_used], v[keys][keys_used]
-                self.forward_sequence((batch, 0), *given, sinks, chosen, at, *to)
+                self.forward_sequence((self.first + batch, 0), *given, sinks, chosen, at, *to)
         return o, lse
 
     def backward(self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: Any, cu_q: Any, cu_kv: Any) -> tuple[Any, ...]:
@@ -458,17 +459,39 @@ def attention_kvcache(
     o = np.zeros((*queries.shape[:-1], cache.head_dim_v))
     lse = np.full((*queries.shape[:-3], queries.shape[-2], queries.shape[-3]), -INF)
     for i, (rows, at) in enumerate(_step_rows(step)):
-        own = _step_mask(step, i, window, mask)
+        run = _step_mask(step, i, window, None if functions.is_function(mask) else mask)
         kv_len, places = _pages(cache, step, i)
-        begin, end = own.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
+        begin, end = run.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
         some = begin < end
         kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
         for j in kept:  # the others may lie nowhere
             k[0, j], v[0, j] = (_row(getattr(cache, name), cache.layout, *places(j)) for name in "kv")
-        options = {"softcap": softcap, "scale": scale, "mask": own, "score": score, "sinks": sinks}
-        o[rows], lse[at] = (x[0] for x in attention(queries[rows][None], k, v, **options, return_lse=True))
+        own = queries[rows][None]
+        formula = make_formula(
+            own, k, "float64", lambda x: x, False, None, softcap, scale, mask if functions.is_function(mask) else None, score,
+            max(0, kv_len - own.shape[1]), 0,
+        )  # fmt: skip
+        within = _Within(run, formula.mask) if functions.is_function(mask) else run
+        logit = formula.score if functions.is_function(score) else make_score(softcap, score)
+        formula = dataclasses.replace(formula, mask=within, score=logit, first=i)
+        o[rows], lse[at] = (x[0] for x in formula.forward(own, k, v, sinks, None, None))
     return (o, lse) if return_lse else o
+
+
+@dataclasses.dataclass(frozen=True)
+class _Within:
+    """The pairs of a run of keys that a function keeps."""
+
+    run: Pairs
+    base: Pairs
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> Any:
+        return Intersection(self.run, self.base).interval(q, q_len, kv_len)
+
+    @property
+    def keep(self) -> Any:
+        return self.base.keep  # type: ignore[attr-defined]
 
 
 def append(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from . import functions
 from .errors import ProblemError
 from .operation import append as append_operation
 from .operation import kvcache
@@ -26,7 +27,7 @@ _LENGTHS = ", ".join(f"Tensor? {name}=None" for name in LENGTHS)
 _BOUNDS = 'str layout="NHD", SymInt? max_q_len=None, SymInt? max_kv_len=None'
 _SCHEMAS = (
     f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
-    'str spec="{}") -> (Tensor o, Tensor lse)',
+    'str spec="{}", Tensor[]? captured=None) -> (Tensor o, Tensor lse)',
     f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
     f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False) -> Tensor",
 )
@@ -43,10 +44,11 @@ _ATTENTION, _APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.raw
 def attention_kvcache(q: Any, cache: KVCache, step: Step, options: dict[str, Any], sinks: Any, split: Any) -> tuple[Any, Any]:
     """Computes ``rawattn.attention_kvcache`` by way of the operator."""
     lengths, causal = _lengths(step)
+    options, captured = functions.taken(options)
     constants = tuple([(name, _constant(value)) for name, value in options.items()])
     text = _text(causal, constants)
-    bounds = step.max_q_len, step.max_kv_len
-    return _ATTENTION(q, cache.k, cache.v, *lengths, sinks, cache.layout, *bounds, api.split_keys_of(split), text)
+    bounds, split_keys = (step.max_q_len, step.max_kv_len), api.split_keys_of(split)
+    return _ATTENTION(q, cache.k, cache.v, *lengths, sinks, cache.layout, *bounds, split_keys, text, list(captured) or None)
 
 
 def append(cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any, rotary: Rotary | None, q: Any) -> Any:
@@ -69,10 +71,15 @@ def _lengths(step: Step) -> tuple[list[Any], bool]:
 
 
 def _text(causal: bool, constants: tuple[tuple[str, Any], ...]) -> str:
-    """Writes the options, which ``_constant`` took apart, as the operator takes them."""
-    spec = api.spec_of(causal, {name: _option(value) for name, value in constants}, False)
+    """Writes the options, which ``_constant`` took apart, as the operator takes them: a spec, functions in the places of its mask
+    and score, and with a function as mask whether the step is causal for all sequences, which the spec does not say then."""
+    options = {name: _option(value) for name, value in constants}
+    own = functions.among(options)
+    plain = {name: None if type(value) is functions.Function else value for name, value in options.items()}
+    has_mask = type(options["mask"]) is functions.Function
+    spec = api.spec_of(causal and not has_mask, plain, False)
     try:
-        return json.dumps(spec.to_json())
+        return json.dumps(spec.to_json() | functions.to_json(own) | ({"step_is_causal": causal} if has_mask else {}))
     except TypeError as error:
         raise ProblemError(f"{spec} cannot be text ({error}); a mask or score of your own must be an Option.") from None
 
@@ -90,10 +97,12 @@ def _step(lengths: Sequence[Any], bounds: tuple[Any, Any]) -> Step:
     return Step(kv_lens, page_table, cu_seqlens_q, kv_begin, causal, *bounds, **pages)
 
 
-def _spec(text: str) -> Spec:
-    """Reads what ``_text`` wrote, as the options of a call that gives lse."""
+def _spec(text: str) -> tuple[Spec, dict[str, functions.Function], bool]:
+    """Reads what ``_text`` wrote: the options of a call that gives lse, its functions, and whether its step is causal besides."""
     try:
-        return Spec.from_json({**json.loads(text), "return_lse": True})
+        fields, own = functions.from_json(json.loads(text))
+        causal = fields.pop("step_is_causal", False)
+        return Spec.from_json({**fields, "return_lse": True}), own, causal
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ProblemError(f"spec is {text[:80]!r}; it must be the JSON text of a rawattn.Spec ({error}).") from None
 
@@ -111,8 +120,13 @@ def _whole(args: Sequence[Any], schema: Any, named: dict[str, Any]) -> list[Any]
 
 def _attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     """Computes the operator on real tensors."""
-    (q, k, v), lengths, (sinks, layout, *bounds, split_keys, text) = _split(_whole(args, _ATTENTION._schema, named), 3)
-    found = api.attend(q, KVCache(k, v, layout), _step(lengths, tuple(bounds)), _spec(text), split_keys, sinks)
+    (q, k, v), lengths, (sinks, layout, *bounds, split_keys, text, captured) = _split(_whole(args, _ATTENTION._schema, named), 3)
+    (spec, own, causal), step = _spec(text), _step(lengths, tuple(bounds))
+    asked = api.Asked(spec, tuple(own.items()), tuple(captured or ()))
+    each = step.causal if "causal" in step.arrays else causal
+    if "mask" in own and each is not False:
+        asked = api.of_step(asked, each)
+    found = api.attend(q, KVCache(k, v, layout), step, asked, split_keys, sinks)
     return found[0], found[1]
 
 
@@ -146,10 +160,12 @@ def _arrays(given: dict[str, Any], layout: str) -> dict[str, Any]:
 
 def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
-    (q, k, v), lengths, (sinks, layout, max_q_len, _, _, text) = _split(_whole(args, _ATTENTION._schema, named), 3)
-    _spec(text)
+    (q, k, v), lengths, (sinks, layout, max_q_len, _, _, text, captured) = _split(_whole(args, _ATTENTION._schema, named), 3)
+    _, own, _ = _spec(text)
     given = {"q": q, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
-    kvcache.check_arrays(_arrays(given, layout), max_q_len)
+    found = _arrays(given, layout)
+    kvcache.check_arrays(found, max_q_len)
+    functions.check(functions.labels(own), found | dict(zip(functions.names(own), map(_described, captured or ()), strict=True)))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 
@@ -171,7 +187,8 @@ def _autograd(operator: Any) -> Any:
     """Refuses what has no gradient, and passes on the rest."""
 
     def call(*args: Any, **named: Any) -> Any:
-        tensors = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)]
+        given = [y for x in (*args, *named.values()) for y in (x if isinstance(x, (list, tuple)) else (x,))]
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise ProblemError(NO_GRAD)
         if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):

@@ -36,7 +36,10 @@ def pages_option(op: AttentionKVCache) -> Option:
 
 def reasons(op: AttentionKVCache) -> list[str]:
     """The reasons why no kernel over caches computes the operation."""
-    return ["it takes no kv_begin yet"] * op.kv_begin + ["causal is an array; it takes True and False"] * op.causal_each
+    own = [name for name in ("mask", "score") if hasattr(getattr(op, name), "arrays")]
+    found = [f"its {' and its '.join(own)} is a function, and over caches it takes none yet"] if own else []
+    found += ["it takes no kv_begin yet"] * op.kv_begin
+    return found + ["causal is an array; it takes True and False"] * op.causal_each
 
 
 def reasons_of_tiles(op: AttentionKVCache) -> list[str]:

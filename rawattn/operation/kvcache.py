@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from .. import functions
 from ..arrays import DTYPES, Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
@@ -120,7 +121,12 @@ class AttentionKVCache(OverKeys):
         ]
         for name in ("cu_seqlens_q",) * self.ragged + ("kv_begin",) * self.kv_begin + ("causal",) * self.causal_each:
             found.append(Operand(name, "int32", (self.batch + (name == "cu_seqlens_q"),)))
-        return (*found, *[Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks)
+        return (*found, *[Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks, *self.captured)
+
+    @functools.cached_property
+    def captured(self) -> tuple[Operand, ...]:
+        """What the mask captured, and the score."""
+        return functions.operands(self.spec.mask, self.spec.score)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from .. import arrays, driver, memory
-from ..api import Explanation, explain_operation
+from .. import arrays, driver, functions, memory
+from ..api import Explanation, MaskLike, ScoreLike, explain_operation
 from ..arrays import Array
 from ..errors import ProblemError, UnsupportedError
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
+from ..operation.kvcache import table_of
 from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, to_libraries
 from ..select import select
 from ..spec import Spec, Window
-from ..variant.mask import Mask, causal_and
-from ..variant.score import Score
+from ..trace.proofs import Limits
+from ..variant.mask import causal_and
 from .cache import LAYOUTS, KVCache
 from .rotary import Rotary
 from .step import Step
@@ -25,7 +26,7 @@ from .step import Step
 
 def attention_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: Mask | None = None, score: Score | None = None, sinks: Any = None, split: str | int = "auto", out: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto", out: Any = None,
     return_lse: bool = False, lse: Any = None, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
@@ -39,7 +40,8 @@ def attention_kvcache(
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
         window, softcap, scale, score, sinks: as in ``rawattn.attention``.
-        mask: a mask instead of ``window``. Where the step is causal, a key counts that both keep.
+        mask: a mask instead of ``window``. Where the step is causal, a key counts that both keep. Functions see positions in the
+            sequence, whose last query stands at its last key. On the CPU so far.
         split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length. Results
             differ in their rounding alone.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
@@ -75,44 +77,89 @@ def attention_kvcache(
         o, total = _torch_serving.attention_kvcache(q, cache, step, options, sinks, split)
         return (o, total) if return_lse else o
     check_objects(cache, step)
-    spec = spec_of("causal" not in step.arrays and bool(step.causal), options, return_lse)
-    return one_or_all(attend(q, cache, step, spec, split_keys_of(split), sinks, out, lse, kernel, config))
+    asked = asked_of(step, options, return_lse)
+    return one_or_all(attend(q, cache, step, asked, split_keys_of(split), sinks, out, lse, kernel, config))
+
+
+class Asked(NamedTuple):
+    """The options of a call: a spec, in which functions are left out, the functions, and the arrays that they captured."""
+
+    spec: Spec
+    own: tuple[tuple[str, functions.Function], ...] = ()
+    captured: tuple[Any, ...] = ()
+
+
+def asked_of(step: Step, options: dict[str, Any], return_lse: bool) -> Asked:
+    """What a call asks for. A mask that is a function has in it what the step says of its sequences."""
+    options, captured = functions.taken(options)
+    causal = step.causal if "causal" in step.arrays else bool(step.causal)
+    is_function = type(options["mask"]) is functions.Function
+    if is_function and options["window"] is not None:
+        raise ProblemError("mask was given beside window; write what both keep in the function.")
+    plain = {name: None if type(value) is functions.Function else value for name, value in options.items()}
+    spec = spec_of(causal is True and not is_function, plain, return_lse)
+    asked = Asked(spec, tuple(functions.among(options)), captured)
+    return of_step(asked, causal) if is_function and causal is not False else asked
+
+
+def of_step(asked: Asked, causal: Any) -> Asked:
+    """The same, with a step's ``causal`` in the function that is the mask."""
+    own = dict(asked.own)
+    count = len(own["mask"].traced.labels)
+    own["mask"], captured = functions.of_step(own["mask"], asked.captured[:count], causal)
+    return asked._replace(own=tuple(own.items()), captured=(*captured, *asked.captured[count:]))
 
 
 def attend(
-    q: Any, cache: KVCache, step: Step, spec: Spec, split_keys: int, sinks: Any = None, out: Any = None, lse: Any = None,
+    q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any = None, out: Any = None, lse: Any = None,
     kernel: str | None = None, config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes attention over a cache on arrays that have memory."""
+    spec, own, captured = asked
     if lse is not None and not spec.return_lse:
         raise ProblemError("lse was given without return_lse=True.")
-    signatures = arrays.signatures((q, sinks))
-    key = (signatures, cache.serial, step.serial, spec, split_keys, kernel, config)
+    signatures, forms = arrays.signatures((q, sinks)), arrays.forms(captured) if captured else ()
+    key = (signatures, cache.serial, step.serial, spec, split_keys, kernel, config, own, forms)
     call: GpuCall | CpuCall | None = _calls.get(key)
     if call is None:
-        op, found = _attention_of(q, cache, step, spec, split_keys, sinks)
+        op, found = _attention_of(q, cache, step, asked, split_keys, sinks)
         call = _call_of(op, found, cache.layout, kernel, config)
-        if isinstance(call, GpuCall) and None not in signatures:
+        if isinstance(call, GpuCall) and None not in signatures and None not in forms:
             cache_put(_calls, key, call, KEPT_CALLS)
-    return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out)
+        captured = tuple(found[each.name].object for each in op.captured)
+    return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out, captured)
 
 
 def _attention_of(
-    q: Any, cache: KVCache, step: Step, spec: Spec, split_keys: int, sinks: Any
+    q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any
 ) -> tuple[AttentionKVCache, dict[str, Array]]:
     """The operation and its arrays. Raises ProblemError for a wrong argument."""
     found = {"q": arrays.read(q, "q"), "k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"], **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
-    if arrays.requires_grad(q, cache.k, cache.v, sinks):
+    if arrays.requires_grad(q, cache.k, cache.v, sinks, *asked.captured):
         raise ProblemError(NO_GRAD)
+    spec, own = asked.spec, dict(asked.own)
+    if own:
+        found |= arrays.named(functions.names(own), asked.captured)
+        if "mask" in own:  # which has in it what the step says
+            found.pop("causal", None)
+        room = Limits(step.batch, found["q"].shape[-2], *(max_kv_len(found, step),) * 2)
+        made = functions.resolved(own, found, room)
+        spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
     return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys), found
+
+
+def max_kv_len(found: dict[str, Array], step: Step) -> int:
+    """More keys than a sequence has."""
+    room = table_of(found) * found["k_cache"].shape[1]
+    return room if step.max_kv_len is None else min(room, step.max_kv_len)
 
 
 def explain_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: Mask | None = None, score: Score | None = None, sinks: Any = None, split: str | int = "auto", return_lse: bool = False,
-    kernel: str | None = None, config: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto",
+    return_lse: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
     result.
@@ -123,8 +170,7 @@ def explain_kvcache(
     """
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
     check_objects(cache, step)
-    spec = spec_of("causal" not in step.arrays and bool(step.causal), options, return_lse)
-    op, found = _attention_of(q, cache, step, spec, split_keys_of(split), sinks)
+    op, found = _attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)
     if found["q"].is_cpu:
         raise UnsupportedError(f"{op} is computed by the kernel cpu, without a choice; explain_kvcache is for arrays on a GPU.")
     return explain_operation(op, device_of(found["q"]), kernel, config)
@@ -373,8 +419,8 @@ class CpuCall:
     def __init__(self, op: AttentionKVCache | Append | Combine, given: dict[str, Array], layout: str) -> None:
         self._op, self._given, self._layout = op, given, layout
 
-    def __call__(self, like: Any, out: Any = None) -> tuple[Any, ...]:
-        """Computes; ``out`` and the results are those of the operation's outputs."""
+    def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+        """Computes; ``out`` and the results are those of the operation's outputs. Captured arrays are among its own."""
         from . import cpu
 
         op, first = self._op, next(iter(self._given.values()))

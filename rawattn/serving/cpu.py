@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import cpu
+from .. import cpu, functions
 from ..device import cpu as this_cpu
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Append, AttentionKVCache, Combine
 from ..variant.mask import FromKey, causal_and
+from ..variant.offset import OffsetMask, OffsetScore
 
 Array = npt.NDArray[Any]
 Views = Mapping[str, Array]
@@ -97,11 +98,15 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
         raise UnsupportedError(f"the CPU path does not compute {op}: {reason}.")
     q, k, v = views["q"], views["k_cache"], views["v_cache"]
     causal_each, first = views.get("causal"), views.get("kv_begin")
-    masks = {False: op.mask, True: causal_and(op.mask) if causal_each is not None else op.mask}
+    spec = functions.on_host(op.spec, views)
+    masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
     interval = functools.lru_cache(maxsize=4096)(cpu.kept)
     sequences, seconds = [], 0.0
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_places(op, views, op.q_len)):
-        mask = masks[causal_each is not None and bool(causal_each[i])]
+        mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
+        if spec is not op.spec:  # functions see positions
+            mask = OffsetMask(mask, kv_len - q_len, 0) if hasattr(mask, "keep") else mask
+            score = OffsetScore(score, kv_len - q_len, 0) if hasattr(score, "of_lengths") else score
         if first is not None:
             if first[i] < 0:
                 raise ProblemError(f"kv_begin[{i}] is {first[i]}; it must be at least 0.")
@@ -111,23 +116,8 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
         if some.any():
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / cpu.PRODUCTS_PER_SECOND
-        sequences.append(
-            cpu.Sequence(
-                i,
-                q[rows],
-                k,
-                v,
-                pages,
-                kv_len,
-                o[rows],
-                None if lse is None else lse[at],
-                mask,
-                op.score,
-                begin,
-                end,
-                len(q[rows]),
-            )
-        )
+        places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
+        sequences.append(cpu.Sequence(i, *places, mask, score, begin, end, q_len))
     threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * cpu.SECONDS_PER_THREAD)))
     config = cpu.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
     cpu.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config)

@@ -83,7 +83,7 @@ def test_the_operator() -> None:
     q, k, v = make()
     mask, score = documents(ids(50), 7), head_bias(SLOPES)
     text = torch_op._text_of(options_of(mask=mask.function, score=score.function))
-    given = (q, k, v, None, None, None, None, None, text, [ids(50), SLOPES])
+    given = (q, k, v, None, None, None, None, None, text, None, [ids(50), SLOPES])
     torch.library.opcheck(torch.ops.rawattn.attention.default, given)
     assert torch.equal(torch.ops.rawattn.attention(*given)[0], attention(q, k, v, mask, score))
     with pytest.raises(ProblemError, match="captured has 1 tensors; the functions in spec captured 2"):

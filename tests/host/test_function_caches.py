@@ -1,0 +1,142 @@
+"""Functions over caches, on the CPU: they see positions in the sequence, whose last query stands at its last key."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rawattn
+from rawattn import cpu, reference
+from rawattn.device import TYPICAL
+from rawattn.errors import ProblemError, UnsupportedError
+from rawattn.operation import AttentionKVCache, from_json
+from rawattn.select import select
+from tests.caches import Cached
+
+Array = npt.NDArray[Any]
+CASE = Cached(((3, 40), (1, 17), (0, 5), (2, 0), (7, 31)), heads=4, kv_heads=2, whole=True)
+IDS = np.random.default_rng(0).integers(0, 3, (5, 64)).astype(np.int32)
+SLOPES = np.array([0.1, -0.2, 0.3, 0.05], np.float32)
+MASK = lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) | (q - kv < 3)  # noqa: E731
+SCORE = lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)  # noqa: E731
+
+
+def by_hand(case: Cached, mask: Any = None, score: Any = None) -> list[tuple[Array, Array]]:
+    """o and lse of each sequence, (heads, q_len, columns) and (heads, q_len)."""
+    found, q = [], case.rows(case.heads, case.head_dim, 1).astype(np.float64)
+    for i, (q_len, kv_len) in enumerate(case.lengths):
+        k, v = (np.repeat(x.astype(np.float64), case.heads // case.kv_heads, 1) for x in case.keys(i))
+        s = np.einsum("qhd,khd->hqk", case.of(q, i), k) / case.head_dim**0.5
+        at = i, np.arange(case.heads)[:, None, None], np.arange(q_len)[:, None] + kv_len - q_len, np.arange(kv_len)
+        if score is not None:
+            s = score(s, *at)
+        kept = np.broadcast_to(True if mask is None else mask(*at), s.shape)
+        causal = case.causal if isinstance(case.causal, bool) else bool(case.causal[i])
+        s = np.where(kept & (at[3] <= at[2]) if causal else kept, s, -np.inf)
+        top = s.max(-1, keepdims=True, initial=-1e30)
+        p = np.exp(s - top)
+        total = p.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            lse = np.where(total > 0, top + np.log(total), -np.inf)[..., 0]
+        found.append((np.einsum("hqk,khd->hqd", p / np.where(total == 0, 1, total), v), lse))
+    return found
+
+
+def check(case: Cached, o: Array, lse: Array, **functions: Any) -> None:
+    for i, (wanted, wanted_lse) in enumerate(by_hand(case, **functions)):
+        np.testing.assert_allclose(case.of(o, i).swapaxes(0, 1), wanted, 2e-5, 2e-5)
+        own = case.of(lse.T if case.ragged else lse.swapaxes(1, 2), i).T
+        np.testing.assert_allclose(own, wanted_lse, 2e-5, 2e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False, (1, 0, 1, 1, 0)])
+@pytest.mark.parametrize("form", ["dense", "table", "indptr"])
+@pytest.mark.parametrize(
+    "functions", [{"mask": MASK}, {"score": SCORE}, {"mask": MASK, "score": SCORE}], ids=["mask", "score", "both"]
+)
+def test_functions(functions: dict[str, Any], form: str, causal: Any) -> None:
+    case = dataclasses.replace(CASE, form=form, causal=causal, page_size=4 if form != "dense" else 64)
+    q, cache, step = case.rows(4, 16, 1), case.cache(), case.step()
+    o, lse = rawattn.attention_kvcache(q, cache, step, **functions, return_lse=True)
+    check(case, o, lse, **functions)
+    check(case, *reference.attention_kvcache(q, cache, step, **functions, return_lse=True), **functions)
+
+
+def test_by_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences are computed by machine code."""
+    monkeypatch.setattr(cpu, "FEW_PAIRS", 0)
+    case = dataclasses.replace(CASE, lengths=((2, 40), (2, 63)), ragged=False)
+    o, lse = rawattn.attention_kvcache(case.rows(4, 16, 1), case.cache(), case.step(), mask=MASK, score=SCORE, return_lse=True)
+    check(case, o, lse, mask=MASK, score=SCORE)
+
+
+def test_the_first_key() -> None:
+    """Keys before kv_begin are masked, and may hold anything."""
+    case = dataclasses.replace(CASE, lengths=((3, 40), (1, 17)), begins=(9, 2))
+    o, _ = rawattn.attention_kvcache(case.rows(4, 16, 1), case.cache(), case.step(), mask=MASK, return_lse=True)
+    firsts = np.array([9, 2])
+    for i, (wanted, _) in enumerate(by_hand(case, lambda b, h, q, kv: MASK(b, h, q, kv) & (kv >= firsts[b]))):
+        np.testing.assert_allclose(case.of(o, i).swapaxes(0, 1), wanted, 2e-5, 2e-5)
+
+
+def test_one_that_says_what_the_library_has_is_that() -> None:
+    """Causal by positions is aligned to the last key."""
+    case = dataclasses.replace(CASE, causal=False)
+    q, cache = case.rows(4, 16, 1), case.cache()
+    for functions, step, options in (
+        ({"mask": lambda q, kv: q >= kv}, case.step(), {"mask": rawattn.mask.Causal()}),
+        ({"mask": lambda q, kv: q - kv <= 5}, case.step(causal=True), {"mask": rawattn.mask.Window(5, 0)}),
+    ):
+        found = rawattn.attention_kvcache(q, cache, step, **functions)
+        assert (found == rawattn.attention_kvcache(q, cache, case.step(), **options)).all()
+
+
+def test_operation() -> None:
+    """Captured arrays are its operands; a GPU's kernel says that it takes no functions yet."""
+    case = dataclasses.replace(CASE, dtype="bf16", causal=(1, 0, 1, 1, 0))
+    asked = rawattn.serving.api.asked_of(
+        case.step(), {"mask": MASK, "score": SCORE, "window": None, "softcap": None, "scale": None}, False
+    )
+    op, _ = rawattn.serving.api._attention_of(case.rows(4, 16, 1), case.cache(), case.step(), asked, 0, None)
+    names = [each.name for each in op.inputs]
+    assert names[-3:] == ["mask_0", "mask_1", "score_0"] and "causal" not in names
+    assert {each.title for each in op.captured} == {
+        "IDS, which mask captured,",
+        "causal, which mask captured,",
+        "SLOPES, which score captured,",
+    }
+    assert from_json(op.to_json()) == op and isinstance(op, AttentionKVCache)
+    with pytest.raises(
+        UnsupportedError, match=r"attn_decode: .*its mask and its score is a function, and over caches it takes none"
+    ):
+        select(op, TYPICAL["sm_90a"])
+
+
+def test_errors() -> None:
+    q, cache, step = CASE.rows(4, 16, 1), CASE.cache(), CASE.step()
+    with pytest.raises(ProblemError, match="mask was given beside window"):
+        rawattn.attention_kvcache(q, cache, step, mask=MASK, window=(3, 0))
+    ids = np.zeros((5, 64), np.float16)[:, ::2]
+    with pytest.raises(ProblemError, match="ids, which mask captured, has a stride of 2"):
+        rawattn.attention_kvcache(q, cache, step, mask=lambda b, q, kv: ids[b, q] == ids[b, kv])
+
+
+def test_the_operator() -> None:
+    """torch.compile sees captured tensors as arguments; the step's causal joins the function below the operator."""
+    torch = pytest.importorskip("torch")
+    ids, slopes = torch.from_numpy(IDS), torch.from_numpy(SLOPES)
+    functions = {
+        "mask": rawattn.mask.function(lambda b, q, kv: (ids[b, q] == ids[b, kv]) | (q - kv < 3)),
+        "score": rawattn.score.function(lambda s, h, q, kv: s + slopes[h] * (kv - q)),
+    }
+    for causal in (True, False, (1, 0, 1, 1, 0)):
+        case = dataclasses.replace(CASE, causal=causal)
+        q, cache, step = torch.from_numpy(case.rows(4, 16, 1)), case.cache("torch"), case.step("torch")
+        call = lambda q, cache=cache, step=step: rawattn.attention_kvcache(q, cache, step, **functions, return_lse=True)  # noqa: E731
+        o, lse = torch.compile(call, backend="aot_eager", fullgraph=True)(q)
+        check(case, o.numpy(), lse.numpy(), mask=MASK, score=SCORE)
+        assert torch.equal(o, call(q)[0])
