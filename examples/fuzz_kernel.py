@@ -40,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: floa
 
 def plain(case: testing.Case) -> testing.Case:
     """A case without the options that the formula does not have."""
-    return dataclasses.replace(case, window=None, mask=None, softcap=None, q_offset=None, kv_offset=None)
+    return dataclasses.replace(case, window=None, mask=None, softcap=None, q_offset=None, kv_offset=None, dropout=0.0)
 
 
 def fuzz(examples: int, device: str, fault: str) -> testing.Case | None:
