@@ -25,8 +25,9 @@ FAULTS = ("causal", "scale", "empty")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, fault: str = "") -> Tensor:
-    """softmax(scale q k^T) v, by the book."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    """softmax(scale q k^T) v, by the book, in float64."""
+    dtype, q = q.dtype, q.double()
+    k, v = (x.double().repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     is_default = not scale if fault == "scale" else scale is None
     s = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if is_default else scale)
     if causal:
@@ -35,7 +36,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: floa
     p = s.softmax(-1)
     if fault != "empty":
         p = p.nan_to_num(0.0)  # no key is kept
-    return torch.einsum("bhij,bjhd->bihd", p, v)
+    return torch.einsum("bhij,bjhd->bihd", p, v).to(dtype)
 
 
 def plain(case: testing.Case) -> testing.Case:
