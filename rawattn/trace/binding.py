@@ -24,7 +24,10 @@ def written(
     for i, (path, what, value) in enumerate(notes):
         known |= {f"value{i}": value, f"holds{i}": NOTES[what]}
         at = _expression(path)
-        same = {"code": f"{at}.__code__ is value{i}", "type": f"type({at}) is value{i}"}.get(what, "False")
+        same = {
+            "code": f"{at}.__code__ is value{i}", "type": f"type({at}) is value{i}", "value": f"{at} is value{i}",
+            "truth": f"bool({at}) is value{i}", "size": f"len({at}) == value{i}",
+        }.get(what, "False")  # fmt: skip
         lines.append(f"    if not ({same}) and not holds{i}({at}, value{i}, f): return None")
     for i, slot in enumerate(slots):
         lines.append(f"    x{i} = {_expression(slot.path)}")
