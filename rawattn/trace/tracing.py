@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import ProblemError, RawattnError
 from . import binding
 from .arithmetic import as_type
-from .canonical import Code, canonical, renumbered, slots_of
+from .canonical import Code, canonical, number_keys, renumbered, slots_of
 from .capture import Capture, Note, Owner, Slot, called, code_of
 from .conditions import where
 from .evaluation import evaluate
@@ -72,7 +72,7 @@ class Traced:
         if found is None:
             return None
         for x, known in self.specialised:
-            if _value_of(x, found[2]) != known:
+            if number_keys([_value_of(x, found[2])]) != number_keys([known]):
                 return None
         return found[:2]
 

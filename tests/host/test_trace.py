@@ -682,3 +682,26 @@ def test_no_method_of_an_array_is_kept() -> None:
     del array, total
     gc.collect()
     assert alive() is None
+
+
+def test_zeros_of_either_sign_are_two_numbers() -> None:
+    def make(c: float) -> Any:
+        return lambda s, q, kv: np.where(1.0 / c > 0.0, s + kv, s - kv)
+
+    def by_sign(c: float) -> Any:
+        return lambda s, q, kv: s + kv if math.copysign(1.0, c) > 0 else s - kv
+
+    for f in (make, by_sign):
+        with np.errstate(divide="ignore"):
+            for c, sign in ((0.0, 1), (-0.0, -1), (0.0, 1)):
+                np.testing.assert_array_equal(logits(f(c), S), S + sign * KV)
+    plus, minus = option(make(0.0), "score"), option(make(-0.0), "score")
+    assert plus != minus and plus.kind == minus.kind
+    assert math.copysign(1, minus.numbers[0]) < 0 < math.copysign(1, plus.numbers[0])
+
+
+def test_a_nan_is_itself() -> None:
+    found = {option((lambda c: lambda s, q, kv: s + c * kv)(float("nan")), "score") for _ in range(3)}
+    assert len(found) == 1
+    only = found.pop()
+    assert FunctionScore(**json.loads(json.dumps(dataclasses.asdict(only)))) == only
