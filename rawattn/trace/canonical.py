@@ -73,7 +73,7 @@ def encoded(role: str, root: Expr) -> Code:
 
 def number_keys(numbers: Sequence[int | float]) -> tuple[int | str, ...]:
     """What tells numbers apart in keys: 0.0 and -0.0 are two, and NaN is itself."""
-    return tuple(x if isinstance(x, (int, np.integer)) else float(x).hex() for x in numbers)
+    return tuple([x if isinstance(x, (int, np.integer)) else float(x).hex() for x in numbers])
 
 
 def numbers_of(keys: Sequence[int | str]) -> tuple[int | float, ...]:
