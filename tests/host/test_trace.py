@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import gc
 import json
@@ -705,3 +706,14 @@ def test_a_nan_is_itself() -> None:
     assert len(found) == 1
     only = found.pop()
     assert FunctionScore(**json.loads(json.dumps(dataclasses.asdict(only)))) == only
+
+
+def test_keys_of_any_kind() -> None:
+    class Side(enum.Enum):
+        left = 1
+
+    reach = {Side.left: 3}
+    f = lambda q, kv: q - kv < reach[Side.left]  # noqa: E731
+    for n in (3, 5):
+        reach[Side.left] = n
+        assert (pairs(f) == (n > Q - KV)).all()
