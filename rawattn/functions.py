@@ -22,7 +22,7 @@ from .arrays import Array
 from .errors import ProblemError
 from .operand import Operand, check_contiguous, describe
 from .trace import Traced
-from .trace.canonical import canonical
+from .trace.canonical import canonical, number_keys
 from .trace.capture import ELEMENTS
 from .trace.classes import classify
 from .trace.conditions import compare, logical
@@ -39,21 +39,16 @@ ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arra
 
 class Function(tuple[Any, ...]):
     """A function among the options of a call: what was traced, and its numbers, without its arrays. Keys are made of it, so it is
-    the tuple of its code and its numbers."""
+    the tuple of its code and of what tells its numbers apart."""
 
     traced: Traced
-
-    @property
-    def numbers(self) -> tuple[int | float, ...]:
-        """The captured numbers."""
-        found: tuple[int | float, ...] = self[1]
-        return found
+    numbers: tuple[int | float, ...]  # that it captured
 
 
 def function(traced: Traced, numbers: tuple[int | float, ...] = ()) -> Function:
     """What takes a function's place among the options."""
-    found = Function((traced.code, numbers))
-    found.traced = traced
+    found = Function((traced.code, number_keys(numbers)))
+    found.traced, found.numbers = traced, numbers
     return found
 
 

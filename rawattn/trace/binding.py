@@ -23,11 +23,14 @@ def written(
     known: dict[str, Any] = {}
     for i, (path, what, value) in enumerate(notes):
         known |= {f"value{i}": value, f"holds{i}": NOTES[what]}
-        at = _expression(path)
-        same = {"code": f"{at}.__code__ is value{i}", "type": f"type({at}) is value{i}"}.get(what, "False")
+        at = _expression(path, known)
+        same = {
+            "code": f"{at}.__code__ is value{i}", "type": f"type({at}) is value{i}", "value": f"{at} is value{i}",
+            "truth": f"bool({at}) is value{i}", "size": f"len({at}) == value{i}",
+        }.get(what, "False")  # fmt: skip
         lines.append(f"    if not ({same}) and not holds{i}({at}, value{i}, f): return None")
     for i, slot in enumerate(slots):
-        lines.append(f"    x{i} = {_expression(slot.path)}")
+        lines.append(f"    x{i} = {_expression(slot.path, known)}")
         if isinstance(slot, ArraySlot):
             known |= {f"cls{i}": slot.cls, f"dtype{i}": slot.dtype}
             lines.append(f"    if type(x{i}) is not cls{i} or x{i}.dtype != dtype{i} or x{i}.ndim != {slot.ndim}: return None")
@@ -44,11 +47,15 @@ def written(
     return found
 
 
-def _expression(path: Path) -> str:
+def _expression(path: Path, known: dict[str, Any]) -> str:
     found = "f"
     for step, at in path:
         if step == "attribute":
             found = f"{found}.{at}" if at.isidentifier() else f"getattr({found}, {at!r})"
+        elif step == "item" and type(at) not in (int, str):  # whose repr may be no text of Python
+            name = f"key{len(known)}"
+            known[name] = at
+            found = f"{found}[{name}]"
         else:
             found = _STEPS[step].format(found, at)
     return found

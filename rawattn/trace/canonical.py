@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ..errors import ProblemError
 from .arithmetic import COMMUTATIVE, RANK
@@ -67,6 +69,16 @@ def encoded(role: str, root: Expr) -> Code:
         return [number[a] if isinstance(a, Expr) else a for a in x.args]
 
     return Code(json.dumps([role, *([x.op, x.type, *words(x)] for x in order)], separators=(",", ":")))
+
+
+def number_keys(numbers: Sequence[int | float]) -> tuple[int | str, ...]:
+    """What tells numbers apart in keys: 0.0 and -0.0 are two, and NaN is itself."""
+    return tuple([x if isinstance(x, (int, np.integer)) else float(x).hex() for x in numbers])
+
+
+def numbers_of(keys: Sequence[int | str]) -> tuple[int | float, ...]:
+    """The inverse of ``number_keys``."""
+    return tuple(float.fromhex(x) if isinstance(x, str) else x for x in keys)
 
 
 @functools.lru_cache(maxsize=1024)

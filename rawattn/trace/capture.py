@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
+import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -81,6 +83,17 @@ def _is_value(found: Any, value: Any, function: Any) -> bool:
     return found is value or (type(found) is type(value) and bool(found == value))
 
 
+_ABSENT = (AttributeError, IndexError, KeyError)  # what is raised of what an object does not have
+
+
+def _is_absent(found: Any, step: str, at: Any) -> bool:
+    try:
+        _STEPS[step](found, at)
+    except _ABSENT:
+        return True
+    return False
+
+
 # What was noted of a value, and whether another function has the same there: from what is found, what was noted, and the
 # function.
 NOTES: dict[str, Callable[[Any, Any, Any], bool]] = {
@@ -89,6 +102,9 @@ NOTES: dict[str, Callable[[Any, Any, Any], bool]] = {
     "length": lambda found, value, function: (type(found), len(found)) == value,
     "same": lambda found, value, function: found is follow(function, value),  # as what another path leads to
     "value": _is_value,
+    "absent": lambda found, value, function: _is_absent(found, *value),
+    "truth": lambda found, value, function: bool(found) == value,
+    "size": lambda found, value, function: len(found) == value,
 }
 
 
@@ -214,58 +230,129 @@ def _dtype_name(dtype: Any) -> str:
 
 
 class Owner:
-    """Stands for an object whose attributes, or items, a function reads."""
+    """Stands for an object whose attributes, or items, a function reads. What it answers is noted, also that it has none."""
+
+    __slots__ = ("__capture", "__label", "__path", "__value")  # they hide no attribute of the object
 
     def __init__(self, value: Any, path: Path, label: str, capture: Capture) -> None:
-        self.__dict__.update(_value=value, _path=path, _label=label, _capture=capture)
+        for name, x in (("value", value), ("path", path), ("label", label), ("capture", capture)):
+            object.__setattr__(self, f"_Owner__{name}", x)
 
-    def _found(self, value: Any, step: str, at: Any, label: str) -> Any:
-        if isinstance(value, types.MethodType) and value.__self__ is self._value:
-            function = self._capture.rebuild(value.__func__, (*self._path, (step, at), ("attribute", "__func__")), label)
+    def __found(self, step: str, at: Any, label: str) -> Any:
+        try:
+            value = _STEPS[step](self.__value, at)
+        except _ABSENT:
+            self.__capture.note(self.__path, "absent", (step, at))
+            raise
+        if isinstance(value, types.MethodType) and value.__self__ is self.__value:
+            function = self.__capture.rebuild(value.__func__, (*self.__path, (step, at), ("attribute", "__func__")), label)
             return types.MethodType(function, self)
-        return self._capture.rebuild(value, (*self._path, (step, at)), label)
+        return self.__capture.rebuild(value, (*self.__path, (step, at)), label)
 
     def __getattr__(self, name: str) -> Any:
-        return self._found(getattr(self._value, name), "attribute", name, f"{self._label}.{name}")
+        return self.__found("attribute", name, f"{self.__label}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, Expr):
             key = key.__index__()
-        return self._found(self._value[key], "item", key, f"{self._label}[{key!r}]")
+        return self.__found("item", key, f"{self.__label}[{key!r}]")
+
+    def __iter__(self) -> Iterator[Any]:
+        kind = type(self.__value)
+        if not hasattr(kind, "__getitem__") or hasattr(kind, "keys"):
+            self.__refuse("whose members cannot be followed; capture a tuple or an array")
+        return self.__items()
+
+    def __items(self) -> Iterator[Any]:
+        for i in itertools.count():
+            try:
+                item = self[i]
+            except IndexError:
+                return
+            yield item
+
+    def __bool__(self) -> bool:
+        found = bool(self.__value)
+        self.__capture.note(self.__path, "truth", found)
+        return found
+
+    def __len__(self) -> int:
+        found = len(self.__value)
+        self.__capture.note(self.__path, "size", found)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        self.__refuse("and whole objects cannot be compared while a function is traced; compare their numbers, or use `is`")
+
+    def __hash__(self) -> int:
+        self.__refuse("which cannot be hashed while a function is traced; use a string or a number as the key")
 
     def __contains__(self, key: Any) -> bool:
-        raise ProblemError(
-            f"{self._label} is a {type(self._value).__name__}, whose members cannot be followed; capture a tuple or an array."
-        )
+        self.__refuse("whose members cannot be followed; capture a tuple or an array")
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        self.__capture.note(self.__path, "value", self.__value)
+        return isinstance(instance.__value if type(instance) is Owner else instance, self.__value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.called()(*args, **kwargs)
+        made = self.__value
+        if isinstance(made, type) and (issubclass(made, tuple) or dataclasses.is_dataclass(made)):
+            self.__capture.note(self.__path, "value", made)
+            return made(*args, **kwargs)
+        return self.__called()(*args, **kwargs)
 
-    def called(self) -> Any:
-        """What a call of it calls."""
-        function = type(self._value).__call__
+    def __called(self) -> Any:
+        function = type(self.__value).__call__ if callable(self.__value) else None
+        if isinstance(self.__value, type):
+            self.__refuse(
+                "and objects that are made while a function is traced cannot be followed; make it before, and capture it"
+            )
+        if isinstance(self.__value, types.BuiltinFunctionType):
+            self.__refuse(
+                f"of a {type(self.__value.__self__).__name__}, and what it returns cannot be followed; read an attribute or "
+                "x[key], or call it before and capture the result"
+            )
         if not isinstance(function, types.FunctionType):
-            raise ProblemError(f"{self._label} is a {type(self._value).__name__}, which is no Python function; write one.")
+            self.__refuse("which is no Python function; write one")
         if _is_of_library(function):  # a module of torch
             return self.forward
-        path = (*self._path, ("type", None), ("attribute", "__call__"))
-        return types.MethodType(self._capture.rebuild(function, path, self._label), self)
+        path = (*self.__path, ("type", None), ("attribute", "__call__"))
+        return types.MethodType(self.__capture.rebuild(function, path, self.__label), self)
+
+    def __refuse(self, words: str) -> NoReturn:
+        raise ProblemError(f"{self.__label} is a {type(self.__value).__name__}, {words}.")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise ProblemError(f"{self._label}.{name} is assigned to; a mask or a score changes nothing outside of itself.")
+        raise ProblemError(f"{self.__label}.{name} is assigned to; a mask or a score changes nothing outside of itself.")
+
+
+def called(owner: Owner) -> Any:
+    """What a call of it calls."""
+    return owner._Owner__called()
 
 
 def _is_of_library(f: Any) -> bool:
     return (getattr(f, "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
+def _is_constant(x: Any) -> bool:
+    """Says whether a module or a class is a library's, whose attributes nobody changes; or an exception, which is caught by its
+    class."""
+    top = (x.__name__ if isinstance(x, types.ModuleType) else x.__module__).partition(".")[0]
+    return top in LIBRARIES or top in _STANDARD or (isinstance(x, type) and issubclass(x, BaseException))
+
+
 def _is_fixed(value: Any) -> bool:
-    """Says whether it is compiled in as it is: a bool, a string, a module, a class, a function of a library."""
-    if value is None or isinstance(
-        value, (bool, np.bool_, str, bytes, type, enum.Enum, types.ModuleType, types.BuiltinFunctionType)
-    ):
+    """Says whether it is compiled in as it is: a bool, a string, a library, a class or a function of one."""
+    if value is None or isinstance(value, (bool, np.bool_, str, bytes, enum.Enum)):
         return True
-    if isinstance(value, (np.ufunc, np.dtype, types.BuiltinMethodType, types.EllipsisType, slice)):
+    if isinstance(value, (type, types.ModuleType)):
+        return _is_constant(value)
+    if isinstance(value, types.BuiltinFunctionType):  # of a module, or bound to an object
+        own = value.__self__
+        is_static = own is None or isinstance(own, (types.ModuleType, np.ufunc))
+        return is_static or (isinstance(own, type) and _is_constant(own))
+    if isinstance(value, (np.ufunc, np.dtype, types.EllipsisType, slice)):
         return True
     if isinstance(value, types.FunctionType):
         return _is_of_library(value) or value.__module__ in _OURS
@@ -273,6 +360,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 _OURS = ("rawattn.trace.expressions", "rawattn.trace.language")
+_STANDARD = {"rawattn", *sys.stdlib_module_names} - {"__main__"}
 
 
 class Capture:
@@ -283,6 +371,12 @@ class Capture:
         self.notes: list[Note] = []
         self.values: list[Any] = []  # of the slots
         self._seen: dict[int, tuple[Any, Any, Path]] = {}  # value, what replaces it, path
+
+    def note(self, path: Path, what: str, value: Any) -> None:
+        """Notes it, once."""
+        note = Note(path, what, value)
+        if note not in self.notes:
+            self.notes.append(note)
 
     def rebuild(self, value: Any, path: Path = (), label: str = "") -> Any:
         """What takes the place of a value while the function is traced."""

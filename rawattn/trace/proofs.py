@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ProblemError
-from .canonical import Code
+from .canonical import Code, number_keys, numbers_of
 from .expressions import Expr, nodes
 from .ranges import LIMITS, Range, anything, bounds, exactly
 
@@ -45,20 +45,26 @@ class Limits(NamedTuple):
         return {name: Range(np.int64(0), np.int64(max(0, hi))) for name, hi in most.items()}
 
 
-@functools.lru_cache(maxsize=4096)
 def checked_indices(
     code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """``prove``. What holds of larger limits holds of these, so powers of two above them are tried first, once for many
     lengths."""
+    return _checked_indices(code, shapes, number_keys(numbers), limits)
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked_indices(
+    code: Code, shapes: tuple[tuple[int, ...], ...], keys: tuple[int | str, ...], limits: Limits
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
     above = Limits(*(1 << (n - 1).bit_length() if n > 0 else 0 for n in limits))
     if above != limits:
         try:
-            if not checked_indices(code, shapes, numbers, above):
+            if not _checked_indices(code, shapes, keys, above):
                 return ()
         except ProblemError:
             pass  # these may be small enough
-    return prove(code, shapes, numbers, limits)
+    return prove(code, shapes, numbers_of(keys), limits)
 
 
 def prove(

@@ -21,8 +21,8 @@ import numpy as np
 from ..errors import ProblemError, RawattnError
 from . import binding
 from .arithmetic import as_type
-from .canonical import Code, canonical, renumbered, slots_of
-from .capture import Capture, Note, Owner, Slot, code_of
+from .canonical import Code, canonical, number_keys, renumbered, slots_of
+from .capture import Capture, Note, Owner, Slot, called, code_of
 from .conditions import where
 from .evaluation import evaluate
 from .expressions import Expr, S, tracer, var, wrap
@@ -72,7 +72,7 @@ class Traced:
         if found is None:
             return None
         for x, known in self.specialised:
-            if _value_of(x, found[2]) != known:
+            if number_keys([_value_of(x, found[2])]) != number_keys([known]):
                 return None
         return found[:2]
 
@@ -214,9 +214,9 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
     paths = _Paths(capture.values)
     token = tracer.set(paths)
     try:
-        called = replaced.called() if isinstance(replaced, Owner) else replaced
-        args, words = _arguments(called, role)
-        root = _result(paths.explore(lambda: called(*args, **words)), role)
+        call = called(replaced) if isinstance(replaced, Owner) else replaced
+        args, words = _arguments(call, role)
+        root = _result(paths.explore(lambda: call(*args, **words)), role)
     finally:
         tracer.reset(token)
     code, arrays, numbers = canonical(root, role)

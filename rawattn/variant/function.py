@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ProblemError
 from ..program import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
 from ..trace import cuda_text, fields, recognition
-from ..trace.canonical import Code
+from ..trace.canonical import Code, number_keys, numbers_of
 from ..trace.classes import classify
 from ..trace.cuda_ranges import pyramids_of
 from ..trace.evaluation import evaluate
@@ -35,7 +35,7 @@ class Captured(NamedTuple):
     label: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Function(Option):
     """A traced function, the numbers that it captured, what is needed of its arrays, and which indices are checked."""
 
@@ -50,6 +50,16 @@ class _Function(Option):
         object.__setattr__(self, "numbers", tuple(self.numbers))
         object.__setattr__(self, "arrays", tuple(Captured(x[0], x[1], tuple(x[2]), *x[3:]) for x in self.arrays))
         object.__setattr__(self, "checked", tuple((node, axis) for node, axis in self.checked))
+
+    @functools.cached_property
+    def _key(self) -> tuple[object, ...]:
+        return (self.type, self.code, number_keys(self.numbers), self.arrays, self.checked)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, _Function) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -106,7 +116,7 @@ class _Function(Option):
         return found
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class FunctionMask(_Function):
     """A mask that is a Python function. The tiles that it visits may have holes between them."""
 
@@ -131,7 +141,7 @@ class FunctionMask(_Function):
         return classify(self.code, arrays, self.numbers, b, h, q, kv, q_len, kv_len)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class FunctionScore(_Function):
     """A score that is a Python function."""
 
@@ -163,11 +173,18 @@ def _slope(code: Code) -> Any:
     return slope(code.root)
 
 
-@functools.lru_cache(maxsize=4096)
 def option(
     code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits, labels: tuple[str, ...]
 ) -> Any:
     """The mask or score of a traced function and what it captured: a built-in one where that has the same meaning."""
+    return _option(code, shapes, number_keys(numbers), limits, labels)
+
+
+@functools.lru_cache(maxsize=4096)
+def _option(
+    code: Code, shapes: tuple[tuple[int, ...], ...], keys: tuple[int | str, ...], limits: Limits, labels: tuple[str, ...]
+) -> Any:
+    numbers = numbers_of(keys)
     checked = checked_indices(code, shapes, numbers, limits)
     found = recognition.recognised(code, numbers)
     if found is not None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn import api, compiler, plans, reference
+from rawattn import api, compiler, functions, plans, reference
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.operation import Backward, Forward, from_json
@@ -395,3 +395,20 @@ def test_selections_are_shared() -> None:
     assert a != b and a.kind == b.kind and a.selection_key == b.selection_key
     assert a.selection_key != operation(500, 500, 3, score=None).selection_key
     assert api.explain_operation(a, H200).selection is api.explain_operation(b, H200).selection
+
+
+def test_zeros_of_either_sign_and_nan_in_keys() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 20, 2, 16)).astype(np.float32) for _ in range(3))
+
+    def make(c: float) -> Any:
+        return lambda s, b, h, q, kv: np.where(1.0 / c > 0.0, s + kv, s - kv)
+
+    for c, sign in ((0.0, 1), (-0.0, -1)):
+        o = rawattn.attention(q, k, v, score=make(c))
+        expected, _ = by_hand(q, k, v, score=lambda s, b, h, q, kv, sign=sign: s + sign * kv)
+        np.testing.assert_allclose(o, expected, atol=1e-5)
+    found = {functions.bind(make(float("nan")), "score")[0] for _ in range(3)}
+    assert len(found) == 1
+    fields = json.loads(json.dumps(functions.to_json([("score", next(iter(found)))])))
+    assert functions.from_json(fields)[1] == {"score": next(iter(found))}

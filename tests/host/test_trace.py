@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import gc
 import json
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -540,3 +542,178 @@ def test_json() -> None:
 def test_code_of_a_file_is_checked(text: str) -> None:
     with pytest.raises(ProblemError, match="the text of a traced function"):
         _ = Code(text).root
+
+
+class Holder:
+    """An object with what is set on it."""
+
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update(given)
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Optional:
+    def __call__(self, q: Any, kv: Any) -> Any:
+        reach = getattr(self, "reach", None)
+        return q >= kv if reach is None else (q >= kv) & (q - kv < reach)
+
+
+class Hasty:
+    def __call__(self, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (q - kv < self.reach) if hasattr(self, "reach") else q >= kv
+
+
+@pytest.mark.parametrize("kind", [Optional, Hasty])
+def test_an_attribute_that_comes_later(kind: Any) -> None:
+    mask = kind()
+    assert (pairs(mask) == (Q >= KV)).all()
+    mask.reach = 2
+    assert (pairs(mask) == ((Q >= KV) & (Q - KV < 2))).all()
+    del mask.reach
+    assert (pairs(mask) == (Q >= KV)).all()
+
+
+def test_an_item_that_comes_later() -> None:
+    many = [0] * 299 + [1]
+
+    def loop(q: Any, kv: Any) -> Any:
+        total = 0
+        for x in many:
+            total = total + x
+        return q - kv < total
+
+    def by_length(q: Any, kv: Any) -> Any:
+        return q - kv < len(many) - 299
+
+    def caught(q: Any, kv: Any) -> Any:
+        try:
+            return q - kv < words["reach"]
+        except KeyError:
+            return q >= kv
+
+    words: dict[str, int] = {}
+    assert (pairs(loop) == (Q - KV < 1)).all() and (pairs(by_length) == (Q - KV < 1)).all()
+    many.append(3)
+    assert (pairs(loop) == (Q - KV < 4)).all() and (pairs(by_length) == (Q - KV < 2)).all()
+    assert (pairs(caught) == (Q >= KV)).all()
+    words["reach"] = 2
+    assert (pairs(caught) == (Q - KV < 2)).all()
+
+
+@pytest.mark.parametrize("empty", [{}, set()])
+def test_the_truth_of_an_object(empty: Any) -> None:
+    def mask(q: Any, kv: Any) -> Any:
+        return (q >= kv) if not empty else (q >= 0)
+
+    assert (pairs(mask) == (Q >= KV)).all()
+    empty.update({"a": 1} if isinstance(empty, dict) else {1})
+    assert pairs(mask).all()
+
+
+def test_what_objects_refuse() -> None:
+    a, b = Holder(), Holder()
+    reach = {0: 5, 1: 6}
+    with pytest.raises(ProblemError, match=r"a is a Holder, and whole objects cannot be compared"):
+        trace.bind(lambda q, kv: (q >= kv) if a == b else (q < kv), "mask")
+    with pytest.raises(ProblemError, match=r"b is a Holder, which cannot be hashed"):
+        trace.bind(lambda q, kv: (q >= kv) if {1: 2}.get(b) else (q < kv), "mask")  # type: ignore[call-overload]
+    with pytest.raises(ProblemError, match=r"reach is a dict, whose members cannot be followed"):
+        trace.bind(lambda q, kv: q - kv < sum(x for x in reach), "mask")
+
+
+def test_names_of_attributes_hide_none() -> None:
+    own = Holder(_value=2, _path=3, called=4, found=5)
+    f = lambda q, kv: q - kv < own._value + own._path + own.called - own.found  # noqa: E731
+    assert (pairs(f) == (Q - KV < 4)).all()
+    own._value = 0  # type: ignore[attr-defined]
+    assert (pairs(f) == (Q - KV < 2)).all()
+
+
+def test_attributes_of_classes_and_modules_are_followed() -> None:
+    class Config:
+        reach = 3
+
+        @classmethod
+        def within(cls, q: Any, kv: Any) -> Any:
+            return q - kv < cls.reach
+
+        @staticmethod
+        def causal(q: Any, kv: Any) -> Any:
+            return q >= kv
+
+    module = types.ModuleType("settings")
+    module.reach = 3  # type: ignore[attr-defined]
+    for owner in (Config, module):
+        f = (lambda own: lambda q, kv: (q >= kv) & (q - kv < own.reach))(owner)
+        owner.reach = 3  # type: ignore[attr-defined]
+        assert (pairs(f) == ((Q >= KV) & (Q - KV < 3))).all()
+        owner.reach = 5  # type: ignore[attr-defined]
+        assert (pairs(f) == ((Q >= KV) & (Q - KV < 5))).all()
+    by_method = lambda q, kv: Config.within(q, kv) & Config.causal(q, kv)  # noqa: E731
+    for reach in (2, 4):
+        Config.reach = reach
+        assert (pairs(by_method) == ((Q >= KV) & (reach > Q - KV))).all()
+    with pytest.raises(ProblemError, match=r"Config is a type, and objects that are made .* make it before, and capture it"):
+        trace.bind(lambda q, kv: q >= kv + Config().reach, "mask")
+    assert (pairs(lambda q, kv: in_sizes(Sizes(1, 2), q, kv)) == ((KV >= Q - 1) & (KV <= Q + 2))).all()
+
+
+def test_methods_of_builtin_objects_are_refused() -> None:
+    get = {"reach": 3}.get
+    words = {"reach": 3}
+    with pytest.raises(ProblemError, match=r"get is a builtin_function_or_method, of a dict, .*cannot be followed.*x\[key\]"):
+        trace.bind(lambda q, kv: q - kv < get("reach"), "mask")
+    with pytest.raises(ProblemError, match=r"words.get is a builtin_function_or_method, of a dict, .*call it before"):
+        trace.bind(lambda q, kv: q - kv < words.get("reach"), "mask")
+
+
+def test_no_method_of_an_array_is_kept() -> None:
+    class Owned(np.ndarray):
+        pass
+
+    array = DOC.copy().view(Owned)
+    alive = weakref.ref(array)
+    total = array.sum
+    trace.bind((lambda unused: lambda q, kv: (unused is not None) & (q >= kv))(total), "mask")
+    del array, total
+    gc.collect()
+    assert alive() is None
+
+
+def test_zeros_of_either_sign_are_two_numbers() -> None:
+    def make(c: float) -> Any:
+        return lambda s, q, kv: np.where(1.0 / c > 0.0, s + kv, s - kv)
+
+    def by_sign(c: float) -> Any:
+        return lambda s, q, kv: s + kv if math.copysign(1.0, c) > 0 else s - kv
+
+    for f in (make, by_sign):
+        with np.errstate(divide="ignore"):
+            for c, sign in ((0.0, 1), (-0.0, -1), (0.0, 1)):
+                np.testing.assert_array_equal(logits(f(c), S), S + sign * KV)
+    plus, minus = option(make(0.0), "score"), option(make(-0.0), "score")
+    assert plus != minus and plus.kind == minus.kind
+    assert math.copysign(1, minus.numbers[0]) < 0 < math.copysign(1, plus.numbers[0])
+
+
+def test_a_nan_is_itself() -> None:
+    found = {option((lambda c: lambda s, q, kv: s + c * kv)(float("nan")), "score") for _ in range(3)}
+    assert len(found) == 1
+    only = found.pop()
+    assert FunctionScore(**json.loads(json.dumps(dataclasses.asdict(only)))) == only
+
+
+def test_keys_of_any_kind() -> None:
+    class Side(enum.Enum):
+        left = 1
+
+    reach = {Side.left: 3}
+    f = lambda q, kv: q - kv < reach[Side.left]  # noqa: E731
+    for n in (3, 5):
+        reach[Side.left] = n
+        assert (pairs(f) == (n > Q - KV)).all()
