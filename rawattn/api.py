@@ -446,7 +446,7 @@ def _named(
     if any(x is not None for x in shorthands):
         options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
     options, captured = functions.taken(options_of(**options))
-    return arrays.named(operation.input_names(len(given)), given) | arrays.named(functions.names(options), captured), options
+    return arrays.named(operation.input_names(len(given)), given) | functions.read(options, captured), options
 
 
 def _load_torch_op() -> bool:
@@ -479,12 +479,13 @@ def run(
         given, signatures = dense, arrays.signatures(dense)
         call = asked and _calls.get((signatures, asked, operation, forms))
     if call is None:
-        family = None if asked is None or captured else operation.family(signatures, options)
+        # What is proved of functions is proved for their lengths, and a family has others.
+        family = None if asked is None or functions.among(options) else operation.family(signatures, options)
         family = family and (family, key_of(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
             found = arrays.named(operation.input_names(len(given)), given)
-            found |= arrays.named(functions.names(options), captured)
+            found |= functions.read(options, captured)
             plan = _plan(operation, found, options, lengths, kernel, config)
             bound = plan.bind(found)
             if family is not None and not plan.device.is_cpu:

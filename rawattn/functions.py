@@ -226,6 +226,11 @@ def labels(options: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def read(options: Mapping[str, Any], captured: tuple[Any, ...]) -> dict[str, Array]:
+    """The captured arrays of a call by name. Raises ProblemError, which calls them as ``labels``, where one cannot be read."""
+    return {name: arrays.read(x, words) for (name, words), x in zip(labels(options).items(), captured, strict=True)}
+
+
 def title(role: str, label: str) -> str:
     """A captured array in words."""
     return f"{label}, which {role} captured,"

@@ -212,6 +212,18 @@ def test_errors_name_what_was_captured() -> None:
     )
 
 
+def test_errors_of_arrays_without_memory() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x) for x in inputs())
+    doc = torch.zeros(50, dtype=torch.int32, device="meta")
+    with pytest.raises(ProblemError, match="doc, which mask captured, is on torch's device meta"):
+        rawattn.attention(q, k, v, mask=lambda q, kv: doc[q] == doc[kv])
+    with pytest.raises(ProblemError, match=r"bias, which score captured, is on torch's device meta"):
+        rawattn.attention(q, k, v, bias=torch.zeros((), device="meta"))
+    with pytest.raises(ProblemError, match="doc, which mask captured, is on torch's device meta"):
+        rawattn.explain(q, k, v, mask=lambda q, kv: doc[q] == doc[kv])
+
+
 def test_errors_of_options() -> None:
     raises("mask was given beside causal or window", mask=lambda b, q, kv: (kv >= 3) & (q != kv), causal=True)
     raises("score was given beside softcap", score=lambda s, q: s * (q + 1), softcap=3.0)
@@ -301,6 +313,22 @@ def test_arrays_are_not_kept(library: str) -> None:
         del doc, bias
     gc.collect()
     assert [each() for each in references] == [None] * 6
+
+
+def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of a family is resized without a proof, so a function has none, whatever it captured."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.zeros(1, 1, 4, 64), torch.zeros(1, 4100, 4, 64), torch.zeros(1, 4100, 4, 64)
+    found: list[Any] = []
+    own = Forward.family.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(Forward, "family", classmethod(lambda cls, *given: found.append(given) or own(cls, *given)))
+    f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
+    rawattn.attention(q, k, v)
+    assert len(found) == 1
+    rawattn.attention(q, k, v, mask=f)
+    assert len(found) == 1
+    with pytest.raises(ProblemError, match="integers must fit 32 bits"):
+        rawattn.attention(q, *(torch.zeros(1, 5100, 4, 64),) * 2, mask=f)
 
 
 def test_keys_tell_numbers_and_arrays_apart() -> None:
