@@ -151,13 +151,15 @@ def is_block_mask(value: Any) -> bool:
     return type(value).__name__ == "BlockMask" and hasattr(value, "kv_indices")
 
 
-_block_masks: weakref.WeakKeyDictionary[Any, OfBlockMask] = weakref.WeakKeyDictionary()
+_block_masks: weakref.WeakKeyDictionary[Any, tuple[Any, OfBlockMask]] = weakref.WeakKeyDictionary()
 
 
 def of_block_mask(mask: Any) -> OfBlockMask:
-    """A BlockMask as a function. Its lists of blocks become a table once, on their device."""
-    found = _block_masks.get(mask)
-    if found is None:
+    """A BlockMask as a function. Its lists of blocks become a table on their device, anew where they were changed."""
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    state = tuple(None if x is None else (x.data_ptr(), x.shape, object() if x.is_inference() else x._version) for x in lists)
+    before, found = _block_masks.get(mask, (None, None))
+    if found is None or before != state:
         torch, classes = sys.modules["torch"], mask.kv_indices.new_zeros(())
         for value, counts, indices in (
             (1, mask.kv_num_blocks, mask.kv_indices), (2, mask.full_kv_num_blocks, mask.full_kv_indices),
@@ -169,9 +171,10 @@ def of_block_mask(mask: Any) -> OfBlockMask:
             rows = indices.new_zeros((*indices.shape[:-1], columns + 1), dtype=torch.uint8)  # a last column for no block
             rows.scatter_(-1, torch.where(there, indices, columns).long(), value)
             classes = torch.maximum(classes, rows[..., :columns])
-        found = _block_masks[mask] = OfBlockMask(
+        found = OfBlockMask(
             classes.to(torch.uint8).contiguous(), mask.BLOCK_SIZE, mask.mask_mod, getattr(mask, "seq_lengths", None)
         )
+        _block_masks[mask] = state, found
     return found
 
 

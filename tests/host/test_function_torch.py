@@ -182,3 +182,14 @@ def test_block_mask() -> None:
     )
     with pytest.raises(ProblemError, match=r"BlockMask has shape \(1, 1, 300, 300\); it must be \(2, 4, 290, 290\)"):
         rawattn.attention(*make(290), mask=mask)
+
+
+def test_a_block_mask_that_was_edited() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = make(200)
+    counts, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+    mask = flex.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=100, seq_lengths=(200, 200))
+    before = rawattn.attention(q, k, v, mask=mask)
+    assert torch.equal(before, rawattn.attention(q, k, v, mask=mask)) and before.any()
+    mask.kv_num_blocks.zero_()
+    assert not rawattn.attention(q, k, v, mask=mask).any()
