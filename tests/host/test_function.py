@@ -262,6 +262,31 @@ def test_plans_say_what_they_take() -> None:
         plan.run(q, k, v, doc=doc)
 
 
+def test_count_tiles_says_what_it_takes() -> None:
+    q, k, v = inputs()
+    doc = np.zeros(50, np.int32)
+    with pytest.raises(ProblemError, match="count_tiles counts for a mask that is a function"):
+        rawattn.explain(q, k, v, bias=np.zeros((40, 50), np.float32)).count_tiles()
+    found = rawattn.explain(q, k, v, mask=lambda q, kv: doc[q] == doc[kv])
+    assert found.count_tiles(mask_0=doc) == found.tiles
+    with pytest.raises(ProblemError, match=r"mask_0 is missing; count_tiles takes mask_0 \(doc, which mask captured\)"):
+        found.count_tiles()
+    with pytest.raises(ProblemError, match=r"doc, which mask captured, is a numpy int32 array of shape \(3,\) .*must be"):
+        found.count_tiles(mask_0=doc[:3])
+    with pytest.raises(ProblemError, match=r"count_tiles was given doc; it takes mask_0 \(doc"):
+        found.count_tiles(doc=doc)
+
+
+def test_a_seed_is_looked_at_without_dropout() -> None:
+    q, k, v = inputs()
+    for dropout in (0, 0.0):
+        for seed in ("garbage", 1 << 64, np.zeros(2, np.int64), np.zeros((), np.int64), np.zeros(1, np.int32), 0.5):
+            with pytest.raises(ProblemError, match="seed is"):
+                rawattn.attention(q, k, v, dropout=dropout, seed=seed)
+        for good in (3, np.int64(3), np.zeros(1, np.int64)):
+            rawattn.attention(q, k, v, dropout=dropout, seed=good)
+
+
 # ---- what is kept ---------------------------------------------------------------------------------------------------------
 
 
