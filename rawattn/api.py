@@ -266,7 +266,8 @@ def _explain(
     op = operation.of_call(found, options, lengths)
     made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
     if next(iter(found.values())).is_cpu and made.has_list:
-        return dataclasses.replace(made, tiles=made.count_tiles(**found))
+        names = Forward.names + functions.names(options)
+        return dataclasses.replace(made, tiles=made.count_tiles(**{name: x.object for name, x in found.items() if name in names}))
     return made
 
 
@@ -338,12 +339,25 @@ class Explanation:
 
     def count_tiles(self, **given: Any) -> TileClasses:
         """The shares of tiles for these arrays by name: those that the mask captured, mask_0 and so on, and those that say how
-        long sequences are. It copies a GPU's to the host."""
-        assert self.has_list and isinstance(self._forward, Forward)
+        long sequences are. It copies a GPU's to the host. Raises ProblemError where one is missing, or is another."""
+        op = self._forward
+        if not self.has_list or not isinstance(op, Forward):
+            raise ProblemError(
+                f"count_tiles counts for a mask that is a function, and this operation is {op}; give its mask as a function."
+            )
         config = None if self.device.is_cpu else self.selection.config
-        names = {each.name for each in self._forward.inputs} - {"q", "k", "v"}
-        views = {name: arrays.on_host(x) for name, x in given.items() if name in names}
-        return count(self._forward, views, *(getattr(config, name, 128) for name in ("tile_q", "tile_kv")))
+        names = {each.name for each in getattr(op.mask, "arrays", ())} | {"cu_seqlens_q", "cu_seqlens_kv", "q_lens", "kv_lens"}
+        needed = {each.name: each for each in op.inputs if each.name in names}
+        takes = ", ".join(f"{name} ({each.title.rstrip(',')})" if each.label else name for name, each in needed.items())
+        found = arrays.named(tuple(given), tuple(given.values()))
+        for name in found.keys() - {each.name for each in op.inputs}:
+            raise ProblemError(f"count_tiles was given {name}; it takes {takes or 'no arrays'}.")
+        for name, each in needed.items():
+            if name not in found:
+                raise ProblemError(f"{name} is missing; count_tiles takes {takes}.")
+            each.check(found[name], *found[name][:2])
+        views = {name: arrays.on_host(found[name]) for name in needed}
+        return count(op, views, *(getattr(config, name, 128) for name in ("tile_q", "tile_kv")))
 
     @property
     def _forward(self) -> Any:
@@ -405,6 +419,8 @@ def _given(*arrays: Any) -> tuple[Any, ...]:
 def _seed(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
     """The seed of a call as an array, which is made where an int is given, or for torch tensors nothing; None without dropout.
     ``missing`` says what to do where there is none and none may be drawn."""
+    if seed is not None:
+        _check_seed(seed)
     if type(dropout) is int and dropout == 0:  # the default; an int, since torch.compile would follow a float's value
         return None
     if not make_dropout(dropout):
@@ -415,6 +431,14 @@ def _seed(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
         way = missing or "give an int, or one int64 in an array of q's library: there is no generator that it may be drawn from"
         raise ProblemError(f"seed is None, and dropout is {dropout}; {way}.")
     return arrays.one_int64(q, seed) if is_int(seed) else seed
+
+
+def _check_seed(seed: Any) -> None:
+    """Raises ProblemError for what is no seed, also where there is no dropout that it would be for."""
+    if not is_int(seed) and (tuple(seed.shape) != (1,) or str(seed.dtype).rpartition(".")[2] != "int64"):
+        raise ProblemError(
+            f"seed is {seed.dtype} of shape {tuple(seed.shape)}; it must be an int, or one int64 in an array of shape (1,)."
+        )
 
 
 def _stand_in(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
@@ -446,7 +470,7 @@ def _named(
     if any(x is not None for x in shorthands):
         options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
     options, captured = functions.taken(options_of(**options))
-    return arrays.named(operation.input_names(len(given)), given) | arrays.named(functions.names(options), captured), options
+    return arrays.named(operation.input_names(len(given)), given) | functions.read(options, captured), options
 
 
 def _load_torch_op() -> bool:
@@ -479,12 +503,13 @@ def run(
         given, signatures = dense, arrays.signatures(dense)
         call = asked and _calls.get((signatures, asked, operation, forms))
     if call is None:
-        family = None if asked is None or captured else operation.family(signatures, options)
+        # What is proved of functions is proved for their lengths, and a family has others.
+        family = None if asked is None or functions.among(options) else operation.family(signatures, options)
         family = family and (family, key_of(operation.coarse(options), lengths, kernel, config), operation)
         plan = _families.get(family)
         if plan is None:
             found = arrays.named(operation.input_names(len(given)), given)
-            found |= arrays.named(functions.names(options), captured)
+            found |= functions.read(options, captured)
             plan = _plan(operation, found, options, lengths, kernel, config)
             bound = plan.bind(found)
             if family is not None and not plan.device.is_cpu:

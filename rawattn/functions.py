@@ -30,7 +30,7 @@ from .trace.expressions import KV, Q, const, make, var
 from .trace.proofs import Limits
 from .variant import Option
 from .variant.mask import Both, Full
-from .variant.ready import Biased, OfBlockMask
+from .variant.ready import Biased, OfBlockMask, Ready, Sizes
 from .variant.score import Scale, number
 
 ROLES = ("mask", "score")
@@ -39,15 +39,21 @@ ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arra
 
 class Function(tuple[Any, ...]):
     """A function among the options of a call: what was traced, and its numbers, without its arrays. Keys are made of it, so it is
-    the tuple of its code and of what tells its numbers apart."""
+    the tuple of its code, of what tells its numbers apart, and of the sizes that its arrays must have (``ready.Sizes``)."""
 
     traced: Traced
     numbers: tuple[int | float, ...]  # that it captured
 
+    @property
+    def sizes(self) -> tuple[Sizes, ...]:
+        """The sizes that a ready-made function expects of what it captured; none of a user's own."""
+        found: tuple[Sizes, ...] = self[2]
+        return found
 
-def function(traced: Traced, numbers: tuple[int | float, ...] = ()) -> Function:
+
+def function(traced: Traced, numbers: tuple[int | float, ...] = (), sizes: tuple[Sizes, ...] = ()) -> Function:
     """What takes a function's place among the options."""
-    found = Function((traced.code, number_keys(numbers)))
+    found = Function((traced.code, number_keys(numbers), sizes))
     found.traced, found.numbers = traced, numbers
     return found
 
@@ -55,8 +61,10 @@ def function(traced: Traced, numbers: tuple[int | float, ...] = ()) -> Function:
 class BoundFunction:
     """A function, the arrays that it captured, by reference, and the numbers, by value: ``rawattn.mask.function`` makes it."""
 
-    def __init__(self, traced: Traced, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = ()) -> None:
-        self.function, self.arrays, self.role = function(traced, tuple(numbers)), tuple(arrays), traced.role
+    def __init__(
+        self, traced: Traced, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = (), sizes: Sequence[Sizes] = ()
+    ) -> None:
+        self.function, self.arrays, self.role = function(traced, tuple(numbers), tuple(sizes)), tuple(arrays), traced.role
         assert traced.text  # which torch.compile reads: it is made here
 
     def __repr__(self) -> str:
@@ -68,8 +76,8 @@ class BoundFunction:
 class BiasText:
     """``softcap``, ``alibi`` and ``bias`` where torch.compile traces the call: their function as text, and the tensors."""
 
-    def __init__(self, text: str, numbers: tuple[float, ...], arrays: tuple[Any, ...]) -> None:
-        self.text, self.numbers, self.arrays = text, numbers, arrays
+    def __init__(self, text: str, numbers: tuple[float, ...], arrays: tuple[Any, ...], sizes: tuple[Sizes, ...]) -> None:
+        self.text, self.numbers, self.arrays, self.sizes = text, numbers, arrays, sizes
 
 
 # ---- at the edge of a call
@@ -90,18 +98,18 @@ def biased(softcap: Any, score: Any, alibi: Any, bias: Any) -> Any:
         return Biased(softcap, alibi, bias)
     given = [x for x in (alibi, bias) if x is not None]
     forms = [(str(x.dtype).rpartition(".")[2], tuple([1 if n > 1 else 0 for n in x.shape])) for x in given]
-    text, numbers = bias_text(softcap, alibi is not None, bias is not None, tuple(forms))
-    return BiasText(text, numbers, tuple(given))
+    text, numbers, sizes = bias_text(softcap, alibi is not None, bias is not None, tuple(forms))
+    return BiasText(text, numbers, tuple(given), sizes)
 
 
 def bias_text(
     softcap: float | None, has_slopes: bool, has_bias: bool, forms: tuple[tuple[str, tuple[int, ...]], ...]
-) -> tuple[str, tuple[float, ...]]:
-    """The text and the numbers of ``Biased`` for arrays of these dtypes, 1 for each axis along which they are longer than 1."""
+) -> tuple[str, tuple[float, ...], tuple[Sizes, ...]]:
+    """Text, numbers and sizes of ``Biased`` for arrays of these dtypes, 1 for each axis along which they are longer."""
     given = [np.zeros([1 + own for own in axes], ELEMENT_TYPES[dtype]) for dtype, axes in forms]
     slopes, bias = given[0] if has_slopes else None, given[-1] if has_bias else None
-    traced, _, numbers = trace.bind(Biased(softcap, slopes, bias), "score")
-    return traced.text, tuple(numbers)
+    own, _, numbers = bind_ready(Biased(softcap, slopes, bias), "score")
+    return own.traced.text, tuple(numbers), own.sizes
 
 
 bias_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
@@ -138,13 +146,15 @@ def is_block_mask(value: Any) -> bool:
     return type(value).__name__ == "BlockMask" and hasattr(value, "kv_indices")
 
 
-_block_masks: weakref.WeakKeyDictionary[Any, OfBlockMask] = weakref.WeakKeyDictionary()
+_block_masks: weakref.WeakKeyDictionary[Any, tuple[Any, OfBlockMask]] = weakref.WeakKeyDictionary()
 
 
 def of_block_mask(mask: Any) -> OfBlockMask:
-    """A BlockMask as a function. Its lists of blocks become a table once, on their device."""
-    found = _block_masks.get(mask)
-    if found is None:
+    """A BlockMask as a function. Its lists of blocks become a table on their device, anew where they were changed."""
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    state = tuple(None if x is None else (x.data_ptr(), x.shape, object() if x.is_inference() else x._version) for x in lists)
+    before, found = _block_masks.get(mask, (None, None))
+    if found is None or before != state:
         torch, classes = sys.modules["torch"], mask.kv_indices.new_zeros(())
         for value, counts, indices in (
             (1, mask.kv_num_blocks, mask.kv_indices), (2, mask.full_kv_num_blocks, mask.full_kv_indices),
@@ -156,7 +166,10 @@ def of_block_mask(mask: Any) -> OfBlockMask:
             rows = indices.new_zeros((*indices.shape[:-1], columns + 1), dtype=torch.uint8)  # a last column for no block
             rows.scatter_(-1, torch.where(there, indices, columns).long(), value)
             classes = torch.maximum(classes, rows[..., :columns])
-        found = _block_masks[mask] = OfBlockMask(classes.to(torch.uint8).contiguous(), mask.BLOCK_SIZE, mask.mask_mod)
+        found = OfBlockMask(
+            classes.to(torch.uint8).contiguous(), mask.BLOCK_SIZE, mask.mask_mod, getattr(mask, "seq_lengths", None)
+        )
+        _block_masks[mask] = state, found
     return found
 
 
@@ -186,8 +199,17 @@ def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
             f"{role} is a Python function, and torch.compile traces the call; make rawattn.{role}.function(f) outside of what is "
             "compiled, and give that."
         )
-    traced, captured, numbers = trace.bind(of_block_mask(value) if is_block_mask(value) else value, role)
-    return function(traced, numbers), captured
+    own, captured, _ = bind_ready(of_block_mask(value) if is_block_mask(value) else value, role)
+    return own, captured
+
+
+def bind_ready(value: Any, role: str) -> tuple[Function, tuple[Any, ...], tuple[int | float, ...]]:
+    """A function that is an object: as an option, with the arrays and the numbers that it captured."""
+    traced, captured, numbers = trace.bind(value, role)
+    place = {id(x): i for i, x in enumerate(captured)}
+    expected = value.sizes() if isinstance(value, Ready) else ()
+    sizes = tuple((name, place[id(x)], fixed, axes) for name, x, fixed, axes in expected if id(x) in place)
+    return function(traced, numbers, sizes), captured, numbers
 
 
 def bound(value: Any, role: str) -> BoundFunction:
@@ -195,7 +217,7 @@ def bound(value: Any, role: str) -> BoundFunction:
     if type(value) is BoundFunction and value.role == role:
         return value
     known, found = bind(value, role)
-    return BoundFunction(known.traced, found, known.numbers)
+    return BoundFunction(known.traced, found, known.numbers, known.sizes)
 
 
 def among(options: Mapping[str, Any]) -> list[tuple[str, Function]]:
@@ -221,6 +243,11 @@ def labels(options: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def read(options: Mapping[str, Any], captured: tuple[Any, ...]) -> dict[str, Array]:
+    """The captured arrays of a call by name. Raises ProblemError, which calls them as ``labels``, where one cannot be read."""
+    return {name: arrays.read(x, words) for (name, words), x in zip(labels(options).items(), captured, strict=True)}
+
+
 def title(role: str, label: str) -> str:
     """A captured array in words."""
     return f"{label}, which {role} captured,"
@@ -232,7 +259,8 @@ def of_step(own: Function, captured: tuple[Any, ...], causal: Any) -> tuple[Func
     each = causal is not True
     traced, arrays, numbers = _and_causal(own.traced, each)
     every = (*captured, causal) if each else captured
-    return function(traced, tuple(own.numbers[i] for i in numbers)), tuple(every[i] for i in arrays)
+    sizes = tuple((name, arrays.index(place), fixed, axes) for name, place, fixed, axes in own.sizes if place in arrays)
+    return function(traced, tuple(own.numbers[i] for i in numbers), sizes), tuple(every[i] for i in arrays)
 
 
 @functools.lru_cache(maxsize=256)
@@ -263,6 +291,7 @@ def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Lim
     """The options with an option in place of each function, for these arrays by name. Raises ProblemError where a captured array
     is none that a kernel reads, or lies elsewhere than q."""
     check(labels(options), given)
+    check_sizes(options, given, limits)
     return made(options, given, limits)
 
 
@@ -290,6 +319,26 @@ def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
             wanted = describe(q.library, q.device, q.dtype, q.shape)
             raise ProblemError(f"{words} is {found} but q is {wanted}; give all arrays from one library, on one device.")
         check_contiguous(words, array)
+
+
+def check_sizes(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> None:
+    """Raises ProblemError where an array of a ready-made function has other sizes than the call needs. Lengths of packed
+    sequences and of those in a cache are not known, and where rows have positions an array may have more than are read."""
+    known = "k" in given and "cu_seqlens_q" not in given
+    whole = not (options.get("q_offset") or options.get("kv_offset"))
+    length = max(limits.q_len, limits.kv_len) if known else 0
+    needed = {"batch": limits.batch, "heads": limits.heads, "q_len": limits.q_len, "kv_len": limits.kv_len, "length": length}
+    for role, own in among(options):
+        for name, place, fixed, axes in own.sizes:
+            shape = tuple(fixed or given[f"{role}_{place}"].shape)
+            wanted = [-(-needed[dim] // block) if dim in needed else n for n, (dim, block, _) in zip(shape, axes, strict=True)]
+            for n, need, (dim, _, may_be_one) in zip(shape, wanted, axes, strict=True):
+                is_length = dim not in ("batch", "heads")
+                if n == need or (may_be_one and n == 1) or (is_length and not (known and (whole or n < need))):
+                    continue
+                meant = ", ".join(f"{dim} / {block}" if block > 1 else dim for dim, block, _ in axes)
+                ones = " An axis of 1 is for all." * any(one for _, _, one in axes)
+                raise ProblemError(f"{name} has shape {shape}; it must be {tuple(wanted)}, ({meant}).{ones}")
 
 
 def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any]) -> None:
@@ -409,6 +458,7 @@ def to_json(found: Sequence[tuple[str, Function]]) -> dict[str, Any]:
     """What ``among`` gives as JSON can hold it: by role the text of the code, and the numbers."""
     return {
         role: {"traced": each.traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in each.numbers]}
+        | ({"sizes": each.sizes} if each.sizes else {})
         for role, each in found
     }
 
@@ -417,12 +467,17 @@ def from_json(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Func
     """The inverse of ``to_json``: what else is in these fields, and the functions by role."""
     own = {role: fields[role] for role in ROLES if "traced" in fields.get(role, {})}
     rest = {name: value for name, value in fields.items() if name not in own}
-    return rest, {role: from_text(each["traced"], tuple(each["numbers"])) for role, each in own.items()}
+    return rest, {role: _from_fields(each) for role, each in own.items()}
 
 
-def from_text(text: str, numbers: tuple[int | float, ...]) -> Function:
-    """The function of a ``Traced`` with this text, with these numbers."""
-    return function(_traced(text), numbers)
+def _from_fields(each: Mapping[str, Any]) -> Function:
+    sizes = ((name, place, fixed and tuple(fixed), tuple(map(tuple, axes))) for name, place, fixed, axes in each.get("sizes", ()))
+    return from_text(each["traced"], tuple(each["numbers"]), tuple(sizes))
+
+
+def from_text(text: str, numbers: tuple[int | float, ...], sizes: tuple[Sizes, ...] = ()) -> Function:
+    """The function of a ``Traced`` with this text, with these numbers and sizes."""
+    return function(_traced(text), numbers, sizes)
 
 
 _traced = functools.lru_cache(maxsize=1024)(Traced.from_text)

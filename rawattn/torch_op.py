@@ -30,7 +30,7 @@ from . import api, functions, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
-from .operation.forward import check_arrays, check_has_seed
+from .operation.forward import check_arrays, check_has_seed, limits
 from .plans import cache_put
 from .spec import Spec, is_int
 from .variant import Option
@@ -227,9 +227,9 @@ def _options(text: str) -> dict[str, Any]:
 def _constant(value: Any) -> Any:
     """Takes an option apart into nested tuples of constants. Dynamo follows this: it guards on the value of every number."""
     if isinstance(value, functions.BiasText):
-        return (functions.Function, value.text, _constant(value.numbers))
+        return (functions.Function, value.text, _constant(value.numbers), value.sizes)
     if isinstance(value, functions.Function):
-        return (functions.Function, value.traced.text, _constant(value.numbers))
+        return (functions.Function, value.traced.text, _constant(value.numbers), value.sizes)
     if isinstance(value, Option):
         return (type(value), tuple([(field.name, _constant(getattr(value, field.name))) for field in dataclasses.fields(value)]))
     if isinstance(value, (tuple, list)):
@@ -253,7 +253,7 @@ _constant_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _option(value: Any) -> Any:
     if isinstance(value, tuple) and value and value[0] is functions.Function:
-        return functions.from_text(value[1], value[2])
+        return functions.from_text(*value[1:])
     if isinstance(value, tuple) and value and isinstance(value[0], type):
         return value[0](**{name: _option(part) for name, part in value[1]})
     return value
@@ -325,7 +325,10 @@ def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: 
     names, captured = functions.names(options), captured or ()
     if len(names) != len(captured):
         raise ProblemError(f"captured has {len(captured)} tensors; the functions in spec captured {len(names)}.")
-    functions.check(functions.labels(options), given | dict(zip(names, map(_described, captured), strict=True)))
+    given |= dict(zip(names, map(_described, captured), strict=True))
+    functions.check(functions.labels(options), given)
+    if any(own.sizes for _, own in functions.among(options)):
+        functions.check_sizes(options, given, limits(given, options))
 
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}

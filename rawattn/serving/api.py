@@ -141,7 +141,7 @@ def _attention_of(
         raise ProblemError(NO_GRAD)
     spec, own = asked.spec, dict(asked.own)
     if own:
-        found |= arrays.named(functions.names(own), asked.captured)
+        found |= functions.read(own, asked.captured)
         if "mask" in own:  # which has in it what the step says
             found.pop("causal", None)
         room = Limits(step.batch, found["q"].shape[-2], *(max_kv_len(found, step),) * 2)

@@ -11,6 +11,19 @@ from typing import Any
 
 from ..errors import ProblemError
 
+Axis = tuple[str, int, bool]  # "batch", "heads", "q_len", "kv_len", "length" for the longer one, or a name of its own size; the
+# length of a block of them; and whether 1 is for all
+Sizes = tuple[str, int, tuple[int, ...] | None, tuple[Axis, ...]]  # name, number of the array, a shape in place of its own, axes
+BATCH = ("batch", 1, False)
+
+
+class Ready:
+    """A function that knows the sizes of its arrays: of another's an index outside is brought to the nearest one inside."""
+
+    def sizes(self) -> tuple[tuple[str, Any, tuple[int, ...] | None, tuple[Axis, ...]], ...]:
+        """``Sizes`` with an array in place of its number."""
+        return ()
+
 
 def _axes(name: str, array: Any, allowed: tuple[int, ...], shape: str) -> int:
     """The dimensions of an array. Raises ProblemError where it has others."""
@@ -27,7 +40,7 @@ def _size(name: str, value: Any, least: int = 1) -> int:
     return int(value.__index__())
 
 
-class Documents:
+class Documents(Ready):
     """A query keeps the keys of its own document, and with ``causal`` none behind its own position.
 
     ``ids`` are integers, (length,) or (batch, length): the number of each token's document. ``kv_ids`` are those of the keys,
@@ -45,8 +58,15 @@ class Documents:
         same = self.ids[b, q] == self.kv_ids[b, kv] if self.by_batch else self.ids[q] == self.kv_ids[kv]
         return same & (q >= kv) if self.causal else same
 
+    def sizes(self) -> Any:
+        batch = (BATCH,) * self.by_batch
+        if self.kv_ids is self.ids:
+            return (("ids", self.ids, None, (*batch, ("length", 1, False))),)
+        each = (("ids", self.ids, "q_len"), ("kv_ids", self.kv_ids, "kv_len"))
+        return tuple((name, x, None, (*batch, (length, 1, False))) for name, x, length in each)
 
-class Prefix:
+
+class Prefix(Ready):
     """A causal mask whose first keys every query keeps: ``lengths`` (batch,) says how many, or an int for all sequences."""
 
     def __init__(self, lengths: Any) -> None:
@@ -56,8 +76,11 @@ class Prefix:
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (kv < (self.lengths[b] if self.by_batch else self.lengths)) | (q >= kv)
 
+    def sizes(self) -> Any:
+        return (("lengths", self.lengths, None, (BATCH,)),) if self.by_batch else ()
 
-class Tree:
+
+class Tree(Ready):
     """The draft of speculative decoding: the last keys are the nodes of a tree, and every query is one of these nodes. It keeps
     all keys before the nodes, and of the nodes those that ``ancestors`` says: a bool array, (nodes, nodes) or (batch, nodes,
     nodes), with True where the node of the column is an ancestor of that of the row, or itself.
@@ -71,6 +94,10 @@ class Tree:
         row, column = q + self.nodes - q_len, kv + self.nodes - kv_len
         kept = self.ancestors[b, row, column] if self.by_batch else self.ancestors[row, column]
         return (column < 0) | kept
+
+    def sizes(self) -> Any:
+        nodes = ("nodes", 1, False)
+        return (("ancestors", self.ancestors, None, (*(BATCH,) * self.by_batch, nodes, nodes)),)
 
 
 class Chunked:
@@ -107,7 +134,7 @@ class Neighbourhood:
         return kept
 
 
-class BlockTable:
+class BlockTable(Ready):
     """A query keeps the keys of the blocks that ``keep`` says: a bool array, (batch or 1, heads or 1, blocks of queries, blocks
     of keys). ``block`` is the length of a block, one int or (of queries, of keys).
     """
@@ -124,13 +151,16 @@ class BlockTable:
         row, column = q // self.q_block, kv // self.kv_block
         return self.keep[b if self.by_batch else 0, h if self.by_head else 0, row, column]
 
+    def sizes(self) -> Any:
+        return (("keep", self.keep, None, _of_blocks(self.q_block, self.kv_block)),)
 
-class OfBlockMask:
+
+class OfBlockMask(Ready):
     """A ``torch.nn.attention.flex_attention.BlockMask``: pairs of its full blocks, and those of its others that its mask_mod
     keeps."""
 
-    def __init__(self, classes: Any, blocks: tuple[int, int], mask_mod: Any) -> None:
-        self.classes, self.mask_mod, (self.q_block, self.kv_block) = classes, mask_mod, blocks
+    def __init__(self, classes: Any, blocks: tuple[int, int], mask_mod: Any, lengths: tuple[int, int] | None = None) -> None:
+        self.classes, self.mask_mod, (self.q_block, self.kv_block), self.lengths = classes, mask_mod, blocks, lengths
         self.by_batch, self.by_head = int(classes.shape[0]) > 1, int(classes.shape[1]) > 1
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -138,8 +168,18 @@ class OfBlockMask:
         found = self.classes[b if self.by_batch else 0, h if self.by_head else 0, row, column]
         return (found == 2) | ((found == 1) & self.mask_mod(b, h, q, kv))
 
+    def sizes(self) -> Any:
+        if self.lengths is None:
+            return (("the table of the BlockMask", self.classes, None, _of_blocks(self.q_block, self.kv_block)),)
+        shape = (*(int(n) for n in self.classes.shape[:2]), *(int(n) for n in self.lengths))
+        return (("the BlockMask", self.classes, shape, _of_blocks(1, 1)),)
 
-class Biased:
+
+def _of_blocks(q_block: int, kv_block: int) -> tuple[Axis, ...]:
+    return (("batch", 1, True), ("heads", 1, True), ("q_len", q_block, False), ("kv_len", kv_block, False))
+
+
+class Biased(Ready):
     """What ``softcap``, ``alibi`` and ``bias`` mean together: the scaled dot product is capped, and then they are added.
 
     ``slopes`` is (heads,) or (batch, heads): -slope times the distance of a key from the query's own, the last query standing at
@@ -153,6 +193,8 @@ class Biased:
         if bias is not None:
             _axes("bias", bias, (0, 1, 2, 3, 4), "that broadcasts to (batch, heads, q_len, kv_len)")
             self.own = tuple(int(n) > 1 for n in bias.shape)
+            if str(getattr(bias, "dtype", "")).rpartition(".")[2] == "bool":
+                raise ProblemError("bias is of bool; give it as mask, or as a function that reads it.")
 
     def __call__(self, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
         if self.cap is not None:
@@ -165,3 +207,12 @@ class Biased:
             indices = tuple(i if own else 0 for i, own in zip(at, self.own, strict=True))
             s = s + (self.bias[indices] if indices else self.bias)
         return s
+
+    def sizes(self) -> Any:
+        found = []
+        if self.slopes is not None:
+            found.append(("alibi", self.slopes, None, (*(BATCH,) * self.by_batch, ("heads", 1, False))))
+        if self.bias is not None:
+            axes = tuple((dim, 1, True) for dim in ("batch", "heads", "q_len", "kv_len"))
+            found.append(("bias", self.bias, None, axes[4 - len(self.own) :]))
+        return tuple(found)

@@ -212,6 +212,18 @@ def test_errors_name_what_was_captured() -> None:
     )
 
 
+def test_errors_of_arrays_without_memory() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x) for x in inputs())
+    doc = torch.zeros(50, dtype=torch.int32, device="meta")
+    with pytest.raises(ProblemError, match="doc, which mask captured, is on torch's device meta"):
+        rawattn.attention(q, k, v, mask=lambda q, kv: doc[q] == doc[kv])
+    with pytest.raises(ProblemError, match=r"bias, which score captured, is on torch's device meta"):
+        rawattn.attention(q, k, v, bias=torch.zeros((), device="meta"))
+    with pytest.raises(ProblemError, match="doc, which mask captured, is on torch's device meta"):
+        rawattn.explain(q, k, v, mask=lambda q, kv: doc[q] == doc[kv])
+
+
 def test_errors_of_options() -> None:
     raises("mask was given beside causal or window", mask=lambda b, q, kv: (kv >= 3) & (q != kv), causal=True)
     raises("score was given beside softcap", score=lambda s, q: s * (q + 1), softcap=3.0)
@@ -248,6 +260,31 @@ def test_plans_say_what_they_take() -> None:
         plan.run(q, k, v, doc[1:])
     with pytest.raises(ProblemError, match="this plan takes q, k, v, mask_0"):
         plan.run(q, k, v, doc=doc)
+
+
+def test_count_tiles_says_what_it_takes() -> None:
+    q, k, v = inputs()
+    doc = np.zeros(50, np.int32)
+    with pytest.raises(ProblemError, match="count_tiles counts for a mask that is a function"):
+        rawattn.explain(q, k, v, bias=np.zeros((40, 50), np.float32)).count_tiles()
+    found = rawattn.explain(q, k, v, mask=lambda q, kv: doc[q] == doc[kv])
+    assert found.count_tiles(mask_0=doc) == found.tiles
+    with pytest.raises(ProblemError, match=r"mask_0 is missing; count_tiles takes mask_0 \(doc, which mask captured\)"):
+        found.count_tiles()
+    with pytest.raises(ProblemError, match=r"doc, which mask captured, is a numpy int32 array of shape \(3,\) .*must be"):
+        found.count_tiles(mask_0=doc[:3])
+    with pytest.raises(ProblemError, match=r"count_tiles was given doc; it takes mask_0 \(doc"):
+        found.count_tiles(doc=doc)
+
+
+def test_a_seed_is_looked_at_without_dropout() -> None:
+    q, k, v = inputs()
+    for dropout in (0, 0.0):
+        for seed in ("garbage", 1 << 64, np.zeros(2, np.int64), np.zeros((), np.int64), np.zeros(1, np.int32), 0.5):
+            with pytest.raises(ProblemError, match="seed is"):
+                rawattn.attention(q, k, v, dropout=dropout, seed=seed)
+        for good in (3, np.int64(3), np.zeros(1, np.int64)):
+            rawattn.attention(q, k, v, dropout=dropout, seed=good)
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------------
@@ -301,6 +338,22 @@ def test_arrays_are_not_kept(library: str) -> None:
         del doc, bias
     gc.collect()
     assert [each() for each in references] == [None] * 6
+
+
+def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of a family is resized without a proof, so a function has none, whatever it captured."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.zeros(1, 1, 4, 64), torch.zeros(1, 4100, 4, 64), torch.zeros(1, 4100, 4, 64)
+    found: list[Any] = []
+    own = Forward.family.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(Forward, "family", classmethod(lambda cls, *given: found.append(given) or own(cls, *given)))
+    f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
+    rawattn.attention(q, k, v)
+    assert len(found) == 1
+    rawattn.attention(q, k, v, mask=f)
+    assert len(found) == 1
+    with pytest.raises(ProblemError, match="integers must fit 32 bits"):
+        rawattn.attention(q, *(torch.zeros(1, 5100, 4, 64),) * 2, mask=f)
 
 
 def test_keys_tell_numbers_and_arrays_apart() -> None:

@@ -104,6 +104,45 @@ def test_alibi() -> None:
     np.testing.assert_array_equal(packed, rawattn.attention(*(x[:1] for x in given), alibi=slopes[0])[0])
 
 
+ZEROS = {shape: np.zeros(shape, np.float32) for shape in ((3,), (7, 4), (4, 20, 20), (4, 60, 60), (1, 3, 40, 40), (4,))}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"alibi": ZEROS[3,]}, r"alibi has shape \(3,\); it must be \(4,\), \(heads\)"),
+        ({"alibi": ZEROS[7, 4]}, r"alibi has shape \(7, 4\); it must be \(1, 4\), \(batch, heads\)"),
+        ({"bias": ZEROS[4, 20, 20]}, r"bias has shape \(4, 20, 20\); it must be \(4, 40, 40\), \(heads, q_len, kv_len\)"),
+        ({"bias": ZEROS[4, 60, 60], "alibi": ZEROS[4,]}, r"bias has shape \(4, 60, 60\); it must be \(4, 40, 40\)"),
+        ({"bias": ZEROS[1, 3, 40, 40]}, r"bias has shape \(1, 3, 40, 40\); .* An axis of 1 is for all"),
+        ({"bias": np.ones((40, 40), bool)}, "bias is of bool; give it as mask"),
+        ({"mask": masks.Documents(np.zeros(10, np.int32))}, r"ids has shape \(10,\); it must be \(40,\), \(length\)"),
+        ({"mask": masks.Documents(np.zeros((5, 40), np.int32))}, r"ids has shape \(5, 40\); it must be \(1, 40\)"),
+        ({"mask": masks.Documents(np.zeros(40, int), np.zeros(41, int))}, r"kv_ids has shape \(41,\); .* \(kv_len\)"),
+        ({"mask": masks.Prefix(np.zeros(2, np.int32))}, r"lengths has shape \(2,\); it must be \(1,\), \(batch\)"),
+        ({"mask": masks.Tree(np.ones((2, 4, 4), bool))}, r"ancestors has shape \(2, 4, 4\); it must be \(1, 4, 4\)"),
+        ({"mask": masks.BlockTable(TABLE, 16)}, r"keep has shape \(2, 1, 4, 8\); it must be \(1, 4, 3, 3\)"),
+    ],
+)
+def test_sizes(option: Any, message: str) -> None:
+    q = np.zeros((1, 40, 4, 16), np.float32)
+    with pytest.raises(ProblemError, match=message):
+        rawattn.attention(q, q, q, **option)
+    if "mask" in option:
+        with pytest.raises(ProblemError, match=message):
+            rawattn.attention(q, q, q, mask=rawattn.mask.function(option["mask"]))
+
+
+def test_sizes_of_parts() -> None:
+    """With offsets an array is of whole sequences, and packed sequences may be shorter than all rows."""
+    q, ids = np.zeros((1, 40, 4, 16), np.float32), np.zeros(100, np.int32)
+    rawattn.attention(q, q, q, mask=masks.Documents(ids), q_offset=60)
+    with pytest.raises(ProblemError, match=r"ids has shape \(100,\); it must be \(101,\)"):
+        rawattn.attention(q, q, q, mask=masks.Documents(ids), q_offset=61)
+    starts = np.array([0, 20, 40], np.int32)
+    rawattn.attention_varlen(q[0], q[0], q[0], starts, starts, mask=masks.Documents(ids[:20]))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -66,6 +66,15 @@ def test_compile_bias() -> None:
     assert counter.frame_count == 2
 
 
+def test_compile_checks_sizes() -> None:
+    step, _ = compiled(lambda q, k, v, alibi: rawattn.attention(q, k, v, alibi=alibi))
+    with pytest.raises(Exception, match=r"alibi has shape .*3.*; it must be .*4.*, \(heads\)"):
+        step(*make(40), torch.ones(3))
+    step, _ = compiled(attention)
+    with pytest.raises(Exception, match=r"ids has shape .* it must be .*\(length\)"):
+        step(*make(40), rawattn.mask.function(rawattn.mask.Documents(ids(10))), None)
+
+
 def test_a_function_inside_of_what_is_compiled() -> None:
     """A whole graph cannot hold it, and the error says what to write; where graphs may break, the call is an eager one."""
     q, k, v = make()
@@ -171,3 +180,16 @@ def test_block_mask() -> None:
     assert torch.equal(
         rawattn.attention(q, k, v, mask=mask), rawattn.attention(q, k, v, mask=rawattn.mask.BlockTable(table, 100))
     )
+    with pytest.raises(ProblemError, match=r"BlockMask has shape \(1, 1, 300, 300\); it must be \(2, 4, 290, 290\)"):
+        rawattn.attention(*make(290), mask=mask)
+
+
+def test_a_block_mask_that_was_edited() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = make(200)
+    counts, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
+    mask = flex.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=100, seq_lengths=(200, 200))
+    before = rawattn.attention(q, k, v, mask=mask)
+    assert torch.equal(before, rawattn.attention(q, k, v, mask=mask)) and before.any()
+    mask.kv_num_blocks.zero_()
+    assert not rawattn.attention(q, k, v, mask=mask).any()
