@@ -235,6 +235,7 @@ class Replay:
         import torch
 
         self.torch, self.count = torch, len(calls) * max(1, LAUNCHES // len(calls))
+        self.calls = calls  # which hold what the graph reads
         self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from . import reference
+from . import functions, reference
 from .operation import Forward
 from .spec import Spec
 from .variant import mask as masks
@@ -304,6 +304,16 @@ class _Sizes(reference.Formula):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Added(reference.Formula):
+    """The formula with the largest number that a score adds to a logit of the row, in place of lse."""
+
+    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
+        _, _, dot, s = self.weights(q, k, sink, place, tile)
+        added = self.xp.where(self.xp.isfinite(s), abs(s - dot), 0.0)
+        return 0.0, self.xp.amax(added, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Subnormal(reference.Formula):
     """The formula on what is lost where weights, p and ds, are rounded to fp16 below its normal numbers: it gives the variances
     of dq, dk and dv.
@@ -336,7 +346,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
 
     lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
     itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
-    16-bit formats have logits to 2^-18 of themselves, a hundredth of what rounding them takes. For float64 the plain formula is
+    16-bit formats have logits to 2^-18 of themselves, a hundredth of what rounding them takes. A score that is a function adds
+    terms to logits, and may make a key's from another's, as slope * kv from slope * first: a logit may err by an eps of the
+    row's largest. For float64 the plain formula is
     computed in float32 and its error scaled, and counts twice, as the reference errs like it. ``options`` are those of
     ``rawattn.attention``.
     """
@@ -355,6 +367,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * _dot_size(q, k, options))
     if tolerance.is_16_bit and (options.get("softcap") is not None or options.get("score") is not None):
         lse_error += 2.0**-18 * np.abs(_finite(s_size))
+    if functions.is_function(options.get("score")):
+        added = _Added(**_fields(_sizes(q, k, options, 1))).forward(q, k, v, *_given(options), options.get("rows"))[1]
+        lse_error += 2.0**-23 * tolerance.scaled * _finite(_float64(added))
     return Expected(o, lse, tolerance.rows(plain_o, o, o_size), lse_error)
 
 

