@@ -133,6 +133,14 @@ def test_steps(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     assert ours["tokens_per_s"] == pytest.approx(2 * 24 / ours["ms"] * 1e3)
 
 
+def test_blocks_alone() -> None:
+    """Without tokens, and so without logits: the same loss for all, and another for another attention."""
+    attends = {"ours": differentiable.ours, "math": differentiable.contenders("math")["math"]}
+    attends["larger"] = lambda q, k, v, _: rawattn.attention(q, k, 3 * v, causal=True)
+    losses = [row["loss"] for row in train.measure(attends, options_of(f"{TINY} --blocks-alone"), "cpu").values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0] != pytest.approx(losses[2], rel=1e-2)
+
+
 def test_a_wrong_attention_shows_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sees the next token learns to copy it."""
     monkeypatch.setattr(train, "VOCABULARY", 50)
