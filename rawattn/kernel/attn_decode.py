@@ -10,7 +10,7 @@ from ..operand import Layout
 from ..operation import AttentionKVCache
 from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
 from ..render import config_header, source
-from ..variant import Option, element, kv, launch, rows, scheduler, softmax, store, weight
+from ..variant import Option, element, kv, launch, q_operand, rows, scheduler, softmax, store, weight
 from ..variant.walk import lists
 from . import paging, tiling
 from .base import Kernel
@@ -167,6 +167,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         plain = softmax.Plain()
         return {
             "Element": op.element,
+            "QOperand": q_operand.PlainQ(),
             "Rows": rows.CacheRows(op.ragged, paging.lengths_option(op)),
             "Mask": rows.PackGqaMask(op.mask),  # type: ignore[arg-type]  # a Mask is an Option with an interval
             "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),  # type: ignore[arg-type]

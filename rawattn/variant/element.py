@@ -19,8 +19,11 @@ class Element(Option):
     name: str
     dtype: npt.DTypeLike
     wgmma: str | None = None
-    type: ClassVar[str] = "Element"
     source: ClassVar[str] = ""
+
+    @property
+    def cuda_type(self) -> str:
+        return self.name.capitalize()
 
     @property
     def itemsize(self) -> int:

@@ -2,12 +2,12 @@
 // variant/element/bf16.cuh without instructions of a GPU.
 #include "threads.hpp"
 
-struct Element {
+struct Bf16 {
     using Number = float;
     u16 bits;
 
-    static float widen(Element x) { return __builtin_bit_cast(float, u32(x.bits) << 16); }
-    static Element narrow(float x) {
+    static float widen(Bf16 x) { return __builtin_bit_cast(float, u32(x.bits) << 16); }
+    static Bf16 narrow(float x) {
         const u32 bits = __builtin_bit_cast(u32, x);
         return {u16(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
     }

@@ -48,11 +48,18 @@ static double min(double a, double b) { return fmin(a, b); }
 static i32 max(i32 a, i32 b) { return a > b ? a : b; }
 static i32 min(i32 a, i32 b) { return a < b ? a : b; }
 static i64 max(i64 a, i64 b) { return a > b ? a : b; }
+static u32 max(u32 a, u32 b) { return a > b ? a : b; }
 static u32 min(u32 a, u32 b) { return a < b ? a : b; }
 static i64 min(i64 a, i64 b) { return a < b ? a : b; }
 static i32 __ffs(i32 x) { return ffs(x); }
 static i32 __clz(i32 x) { return x ? __builtin_clz(u32(x)) : 32; }
 static i32 __popc(u32 x) { return __builtin_popcount(x); }
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    const u64 bytes = u64(b) << 32 | a;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= u32(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return found;
+}
 static u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
 static u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
 static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
