@@ -294,7 +294,7 @@ struct Consumer {
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         meet();
-        strand.q_operand.prepare(smem.q, 16 * m, thread, reinterpret_cast<float*>(&own.strands), [this] { meet_strands(); });
+        strand.q_operand.prepare(args, run, smem.q, 16 * m, reinterpret_cast<float*>(&own.strands), [this] { meet_strands(); });
         strand.keep_q();
     }
 

@@ -213,7 +213,7 @@ template <class Q, class Tile> struct QOperandOption : Given {
     static float* const factors;
     static float (&s)[8];
     static void meet();
-    static_assert(requires { q.prepare(tile, i, u32(i), factors, meet); }, "QOperand: prepare(tile, first_row, thread, factors, meet), by the four warps of 16 rows");
+    static_assert(requires { q.prepare(args, work, tile, i, factors, meet); }, "QOperand: prepare(args, work, tile, first_row, factors, meet), by the four warps of 16 rows");
     static_assert(requires { q.scale(s); }, "QOperand: scale(s): dot products with what was prepared become those with q");
 };
 // ... and where products take q, k and v as they lie in memory.

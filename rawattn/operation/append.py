@@ -53,7 +53,7 @@ class Append(Operation):
     lengths: str = ""
     angles: Element | None = None
     in_place: bool = False
-    storage: Element | None = None
+    kv_element: Element | None = None
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
@@ -62,8 +62,8 @@ class Append(Operation):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.storage is None:
-            object.__setattr__(self, "storage", self.element)
+        if self.kv_element is None:
+            object.__setattr__(self, "kv_element", self.element)
         if self.form not in (*kvcache.FORMS, "slots"):
             raise ProblemError(f"form is {self.form!r}; it must be one of {', '.join(kvcache.FORMS)}, slots.")
         if self.rotary not in ROTARIES:
@@ -107,13 +107,13 @@ class Append(Operation):
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order, and the cache, which it writes; as (pages, page_size, kv_heads, columns)."""
-        assert self.storage is not None
+        assert self.kv_element is not None
         pool = self.pages, self.page_size, self.kv_heads
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
         found = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))]
         found += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
-        found += [Operand("k_cache", self.storage.name, (*pool, self.head_dim), "inout")]
-        found += [Operand("v_cache", self.storage.name, (*pool, self.head_dim_v), "inout")]
+        found += [Operand("k_cache", self.kv_element.name, (*pool, self.head_dim), "inout")]
+        found += [Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v), "inout")]
         if self.lengths:
             found += kvcache.length_operands(self.lengths, self.batch, self.table)
             found += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
@@ -134,8 +134,8 @@ class Append(Operation):
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Returns what a compiled kernel depends on."""
-        assert self.storage is not None
-        own = self.element.name, self.storage.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0
+        assert self.kv_element is not None
+        own = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0
         angles = None if self.angles is None else self.angles.name
         rotary = self.rotary, self.rotary_dim, angles, self.positions, self.in_place
         return (type(self), *own, self.form, self.lengths, self.ragged, *rotary)
@@ -148,8 +148,8 @@ class Append(Operation):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each row read once and written once, and what says where it goes."""
-        assert self.storage is not None
-        rows = self.total * self.kv_heads * (self.head_dim + self.head_dim_v * self.v) * self.storage.itemsize
+        assert self.kv_element is not None
+        rows = self.total * self.kv_heads * (self.head_dim + self.head_dim_v * self.v) * self.kv_element.itemsize
         read = [each for each in self.inputs if each.name not in ("k_cache", "v_cache", "cos", "sin")]
         return rows + kvcache.bytes_of([*read, *[each for each in read if each.name == "q"]])
 

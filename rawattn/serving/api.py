@@ -134,7 +134,7 @@ def _attention_of(
     q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any
 ) -> tuple[AttentionKVCache, dict[str, Array]]:
     """The operation and its arrays. Raises ProblemError for a wrong argument."""
-    found = {"q": arrays.read(q, "q"), "k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"], **step.arrays}
+    found = {"q": arrays.read(q, "q"), **cache.arrays_of(step.batch), **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
     if arrays.requires_grad(q, cache.k, cache.v, sinks, *asked.captured):
@@ -147,7 +147,7 @@ def _attention_of(
         room = Limits(step.batch, found["q"].shape[-2], *(max_kv_len(found, step),) * 2)
         made = functions.resolved(own, found, room)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
-    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys), found
+    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys, cache.scales), found
 
 
 def max_kv_len(found: dict[str, Array], step: Step) -> int:

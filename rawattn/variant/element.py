@@ -1,4 +1,4 @@
-"""The number formats of q, k, v and o."""
+"""The number formats of q, of k and v, and of o."""
 
 from __future__ import annotations
 
@@ -57,4 +57,8 @@ BF16 = Element("bf16", ml_dtypes.bfloat16, "bf16")
 FP16 = Element("fp16", np.float16, "f16")
 FP32 = Element("fp32", np.float32)
 FP64 = Element("fp64", np.float64)
+E4M3 = Element("e4m3", ml_dtypes.float8_e4m3fn)
+E5M2 = Element("e5m2", ml_dtypes.float8_e5m2)
 ELEMENTS = {element.name: element for element in (BF16, FP16, FP32, FP64)}
+FP8 = {element.name: element for element in (E4M3, E5M2)}  # of caches alone
+KV_ELEMENTS = ELEMENTS | FP8  # of caches

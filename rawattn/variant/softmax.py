@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer
+from ..program import AxisStride, Field, Fields, Pointer
 from . import Option, Wrapper
 
 
@@ -53,3 +53,28 @@ class WithSink(Wrapper):
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("sinks", "const Number*", Pointer("sinks")))
+
+
+@dataclasses.dataclass(frozen=True)
+class WithVScale(Wrapper):
+    """Multiplies results by the scale of values."""
+
+    type: ClassVar[str] = "WithVScale"
+    source: ClassVar[str] = "variant/softmax/v_scale.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("v_scale", "float"))
+
+
+@dataclasses.dataclass(frozen=True)
+class WithVScales(Wrapper):
+    """The same where an array has the scales of values, one for each sequence and key head."""
+
+    type: ClassVar[str] = "WithVScales"
+    source: ClassVar[str] = "variant/softmax/v_scales.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        steps = [Field(f"v_scale_{axis}", "i64", AxisStride("v_scale", i)) for i, axis in enumerate(("batch", "head"))]
+        return (*self.base.fields, Field("v_scale", "const float*", Pointer("v_scale")), *steps)

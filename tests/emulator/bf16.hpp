@@ -1,9 +1,11 @@
 #pragma once
 // variant/element/bf16.cuh without instructions of a GPU.
 #include "threads.hpp"
+#include "variant/element/word_operands.cuh"
 
 struct Bf16 {
     using Number = float;
+    using Operands = WordOperands;
     u16 bits;
 
     static float widen(Bf16 x) { return __builtin_bit_cast(float, u32(x.bits) << 16); }

@@ -279,25 +279,25 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
             }
     });
 }
-// A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box.
+// A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box, bytes of a number.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
     copies.push_back([=, &map, &full] {
         const i64 *word = &map.data, *stride = word + 1, *size = word + 5, *box = word + 10;
-        const i64 first[5] = {c0, c1, c2, c3, c4}, span = box[0] * 2;
+        const i64 first[5] = {c0, c1, c2, c3, c4}, each = word[15], span = box[0] * each;
         u32 bytes = u32(span);
         for (int d = 1; d < 5; ++d) bytes *= u32(box[d]);
         full.complete(bytes);
-        for (u32 at = 0; at < bytes; at += 2) {
-            i64 rest = at / 2, from = 0;
+        for (u32 at = 0; at < bytes; at += each) {
+            i64 rest = at / each, from = 0;
             bool inside = true;
             for (int d = 0; d < 5; ++d) {
                 const i64 c = first[d] + rest % box[d];
-                rest /= box[d], from += c * (d ? stride[d - 1] : 2), inside &= c >= 0 && c < size[d];
+                rest /= box[d], from += c * (d ? stride[d - 1] : each), inside &= c >= 0 && c < size[d];
             }
             u32 where = smem_address(to) + at;
             where ^= (where >> 7 & (span / 16 - 1)) << 4;  // swizzled over the span
-            const u16 x = inside ? half(reinterpret_cast<const char*>(word[0]) + from) : 0;
-            memcpy(raw + where, &x, 2);
+            memset(raw + where, 0, each);
+            if (inside) memcpy(raw + where, reinterpret_cast<const char*>(word[0]) + from, each);
         }
     });
 }
@@ -324,22 +324,33 @@ void load_matrices(u32 (&d)[4], u32 address) {
 static void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
 
+static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
+// Bit by bit, as the format says.
+static u16 widen_e4m3(unsigned char x) {
+    const i32 exponent = x >> 3 & 15, fraction = x & 7;
+    const float size = exponent == 0 ? ldexpf(fraction, -9) : ldexpf(8 + fraction, exponent - 10);
+    return (x & 0x80) << 8 | ((x & 0x7f) == 0x7f ? 0x7fff : __builtin_bit_cast(u16, _Float16(size)));
+}
+static u32 widen_e4m3(u16 pair) { return widen_e4m3((unsigned char)pair) | u32(widen_e4m3((unsigned char)(pair >> 8))) << 16; }
+
 static u16 half_of(u64 word, u32 i) { return u16(word >> 16 * i); }
 // A lane's a: see ptx/mma.cuh. a(row, k) is in lane row % 8 * 4 + k % 8 / 2, word row / 8 + k / 8 * 2.
-static float a_of(const u64 (*all)[8], u32 row, u32 k) { return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2)); }
-static void mma_bf16(float* d, const u32* a, const u32* b) {
+static float a_of(const u64 (*all)[8], u32 row, u32 k, float (*wide)(u16) = ::wide) {
+    return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2));
+}
+static void mma(float* d, const u32* a, const u32* b, float (*wide)(u16)) {
     const u64 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     const u32 lane = threadIdx.x % 32;
     exchange(mine, 6, [&](auto& all) {
         for (u32 i = 0; i < 4; ++i) {
             const u32 row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-            for (u32 k = 0; k < 16; ++k) d[i] += a_of(all, row, k) * wide(half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2));
+            for (u32 k = 0; k < 16; ++k) d[i] += a_of(all, row, k, wide) * wide(half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2));
         }
         return 0;
     });
 }
-static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
-static void mma_fp16(float*, const u32*, const u32*) { __builtin_trap(); }
+static void mma_bf16(float* d, const u32* a, const u32* b) { mma(d, a, b, wide); }
+static void mma_fp16(float* d, const u32* a, const u32* b) { mma(d, a, b, widen_fp16); }
 }  // namespace ptx
 
 // wgmma, 64 x n x 16, of a warp's sixteen rows by itself. b(k, column): contraction along the columns of a tile, or along its rows.

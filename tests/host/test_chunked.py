@@ -160,8 +160,8 @@ REFUSED = {
     "head_dim": ({"head_dim": 36}, "attn_fwd: head_dim is 36; it takes multiples of 8"),
     "kv_begin": ({"kv_begin": True}, "attn_fwd: it takes no kv_begin"),
     "causal": ({"causal_each": True, "spec": Spec()}, "attn_fwd: causal is an array"),
-    "format": ({"element": FP32, "storage": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
-    "storage": ({"storage": FP16}, "attn_fwd: it takes caches in the format of q, bf16, not fp16"),
+    "format": ({"element": FP32, "kv_element": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
+    "kv_element": ({"kv_element": FP16}, "attn_fwd: it takes caches in the format of q, bf16, not fp16"),
     "layout": ({"layout": Layout("k_cache is odd")}, "attn_fwd: k_cache is odd"),
 }
 

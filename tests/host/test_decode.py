@@ -20,7 +20,7 @@ from rawattn.select import select
 from rawattn.serving import api
 from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
-from rawattn.variant.element import FP32
+from rawattn.variant.element import E4M3, E5M2, FP8, FP16, FP32
 from rawattn.variant.mask import Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests import decode, emulator
@@ -72,9 +72,10 @@ def pages_bytes(pool: Array, rows: int) -> bytes:
     """The TmaPages of (pages, rows, heads, columns), with a map as ``threads.hpp`` reads it."""
     page, row, head, _ = pool.strides
     count, page_rows, heads, columns = pool.shape
-    panel = next(width for width in (64, 32, 16) if columns % width == 0)
-    words = [pool.ctypes.data, row, panel * 2, head, page, panel, page_rows, columns // panel, heads, count, panel, rows]
-    words += [columns // panel, 1, 1, 0]
+    size = pool.itemsize
+    panel = next(bytes_ // size for bytes_ in (128, 64, 32) if columns * size % bytes_ == 0)
+    words = [pool.ctypes.data, row, panel * size, head, page, panel, page_rows, columns // panel, heads, count, panel, rows]
+    words += [columns // panel, 1, 1, size]
     return np.array(words, np.int64).tobytes() + np.array([count], np.int32).tobytes() + bytes(60)
 
 
@@ -88,8 +89,11 @@ def sequences(case: Case, seed: int = 0) -> tuple[list[Array], list[Array], list
     found: tuple[list[Array], ...] = ([], [], [])
     for q_len, kv_len in zip(q_lens, case.kv_lens, strict=True):
         rng = np.random.default_rng([seed, kv_len])
-        k, v = (emulator.bf16(rng, kv_len, op.kv_heads, d) for d in (op.head_dim, op.head_dim_v))
-        queries = emulator.bf16(rng, 64, op.heads, op.head_dim)
+        dtype = (op.kv_element or op.element).dtype
+        k, v = (
+            rng.standard_normal((kv_len, op.kv_heads, d), np.float32).astype(dtype) for d in (op.head_dim, op.head_dim_v)
+        )
+        queries = rng.standard_normal((64, op.heads, op.head_dim), np.float32).astype(op.element.dtype)
         for to, x in zip(found, (queries[64 - q_len :], k, v), strict=True):
             to.append(x)
     return found
@@ -143,6 +147,9 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
     values |= {"partials": np.full(sizes["partials"] // 4, np.nan, np.float32), "arrived": arrived, "violations": violations}
     values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
     values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
+    for name, scales in zip(("k_scale", "v_scale"), scales_of(case), strict=True):
+        if getattr(op, f"{name}s"):
+            values |= {name: scales, f"{name}_batch": scales.shape[1], f"{name}_head": 1}
     if edit is not None:
         edit(values)
     compiled(op, config)(case.grid, values)
@@ -153,16 +160,26 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
     return list(o), list(lse), int(violations[0])
 
 
+def scales_of(case: Case) -> tuple[Array, Array]:
+    """What keys, and values, of each sequence and head are multiplied by."""
+    op, shape = case.op, (len(case.kv_lens), case.op.kv_heads)
+    arrays = (np.linspace(first, last, shape[0] * shape[1], dtype=np.float32).reshape(shape) for first, last in ((0.5, 2), (3, 0.1)))
+    numbers = (np.full(shape, x, np.float32) for x in (op.k_scale, op.v_scale))
+    k, v = (x if is_array else y for is_array, x, y in zip((op.k_scales, op.v_scales), arrays, numbers, strict=True))
+    return k, v
+
+
 def expected(case: Case, seed: int = 0) -> tuple[list[Array], list[Array]]:
     op, found_o, found_lse = case.op, [], []
-    for q, k, v in zip(*sequences(case, seed), strict=True):
+    for q, k, v, k_scale, v_scale in zip(*sequences(case, seed), *scales_of(case), strict=True):
         q_len, kv_len = len(q), len(k)
         begin, end = op.mask.interval(np.arange(q_len), q_len, kv_len)
         j = np.arange(kv_len)
         kept = (j >= begin[:, None]) & (j < end[:, None])
         o, lse = np.zeros((q_len, op.heads, op.head_dim_v)), np.zeros((op.heads, q_len))
         for head in range(op.heads):
-            s = op.scale * q[:, head].astype(np.float64) @ k[:, head // op.group].astype(np.float64).T
+            kv_head = head // op.group
+            s = op.scale * q[:, head].astype(np.float64) @ k[:, kv_head].astype(np.float64).T * k_scale[kv_head]
             if isinstance(op.score, Softcap):
                 s = op.score.cap * np.tanh(s / op.score.cap)
             sink = np.linspace(-1, 2, op.heads).astype(np.float32)[head] if op.sinks else -np.inf
@@ -171,7 +188,7 @@ def expected(case: Case, seed: int = 0) -> tuple[list[Array], list[Array]]:
                 top = np.clip(full.max(1, keepdims=True), -1e300, 1e300)
                 p = np.exp(full - top)
                 total = p.sum(1, keepdims=True)
-                o[:, head] = np.where(total > 0, p[:, :-1] / total, 0) @ v[:, head // op.group].astype(np.float64)
+                o[:, head] = np.where(total > 0, p[:, :-1] / total, 0) @ v[:, kv_head].astype(np.float64) * v_scale[kv_head]
                 lse[head] = (top + np.log(total))[:, 0]
         found_o.append(o), found_lse.append(lse)
     return found_o, found_lse
@@ -189,12 +206,17 @@ def check(case: Case) -> tuple[list[Array], list[Array]]:
 
 
 OP = Case().op
+EIGHT = dataclasses.replace(OP, kv_element=E4M3, head_dim=64, head_dim_v=64)
 PAGED = dataclasses.replace(OP, page=16)
 LENGTHS = (700, 0, 65, 1, 2100, 64, 300)
 
 
 def with_op(case: Case, **changes: Any) -> Case:
     return dataclasses.replace(case, op=dataclasses.replace(case.op, **changes))
+
+
+def replace(**changes: Any) -> Config:
+    return dataclasses.replace(Case().config, **changes)
 
 
 CASES = {
@@ -243,6 +265,25 @@ CASES = {
     "columns 80": Case(dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8), LENGTHS, grid=5),
     "columns 96 and 64": Case(dataclasses.replace(PAGED, head_dim=96, head_dim_v=64), LENGTHS, grid=5),
     "columns 192 and 128": Case(dataclasses.replace(PAGED, head_dim=192, head_dim_v=128), LENGTHS, (), 5, Config(stages=3)),
+    **{
+        f"{name} of {n}": Case(dataclasses.replace(EIGHT, page=n, kv_element=e), LENGTHS, (), 5, replace(cp_async=n < 8))
+        for e in FP8.values() for name, n in ((f"{e.name}, pages", 16), (f"{e.name}, pages", 2), (f"{e.name}, dense", 0))
+    },
+    **{
+        f"e4m3, columns {d} and {e}": Case(dataclasses.replace(EIGHT, head_dim=d, head_dim_v=e, page=16), LENGTHS, grid=5, config=c)
+        for d, e, c in ((64, 96, replace(merge_passes=3)), (128, 128, replace(merge_passes=2, q_steps_in_registers=5)),
+                        (192, 32, replace(stages=3, steps_at_once=1)), (32, 160, replace(tile_kv=32, steps_at_once=1)))
+    },
+    "e4m3, scales": Case(dataclasses.replace(EIGHT, page=16, k_scale=0.5, v_scale=3.0, sinks=True), LENGTHS, grid=5),
+    "e4m3, arrays of scales": Case(
+        dataclasses.replace(EIGHT, k_scales=True, v_scales=True, q_len=3, mask=Window(500, 0), sinks=True), LENGTHS, grid=5
+    ),
+    "e5m2, softcap": Case(
+        dataclasses.replace(EIGHT, kv_element=E5M2, k_scales=True, score=Softcap(2.0), scale=-0.4, element=FP16), LENGTHS, grid=5
+    ),
+    "e4m3, two m tiles": Case(
+        dataclasses.replace(EIGHT, page=16, q_len=8, heads=8), (700, 3, 130), (), 5, replace(m_tiles=2, q_steps_in_registers=0)
+    ),
     "columns 256": Case(
         dataclasses.replace(PAGED, head_dim=256, head_dim_v=256), (300, 33, 0, 40), (), 5, Config(1, 32, 3, 0, 1)
     ),
@@ -392,7 +433,7 @@ REFUSED = {
     "rows": ({"q_len": 100}, "are 400 rows; it takes up to 256"),
     "kv_begin": ({"kv_begin": True}, "no kv_begin"),
     "causal": ({"causal_each": True, "spec": Spec()}, "causal is an array"),
-    "format": ({"element": FP32, "storage": FP32}, "it takes bf16 and fp16, not fp32"),
+    "format": ({"element": FP32, "kv_element": FP32}, "it takes bf16 and fp16, not fp32"),
 }
 
 

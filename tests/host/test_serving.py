@@ -368,7 +368,7 @@ def test_operations_as_values() -> None:
     spec = rawattn.Spec.of(causal=True, window=(9, 0), softcap=3.0, return_lse=True)
     found = {"q": rawattn.arrays.read(Q, "q"), "k_cache": CACHE.arrays["k"], "v_cache": CACHE.arrays["v"], **STEP.arrays}
     op = AttentionKVCache.of(found, spec, max_kv_len=8, split_keys=256)
-    assert (op.batch, op.q_len, op.kv_len, op.table, op.total_q, op.storage) == (2, 1, 8, 3, 2, ELEMENTS["fp32"])
+    assert (op.batch, op.q_len, op.kv_len, op.table, op.total_q, op.kv_element) == (2, 1, 8, 3, 2, ELEMENTS["fp32"])
     assert AttentionKVCache.from_json(op.to_json()) == op and hash(op) == hash(AttentionKVCache.from_json(op.to_json()))
     assert [x.name for x in op.inputs] == ["q", "k_cache", "v_cache", "kv_lens", "page_table"]
     assert [x.name for x in op.outputs] == ["o", "lse"] and op.outputs[1].shape == (2, 4, 1)

@@ -3,13 +3,15 @@
 // number to [2^15, 2^16), and dot products by the inverse. That is exact for numbers down to 2^-32 of the row's largest; smaller ones
 // lose their last bits. Columns lie in the order in which K's are contracted (variant/element/byte_operands.cuh).
 #include "tile/fragment.cuh"
+#include "variant/work_tile.cuh"
 
 struct ScaledQ {
     float factor[2];  // of the thread's two rows
 
     // The four warps of 16 rows change what was loaded, eight threads a row, and meet. In `factors` they say what is to be multiplied by.
     template <class Tile, class Meet>
-    __device__ void prepare(Tile& tile, i32 first_row, u32 thread, float* factors, Meet meet) {
+    __device__ void prepare(const Args&, const WorkTile&, Tile& tile, i32 first_row, float* factors, Meet meet) {
+        const u32 thread = (threadIdx.x - 32 * cfg::producers) % 128;
         constexpr u32 groups = Tile::chunks / 2;  // of 16 columns
         unsigned char* const data = reinterpret_cast<unsigned char*>(&tile);
         const u32 row = first_row + thread / 8;
