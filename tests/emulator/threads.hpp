@@ -331,7 +331,10 @@ static u16 widen_e4m3(unsigned char x) {
     const float size = exponent == 0 ? ldexpf(fraction, -9) : ldexpf(8 + fraction, exponent - 10);
     return (x & 0x80) << 8 | ((x & 0x7f) == 0x7f ? 0x7fff : __builtin_bit_cast(u16, _Float16(size)));
 }
-static u32 widen_e4m3(u16 pair) { return widen_e4m3((unsigned char)pair) | u32(widen_e4m3((unsigned char)(pair >> 8))) << 16; }
+static void widen_e4m3(u32 (&halves)[2], u32 four) {
+    for (int i = 0; i < 2; ++i)
+        halves[i] = widen_e4m3((unsigned char)(four >> 16 * i)) | u32(widen_e4m3((unsigned char)(four >> 16 * i + 8))) << 16;
+}
 
 static u16 half_of(u64 word, u32 i) { return u16(word >> 16 * i); }
 // A lane's a: see ptx/mma.cuh. a(row, k) is in lane row % 8 * 4 + k % 8 / 2, word row / 8 + k / 8 * 2.

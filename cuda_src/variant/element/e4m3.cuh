@@ -10,10 +10,8 @@ struct E4m3 {
     unsigned char bits;
 
     // Numbers 0 and 1, and 2 and 3, of a word as halves; numbers 0 and 2, and 1 and 3.
-    __device__ static void pairs_of_k(u32 (&halves)[2], u32 word) {
-        halves[0] = ptx::widen_e4m3(u16(word)), halves[1] = ptx::widen_e4m3(u16(word >> 16));
-    }
-    __device__ static void pairs_of_v(u32 (&halves)[2], u32 word) { pairs_of_k(halves, __byte_perm(word, 0, 0x3120)); }
+    __device__ static void pairs_of_k(u32 (&halves)[2], u32 word) { ptx::widen_e4m3(halves, word); }
+    __device__ static void pairs_of_v(u32 (&halves)[2], u32 word) { ptx::widen_e4m3(halves, __byte_perm(word, 0, 0x3120)); }
 
     __device__ static float widen(E4m3 x) {
         const u32 size = x.bits & 0x7f, sign = u32(x.bits & 0x80) << 24;
