@@ -373,4 +373,4 @@ class _Memory:
         dtype = DTYPES[array.dtype]
         strides = tuple(s * dtype.itemsize for s in array.strides)
         place = {"data": (array.pointer, False), "shape": tuple(array.shape), "strides": strides}
-        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": dtype.str, **place}
+        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": f"|V{dtype.itemsize}", **place}

@@ -10,7 +10,7 @@ from ..operand import Layout
 from ..operation import AttentionKVCache
 from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
 from ..render import config_header, source
-from ..variant import Option, element, kv, launch, q_operand, rows, scheduler, softmax, store, weight
+from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
 from ..variant.walk import lists
 from . import paging, tiling
 from .base import Kernel
@@ -183,8 +183,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         sums: Option = softmax.WithSink(softmax.Plain()) if op.sinks else softmax.Plain()
         operand: Option = q_operand.PlainQ()
         if is_fp8(op):
-            sums = (softmax.WithVScales if op.v_scales else softmax.WithVScale)(sums)
-            operand = q_operand.KScaledQ() if op.k_scales else q_operand.ScaledQ()
+            k_scale, v_scale = scale.scales(op.k_scales, op.v_scales)
+            sums, operand = softmax.WithVScale(sums, v_scale), q_operand.ScaledQ(k_scale)
         assert op.kv_element is not None
         return {
             "Element": element.FP16 if is_fp8(op) else op.element,
@@ -230,8 +230,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache."""
-        found: dict[str, float] = {"scale": abs(op.scale) * op.k_scale, "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
-        found |= paging.values(op) | {"slots": slots(op), "v_scale": op.v_scale}
+        found: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
+        found |= paging.values(op) | {"slots": slots(op), "k_scale": op.k_scale, "v_scale": op.v_scale}
         keys, most = split_rule(op)
         found |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
         return found | op.mask.values | op.score.values

@@ -128,7 +128,7 @@ class AttentionKVCache(OverKeys):
         for name in ("cu_seqlens_q",) * self.ragged + ("kv_begin",) * self.kv_begin + ("causal",) * self.causal_each:
             found.append(Operand(name, "int32", (self.batch + (name == "cu_seqlens_q"),)))
         found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
-        found += scale_operands(self)
+        found += scale_operands(self, self.batch)
         return (*found, *self.captured)
 
     @functools.cached_property
@@ -209,7 +209,7 @@ def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None
     for name, array in arrays.items():
         check_like(name, array, "q", q)
     check_element("q", q, k)
-    check_scales(arrays)
+    check_scales(arrays, batch_of(arrays))
     if q.shape[-1] != k.shape[3]:
         raise ProblemError(f"q has head_dim {q.shape[-1]} but the cache has {k.shape[3]}; they must be the same.")
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[2]:
@@ -242,12 +242,12 @@ def check_element(name: str, array: Array, pool: Array) -> None:
         raise ProblemError(f"{name} has dtype {array.dtype} but the cache has {pool.dtype}; they must be the same.")
 
 
-def check_scales(arrays: dict[str, Array]) -> None:
-    """Raises ProblemError where the cache's scales, (batch, kv_heads, 1) by name, are for other sequences than the step."""
+def check_scales(arrays: dict[str, Array], batch: int) -> None:
+    """Raises ProblemError where the cache's scales, (batch, kv_heads, 1) by name, are for another number of sequences."""
     for name in ("k_scale", "v_scale"):
-        if name in arrays and arrays[name].shape[0] not in (1, batch_of(arrays)):
-            found, batch = arrays[name].shape[0], batch_of(arrays)
-            raise ProblemError(f"{name} is for {found} sequences but the step has {batch}; its first dimension must be {batch}, or 1.")
+        if name in arrays and arrays[name].shape[0] != batch:
+            found = f"{name} is for {arrays[name].shape[0]} sequences but the call has {batch}"
+            raise ProblemError(f"{found}; its first dimension of two must be {batch}, or 1.")
 
 
 def check_batch(name: str, rows: Array, arrays: dict[str, Array], max_q_len: int | None) -> None:
@@ -303,9 +303,9 @@ def length_operands(form: str, batch: int, table: int) -> list[Operand]:
     return [Operand(name, "int32", shapes[name]) for name in FORMS[form]]
 
 
-def scale_operands(op: Any) -> list[Operand]:
+def scale_operands(op: Any, batch: int) -> list[Operand]:
     """The arrays that say what a cache's numbers are multiplied by, one for each sequence and head."""
-    shape = op.batch, op.kv_heads, 1
+    shape = batch, op.kv_heads, 1
     return [Operand(name, "fp32", shape) for name in ("k_scale", "v_scale") if getattr(op, f"{name}s")]
 
 

@@ -251,9 +251,9 @@ def _append_of(
     if step is not None:
         found |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
     found |= {} if rotary is None else rotary.arrays
-    found |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
+    found |= cache.arrays_of(step.batch if step is not None else 1 if len(found["k"].shape) == 3 else found["k"].shape[0])
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
-    op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)))
+    op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales)
     _check_writable(cache, found)
     q_out = found.pop("q_out", None)
     if op.in_place and q_out is not None:

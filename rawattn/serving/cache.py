@@ -55,7 +55,9 @@ class KVCache:
     serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # "k" and "v" as (pages, page_size, kv_heads, head_dim)
     scales: tuple[float, float] = dataclasses.field(init=False, repr=False)  # 1.0 where there is an array
-    scale_arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # "k_scale", "v_scale": (batch or 1, kv_heads or 1)
+    scale_arrays: dict[str, Array] = dataclasses.field(
+        init=False, repr=False
+    )  # "k_scale", "v_scale": (batch or 1, kv_heads or 1)
     v_in_k: bool = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -152,7 +154,7 @@ def _is_part(v: Array, k: Array) -> bool:
 def _scale(name: str, given: Any, k: Array) -> float | Array:
     """A scale of a cache as a float, or as an array (batch or 1, kv_heads or 1). Raises ProblemError for a wrong one."""
     if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
-        return check_scale(name, float(given), k.dtype)
+        return check_scale(name, float(np.float32(given)), k.dtype)
     if not hasattr(given, "shape"):
         need = "a float above 0, or a float32 array that broadcasts to (batch, kv_heads)"
         raise ProblemError(f"{name} is {given!r}; it must be {need}.")

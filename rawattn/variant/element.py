@@ -34,6 +34,11 @@ class Element(Option):
         return (f"variant/element/{self.name}.cuh",)
 
     @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        return float(ml_dtypes.finfo(self.dtype).max)
+
+    @property
     def kind(self) -> tuple[object, ...]:
         return (self.name,)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import AxisStride, Field, Fields, Pointer
+from ..program import Fields
 from . import Option
 
 
@@ -19,20 +19,21 @@ class PlainQ(Option):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledQ(Option):
-    """In half precision, each row times a power of two, for products with keys of eight bits."""
+    """In half precision, each row times a power of two, for products with keys of eight bits; ``k`` is what these are multiplied
+    by."""
 
+    k: Option
     type: ClassVar[str] = "ScaledQ"
     source: ClassVar[str] = "variant/q_operand/scaled.cuh"
 
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.k.cuda_type}>"
 
-@dataclasses.dataclass(frozen=True)
-class KScaledQ(ScaledQ):
-    """The same where an array has the scales of keys."""
-
-    type: ClassVar[str] = "KScaledQ"
-    source: ClassVar[str] = "variant/q_operand/k_scales.cuh"
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.k.sources, self.source)
 
     @property
     def fields(self) -> Fields:
-        steps = [Field(f"k_scale_{axis}", "i64", AxisStride("k_scale", i)) for i, axis in enumerate(("batch", "head"))]
-        return (Field("k_scale", "const float*", Pointer("k_scale")), *steps)
+        return self.k.fields

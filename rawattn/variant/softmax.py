@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import AxisStride, Field, Fields, Pointer
+from ..program import Field, Fields, Pointer
 from . import Option, Wrapper
 
 
@@ -57,24 +57,20 @@ class WithSink(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class WithVScale(Wrapper):
-    """Multiplies results by the scale of values."""
+    """Multiplies results by ``v``, the scale of values."""
 
+    v: Option
     type: ClassVar[str] = "WithVScale"
     source: ClassVar[str] = "variant/softmax/v_scale.cuh"
 
     @property
-    def fields(self) -> Fields:
-        return (*self.base.fields, Field("v_scale", "float"))
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.base.cuda_type}, {self.v.cuda_type}>"
 
-
-@dataclasses.dataclass(frozen=True)
-class WithVScales(Wrapper):
-    """The same where an array has the scales of values, one for each sequence and key head."""
-
-    type: ClassVar[str] = "WithVScales"
-    source: ClassVar[str] = "variant/softmax/v_scales.cuh"
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, *self.v.sources, self.source)
 
     @property
     def fields(self) -> Fields:
-        steps = [Field(f"v_scale_{axis}", "i64", AxisStride("v_scale", i)) for i, axis in enumerate(("batch", "head"))]
-        return (*self.base.fields, Field("v_scale", "const float*", Pointer("v_scale")), *steps)
+        return (*self.base.fields, *self.v.fields)

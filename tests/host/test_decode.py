@@ -90,9 +90,7 @@ def sequences(case: Case, seed: int = 0) -> tuple[list[Array], list[Array], list
     for q_len, kv_len in zip(q_lens, case.kv_lens, strict=True):
         rng = np.random.default_rng([seed, kv_len])
         dtype = (op.kv_element or op.element).dtype
-        k, v = (
-            rng.standard_normal((kv_len, op.kv_heads, d), np.float32).astype(dtype) for d in (op.head_dim, op.head_dim_v)
-        )
+        k, v = (rng.standard_normal((kv_len, op.kv_heads, d), np.float32).astype(dtype) for d in (op.head_dim, op.head_dim_v))
         queries = rng.standard_normal((64, op.heads, op.head_dim), np.float32).astype(op.element.dtype)
         for to, x in zip(found, (queries[64 - q_len :], k, v), strict=True):
             to.append(x)
@@ -163,7 +161,9 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
 def scales_of(case: Case) -> tuple[Array, Array]:
     """What keys, and values, of each sequence and head are multiplied by."""
     op, shape = case.op, (len(case.kv_lens), case.op.kv_heads)
-    arrays = (np.linspace(first, last, shape[0] * shape[1], dtype=np.float32).reshape(shape) for first, last in ((0.5, 2), (3, 0.1)))
+    arrays = (
+        np.linspace(first, last, shape[0] * shape[1], dtype=np.float32).reshape(shape) for first, last in ((0.5, 2), (3, 0.1))
+    )
     numbers = (np.full(shape, x, np.float32) for x in (op.k_scale, op.v_scale))
     k, v = (x if is_array else y for is_array, x, y in zip((op.k_scales, op.v_scales), arrays, numbers, strict=True))
     return k, v
@@ -267,12 +267,19 @@ CASES = {
     "columns 192 and 128": Case(dataclasses.replace(PAGED, head_dim=192, head_dim_v=128), LENGTHS, (), 5, Config(stages=3)),
     **{
         f"{name} of {n}": Case(dataclasses.replace(EIGHT, page=n, kv_element=e), LENGTHS, (), 5, replace(cp_async=n < 8))
-        for e in FP8.values() for name, n in ((f"{e.name}, pages", 16), (f"{e.name}, pages", 2), (f"{e.name}, dense", 0))
+        for e in FP8.values()
+        for name, n in ((f"{e.name}, pages", 16), (f"{e.name}, pages", 2), (f"{e.name}, dense", 0))
     },
     **{
-        f"e4m3, columns {d} and {e}": Case(dataclasses.replace(EIGHT, head_dim=d, head_dim_v=e, page=16), LENGTHS, grid=5, config=c)
-        for d, e, c in ((64, 96, replace(merge_passes=3)), (128, 128, replace(merge_passes=2, q_steps_in_registers=5)),
-                        (192, 32, replace(stages=3, steps_at_once=1)), (32, 160, replace(tile_kv=32, steps_at_once=1)))
+        f"e4m3, columns {d} and {e}": Case(
+            dataclasses.replace(EIGHT, head_dim=d, head_dim_v=e, page=16), LENGTHS, grid=5, config=c
+        )
+        for d, e, c in (
+            (64, 96, replace(merge_passes=3)),
+            (128, 128, replace(merge_passes=2, q_steps_in_registers=5)),
+            (192, 32, replace(stages=3, steps_at_once=1)),
+            (32, 160, replace(tile_kv=32, steps_at_once=1)),
+        )
     },
     "e4m3, scales": Case(dataclasses.replace(EIGHT, page=16, k_scale=0.5, v_scale=3.0, sinks=True), LENGTHS, grid=5),
     "e4m3, arrays of scales": Case(

@@ -1,16 +1,17 @@
 #pragma once
 // Q of any 16 bits as halves, for products with K of eight bits. Each row is multiplied by the power of two that brings its largest
-// number to [2^15, 2^16), and dot products by the inverse. That is exact for numbers down to 2^-32 of the row's largest; smaller ones
-// lose their last bits. Columns lie in the order in which K's are contracted (variant/element/byte_operands.cuh).
+// number to [2^15, 2^16), and dot products by the inverse, and by the scale of keys, K. That is exact for numbers down to 2^-32 of the
+// row's largest; smaller ones lose their last bits. Columns lie in the order in which K's are contracted (variant/element/byte_operands.cuh).
 #include "tile/fragment.cuh"
 #include "variant/work_tile.cuh"
 
+template <class K>
 struct ScaledQ {
     float factor[2];  // of the thread's two rows
 
     // The four warps of 16 rows change what was loaded, eight threads a row, and meet. In `factors` they say what is to be multiplied by.
     template <class Tile, class Meet>
-    __device__ void prepare(const Args&, const WorkTile&, Tile& tile, i32 first_row, float* factors, Meet meet) {
+    __device__ void prepare(const Args& args, const WorkTile& work, Tile& tile, i32 first_row, float* factors, Meet meet) {
         const u32 thread = (threadIdx.x - 32 * cfg::producers) % 128;
         constexpr u32 groups = Tile::chunks / 2;  // of 16 columns
         unsigned char* const data = reinterpret_cast<unsigned char*>(&tile);
@@ -36,7 +37,7 @@ struct ScaledQ {
             for (int half = 0; half < 2; ++half)
                 *reinterpret_cast<uint4*>(data + at[half]) = make_uint4(words[half], words[half + 2], words[half + 4], words[half + 6]);
         }
-        if (thread % 8 == 0) factors[thread / 8] = __uint_as_float(exponent - 15 << 23);
+        if (thread % 8 == 0) factors[thread / 8] = __uint_as_float(exponent - 15 << 23) * K::of(args, work.batch, work.head);
         meet();
 #pragma unroll
         for (int r = 0; r < 2; ++r) factor[r] = factors[threadIdx.x % 32 / 4 + 8 * r];
