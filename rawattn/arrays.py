@@ -30,7 +30,7 @@ class Array(NamedTuple):
 
     library: str  # "torch", "cupy" or "numpy"
     device: int  # CUDA ordinal, or CPU
-    dtype: str  # "bf16", "fp16", "fp32", "fp64", "e4m3", "e5m2", "int32" and other integers, "bool", or the library's own name for another
+    dtype: str  # "bf16", "fp16", "fp32", "fp64", "e4m3", "e5m2", "int32" and other integers, "bool", or the library's own name
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     pointer: int

@@ -125,8 +125,8 @@ class Config(str):
 
 
 def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], options: Mapping[str, Option]) -> Config:
-    """``config.cuh``. ``options``: axis (the C++ name) -> option, in the order of inclusion. Number formats that are not among them
-    are ``Element``'s."""
+    """``config.cuh``. ``options``: axis (the C++ name) -> option, in the order of inclusion. Number formats that are not among
+    them are ``Element``'s."""
     constants = dict(constants)
     for option in options.values():
         constants.update(option.constants)

@@ -38,7 +38,8 @@ template <class Q> struct QueriesOption : GivenToken {
 };
 // storage: what the cache, in KvElement, holds for a number.
 template <class S> struct StorageOption : GivenToken {
-    static const typename S::Scale scale;
-    static_assert(requires(i32 i) { typename S::Scale(S::of_k(args, i, i)), typename S::Scale(S::of_v(args, i, i)); }, "Storage: Scale, of_k, of_v(args, batch, head)");
+    using Scale = typename S::Scale;
+    static const Scale scale;
+    static_assert(requires(i32 i) { Scale(S::of_k(args, i, i)), Scale(S::of_v(args, i, i)); }, "Storage: Scale, of_k, of_v(args, batch, head)");
     static_assert(requires(Element x) { KvElement(S::of(x, scale)); }, "Storage: of(Element, Scale)");
 };

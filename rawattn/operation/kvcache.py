@@ -28,10 +28,10 @@ class AttentionKVCache(OverKeys):
 
     ``q_len`` and ``kv_len`` are bounds on the longest sequence; the lengths themselves are on the device. ``kv_element`` is the
     cache's number format, ``k_scale`` and ``v_scale`` are what its numbers are multiplied by; where ``k_scales`` or ``v_scales``,
-    an array has that for each sequence and head. ``form`` says how pages are given, ``table`` how many entries there are: of a row of the table, or of
-    ``indices``. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there are first keys,
-    ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys`` are the keys of
-    a split, 0 for what the length asks for.
+    an array has that for each sequence and head. ``form`` says how pages are given, ``table`` how many entries there are: of a
+    row of the table, or of ``indices``. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there
+    are first keys, ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys``
+    are the keys of a split, 0 for what the length asks for.
     """
 
     element: Element

@@ -107,7 +107,7 @@ class KVCache:
 
     def arrays_of(self, batch: int) -> dict[str, Array]:
         """The arrays of a call with so many sequences: k_cache, v_cache, and scales as (batch, kv_heads, 1)."""
-        scales = {name: _broadcast(x, batch, self.kv_heads) for name, x in self.scale_arrays.items()}
+        scales = {name: broadcast(x, batch, self.kv_heads) for name, x in self.scale_arrays.items()}
         return {"k_cache": self.arrays["k"], "v_cache": self.arrays["v"], **scales}
 
     def __str__(self) -> str:
@@ -158,10 +158,7 @@ def _scale(name: str, given: Any, k: Array) -> float | Array:
     if not hasattr(given, "shape"):
         need = "a float above 0, or a float32 array that broadcasts to (batch, kv_heads)"
         raise ProblemError(f"{name} is {given!r}; it must be {need}.")
-    found = arrays.read(given, name)
-    check_scale_array(name, found, k)
-    shape, strides = ((*[fill] * (2 - len(x)), *x) for x, fill in ((found.shape, 1), (found.strides, 0)))
-    return found._replace(shape=shape, strides=strides)
+    return scale_array(name, arrays.read(given, name), k)
 
 
 def check_scale(name: str, value: float, dtype: str) -> float:
@@ -173,8 +170,8 @@ def check_scale(name: str, value: float, dtype: str) -> float:
     return value
 
 
-def check_scale_array(name: str, array: Array, k: Array) -> None:
-    """Raises ProblemError where an array, as it was given, has no scales for the cache. It reads no memory."""
+def scale_array(name: str, array: Array, k: Array) -> Array:
+    """The array as (batch or 1, kv_heads or 1). Raises ProblemError where it has no scales for the cache. It reads no memory."""
     check_like(name, array, "k", k)
     if k.dtype not in FP8:
         raise ProblemError(f"{name} is an array but the cache holds {k.dtype}; scales are for e4m3 and e5m2: give 1.0.")
@@ -183,9 +180,11 @@ def check_scale_array(name: str, array: Array, k: Array) -> None:
     heads = k.shape[2]
     if len(array.shape) > 2 or (array.shape and array.shape[-1] not in (1, heads)):
         raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must broadcast to (batch, {heads}), kv_heads.")
+    shape, strides = ((*[fill] * (2 - len(x)), *x) for x, fill in ((array.shape, 1), (array.strides, 0)))
+    return array._replace(shape=shape, strides=strides)
 
 
-def _broadcast(array: Array, batch: int, heads: int) -> Array:
+def broadcast(array: Array, batch: int, heads: int) -> Array:
     """A scale's array as (batch, heads, 1); of another number of sequences as it is."""
     rows = batch if array.shape[0] == 1 else array.shape[0]
     strides = (*(0 if n == 1 else step for n, step in zip(array.shape, array.strides, strict=True)), 1)

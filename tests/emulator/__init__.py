@@ -1,9 +1,9 @@
 """Runs kernels of ``cuda_src/`` on the CPU, thread by thread: what they compute can be checked where there is no GPU.
 
-The kernel's own text is compiled for the host, but for ``ptx/``, bf16 and fp16, whose instructions are written here in C++. Threads of
-a block are coroutines that change at barriers, votes and exchanges. Matrix products, and copies by threads, are done at once
-where they are issued; those of TMA come late, the last one first. What is computed is what a GPU computes, up to rounding; most
-races are not seen.
+The kernel's own text is compiled for the host, but for ``ptx/``, bf16 and fp16, whose instructions are written here in C++.
+Threads of a block are coroutines that change at barriers, votes and exchanges. Matrix products, and copies by threads, are done
+at once where they are issued; those of TMA come late, the last one first. What is computed is what a GPU computes, up to
+rounding; most races are not seen.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
 PTX = (
-    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "fp8", "ldmatrix", "load", "mbarrier", "mma", "prefetch",
-    "red", "tma", "turn", "wgmma",
+    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "fp8", "ldmatrix", "load", "mbarrier", "mma",
+    "prefetch", "red", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 

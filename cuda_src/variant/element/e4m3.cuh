@@ -23,7 +23,7 @@ struct E4m3 {
         const float y = min(__uint_as_float(__float_as_uint(x) & 0x7fffffff), largest);
         const u32 bits = __float_as_uint(y), rounded = (bits + 0x7ffff + (bits >> 20 & 1) >> 20) - (120 << 3);
         const u32 subnormal = __float_as_uint(y + 16384.f) - __float_as_uint(16384.f);  // of which the last place is 2^-9
-        return {(unsigned char)(sign | (x != x ? 0x7f : y < 0x1p-6f ? subnormal
-                                                                    : rounded))};
+        const u32 size = y < 0x1p-6f ? subnormal : rounded;
+        return {(unsigned char)(sign | (x != x ? 0x7f : size))};
     }
 };

@@ -25,7 +25,7 @@ struct E5m2 {
         const float y = min(__uint_as_float(__float_as_uint(x) & 0x7fffffff), largest);
         const u32 bits = __float_as_uint(y), rounded = (bits + 0xfffff + (bits >> 21 & 1) >> 21) - (112 << 2);
         const u32 subnormal = __float_as_uint(y + 128.f) - __float_as_uint(128.f);  // of which the last place is 2^-16
-        return {(unsigned char)(sign | (x != x ? 0x7f : y < 0x1p-14f ? subnormal
-                                                                     : rounded))};
+        const u32 size = y < 0x1p-14f ? subnormal : rounded;
+        return {(unsigned char)(sign | (x != x ? 0x7f : size))};
     }
 };
