@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rawattn
 from rawattn import UnsupportedError, compiler
@@ -20,7 +22,7 @@ from rawattn.select import select
 from rawattn.serving import api
 from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
-from rawattn.variant.element import E4M3, E5M2, FP8, FP16, FP32
+from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests import decode, emulator
@@ -194,14 +196,15 @@ def expected(case: Case, seed: int = 0) -> tuple[list[Array], list[Array]]:
     return found_o, found_lse
 
 
-def check(case: Case) -> tuple[list[Array], list[Array]]:
+def check(case: Case, size: float = 1.0) -> tuple[list[Array], list[Array]]:
+    """Compares with the formula; ``size`` is what values are multiplied by."""
     o, lse, violations = run(case)
     wanted_o, wanted_lse = expected(case)
     assert violations == 0
     for found, wanted in zip(lse, wanted_lse, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
     for found, wanted in zip(o, wanted_o, strict=True):
-        np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1.2e-2, atol=6e-3)
+        np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1.2e-2, atol=6e-3 * size)
     return o, lse
 
 
@@ -265,28 +268,24 @@ CASES = {
     "columns 80": Case(dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8), LENGTHS, grid=5),
     "columns 96 and 64": Case(dataclasses.replace(PAGED, head_dim=96, head_dim_v=64), LENGTHS, grid=5),
     "columns 192 and 128": Case(dataclasses.replace(PAGED, head_dim=192, head_dim_v=128), LENGTHS, (), 5, Config(stages=3)),
-    **{
-        f"{name} of {n}": Case(dataclasses.replace(EIGHT, page=n, kv_element=e), LENGTHS, (), 5, replace(cp_async=n < 8))
-        for e in FP8.values()
-        for name, n in ((f"{e.name}, pages", 16), (f"{e.name}, pages", 2), (f"{e.name}, dense", 0))
-    },
+    "e4m3": Case(dataclasses.replace(EIGHT, page=16, k_scale=0.5, v_scale=3.0, sinks=True), LENGTHS, grid=5),
+    "e5m2": Case(dataclasses.replace(EIGHT, kv_element=E5M2), LENGTHS, grid=5),
+    "e4m3, copied": Case(dataclasses.replace(EIGHT, page=2, element=FP16), LENGTHS, (), 5, replace(cp_async=True)),
     **{
         f"e4m3, columns {d} and {e}": Case(
-            dataclasses.replace(EIGHT, head_dim=d, head_dim_v=e, page=16), LENGTHS, grid=5, config=c
+            dataclasses.replace(EIGHT, head_dim=d, head_dim_v=e, page=16), LENGTHS, (), 5, replace(**changes)
         )
-        for d, e, c in (
-            (64, 96, replace(merge_passes=3)),
-            (128, 128, replace(merge_passes=2, q_steps_in_registers=5)),
-            (192, 32, replace(stages=3, steps_at_once=1)),
-            (32, 160, replace(tile_kv=32, steps_at_once=1)),
+        for d, e, changes in (
+            (128, 128, {"merge_passes": 2, "q_steps_in_registers": 5}),
+            (64, 96, {"merge_passes": 3}),
+            (192, 160, {"tile_kv": 32, "steps_at_once": 1}),
         )
     },
-    "e4m3, scales": Case(dataclasses.replace(EIGHT, page=16, k_scale=0.5, v_scale=3.0, sinks=True), LENGTHS, grid=5),
     "e4m3, arrays of scales": Case(
         dataclasses.replace(EIGHT, k_scales=True, v_scales=True, q_len=3, mask=Window(500, 0), sinks=True), LENGTHS, grid=5
     ),
     "e5m2, softcap": Case(
-        dataclasses.replace(EIGHT, kv_element=E5M2, k_scales=True, score=Softcap(2.0), scale=-0.4, element=FP16), LENGTHS, grid=5
+        dataclasses.replace(EIGHT, kv_element=E5M2, k_scales=True, score=Softcap(2.0), scale=-0.4), LENGTHS, grid=5
     ),
     "e4m3, two m tiles": Case(
         dataclasses.replace(EIGHT, page=16, q_len=8, heads=8), (700, 3, 130), (), 5, replace(m_tiles=2, q_steps_in_registers=0)
@@ -352,6 +351,58 @@ def test_both_classes_of_rows_give_the_same_bits() -> None:
     same(run(packed), wanted, len(LENGTHS))
 
 
+def test_bits_in_eight_bits_follow_from_the_sequence() -> None:
+    """Likewise, on any grid, from pages and alone; and with q times any power of two that the scale takes back."""
+    case = Case(dataclasses.replace(EIGHT, page=16, q_len=3), (1500, 7, 300), grid=1)
+    wanted = run(case)
+    same(run(dataclasses.replace(case, grid=7)), wanted, 3)
+    same(run(dataclasses.replace(case, kv_lens=(1500,), grid=4)), wanted, 1)
+    copied = dataclasses.replace(case, grid=3, config=replace(cp_async=True))
+    same(run(with_op(copied, page=2)), wanted, 3)
+    wide = dataclasses.replace(case, config=replace(m_tiles=2, q_steps_in_registers=0))
+    same(run(wide), wanted, 3)
+    plain = sequences
+    for power in (-100, 90):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.host.test_decode.sequences", lambda *given, power=power: times(2.0**power, plain(*given)))
+            same(run(with_op(case, scale=case.op.scale * 2.0**-power)), wanted, 3)
+
+
+def times(factor: float, found: tuple[list[Array], ...]) -> tuple[list[Array], ...]:
+    """The same sequences with q times a power of two."""
+    return [(q.astype(np.float32) * factor).astype(q.dtype) for q in found[0]], *found[1:]
+
+
+def test_what_is_no_number_in_eight_bits_stays_in_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in a key and in a query, and a query beside it whose numbers differ by 2^60."""
+    case = Case(dataclasses.replace(EIGHT, page=16, q_len=4, heads=2), (300,), grid=2)
+    (q,), (k,), (v,) = sequences(case)
+    q[0, 0, 5], q[1, 0, 3], q[1, 0, 4] = np.nan, 2.0**20, 2.0**-40
+    k[298, 1, 7] = np.nan  # which the last two queries of the second head keep
+    monkeypatch.setattr("tests.host.test_decode.sequences", lambda *_: ([q], [k], [v]))
+    (o,), (lse,), _ = run(case)
+    (wanted,), (wanted_lse,) = expected(case)
+    bad = np.zeros((4, 2), bool)
+    bad[0, 0] = bad[2:, 1] = True
+    assert np.array_equal(np.isnan(o.astype(np.float32)).all(-1), bad) and np.array_equal(np.isnan(lse.T), bad)
+    np.testing.assert_allclose(o[~bad].astype(np.float64), wanted[~bad], rtol=1.2e-2, atol=6e-3)
+    np.testing.assert_allclose(lse.T[~bad], wanted_lse.T[~bad], rtol=2e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_step_in_eight_bits(data: Any) -> None:
+    """Any lengths, queries, windows, scales and grids over pools full of NaN; of few kinds."""
+    page = data.draw(st.sampled_from((0, 16)))
+    op = dataclasses.replace(
+        CASES["e4m3, arrays of scales"].op if page == 0 else CASES["e4m3"].op, heads=data.draw(st.sampled_from((2, 4, 10))),
+        mask=Window(data.draw(st.integers(0, 400)), 0) if page == 0 else Causal(), scale=data.draw(st.floats(0.01, 1.0)),
+        k_scale=data.draw(st.floats(0.01, 4.0)), v_scale=data.draw(st.floats(0.01, 100.0)),
+    )  # fmt: skip
+    lengths = st.lists(st.integers(0, 600), min_size=1, max_size=4)
+    check(Case(op, tuple(data.draw(lengths)), (), data.draw(st.integers(1, 6))), op.v_scale if page else 3.0)
+
+
 def test_queries_together_and_alone_have_the_same_bits() -> None:
     """A draft of four queries, and its last query alone, where splits are of one size."""
     case = Case(dataclasses.replace(PAGED, q_len=4, split_keys=256), (900, 260), grid=4)
@@ -413,6 +464,10 @@ CALLS = {
     "table": GPU_CASE,
     "end to end": dataclasses.replace(GPU_CASE, form="indptr", layout="HND", sinks=True),
     "dense": dataclasses.replace(GPU_CASE, form="dense", page_size=310, pool="interleaved", window=(100, 0)),
+    "e4m3": dataclasses.replace(GPU_CASE, kv_dtype="e4m3", scales=("each", "number"), pool="interleaved", sinks=True),
+    "e5m2": dataclasses.replace(
+        GPU_CASE, kv_dtype="e5m2", scales=("number", "heads"), form="dense", page_size=310, layout="HND", window=(100, 0)
+    ),
     "copied": dataclasses.replace(GPU_CASE, page_size=2, lengths=((3, 300), (3, 0), (3, 70)), ragged=False),
 }
 
@@ -441,6 +496,11 @@ REFUSED = {
     "kv_begin": ({"kv_begin": True}, "no kv_begin"),
     "causal": ({"causal_each": True, "spec": Spec()}, "causal is an array"),
     "format": ({"element": FP32, "kv_element": FP32}, "it takes bf16 and fp16, not fp32"),
+    "cache": ({"kv_element": FP16}, "it takes caches in the format of q, bf16, e4m3 and e5m2, not fp16"),
+    "columns in eight bits": (
+        {"kv_element": E4M3, "head_dim_v": 80},
+        "head_dim_v is 80; it takes multiples of 32 from 32 to 256 ov",
+    ),
 }
 
 
@@ -450,6 +510,14 @@ def test_refusals(name: str) -> None:
     op = dataclasses.replace(Decode(page=16).operation, **changes)
     with pytest.raises(UnsupportedError, match=said):
         select(op, TYPICAL[ARCH], "attn_decode")
+
+
+def test_e4m3_needs_conversions() -> None:
+    """GPUs before Ada have none; e5m2 needs none."""
+    op = dataclasses.replace(Decode(page=16).operation, kv_element=E4M3)
+    with pytest.raises(UnsupportedError, match=r"caches of e4m3 need compute capability 8.9 or newer, and .* is sm_80"):
+        select(op, TYPICAL["sm_80"], "attn_decode")
+    select(dataclasses.replace(op, kv_element=E5M2), TYPICAL["sm_80"], "attn_decode")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
@@ -470,8 +538,11 @@ def test_configurations_are_legal_and_share_kernels(arch: str, dims: tuple[int, 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("q_len", [1, 8])
-def test_no_spills(arch: str, q_len: int) -> None:
-    op = Decode(page=16, q_len=q_len).operation
+@pytest.mark.parametrize("kv_element", [None, E4M3, E5M2], ids=str)
+def test_no_spills(arch: str, q_len: int, kv_element: Element | None) -> None:
+    op = Decode(page=16, q_len=q_len, kv_element=kv_element, k_scales=kv_element == E5M2).operation
+    if kv_element == E4M3 and arch == "sm_80":
+        arch = "sm_89"
     binary = compiler.compile(ATTN_DECODE.render(op, ATTN_DECODE.candidates(op, TYPICAL[arch])[0], arch))
     assert binary.spill_bytes == 0 and not binary.advisories
 
