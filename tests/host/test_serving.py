@@ -306,7 +306,8 @@ def test_wrong_arrays(make: Any, message: str) -> None:
     assert message in str(error.value)
 
 
-SCALED = KVCache(*EIGHT, v_scale=scales(3, 2))
+SCALED = KVCache(*EIGHT, v_scale=scales(1, 2))
+OTHERS = KVCache(*EIGHT, v_scale=scales(3, 2))
 CACHE, STEP, Q = KVCache(pool(), pool()), Step(LENS, TABLE), np.zeros((2, 1, 4, 8), np.float32)
 RAGGED = Step(LENS, TABLE, lens(0, 1, 2))
 MASK = rawattn.mask.Causal("top_left")
@@ -316,7 +317,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("no step", {"step": None}, "step is None; it must be a rawattn.Step."),
     ("q's dtype", {"q": Q.astype(np.float64)}, "q has dtype fp64 but the cache has fp32; they must be the same."),
     ("q in eight bits", {"cache": KVCache(*EIGHT), "q": Q.astype(E4M3.dtype)}, "q has dtype e4m3; it must be bf16, fp16, fp32 o"),
-    ("scales of others", {"cache": SCALED}, "v_scale is for 3 sequences but the call has 2; its first dimension of two must be "),
+    ("scales of others", {"cache": OTHERS}, "v_scale is for 3 sequences but the call has 2; its first dimension of two must be "),
     ("q's integers", {"q": Q.astype(INT)}, "q has dtype int32; it must be bf16, fp16, fp32 or fp64."),
     ("q's columns", {"q": Q[..., :4].copy()}, "q has head_dim 4 but the cache has 8; they must be the same."),
     ("q's heads", {"q": Q[:, :, :3].copy()}, "q has 3 heads but the cache has 2; those of q must be a multiple of the cache's."),
@@ -368,8 +369,8 @@ APPENDS: list[tuple[str, dict[str, Any], str]] = [
     ("k's dtype", {"k": NEW.astype(np.float64)}, "k has dtype fp64 but the cache has fp32; they must be the same."),
     ("k in eight bits", {"cache": KVCache(*EIGHT), "k": NEW.astype(E4M3.dtype)}, "k has dtype e4m3; it must be bf16, fp16, fp32"),
     ("two dtypes", {"cache": KVCache(*EIGHT), "v": NEW.astype(np.float64)}, "v has dtype fp64 but k has fp32; they must be the "),
-    ("scales of others", {"cache": SCALED}, "v_scale is for 3 sequences but the call has 2; its first dimension of two must be "),
-    ("scales of slots", {"cache": SCALED, "step": None, "slots": SLOTS[:, 0], "k": NEW[:, 0], "v": NEW[:, 0]}, "the call has 1;"),
+    ("scales of others", {"cache": OTHERS}, "v_scale is for 3 sequences but the call has 2; its first dimension of two must be "),
+    ("scales of slots", {"cache": OTHERS, "step": None, "slots": SLOTS[:, 0], "k": NEW[:, 0], "v": NEW[:, 0]}, "the call has 1;"),
     ("no step", {"step": None}, "step is None; it must be a rawattn.Step, or slots must say where each row goes."),
     ("no positions", {"step": None, "slots": SLOTS, "rotary": Rotary(COS, COS)}, "step is None and rotary has no positions; giv"),
     ("rotary", {"rotary": COS}, "rotary is a ndarray; it must be a rawattn.Rotary, or None."),
@@ -438,7 +439,18 @@ def test_operations_as_values() -> None:
     assert (
         op.kind == dataclasses.replace(op, batch=7, kv_len=3, table=9, pages=99).kind != dataclasses.replace(op, sinks=True).kind
     )
+    eight = AttentionKVCache.of({**found, **SCALED.arrays_of(2)}, spec, scales=(0.5, 1.0))
+    assert [x.name for x in eight.inputs][-1] == "v_scale" and eight.inputs[-1].shape == (2, 2, 1)
+    assert AttentionKVCache.from_json(eight.to_json()) == eight and str(eight).startswith(
+        "AttentionKVCache fp32 over e4m3 batch 2"
+    )
+    assert eight.bytes == 2 * 12 * 2 * 16 + 4 * (64 + 2 + 6 + 64 + 8 + 4)
+    kinds = {dataclasses.replace(eight, **{name: not getattr(eight, name)}).kind for name in ("k_scales", "v_scales")}
+    assert eight.kind == dataclasses.replace(eight, k_scale=3.0).kind not in kinds and len(kinds) == 2
     given = {"k": rawattn.arrays.read(NEW, "k"), "v": rawattn.arrays.read(NEW, "v"), **found}
+    stored = Append.of(given | SCALED.arrays_of(2))
+    assert Append.from_json(stored.to_json()) == stored and str(stored).startswith("Append fp32 over e4m3 2 rows")
+    assert stored.kind != dataclasses.replace(stored, k_scales=True).kind and [x.name for x in stored.inputs][-1] == "v_scale"
     rotary = Rotary(COS, COS)
     new = Append.of(given | rotary.arrays, "neox")
     assert Append.from_json(new.to_json()) == new
