@@ -448,7 +448,7 @@ def test_operations_as_values() -> None:
     kinds = {dataclasses.replace(eight, **{name: not getattr(eight, name)}).kind for name in ("k_scales", "v_scales")}
     assert eight.kind == dataclasses.replace(eight, k_scale=3.0).kind not in kinds and len(kinds) == 2
     given = {"k": rawattn.arrays.read(NEW, "k"), "v": rawattn.arrays.read(NEW, "v"), **found}
-    stored = Append.of(given | SCALED.arrays_of(2))
+    stored = Append.of({name: x for name, x in given.items() if name != "q"} | SCALED.arrays_of(2))
     assert Append.from_json(stored.to_json()) == stored and str(stored).startswith("Append fp32 over e4m3 2 rows")
     assert stored.kind != dataclasses.replace(stored, k_scales=True).kind and [x.name for x in stored.inputs][-1] == "v_scale"
     rotary = Rotary(COS, COS)
