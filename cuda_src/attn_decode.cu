@@ -294,7 +294,8 @@ struct Consumer {
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         meet();
-        strand.q_operand.prepare(args, run, smem.q, 16 * m, reinterpret_cast<float*>(&own.strands), [this] { meet_strands(); });
+        // The states of the work before are done with, and a warp that is ahead writes there when all have met again.
+        strand.q_operand.prepare(args, run, smem.q, 16 * m, reinterpret_cast<float*>(&own.group), [this] { meet_strands(); });
         strand.keep_q();
     }
 

@@ -46,7 +46,7 @@ def reasons_of_tiles(op: AttentionKVCache) -> list[str]:
     """The reasons why no kernel with tiles of many queries computes it."""
     found = reasons(op)
     if op.kv_element is not None and op.kv_element != op.element:
-        way = "; max_q_len says where sequences have few rows, for attn_decode" if op.kv_element.itemsize == 1 else ""
+        way = "; give up to 256 rows of a sequence at once, which attn_decode takes" if op.kv_element.itemsize == 1 else ""
         found.append(f"it takes caches in the format of q, {op.element.name}, not {op.kv_element.name}{way}")
     if lists(op.mask):
         found.append("its mask leaves holes between the key tiles that it visits; over caches it takes none")

@@ -20,7 +20,7 @@ from rawattn.operand import Layout
 from rawattn.select import select
 from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
-from rawattn.variant.element import FP16, FP32
+from rawattn.variant.element import E4M3, FP16, FP32
 from rawattn.variant.mask import Both, Causal, Window
 from tests.caches import NONSENSE, Cached
 from tests.decode import Decode
@@ -161,6 +161,7 @@ REFUSED = {
     "kv_begin": ({"kv_begin": True}, "attn_fwd: it takes no kv_begin"),
     "causal": ({"causal_each": True, "spec": Spec()}, "attn_fwd: causal is an array"),
     "format": ({"element": FP32, "kv_element": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
+    "eight bits": ({"kv_element": E4M3}, "not e4m3; give up to 256 rows of a sequence at once, which attn_decode takes"),
     "kv_element": ({"kv_element": FP16}, "attn_fwd: it takes caches in the format of q, bf16, not fp16"),
     "layout": ({"layout": Layout("k_cache is odd")}, "attn_fwd: k_cache is odd"),
 }
