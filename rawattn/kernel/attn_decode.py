@@ -88,11 +88,6 @@ def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     return min(op.split_keys, LONGEST + 1) or 256, MOST_SPLITS if op.split_keys else most
 
 
-def is_fp8(op: AttentionKVCache) -> bool:
-    """Says whether keys and values have eight bits."""
-    return op.kv_element in element.FP8.values()
-
-
 class AttnDecode(Kernel[AttentionKVCache]):
     """The kernel; its configuration follows from the sizes."""
 
@@ -108,11 +103,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
         if op.element not in (element.BF16, element.FP16):
             found.append(f"it takes bf16 and fp16, not {op.element.name}")
-        elif op.kv_element is not None and op.kv_element != op.element and not is_fp8(op):
+        elif op.kv_element is not None and op.kv_element != op.element and not paging.is_fp8(op):
             found.append(f"it takes caches in the format of q, {op.element.name}, e4m3 and e5m2, not {op.kv_element.name}")
-        if op.kv_element == element.E4M3 and device.capability < 89:
-            found.append(f"caches of e4m3 need compute capability 8.9 or newer, and {device.name} is {device.arch}")
-        step = 32 if is_fp8(op) else 16
+        found += paging.reasons_of_eight_bits(op, device)
+        step = 32 if paging.is_fp8(op) else 16
         for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
             if size % step or not step <= size <= 256:
                 over = " over caches of eight bits" if step == 32 else ""
@@ -157,7 +151,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         dims, room, each = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op)
         wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
-            tile = 32 if (not is_fp8(op) and (wide or m_tiles == 2)) or (room < 110_000 and each > 256) else 64
+            tile = 32 if (not paging.is_fp8(op) and (wide or m_tiles == 2)) or (room < 110_000 and each > 256) else 64
             tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
             kept = 0 if tight else op.head_dim // (16 * m_tiles)
             blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2
@@ -182,12 +176,12 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The option on each axis."""
         sums: Option = softmax.WithSink(softmax.Plain()) if op.sinks else softmax.Plain()
         operand: Option = q_operand.PlainQ()
-        if is_fp8(op):
+        if paging.is_fp8(op):
             k_scale, v_scale = scale.scales(op.k_scales, op.v_scales)
             sums, operand = softmax.WithVScale(sums, v_scale), q_operand.ScaledQ(k_scale)
         assert op.kv_element is not None
         return {
-            "Element": element.FP16 if is_fp8(op) else op.element,
+            "Element": element.FP16 if paging.is_fp8(op) else op.element,
             "QElement": op.element,
             "KvElement": op.kv_element,
             "OElement": op.element,

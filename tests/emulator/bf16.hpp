@@ -8,6 +8,7 @@ struct Bf16 {
     using Operands = WordOperands;
     u16 bits;
 
+    static u32 of_halves(u32 two) { return pack(ptx::widen_fp16(u16(two)), ptx::widen_fp16(u16(two >> 16))); }
     static float widen(Bf16 x) { return __builtin_bit_cast(float, u32(x.bits) << 16); }
     static Bf16 narrow(float x) {
         const u32 bits = __builtin_bit_cast(u32, x);

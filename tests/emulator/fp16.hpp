@@ -8,6 +8,7 @@ struct Fp16 {
     using Operands = WordOperands;
     u16 bits;
 
+    static u32 of_halves(u32 two) { return two; }
     static float widen(Fp16 x) { return ptx::widen_fp16(x.bits); }
     static Fp16 narrow(float x) { return {__builtin_bit_cast(u16, _Float16(x))}; }
     static u32 pack(float low, float high) { return narrow(low).bits | u32(narrow(high).bits) << 16; }

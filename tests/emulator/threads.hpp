@@ -35,9 +35,11 @@ static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }

@@ -228,6 +228,15 @@ def test_chunks_by_mma(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("name", ["table", "dense, same", "window", "columns 256"])
+def test_chunks_over_eight_bits(name: str, kv_dtype: str) -> None:
+    case = of(CHUNKS[name], kv_dtype=kv_dtype, scales=("number", "number"), dtype="fp16" if name == "window" else "bf16")
+    check(case, attend(case))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile_q", [64, 128, 192, 256])
 def test_chunks_in_any_configuration(tile_q: int) -> None:
     """Tiles that hold no whole number of pages, too."""

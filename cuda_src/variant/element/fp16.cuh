@@ -15,6 +15,9 @@ struct Fp16 {
     }
     __device__ static void multiply(float* d, const u32* a, const u32* b) { ptx::mma_fp16(d, a, b); }
 
+    // Two numbers of half precision in this format.
+    __device__ static u32 of_halves(u32 two) { return two; }
+
     __device__ static float widen(Fp16 x) {
         float wide;
         asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
