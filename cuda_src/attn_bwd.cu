@@ -71,8 +71,7 @@ constexpr u32 writers = cfg::dq_chains > 1 ? cfg::dq_chains : cfg::dq_stages;
 
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
-template struct SameElements<Element, QElement>;
-template struct SameElements<Element, KvElement>;
+template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;

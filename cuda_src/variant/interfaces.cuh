@@ -216,7 +216,7 @@ template <class Q, class Tile> struct QOperandOption : Given {
     static_assert(requires { q.prepare(args, work, tile, i, factors, meet); }, "QOperand: prepare(args, work, tile, first_row, factors, meet), by the four warps of 16 rows");
     static_assert(requires { q.scale(s); }, "QOperand: scale(s): dot products with what was prepared become those with q");
 };
-// ... and where products take an array as it lies in memory.
-template <class E, class A> struct SameElements {
-    static_assert(is_same<A, E>, "QElement, KvElement: Element");
+// ... and where products take arrays as they lie in memory.
+template <class E, class... A> struct SameElements {
+    static_assert((is_same<A, E> && ...), "QElement, KvElement: Element");
 };
