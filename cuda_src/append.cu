@@ -8,7 +8,7 @@
 // a length, page, slot or position, which args.violations keeps. The launch behind this one may begin when this one has waited for
 // the launch in front: what it reads early is older than that, and it waits in its turn for the rows that are written here.
 
-#include "config.cuh"  // rendered: cfg, Args, and the options Element, Storage, Tokens, Destination, Rotary, Queries, Launch
+#include "config.cuh"  // rendered: cfg, Args, and the options Element, KvElement, Storage, Tokens, Destination, Rotary, Queries, Launch
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
 #include "variant/interfaces_append.cuh"
@@ -33,6 +33,7 @@ struct Row {
     unsigned char* to;
     i32 columns;  // 0 for a row that takes no part
     bool rotates, is_cached;
+    Storage::Scale scale;
 };
 
 struct Token {
@@ -50,19 +51,18 @@ struct Token {
     __device__ const unsigned char* in(const StridedTensor& tensor, i32 head) const {
         return tensor.rows(tokens.entry, head) + tokens.row * tensor.row_bytes;
     }
-    __device__ Row cached(const StridedTensor& from, const StridedTensor& pool, i32 head, i32 columns, bool rotates) const {
+    __device__ Row cached(const StridedTensor& from, const StridedTensor& pool, i32 head, i32 columns, bool rotates, Storage::Scale scale) const {
         const unsigned char* to = pool.rows(BatchEntry{place.page}, head) + place.row * pool.row_bytes;
         const bool takes_part = place.page >= 0 && rotary.exists;
-        return {reinterpret_cast<const Element*>(in(from, head)), const_cast<unsigned char*>(to), takes_part ? columns : 0, rotates, true};
+        return {reinterpret_cast<const Element*>(in(from, head)), const_cast<unsigned char*>(to), takes_part ? columns : 0, rotates, true, scale};
     }
     __device__ Row row(i32 i) const {
-        if (i < args.kv_heads) return cached(args.k, args.k_cache, i, cfg::head_dim, true);
+        if (i < args.kv_heads) return cached(args.k, args.k_cache, i, cfg::head_dim, true, Storage::of_k(args, tokens.batch, i));
         i -= args.kv_heads;
-        if (i < args.v_heads) return cached(args.v, args.v_cache, i, cfg::head_dim_v, false);
+        if (i < args.v_heads) return cached(args.v, args.v_cache, i, cfg::head_dim_v, false, Storage::of_v(args, tokens.batch, i));
         i -= args.v_heads;
         const bool takes_part = i < queries.heads && rotary.exists && tokens.exists;
-        return {reinterpret_cast<const Element*>(in(queries.from(args), i)), const_cast<unsigned char*>(in(queries.to(args), i)),
-                takes_part ? cfg::head_dim : 0, true, false};
+        return {reinterpret_cast<const Element*>(in(queries.from(args), i)), const_cast<unsigned char*>(in(queries.to(args), i)), takes_part ? cfg::head_dim : 0, true, false, {}};
     }
     // Moves a row by its lanes; the whole warp calls it together.
     __device__ void move(const Row& row) const {
@@ -79,16 +79,15 @@ struct Token {
         for (int i = 0; i < strips; ++i) {
             const int column = first + i * step;
             if (column >= row.columns) continue;
-            if (row.is_cached) store<Storage>(row.to, column, chunks[i]);
+            if (row.is_cached) store(row, column, chunks[i]);
             else *reinterpret_cast<Chunk*>(row.to + column * sizeof(Element)) = chunks[i];
         }
     }
-    template <class S>
-    __device__ static void store(unsigned char* to, int column, const Chunk& chunk) {
-        Vector<typename S::Type, cfg::width> out;
+    __device__ static void store(const Row& row, int column, const Chunk& chunk) {
+        Vector<KvElement, cfg::width> out;
 #pragma unroll
-        for (int x = 0; x < cfg::width; ++x) out.x[x] = S::of(chunk.x[x]);
-        *reinterpret_cast<decltype(out)*>(to + column * sizeof(typename S::Type)) = out;
+        for (int x = 0; x < cfg::width; ++x) out.x[x] = Storage::of(chunk.x[x], row.scale);
+        *reinterpret_cast<decltype(out)*>(row.to + column * sizeof(KvElement)) = out;
     }
 };
 

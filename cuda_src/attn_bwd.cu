@@ -71,6 +71,7 @@ constexpr u32 writers = cfg::dq_chains > 1 ? cfg::dq_chains : cfg::dq_stages;
 
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
+template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
@@ -249,7 +250,7 @@ struct Consumer {
         __syncwarp();
         arrive(smem.dq_full[t][chain()]);
         const i32 row = at.tile * cfg::tile_q + lane / 32 * 16 + lane % 32 / 4;
-        unsigned char* to = args.dq.rows(rows.q, at.head) + part * (cfg::dq_columns * sizeof(Element));
+        unsigned char* to = args.dq.rows(rows.q, at.head) + part * (cfg::dq_columns * sizeof(QElement));
         const i32 columns = cfg::head_dim - i32(part) * cfg::dq_columns;
         store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, dq, args.scale * SMma::sign);
     }

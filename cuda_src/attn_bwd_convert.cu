@@ -37,7 +37,7 @@ __device__ void convert(const Args& args, const WorkTile& work) {
 #pragma unroll
         for (int j = 0; j < cfg::dq_vector; ++j) x[i + j] = y.x[j];
     }
-    unsigned char* to = args.dq.rows(rows.q, work.head) + part * (cfg::dq_columns * sizeof(Element));
+    unsigned char* to = args.dq.rows(rows.q, work.head) + part * (cfg::dq_columns * sizeof(QElement));
     const i32 row = work.q_begin + lane / 32 * 16 + lane % 32 / 4, columns = cfg::head_dim - i32(part) * cfg::dq_columns;
     store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, x, args.scale * cfg::scale_sign);
 }

@@ -11,7 +11,7 @@
 #include "tile/strided_tensor.cuh"
 #include "variant/interfaces_bwd.cuh"
 
-template struct NumberOption<Element>;
+template struct NumberOption<OElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
@@ -29,7 +29,7 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, L
 constexpr int rows_at_once = cfg::threads / cfg::lanes, vectors = (cfg::head_dim_v + cfg::vector - 1) / cfg::vector;
 static_assert(cfg::q_block == cfg::tile_q && cfg::threads % 32 == 0 && 32 % cfg::lanes == 0 && cfg::tile_q % rows_at_once == 0);
 
-using Part = Vector<Element, cfg::vector>;
+using Part = Vector<OElement, cfg::vector>;
 
 // A lane's part of the sum over a row's columns.
 __device__ inline Number part_of(const unsigned char* o, const unsigned char* d_o, int lane) {
@@ -39,7 +39,7 @@ __device__ inline Number part_of(const unsigned char* o, const unsigned char* d_
         if (vectors % cfg::lanes != 0 && first + lane >= vectors) break;
         const Part a = reinterpret_cast<const Part*>(o)[first + lane], b = reinterpret_cast<const Part*>(d_o)[first + lane];
 #pragma unroll
-        for (int i = 0; i < cfg::vector; ++i) sum += Element::widen(a.x[i]) * Element::widen(b.x[i]);
+        for (int i = 0; i < cfg::vector; ++i) sum += OElement::widen(a.x[i]) * OElement::widen(b.x[i]);
     }
     return sum;
 }

@@ -49,6 +49,7 @@ struct Smem {
 static_assert(cfg::tile_kv == 64 && cfg::tile_q % 16 == 0);
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
+template struct SameElements<Element, QElement, KvElement>;
 template struct NumberOption<Element>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;

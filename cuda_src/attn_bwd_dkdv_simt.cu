@@ -15,7 +15,7 @@
 #include "tile/numbers.cuh"
 #include "variant/interfaces_bwd.cuh"
 
-template struct NumberOption<Element>;
+template struct NumberElements<QElement, KvElement, OElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
@@ -65,16 +65,16 @@ struct Block {
 #pragma unroll 1
         for (int column = 0; column < cfg::head_dim; column += cfg::chunk) {
             __syncthreads();
-            smem.a.load<Element>(head.q, q_begin, rows.q_len, column, cfg::head_dim, cfg::scale_sign);
-            smem.b.load<Element>(k, kv_begin, rows.kv_len, column, cfg::head_dim);
+            smem.a.load<QElement>(head.q, q_begin, rows.q_len, column, cfg::head_dim, cfg::scale_sign);
+            smem.b.load<KvElement>(k, kv_begin, rows.kv_len, column, cfg::head_dim);
             __syncthreads();
             multiply_columns(s, smem.a, smem.b);
         }
 #pragma unroll 1
         for (int column = 0; column < cfg::head_dim_v; column += cfg::chunk) {
             __syncthreads();
-            smem.a.load<Element>(head.d_o, q_begin, rows.q_len, column, cfg::head_dim_v);
-            smem.b.load<Element>(v, kv_begin, rows.kv_len, column, cfg::head_dim_v);
+            smem.a.load<OElement>(head.d_o, q_begin, rows.q_len, column, cfg::head_dim_v);
+            smem.b.load<KvElement>(v, kv_begin, rows.kv_len, column, cfg::head_dim_v);
             __syncthreads();
             multiply_columns(dp, smem.a, smem.b);
         }
@@ -98,14 +98,14 @@ struct Block {
 #pragma unroll
         for (int chunk = 0; chunk < v_chunks; ++chunk) {
             __syncthreads();
-            smem.a.load<Element>(head.d_o, q_begin, rows.q_len, chunk * cfg::chunk, cfg::head_dim_v);
+            smem.a.load<OElement>(head.d_o, q_begin, rows.q_len, chunk * cfg::chunk, cfg::head_dim_v);
             __syncthreads();
             multiply_rows(dv, chunk * cfg::chunk, smem.p, smem.a);
         }
 #pragma unroll
         for (int chunk = 0; chunk < chunks; ++chunk) {
             __syncthreads();
-            smem.a.load<Element>(head.q, q_begin, rows.q_len, chunk * cfg::chunk, cfg::head_dim, cfg::scale_sign);
+            smem.a.load<QElement>(head.q, q_begin, rows.q_len, chunk * cfg::chunk, cfg::head_dim, cfg::scale_sign);
             __syncthreads();
             multiply_rows(dk, chunk * cfg::chunk, smem.ds, smem.a);
         }
@@ -116,10 +116,10 @@ struct Block {
         for (int i = 0; i < keys_each; ++i) {
             const i32 key = kv_begin + at.y + 16 * i;
             if (key >= rows.kv_len) continue;
-            Element* row = reinterpret_cast<Element*>(to.rows(rows.kv, head) + key * to.row_bytes);
+            KvElement* row = reinterpret_cast<KvElement*>(to.rows(rows.kv, head) + key * to.row_bytes);
 #pragma unroll
             for (int c = 0; c < n; ++c)
-                if (at.x + 16 * c < end) row[at.x + 16 * c] = Element::narrow(x[i][c] * factor);
+                if (at.x + 16 * c < end) row[at.x + 16 * c] = KvElement::narrow(x[i][c] * factor);
         }
     }
 };

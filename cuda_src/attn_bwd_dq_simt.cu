@@ -13,7 +13,7 @@
 #include "tile/numbers.cuh"
 #include "variant/interfaces_bwd.cuh"
 
-template struct NumberOption<Element>;
+template struct NumberElements<QElement, KvElement, OElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
@@ -55,16 +55,16 @@ struct Block {
 #pragma unroll 1
         for (int column = 0; column < cfg::head_dim; column += cfg::chunk) {
             __syncthreads();
-            smem.a.load<Element>(q, q_begin, rows.q_len, column, cfg::head_dim, cfg::scale_sign);
-            smem.b.load<Element>(k, kv_begin, rows.kv_len, column, cfg::head_dim);
+            smem.a.load<QElement>(q, q_begin, rows.q_len, column, cfg::head_dim, cfg::scale_sign);
+            smem.b.load<KvElement>(k, kv_begin, rows.kv_len, column, cfg::head_dim);
             __syncthreads();
             multiply_columns(s, smem.a, smem.b);
         }
 #pragma unroll 1
         for (int column = 0; column < cfg::head_dim_v; column += cfg::chunk) {
             __syncthreads();
-            smem.a.load<Element>(d_o, q_begin, rows.q_len, column, cfg::head_dim_v);
-            smem.b.load<Element>(v, kv_begin, rows.kv_len, column, cfg::head_dim_v);
+            smem.a.load<OElement>(d_o, q_begin, rows.q_len, column, cfg::head_dim_v);
+            smem.b.load<KvElement>(v, kv_begin, rows.kv_len, column, cfg::head_dim_v);
             __syncthreads();
             multiply_columns(dp, smem.a, smem.b);
         }
@@ -86,7 +86,7 @@ struct Block {
 #pragma unroll
         for (int chunk = 0; chunk < chunks; ++chunk) {
             __syncthreads();
-            smem.b.load<Element>(k, kv_begin, rows.kv_len, chunk * cfg::chunk, cfg::head_dim);
+            smem.b.load<KvElement>(k, kv_begin, rows.kv_len, chunk * cfg::chunk, cfg::head_dim);
             __syncthreads();
             multiply_plain(dq, chunk * cfg::chunk, smem.ds, smem.b);
         }
@@ -96,10 +96,10 @@ struct Block {
         for (int i = 0; i < q_each; ++i) {
             const i32 row = q_begin + at.y + 16 * i;
             if (row >= rows.q_len) continue;
-            Element* to = reinterpret_cast<Element*>(args.dq.rows(rows.q, head) + row * args.dq.row_bytes);
+            QElement* to = reinterpret_cast<QElement*>(args.dq.rows(rows.q, head) + row * args.dq.row_bytes);
 #pragma unroll
             for (int c = 0; c < chunks * cfg::chunk / 16; ++c)
-                if (at.x + 16 * c < cfg::head_dim) to[at.x + 16 * c] = Element::narrow(dq[i][c] * (args.scale * cfg::scale_sign));
+                if (at.x + 16 * c < cfg::head_dim) to[at.x + 16 * c] = QElement::narrow(dq[i][c] * (args.scale * cfg::scale_sign));
         }
     }
 };

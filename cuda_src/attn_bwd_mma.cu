@@ -54,6 +54,7 @@ struct Smem {
     alignas(8) unsigned char rows[sizeof(Rows)];
 };
 template struct ElementOption<Element>;
+template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;

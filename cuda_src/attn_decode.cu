@@ -25,7 +25,8 @@
 // A block with the first splits of a work folds them as it goes. Others leave theirs in global memory: one state for each split, or
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
-#include "config.cuh"  // rendered: cfg, Args, and the options Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Launch
+#include "config.cuh"  // rendered: cfg, Args, and the options
+                       // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Launch
 #include "ptx/atomic.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/facts.cuh"
@@ -39,8 +40,9 @@
 #include "variant/interfaces.cuh"
 
 using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
-using KTile = PagedTile<cfg::tile_kv, cfg::head_dim, cfg::page_rows>;
-using VTile = PagedTile<cfg::tile_kv, cfg::head_dim_v, cfg::page_rows>;
+using KTile = PagedTile<cfg::tile_kv, cfg::head_dim * sizeof(KvElement), cfg::page_rows>;
+using VTile = PagedTile<cfg::tile_kv, cfg::head_dim_v * sizeof(KvElement), cfg::page_rows>;
+using Operands = KvElement::Operands;
 
 constexpr u32 barriers = (cfg::stages + 3) / 4 * 4;
 
@@ -70,6 +72,8 @@ struct Smem {
     i32 owner, is_last;             // the block with the work's first split
 };
 template struct ElementOption<Element>;
+template struct OperandsOption<KvElement>;
+template struct QOperandOption<QOperand, QTile>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
 template struct KvTilesOption<Mask>;
@@ -181,13 +185,14 @@ __device__ void apply(const F& f, float (&s)[n], i32 row, i32 first) {
 
 // One of four warps: what it computes of its tiles for 16 rows.
 struct Strand {
-    static constexpr int qk_steps = cfg::head_dim / 16, step_keys = 32, scores = step_keys / 2;  // of a thread in a step
+    static constexpr int step_keys = 32, scores = step_keys / 2;  // of a thread in a step
     static constexpr int steps = cfg::tile_kv / step_keys, at_once = cfg::steps_at_once, kept = cfg::q_steps_in_registers;
 
     const BlockReader<QTile> q_blocks;
     const BlockReader<KTile> k_blocks;
     const BlockReader<VTile> v_blocks;
-    u32 q[kept + 1][4];  // the last one for the steps that are not kept
+    u32 q[kept + Operands::steps][4];  // the last ones for the steps that are not kept
+    QOperand q_operand;
     float o[cfg::head_dim_v / 2];
 
     __device__ Strand(const Smem& smem, int m)
@@ -213,17 +218,25 @@ struct Strand {
 #pragma unroll
         for (float& x : s) x = 0.f;
 #pragma unroll
-        for (int step = 0; step < qk_steps; ++step) {
-            u32(&a)[4] = q[min(step, kept)];
-            if (step >= kept) load_q(a, step);
+        for (int block = 0; block < KTile::chunks / 2; ++block) {
+            const int first = block * Operands::steps;
+#pragma unroll
+            for (int step = first; step < first + Operands::steps; ++step)
+                if (step >= kept) load_q(q[kept + step - first], step);
 #pragma unroll
             for (int i = 0; i < step_keys / 16; ++i) {
-                u32 b[4];
-                ptx::ldmatrix(b, k_blocks.block(i, step, shift));
-                Element::multiply(s + fragment_index(2 * i, 0), a, b);
-                Element::multiply(s + fragment_index(2 * i + 1, 0), a, b + 2);
+                u32 words[4], b[Operands::steps][2][2];
+                ptx::ldmatrix(words, k_blocks.block(i, block, shift));
+                Operands::of_k(b, words);
+#pragma unroll
+                for (int j = 0; j < Operands::steps; ++j) {
+                    const u32(&a)[4] = q[first + j < kept ? first + j : kept + j];
+                    Element::multiply(s + fragment_index(2 * i, 0), a, b[j][0]);
+                    Element::multiply(s + fragment_index(2 * i + 1, 0), a, b[j][1]);
+                }
             }
         }
+        q_operand.scale(s);
     }
     // o += p v for 32 keys.
     __device__ void multiply_pv(const float (&p)[scores], u32 shift) {
@@ -237,10 +250,12 @@ struct Strand {
             }
 #pragma unroll
             for (int i = 0; i < VTile::chunks / 2; ++i) {
-                u32 b[4];
-                ptx::ldmatrix_transposed(b, v_blocks.block(step, i, shift));
-                Element::multiply(o + fragment_index(2 * i, 0), a, b);
-                Element::multiply(o + fragment_index(2 * i + 1, 0), a, b + 2);
+                constexpr int blocks = 2 * Operands::steps;  // of eight columns
+                u32 words[4], b[blocks][2];
+                ptx::ldmatrix_transposed(words, v_blocks.block(step, i, shift));
+                Operands::of_v(b, words);
+#pragma unroll
+                for (int j = 0; j < blocks; ++j) Element::multiply(o + fragment_index(blocks * i + j, 0), a, b[j]);
             }
         }
     }
@@ -279,6 +294,8 @@ struct Consumer {
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         meet();
+        // The states of the work before are done with, and a warp that is ahead writes there when all have met again.
+        strand.q_operand.prepare(args, run, smem.q, 16 * m, reinterpret_cast<float*>(&own.group), [this] { meet_strands(); });
         strand.keep_q();
     }
 
@@ -327,6 +344,11 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) smem.empty[barrier].arrive();
     }
 
+    // Where warps exchange a block of columns in a pass; -1 for one of another pass.
+    __device__ static constexpr int place_in_pass(int block, int pass) {
+        const int quarter = block / quarter_blocks, i = block % quarter_blocks;
+        return i / merge_blocks == pass ? quarter * merge_blocks + i % merge_blocks : -1;
+    }
     // What the four warps found, as one; this warp's quarter of the columns.
     __device__ Quarter merge(const OnlineSoftmax& softmax) {
         Quarter merged;
@@ -337,11 +359,12 @@ struct Consumer {
 #pragma unroll
         for (int pass = 0; pass < cfg::merge_passes; ++pass) {
 #pragma unroll
-            for (int i = 0; i < 4 * merge_blocks; ++i) {
-                const int block = i / merge_blocks * quarter_blocks + pass * merge_blocks + i % merge_blocks;
-                if (block * 8 >= cfg::head_dim_v) continue;
+            for (int block = 0; block < cfg::head_dim_v / 8; block += Operands::dealt_blocks) {
+                const int at = place_in_pass(block + (Operands::is_upper(lane) ? 1 : 0), pass);
                 const float* x = strand.o + fragment_index(block, 0);
-                if (has_rows()) own.strands.o[warp][i][lane] = make_float4(x[0], x[1], x[2], x[3]);
+                if (at < 0 || !has_rows()) continue;
+#pragma unroll
+                for (int i = 0; i < Operands::dealt_blocks; ++i) own.strands.o[warp][at][Operands::place(lane, i)] = Operands::pair(x, i);
             }
             meet_strands();
             SoftmaxState<merge_blocks> state[2], next;
@@ -496,12 +519,12 @@ struct Consumer {
             LogSum<float> sum{__fmul_rn(state.max[r], scale_log2 * float(ln_2)), state.sum[r]};  // no part of another product's sum
             softmax.finish(row, sum);
             const float factor = sum.inverse();
-            Element* const to = out.o(row) + column + lane % 4 * 2;
+            OElement* const to = out.o(row) + column + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < blocks; ++i) {
                 const float4 x = state.o[i];
                 if (column + i * 8 < cfg::head_dim_v)
-                    *reinterpret_cast<u32*>(to + i * 8) = Element::pack((r ? x.z : x.x) * factor, (r ? x.w : x.y) * factor);
+                    *reinterpret_cast<u32*>(to + i * 8) = OElement::pack((r ? x.z : x.x) * factor, (r ? x.w : x.y) * factor);
             }
             if (column == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
         }

@@ -35,6 +35,7 @@ struct Smem {
     WorkTile work;  // kept here until the end, to free registers
 };
 template struct ElementOption<Element>;
+template struct SameElements<Element, QElement>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;

@@ -18,7 +18,7 @@
 #include "tile/strided_tensor.cuh"
 #include "variant/interfaces.cuh"
 
-template struct NumberOption<Element>;
+template struct NumberElements<QElement, KvElement, OElement>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
@@ -46,6 +46,7 @@ struct alignas(16) Numbers {
 
     // Every thread of the block loads its share of rows [first, first + rows), from column `column` of `end`. Columns past the end
     // are zeros. Sixteen loads of a thread are on their way together. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
+    template <class E>
     __device__ void load(const StridedTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end, int sign = 1) {
         constexpr int warps = cfg::threads / 32, pieces = (columns + 31) / 32, ahead = pieces < 16 ? 16 / pieces * warps : warps;
         const int lane = threadIdx.x % 32;
@@ -54,10 +55,10 @@ struct alignas(16) Numbers {
 #pragma unroll
             for (int r = begin; r < begin + ahead; r += warps) {
                 if (rows % ahead != 0 && r >= rows) break;
-                const Element* from = reinterpret_cast<const Element*>(head + min(first + r, last) * tensor.row_bytes) + column;
+                const E* from = reinterpret_cast<const E*>(head + min(first + r, last) * tensor.row_bytes) + column;
 #pragma unroll
                 for (int c = lane; c < lane + columns; c += 32)
-                    if (columns % 32 == 0 || c < columns) data[r][c] = column + c < end ? Element::widen(from[c]) * sign : Number(0);
+                    if (columns % 32 == 0 || c < columns) data[r][c] = column + c < end ? E::widen(from[c]) * sign : Number(0);
             }
     }
 };
@@ -214,14 +215,14 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
     const unsigned char *k = args.k.rows(rows.kv, kv_head), *v = args.v.rows(rows.kv, kv_head);
     Walk walk(mask, rows, work, work.q_begin, cfg::tile_q);
     if (walk.more())
-        smem.q.load(args.q, args.q.rows(rows.q, work.head), work.q_begin, rows.q_len - 1, 0, cfg::head_dim, cfg::q_sign);
+        smem.q.load<QElement>(args.q, args.q.rows(rows.q, work.head), work.q_begin, rows.q_len - 1, 0, cfg::head_dim, cfg::q_sign);
     Thread thread(score);
 #pragma unroll 1
     for (; walk.more(); walk.advance()) {
         const i32 first = walk.tile() * cfg::tile_kv;
 #pragma unroll
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            smem.kv.k.load(args.k, k, first, last, chunk * cfg::chunk, cfg::head_dim);
+            smem.kv.k.load<KvElement>(args.k, k, first, last, chunk * cfg::chunk, cfg::head_dim);
             __syncthreads();
             thread.multiply_qk(smem, chunk);
             __syncthreads();
@@ -230,7 +231,7 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
         thread.softmax(smem, weight, score.scale_log2, work.q_begin, first);
 #pragma unroll
         for (int chunk = 0; chunk < v_chunks; ++chunk) {
-            smem.kv.v.load(args.v, v, first, last, chunk * cfg::v_chunk, cfg::head_dim_v);
+            smem.kv.v.load<KvElement>(args.v, v, first, last, chunk * cfg::v_chunk, cfg::head_dim_v);
             __syncthreads();
             thread.multiply_pv(smem, chunk);
             __syncthreads();

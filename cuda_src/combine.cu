@@ -10,7 +10,7 @@
 #include "tile/number.cuh"
 #include "variant/interfaces.cuh"
 
-template struct NumberOption<Element>;
+template struct NumberOption<OElement>;
 template struct RowsOption<Rows>;
 template struct PartsOption<Parts>;
 template struct SumOption<Softmax>;

@@ -30,7 +30,7 @@ from rawattn.device import cpu as this_cpu  # noqa: E402
 from rawattn.operation import AttentionKVCache, Backward, Forward  # noqa: E402
 from rawattn.select import KERNELS_OF  # noqa: E402
 from rawattn.spec import Spec  # noqa: E402
-from rawattn.variant.element import ELEMENTS  # noqa: E402
+from rawattn.variant.element import ELEMENTS, FP8  # noqa: E402
 
 FORMS = ("bf16", "fp16", "fp32", "fp64")
 
@@ -71,6 +71,7 @@ OF_OPERATION: dict[str, dict[str, dict[str, Any]]] = {
         "dense cache": {"form": "dense", "table": 1, "pages": 2, "page_size": 512},
         "pages of one row": {"page_size": 1, "table": 512},
         "several queries": {"q_len": 16},
+        **{f"cache of {name}": {"kv_element": element} for name, element in FP8.items()},
         "`kv_begin`": {"kv_begin": True},
     },
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 python -m perf.decode --fa3 fa3.so.xz              all cases; writes decode.json and decode.md
 python -m perf.decode --case B1 --peers cudnn      some of them
+python -m perf.decode --set fp8                    caches of e4m3 and e5m2; writes fp8.json and fp8.md
 python -m perf.decode --set chunked                chunks of a prompt; writes chunked.json and chunked.md
 
 Caches are rotated, 320 MB of them at least, so that none is found in L2. A CUDA graph holds the calls of all caches, and its
@@ -29,6 +30,7 @@ from .lib.statistics import geometric_mean
 from .lib.task import Unserved
 
 COLD_BYTES = 320 << 20
+SCALES = 1.25, 0.75  # of keys and values in eight bits
 LAUNCHES = 40  # in a graph, about
 TOLERANCE = 1e-2  # of the largest error in bf16 beside float64, for o of N(0, 1) values
 READ = r"""
@@ -49,7 +51,7 @@ extern "C" __global__ void read(const uint4* x, long long n, uint4* out) {
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """A step in bf16 over the caches of sequences; ``page`` is 0 for a dense cache."""
+    """A step in bf16 over the caches of sequences; ``page`` is 0 for a dense cache, ``cache`` torch's name of its dtype."""
 
     name: str
     kv_lens: tuple[int, ...]
@@ -58,15 +60,22 @@ class Decode:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    cache: str = "bfloat16"
 
     @property
     def label(self) -> str:
-        return f"{self.name} page {self.page}" if self.page else self.name
+        cache = "" if self.cache == "bfloat16" else f" {self.cache.removeprefix('float8_').removesuffix('fn')}"
+        return self.name + cache + (f" page {self.page}" if self.page else "")
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value."""
+        return (4 if self.cache == "bfloat16" else 2) * self.kv_heads * self.head_dim
 
     @property
     def bytes(self) -> int:
         """Bytes of the keys and values that are read."""
-        return 4 * sum(self.kv_lens) * self.kv_heads * self.head_dim
+        return sum(self.kv_lens) * self.key_bytes
 
     @property
     def flops(self) -> int:
@@ -107,7 +116,21 @@ CHUNKED = [
     *(Decode("2048 rows after 8k, head_dim 256", (10240,), page, 2048, 16, 4, 256) for page in (0, 64, 16)),
     *(Decode("B4 draft of 100 after 8k", (8192,) * 4, page, 100) for page in (0, 64)),
 ]
-SETS = {"decode": (CASES, "cudnn,fa3"), "chunked": (CHUNKED, "tensors,fa3")}  # cases, and peers
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+FP8 = [
+    *(Decode(name, lens, page, cache=E4M3) for name, lens in SHAPES.items() for page in (0, 64, 16)),
+    *(Decode("B64 4k", SHAPES["B64 4k"], page, cache=E4M3) for page in (8, 1)),
+    *(Decode(f"{name} q 8", SHAPES[name], q_len=8, cache=E4M3) for name in ("B1 4k", "B64 4k")),
+    *(Decode(name, SHAPES[name], cache=E5M2) for name in ("B1 4k", "B64 4k")),
+    Decode("B64 4k, head_dim 64", SHAPES["B64 4k"], head_dim=64, cache=E4M3),
+    Decode("B64 4k, head_dim 256", SHAPES["B64 4k"], heads=16, kv_heads=4, head_dim=256, cache=E4M3),
+]
+SETS = {"decode": (CASES, "cudnn,fa3"), "fp8": (FP8, ""), "chunked": (CHUNKED, "tensors,fa3")}  # cases, and peers
+TITLES = {
+    "decode": "A step of decoding",
+    "fp8": "Decoding over caches in eight bits",
+    "chunked": "Chunks of a prompt over caches",
+}
 
 
 class Caches:
@@ -125,14 +148,17 @@ class Caches:
         self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
         pages = torch.randperm(batch * width, device=device, generator=generator).to(torch.int32)
         self.page_table = pages.view(batch, width) if case.page else None
-        count = max(2, -(-cold_bytes // (4 * batch * width * rows * case.kv_heads * case.head_dim)))
-        shape = (batch * width, rows, case.kv_heads, case.head_dim)
-        self.pools = [(normal(*shape), normal(*shape)) for _ in range(count)]
+        count = max(2, -(-cold_bytes // (batch * width * rows * case.key_bytes)))
+        shape, dtype = (batch * width, rows, case.kv_heads, case.head_dim), getattr(torch, case.cache)
+        self.pools = [(normal(*shape).to(dtype), normal(*shape).to(dtype)) for _ in range(count)]
+        self.scales = SCALES if dtype.itemsize == 1 else (1.0, 1.0)
 
     def keys(self, i: int, cache: int = 0) -> tuple[Any, Any]:
         """k and v of sequence i in one of the caches, (kv_len, kv_heads, head_dim)."""
+        import torch
+
         n, pages = self.case.kv_lens[i], [i] if self.page_table is None else self.page_table[i].tolist()
-        k, v = (pool[pages].flatten(0, 1)[:n] for pool in self.pools[cache])
+        k, v = (pool.view(torch.uint8)[pages].view(pool.dtype).flatten(0, 1)[:n] for pool in self.pools[cache])
         return k, v
 
     def exact(self, i: int) -> Any:
@@ -140,7 +166,7 @@ class Caches:
         import torch
 
         (k, v), group = self.keys(i), self.case.heads // self.case.kv_heads
-        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+        k, v = (x.double().repeat_interleave(group, 1) * scale for x, scale in zip((k, v), self.scales, strict=True))
         rows = torch.tensor(self.checked, device=k.device)
         s = torch.einsum("qhd,khd->hqk", self.q[i][rows].double(), k) * self.case.head_dim**-0.5
         kept = torch.arange(len(k), device=k.device) <= rows[:, None] + len(k) - self.case.q_len
@@ -156,7 +182,7 @@ def ours(caches: Caches) -> list[Callable[[], Any]]:
     """Attention over each of the caches."""
     case = caches.case
     step = rawattn.Step(caches.kv_lens, caches.page_table, max_q_len=case.q_len)
-    made = [rawattn.KVCache(k, v) for k, v in caches.pools]
+    made = [rawattn.KVCache(k, v, "NHD", *caches.scales) for k, v in caches.pools]
     return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step) for cache in made]
 
 
@@ -325,8 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = options.out or machine.record(device)
     lines = table(rows, names, "flops" if options.set == "chunked" else "bytes")
     report.write(folder / f"{options.set}.json", json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
-    title = "Chunks of a prompt over caches" if options.set == "chunked" else "A step of decoding"
-    text = f"# {title}, bf16, from a cold L2\n\n{report.origin(facts)}\n\n{report.table(lines, markdown=True)}\n"
+    text = f"# {TITLES[options.set]}, bf16, from a cold L2\n\n{report.origin(facts)}\n\n{report.table(lines, markdown=True)}\n"
     report.write(folder / f"{options.set}.md", text)
     print(
         "\n".join([*(f"{row['label']}: {x}: {why}" for row in rows for x, why in row["failures"].items()), report.table(lines)])

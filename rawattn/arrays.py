@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from . import driver
 from .errors import ProblemError, UnsupportedError
-from .variant.element import ELEMENTS
+from .variant.element import KV_ELEMENTS
 
 CPU = -1
-_NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in ELEMENTS.values()} | {
+_NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in KV_ELEMENTS.values()} | {
     np.dtype(name): name for name in ("int32", "int64", "uint8", "int8", "int16", "bool")
 }
 DTYPES = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
@@ -30,7 +30,7 @@ class Array(NamedTuple):
 
     library: str  # "torch", "cupy" or "numpy"
     device: int  # CUDA ordinal, or CPU
-    dtype: str  # "bf16", "fp16", "fp32", "fp64", "int32" and other integers, "bool", or the library's own name for another
+    dtype: str  # "bf16", "fp16", "fp32", "fp64", "e4m3", "e5m2", "int32" and other integers, "bool", or the library's own name
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     pointer: int
@@ -237,6 +237,7 @@ def _torch_names() -> dict[Any, str]:
     if not _torch_tables:
         torch = sys.modules["torch"]
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+        dtypes |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
         dtypes |= {name: getattr(torch, name) for name in ("int32", "int64", "uint8", "int8", "int16", "bool")}
         _torch_tables["dtypes"] = dtypes
         _torch_tables["names"] = {dtype: name for name, dtype in dtypes.items()}
@@ -372,4 +373,4 @@ class _Memory:
         dtype = DTYPES[array.dtype]
         strides = tuple(s * dtype.itemsize for s in array.strides)
         place = {"data": (array.pointer, False), "shape": tuple(array.shape), "strides": strides}
-        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": dtype.str, **place}
+        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": f"|V{dtype.itemsize}", **place}

@@ -453,7 +453,9 @@ def _geometry(
     cuda = library()
     formats, promotions = cuda.CUtensorMapDataType, cuda.CUtensorMapL2promotion
     kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
-    swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * box[0]}B")
+    kinds |= dict.fromkeys(("e4m3", "e5m2"), formats.CU_TENSOR_MAP_DATA_TYPE_UINT8)
+    width = box[0] if dtype in ("e4m3", "e5m2") else 2 * box[0]
+    swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B")
     extents = [*map(cuda.cuuint64_t, sizes)], [*map(cuda.cuuint64_t, strides)]
     return (kinds[dtype], len(sizes)), (
         *extents, [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(sizes),
@@ -468,7 +470,7 @@ def tensor_map(
     pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
 ) -> bytes:
     """Returns the 128 bytes that describe a tensor to TMA: sizes (elements, fastest first), strides (bytes, of all dimensions
-    but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16 numbers. ``read_once`` says that no
+    but the first) and the box that one copy brings, swizzled over its columns: 128, 64 or 32 bytes. ``read_once`` says that no
     other block will find it in L2, which then fetches pieces of 128 bytes, not of 256 (perf/notes/attn_decode.md)."""
     before, after = _geometry(dtype, sizes, strides, box, read_once)
     encoded = call("cuTensorMapEncodeTiled", *before, pointer, *after)

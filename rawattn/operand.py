@@ -9,7 +9,7 @@ from .arrays import CPU, Array, contiguous_strides
 from .errors import ProblemError
 from .memory import overlap
 from .tma import readable, tma_unsupported_reason, unaligned_reason
-from .variant.element import ELEMENTS
+from .variant.element import KV_ELEMENTS
 
 
 class Layout(NamedTuple):
@@ -27,7 +27,7 @@ def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
     """The facts of several arrays, each with its name: the first reason that one of them gives."""
     tma = unaligned = None
     for name, array in arrays:
-        size = ELEMENTS[array.dtype].itemsize
+        size = KV_ELEMENTS[array.dtype].itemsize
         if readable(array.shape, array.strides, size, array.pointer):
             continue
         tma = tma or tma_unsupported_reason(name, array.shape, array.strides, size, array.pointer)
@@ -101,7 +101,7 @@ def check_output(name: str, array: Array, alignment: int, inputs: Iterable[tuple
     check_contiguous(name, array)
     if overlap(array, array):
         raise ProblemError(f"several elements of {name} share one place in memory (an expanded array?); give a whole array.")
-    size = ELEMENTS[array.dtype].itemsize
+    size = KV_ELEMENTS[array.dtype].itemsize
     steps = [s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
     if any(place % alignment for place in (array.pointer, *steps)):
         raise ProblemError(f"{name} has a pointer or stride that is no multiple of {alignment} bytes; give a whole array.")

@@ -38,7 +38,7 @@ from .program import (
     offsets,
 )
 from .select import Selection
-from .variant.element import ELEMENTS
+from .variant.element import KV_ELEMENTS
 
 KEPT_CALLS = 512  # sets of arrays for which a plan is kept bound
 KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
@@ -370,7 +370,7 @@ class GpuCall:
     def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
         if 0 in array.shape:  # it is never read, but a map must be of something
             array = next(x for x in self._given.values() if x.dtype == array.dtype and 0 not in x.shape)
-        shape = tma.geometry(array.shape, array.strides, ELEMENTS[array.dtype].itemsize, fill.box_rows)
+        shape = tma.geometry(array.shape, array.strides, KV_ELEMENTS[array.dtype].itemsize, fill.box_rows)
         encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
 
@@ -379,7 +379,7 @@ class GpuCall:
             like = next(x for x in self._given.values() if x.dtype == pool.dtype and 0 not in x.shape)
             pool = like._replace(shape=(1, 1, 1, like.shape[-1]), strides=(0, 0, 0, 1))
             return self._page_rows(fill, pool)[:128] + bytes(64)
-        shape = tma.page_rows_geometry(fill.operand, pool.shape, pool.strides, ELEMENTS[pool.dtype].itemsize, fill.box_rows)
+        shape = tma.page_rows_geometry(fill.operand, pool.shape, pool.strides, KV_ELEMENTS[pool.dtype].itemsize, fill.box_rows)
         encoded = driver.tensor_map(pool.pointer, pool.dtype, shape.sizes, shape.strides, shape.box)
         return encoded + struct.pack("<4i48x", pool.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
 
@@ -393,14 +393,14 @@ def _of_array(fill: Any, array: Array) -> int | bytes:
         return array.strides[axis] if -axis <= len(array.strides) else 0
     if isinstance(fill, (Dim, AxisStride)):
         return (array.shape if isinstance(fill, Dim) else array.strides)[fill.axis]
-    size = ELEMENTS[array.dtype].itemsize
+    size = KV_ELEMENTS[array.dtype].itemsize
     batch = array.strides[-4] if len(array.strides) == 4 else 0
     return struct.pack("<4q", array.pointer, batch * size, array.strides[-3] * size, array.strides[-2] * size)
 
 
 def _pages(fill: Pages, pool: Array) -> bytes:
     """Returns what tells a kernel how to read a pool of pages."""
-    size = ELEMENTS[pool.dtype].itemsize
+    size = KV_ELEMENTS[pool.dtype].itemsize
     if not fill.page_rows:
         return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])
     shape = tma.page_geometry(pool.shape, pool.strides, size, fill.page_rows)
@@ -409,7 +409,7 @@ def _pages(fill: Pages, pool: Array) -> bytes:
 
 def _packed_heads(fill: PackedHeads, array: Array) -> bytes:
     """A TmaHeads: a tensor map, the heads of a box, and the step from batch to batch."""
-    size = ELEMENTS[array.dtype].itemsize
+    size = KV_ELEMENTS[array.dtype].itemsize
     shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
     encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
     return encoded + struct.pack("<2i56x", fill.heads, shape.batch_step)

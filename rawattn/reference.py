@@ -32,6 +32,7 @@ from .errors import ProblemError, UnsupportedError
 from .operation.forward import limits as limits_of
 from .spec import Spec, make_dropout, make_mask, make_offset, make_scale, make_score
 from .variant import weight
+from .variant.element import ELEMENTS, Element
 from .variant.mask import FromKey, Intersection, Mask, Pairs, causal_and, of_head
 from .variant.score import Score
 
@@ -466,7 +467,7 @@ def attention_kvcache(
         kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
         for j in kept:  # the others may lie nowhere
-            k[0, j], v[0, j] = (_row(getattr(cache, name), cache.layout, *places(j)) for name in "kv")
+            k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *places(j)) * _scale(cache, n, i) for n in "kv")
         own = queries[rows][None]
         formula = make_formula(
             own, k, "float64", lambda x: x, False, None, softcap, scale, mask if functions.is_function(mask) else None, score,
@@ -503,11 +504,13 @@ def append(
 
     Returns:
         Copies of cache.k and cache.v with the new rows, and with ``q`` the rotated q; NumPy, float64. Rows of q that belong to no
-        sequence are NaN.
+        sequence are NaN. A cache of e4m3 or e5m2 holds a row in its own format divided by the cache's scale, in float32, rounded
+        to nearest even, the largest finite number for one beyond it, and NaN for NaN.
     """
     pools = [_numpy(x).astype(np.float64) for x in (cache.k, cache.v)]
     new_k, new_v, new_q = (None if x is None else _numpy(x) for x in (k, v, q))
     assert new_k is not None
+    element = ELEMENTS[read(k, "k").dtype]
     q_out = None if new_q is None else np.full(new_q.shape, np.nan)
     in_sequences = {} if step is None else _new_rows(cache, step, new_k.shape[:-2])
     for at in np.ndindex(new_k.shape[:-2]):
@@ -525,9 +528,10 @@ def append(
             page, row = divmod(int(_numpy(slots)[at]), cache.page_size)
         elif step is not None and place >= 0:
             page, row = _pages(cache, step, i)[1](place)
-        for pool, x in zip(pools, (row_k, None if new_v is None else new_v[at]), strict=True):
+        owner = i if step is not None else at[0] if len(new_k.shape) == 4 else 0
+        for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=True):
             if x is not None and page >= 0:
-                _row(pool, cache.layout, page, row)[...] = x
+                _row(pool, cache.layout, page, row)[...] = _stored(cache, name, x, owner, element)
     if cache.v_in_k:
         first_column = (cache.arrays["v"].pointer - cache.arrays["k"].pointer) // cache.element.itemsize
         pools[1] = pools[0][..., first_column : first_column + cache.head_dim_v]
@@ -602,6 +606,23 @@ def _row(pool: Any, layout: str, page: int, row: int) -> Any:
     """(kv_heads, columns) of a row of a page."""
     found = pool[page][row] if layout == "NHD" else pool[page][:, row]
     return found if isinstance(pool, np.ndarray) and pool.dtype == np.float64 else _numpy(found)
+
+
+def _scale(cache: KVCache, name: str, i: int) -> Any:
+    """What the stored k or v of a sequence is multiplied by: a number, or one for each head, (kv_heads, 1)."""
+    if f"{name}_scale" not in cache.scale_arrays:
+        return cache.scales["kv".index(name)]
+    found = np.atleast_2d(_numpy(getattr(cache, f"{name}_scale")))
+    return np.broadcast_to(found[i if len(found) > 1 else 0], (cache.kv_heads,))[:, None]
+
+
+def _stored(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
+    """What a cache holds for a row of k or v, (kv_heads, columns), which came in this format."""
+    if cache.element == element:
+        return x
+    with np.errstate(all="ignore"):
+        quotient = x.astype(element.dtype).astype(np.float32) / np.asarray(_scale(cache, name, i), np.float32)
+        return np.clip(quotient, -cache.element.largest, cache.element.largest).astype(cache.element.dtype).astype(np.float64)
 
 
 def _step_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:

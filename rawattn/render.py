@@ -36,6 +36,7 @@ CTYPES = {
     "TmaHeads": (192, 64, "192s"),
     "StridedPages": (40, 8, "40s"),
     "Element*": (8, 8, "Q"),
+    "OElement*": (8, 8, "Q"),
     "Number*": (8, 8, "Q"),
     "const Number*": (8, 8, "Q"),
     "float*": (8, 8, "Q"),
@@ -50,6 +51,7 @@ CTYPES = {
     "i32": (4, 4, "i"),
     "float": (4, 4, "f"),
 }
+ELEMENT_AXES = ("Element", "QElement", "KvElement", "OElement")  # of products' operands; of q; of k and v; of o
 _NUMBERS = {"fp32": (4, 4, "f"), "fp64": (8, 8, "d")}  # what "Number" is
 TENSORS = {  # C++ type -> its file
     "TmaTensor": "tile/tma_tensor.cuh",
@@ -123,18 +125,23 @@ class Config(str):
 
 
 def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], options: Mapping[str, Option]) -> Config:
-    """``config.cuh``. ``options``: axis (the C++ name) -> option, in the order of inclusion; the first is the element."""
+    """``config.cuh``. ``options``: axis (the C++ name) -> option, in the order of inclusion. Number formats that are not among
+    them are ``Element``'s."""
     constants = dict(constants)
     for option in options.values():
         constants.update(option.constants)
-    element, *rest = options.items()
+    elements = {axis: options.get(axis, options["Element"]) for axis in ELEMENT_AXES}
     values = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     lines = ["#pragma once", "namespace cfg {", *values, "}", ""]
-    includes = [*dict.fromkeys(TENSORS[field.ctype] for field in fields if field.ctype in TENSORS), *element[1].sources]
+    includes = dict.fromkeys(TENSORS[field.ctype] for field in fields if field.ctype in TENSORS)
+    includes |= dict.fromkeys(source for option in elements.values() for source in option.sources)
     lines += [f'#include "{source}"' for source in includes]
+    lines += [f"using {axis} = {option.cuda_type};" for axis, option in elements.items()]
     lines += ["using Number = Element::Number;", ""]
     lines += ["struct Args {", *(f"    {field.ctype} {field.name};" for field in fields), "};", "", *products]
-    for axis, option in rest:
+    for axis, option in options.items():
+        if axis in elements:
+            continue
         lines += [*(f'#include "{source}"' for source in option.sources), f"using {axis} = {option.cuda_type};"]
     config = Config("\n".join(lines) + "\n")
     config.texts = {name: text for option in options.values() for name, text in getattr(option, "texts", {}).items()}

@@ -185,8 +185,11 @@ def _moved(x: Array, library: str, device: Any) -> Any:
     if library == "torch":
         import torch
 
-        bf16 = x.dtype == ELEMENTS["bf16"].dtype
-        return (torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if bf16 else torch.from_numpy(x)).to(device)
+        own = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}.get(
+            x.dtype.name
+        )
+        bits = x if own is None else x.view(f"int{8 * x.itemsize}")
+        return (torch.from_numpy(bits) if own is None else torch.from_numpy(bits).view(own)).to(device)
     if library == "cupy":
         import cupy
 

@@ -128,7 +128,7 @@ def page_geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: in
     """Returns how TMA reads blocks of ``page_rows`` rows of a pool of pages, (pages, rows of a page, heads, columns) with strides
     in elements: all columns of a block as one box, in panels as wide as a swizzle that divides a row (tile/paged_tile.cuh)."""
     columns = shape[3]
-    panel = next(width for width in (64, 32, 16) if columns % width == 0)
+    panel = next(bytes_ // itemsize for bytes_ in (128, 64, 32) if columns * itemsize % bytes_ == 0)
 
     def stride(axis: int) -> int:
         return ALIGNMENT if shape[axis] == 1 else strides[axis] * itemsize

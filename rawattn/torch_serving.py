@@ -16,7 +16,7 @@ from .operation import append as append_operation
 from .operation import kvcache
 from .plans import NO_GRAD
 from .serving import KVCache, Rotary, Step, api
-from .serving.cache import LAYOUTS, check_pools
+from .serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_array
 from .serving.rotary import check_angles
 from .serving.step import check_lengths
 from .spec import Spec
@@ -25,11 +25,12 @@ from .torch_op import NO_TANGENT, _constant, _described, _option
 LENGTHS = ("kv_lens", "page_table", "cu_seqlens_q", "kv_begin", "causal", "indptr", "indices", "last_page_len")  # of a Step
 _LENGTHS = ", ".join(f"Tensor? {name}=None" for name in LENGTHS)
 _BOUNDS = 'str layout="NHD", SymInt? max_q_len=None, SymInt? max_kv_len=None'
+_SCALES = "Tensor? k_scales=None, Tensor? v_scales=None, float k_scale=1.0, float v_scale=1.0"  # arrays and numbers
 _SCHEMAS = (
     f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
-    'str spec="{}", Tensor[]? captured=None) -> (Tensor o, Tensor lse)',
+    f'str spec="{{}}", Tensor[]? captured=None, {_SCALES}) -> (Tensor o, Tensor lse)',
     f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
-    f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False) -> Tensor",
+    f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False, {_SCALES}) -> Tensor",
 )
 
 _library = torch.library.Library("rawattn", "FRAGMENT")  # its operators live as long as this object
@@ -48,7 +49,8 @@ def attention_kvcache(q: Any, cache: KVCache, step: Step, options: dict[str, Any
     constants = tuple([(name, _constant(value)) for name, value in options.items()])
     text = _text(causal, constants)
     bounds, split_keys = (step.max_q_len, step.max_kv_len), api.split_keys_of(split)
-    return _ATTENTION(q, cache.k, cache.v, *lengths, sinks, cache.layout, *bounds, split_keys, text, list(captured) or None)
+    rest = cache.layout, *bounds, split_keys, text, list(captured) or None, *_scales(cache)
+    return _ATTENTION(q, cache.k, cache.v, *lengths, sinks, *rest)
 
 
 def append(cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any, rotary: Rotary | None, q: Any) -> Any:
@@ -57,7 +59,8 @@ def append(cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any, rotary
     angles = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.positions)
     bounds = (None, None) if step is None else (step.max_q_len, step.max_kv_len)
     interleaved = rotary is not None and rotary.interleaved
-    found = _APPEND(cache.k, cache.v, k, v, *lengths, slots, *angles, q, cache.layout, *bounds, interleaved)
+    rest = cache.layout, *bounds, interleaved, *_scales(cache)
+    found = _APPEND(cache.k, cache.v, k, v, *lengths, slots, *angles, q, *rest)
     return None if q is None else found
 
 
@@ -68,6 +71,14 @@ def _lengths(step: Step) -> tuple[list[Any], bool]:
         return found, step.causal
     found[4] = step.causal
     return found, False
+
+
+def _scales(cache: KVCache) -> tuple[Any, Any, float, float]:
+    """The scales of a cache, those that are arrays and those that are numbers."""
+    k, v = cache.k_scale, cache.v_scale
+    arrays = [x if isinstance(x, torch.Tensor) else None for x in (k, v)]
+    numbers = [1.0 if isinstance(x, torch.Tensor) else float(x) for x in (k, v)]
+    return arrays[0], arrays[1], numbers[0], numbers[1]
 
 
 def _text(causal: bool, constants: tuple[tuple[str, Any], ...]) -> str:
@@ -118,30 +129,37 @@ def _whole(args: Sequence[Any], schema: Any, named: dict[str, Any]) -> list[Any]
     return [*args, *(named.get(x.name, x.default_value) for x in rest)]
 
 
+def _cache(k: Any, v: Any, layout: str, k_scales: Any, v_scales: Any, k_scale: float, v_scale: float) -> KVCache:
+    scales = [number if array is None else array for array, number in ((k_scales, k_scale), (v_scales, v_scale))]
+    return KVCache(k, v, layout, *scales)
+
+
 def _attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     """Computes the operator on real tensors."""
-    (q, k, v), lengths, (sinks, layout, *bounds, split_keys, text, captured) = _split(_whole(args, _ATTENTION._schema, named), 3)
+    (q, k, v), lengths, rest = _split(_whole(args, _ATTENTION._schema, named), 3)
+    sinks, layout, *bounds, split_keys, text, captured, k_scales, v_scales, k_scale, v_scale = rest
     (spec, own, causal), step = _spec(text), _step(lengths, tuple(bounds))
     asked = api.Asked(spec, tuple(own.items()), tuple(captured or ()))
     each = step.causal if "causal" in step.arrays else causal
     if "mask" in own and each is not False:
         asked = api.of_step(asked, each)
-    found = api.attend(q, KVCache(k, v, layout), step, asked, split_keys, sinks)
+    found = api.attend(q, _cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, asked, split_keys, sinks)
     return found[0], found[1]
 
 
 def _append(*args: Any, **named: Any) -> Any:
     """Computes the operator on real tensors."""
     (k_cache, v_cache, k, v), lengths, rest = _split(_whole(args, _APPEND._schema, named), 4)
-    slots, cos, sin, positions, q, layout, max_q_len, max_kv_len, interleaved = rest
+    slots, cos, sin, positions, q, layout, max_q_len, max_kv_len, interleaved, *scales = rest
     step = None if all(x is None for x in lengths) else _step(lengths, (max_q_len, max_kv_len))
     rotary = None if cos is None else Rotary(cos, sin, interleaved, positions)
-    found = api.write(KVCache(k_cache, v_cache, layout), step, k, v, slots, rotary, q)
+    found = api.write(_cache(k_cache, v_cache, layout, *scales), step, k, v, slots, rotary, q)
     return k.new_empty(0) if q is None else found
 
 
-def _arrays(given: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Describes tensors without memory by name; those of the cache as (pages, page_size, kv_heads, columns)."""
+def _arrays(given: dict[str, Any], layout: str, scales: Sequence[Any]) -> dict[str, Any]:
+    """Describes tensors without memory by name; those of the cache as (pages, page_size, kv_heads, columns). ``scales`` are its
+    scales, the arrays and the numbers."""
     found = {name: _described(x) for name, x in given.items() if x is not None}
     if layout not in LAYOUTS:
         raise ProblemError(f"layout is {layout!r}; it must be 'NHD' or 'HND'.")
@@ -152,18 +170,25 @@ def _arrays(given: dict[str, Any], layout: str) -> dict[str, Any]:
         shape, strides = (tuple(x[axis] for axis in LAYOUTS[layout]) for x in (array.shape, array.strides))
         found[name] = array._replace(shape=shape, strides=strides)
     check_pools(found["k_cache"], found["v_cache"], layout)
-    lengths = {name: x for name, x in found.items() if name in LENGTHS}
+    k, lengths = found["k_cache"], {name: x for name, x in found.items() if name in LENGTHS}
     if lengths:
         check_lengths(lengths)
+    batch = kvcache.batch_of(lengths) if lengths else 1 if len(found["k"].shape) == 3 else found["k"].shape[0]
+    for name, array, number in zip(("k_scale", "v_scale"), scales[:2], scales[2:], strict=True):
+        if array is None:
+            check_scale(name, number, k.dtype)
+        else:
+            found[name] = broadcast(scale_array(name, _described(array), k), batch, k.shape[2])
     return found
 
 
 def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
-    (q, k, v), lengths, (sinks, layout, max_q_len, _, _, text, captured) = _split(_whole(args, _ATTENTION._schema, named), 3)
+    (q, k, v), lengths, rest = _split(_whole(args, _ATTENTION._schema, named), 3)
+    sinks, layout, max_q_len, _, _, text, captured, *scales = rest
     _, own, _ = _spec(text)
     given = {"q": q, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
-    found = _arrays(given, layout)
+    found = _arrays(given, layout, scales)
     kvcache.check_arrays(found, max_q_len)
     functions.check(functions.labels(own), found | dict(zip(functions.names(own), map(_described, captured or ()), strict=True)))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -173,10 +198,10 @@ def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
 def _fake_append(*args: Any, **named: Any) -> Any:
     """As ``_fake_attention``."""
     (k_cache, v_cache, k, v), lengths, rest = _split(_whole(args, _APPEND._schema, named), 4)
-    slots, cos, sin, positions, q, layout, max_q_len, _, interleaved = rest
+    slots, cos, sin, positions, q, layout, max_q_len, _, interleaved, *scales = rest
     given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(LENGTHS, lengths, strict=True)), "slots": slots}
     given |= {"cos": cos, "sin": sin, "positions": positions, "q": q}
-    found = {name: x for name, x in _arrays(given, layout).items() if name not in ("kv_begin", "causal")}
+    found = {name: x for name, x in _arrays(given, layout, scales).items() if name not in ("kv_begin", "causal")}
     if cos is not None:
         check_angles({name: found[name] for name in ("cos", "sin", "positions") if name in found})
     append_operation.check_arrays(found, "" if cos is None else "interleaved" if interleaved else "neox", max_q_len)

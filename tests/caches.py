@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 import rawattn
 from rawattn.spec import make_mask
 from rawattn.testing import _moved
-from rawattn.variant.element import ELEMENTS
+from rawattn.variant.element import ELEMENTS, FP8, KV_ELEMENTS
 from rawattn.variant.mask import FromKey
 
 Array = npt.NDArray[Any]
 NONSENSE = 2147480000
 FORMS = ("dense", "table", "indptr")
 POOLS = ("apart", "interleaved", "shared")
+SCALES = ("", "number", "all", "heads", "sequences", "each")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Cached:
     seed: int = 0
     device: Any = "cpu"
     whole: bool = False  # keys before the first that counts are there, too
+    kv_dtype: str = ""  # of the cache; "": that of q
+    scales: tuple[str, str] = ("", "")  # of k and v: "" for 1, "number", or what an array is for: SCALES
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.seed)
@@ -63,7 +66,7 @@ class Cached:
 
     def pools(self) -> tuple[Array, Array]:
         """k and v full of NaN, in the layout."""
-        element = ELEMENTS[self.dtype].dtype
+        element = KV_ELEMENTS[self.kv_dtype or self.dtype].dtype
         pages = sum(self.counts()) + 3
         shape = (pages, self.page_size, self.kv_heads) if self.layout == "NHD" else (pages, self.kv_heads, self.page_size)
         if self.pool == "interleaved":
@@ -137,17 +140,35 @@ class Cached:
         first = sum(q for q, _ in self.lengths[:i])
         return rows[first : first + self.lengths[i][0]]
 
+    def stored(self, i: int) -> tuple[Array, Array]:
+        """k and v of a sequence, in order, as a cache holds them."""
+        element = KV_ELEMENTS[self.kv_dtype or self.dtype].dtype
+        k = self.normal(self.lengths[i][1], self.kv_heads, self.head_dim, seed=100 + i).astype(element)
+        v = self.normal(self.lengths[i][1], self.kv_heads, self.head_dim_v, seed=200 + i).astype(element)
+        return k, k[..., : self.head_dim_v] if self.pool == "shared" else v
+
     def keys(self, i: int) -> tuple[Array, Array]:
         """k and v of a sequence, in order."""
-        k = self.normal(self.lengths[i][1], self.kv_heads, self.head_dim, seed=100 + i)
-        v = self.normal(self.lengths[i][1], self.kv_heads, self.head_dim_v, seed=200 + i)
-        return k, k[..., : self.head_dim_v] if self.pool == "shared" else v
+        k, v = self.stored(i)
+        if not self.kv_dtype:
+            return k, v
+        scales = (np.broadcast_to(x, (len(self.lengths), self.kv_heads))[i][:, None] for x in self.scale_values())
+        k, v = (x.astype(np.float64) * scale for x, scale in zip((k, v), scales, strict=True))
+        return k, v
+
+    def scale_values(self) -> tuple[Array, Array]:
+        """What the cache's k and v are multiplied by, to be broadcast to sequences and heads."""
+        batch, heads = len(self.lengths), self.kv_heads
+        shapes = {"": (), "number": (), "all": (1,), "heads": (heads,), "sequences": (batch, 1), "each": (batch, heads)}
+        rng = np.random.default_rng((self.seed, 9))
+        k, v = (np.exp(rng.uniform(-1, 1, shapes[x])).astype(np.float32) if x else np.float32(1) for x in self.scales)
+        return k, v
 
     def cache(self, library: str = "numpy") -> rawattn.KVCache:
         """The cache that holds the keys that count."""
         k, v = self.pools()
         for i in range(len(self.lengths)):
-            keys = self.keys(i)
+            keys = self.stored(i)
             for j in self.kept(i):
                 for pool, x in zip((k, v), keys, strict=True):
                     self.row(pool, i, j)[...] = x[j]
@@ -155,12 +176,16 @@ class Cached:
 
     def made(self, k: Array, v: Array, library: str = "numpy") -> rawattn.KVCache:
         """A cache of pools that lie as those of ``pools``."""
+        scales = [
+            _moved(x, library, self.device) if kind in SCALES[2:] else float(x)
+            for kind, x in zip(self.scales, self.scale_values(), strict=True)
+        ]
         if library == "numpy" or self.pool == "apart":
-            return rawattn.KVCache(_moved(k, library, self.device), _moved(v, library, self.device), self.layout)
+            return rawattn.KVCache(_moved(k, library, self.device), _moved(v, library, self.device), self.layout, *scales)
         whole = _moved(k.base if self.pool == "interleaved" else k, library, self.device)
         if self.pool == "interleaved":
-            return rawattn.KVCache(whole[..., : self.head_dim], whole[..., self.head_dim :], self.layout)
-        return rawattn.KVCache(whole, whole[..., : self.head_dim_v], self.layout)
+            return rawattn.KVCache(whole[..., : self.head_dim], whole[..., self.head_dim :], self.layout, *scales)
+        return rawattn.KVCache(whole, whole[..., : self.head_dim_v], self.layout, *scales)
 
     def sink_logits(self) -> Array | None:
         return self.normal(self.heads, seed=3).astype(ELEMENTS[self.dtype].lse_dtype) if self.sinks else None
@@ -172,6 +197,10 @@ def _pages(case: Cached) -> list[Array]:
         return [np.array([i]) for i in range(len(case.lengths))]
     order = case.rng().permutation(sum(case.counts()) + 3)
     return np.split(order, np.cumsum(case.counts()))[:-1]
+
+
+_SCALE = st.sampled_from(SCALES)
+FORMATS = st.just({}) | st.fixed_dictionaries({"kv_dtype": st.sampled_from(tuple(FP8)), "scales": st.tuples(_SCALE, _SCALE)})
 
 
 @st.composite
@@ -198,4 +227,5 @@ def caches(draw: Any, new: bool = False) -> Cached:
         causal=draw(st.booleans() | flags), window=draw(st.none() | st.tuples(side, side)),
         softcap=draw(st.none() | st.floats(0.5, 50.0)), sinks=draw(st.booleans()),
         begins=draw(st.none() | st.tuples(*[st.integers(0, longest)] * batch)), seed=draw(st.integers(0, 2**32 - 1)),
+        **draw(FORMATS),
     )  # fmt: skip

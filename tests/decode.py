@@ -42,6 +42,11 @@ class Decode:
     element: Element = BF16
     aligned: bool = True  # as TMA needs the pools
     split_keys: int = 0  # 0: by the sequence's length
+    kv_element: Element | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    k_scales: bool = False  # arrays say so
+    v_scales: bool = False
 
     @property
     def group(self) -> int:
@@ -53,7 +58,8 @@ class Decode:
         return AttentionKVCache(
             self.element, self.batch, self.q_len, 1 << 20, self.heads, self.kv_heads, self.head_dim, self.head_dim_v,
             1, self.page or 1 << 20, spec, "table" if self.page else "dense", 1, self.varlen, self.total_q if self.varlen else -1,
-            sinks=self.sinks, split_keys=self.split_keys, layout=Layout(None if self.aligned else "it is not aligned"),
+            sinks=self.sinks, split_keys=self.split_keys, kv_element=self.kv_element, k_scale=self.k_scale, v_scale=self.v_scale,
+            k_scales=self.k_scales, v_scales=self.v_scales, layout=Layout(None if self.aligned else "it is not aligned"),
         )  # fmt: skip
 
 

@@ -280,11 +280,11 @@ template <int n> void wgmma_discard(float (&x)[n]) { for (float& each : x) each 
 ELEMENT = r"""
 #pragma once
 #include "ptx/base.cuh"
-struct Element {
+struct Bf16 {
     using Number = float;
     u16 bits;
-    static float widen(Element x) { return __uint_as_float(u32(x.bits) << 16); }
-    static Element narrow(float x) {
+    static float widen(Bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+    static Bf16 narrow(float x) {
         const u32 bits = __float_as_uint(x);
         return {u16(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
     }

@@ -1,10 +1,12 @@
 #pragma once
-// Numbers as they lie in memory, of Element or of Number, and as they are computed with: Number.
+// Numbers as they lie in memory, of an element or of Number, and as they are computed with: Number.
 #include "ptx/base.cuh"
 
-__device__ inline Number widen(Element x) { return Element::widen(x); }
+template <class E>
+__device__ Number widen(E x) { return E::widen(x); }
 __device__ inline Number widen(Number x) { return x; }
-__device__ inline void narrow(Element& to, Number x) { to = Element::narrow(x); }
+template <class E>
+__device__ void narrow(E& to, Number x) { to = E::narrow(x); }
 __device__ inline void narrow(Number& to, Number x) { to = x; }
 
 template <class T, int n>

@@ -5,13 +5,13 @@
 // goes on from one to the next.
 #include "tile/swizzled.cuh"
 
-template <int rows_, int columns, int block_rows>
+template <int rows_, int row_bytes, int block_rows>
 struct alignas(1024) PagedTile {
-    static_assert(columns % 16 == 0 && block_rows % 8 == 0 && rows_ % block_rows == 0);
-    static constexpr int rows = rows_, chunks = columns / 8;
+    static_assert(row_bytes % 32 == 0 && block_rows % 8 == 0 && rows_ % block_rows == 0);
+    static constexpr int rows = rows_, chunks = row_bytes / 16;
     static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4
                                                                         : 2;  // chunks of a panel
-    static constexpr int panel_bytes = block_rows * period * 16, box_bytes = block_rows * columns * 2, bytes = rows * columns * 2;
+    static constexpr int panel_bytes = block_rows * period * 16, box_bytes = block_rows * row_bytes, bytes = rows * row_bytes;
     unsigned char data[bytes];
 
     __device__ void* box(u32 index) { return data + index * box_bytes; }

@@ -3,9 +3,9 @@
 #include "tile/fragment.cuh"
 #include "tile/log_sum.cuh"
 
-// A row in the number format of q: a quad exchanges its words so that each lane writes 16 bytes.
+// A row in the number format of o: a quad exchanges its words so that each lane writes 16 bytes.
 template <int n>
-__device__ void store_row(Element* out, bool inside, const float (&o)[n], int r, float factor) {
+__device__ void store_row(OElement* out, bool inside, const float (&o)[n], int r, float factor) {
     constexpr int groups = n / (4 * cfg::m_tiles_per_warp);  // of eight columns
     const u32 lane = threadIdx.x % 4;
 #pragma unroll
@@ -14,7 +14,7 @@ __device__ void store_row(Element* out, bool inside, const float (&o)[n], int r,
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
             const int i = fragment_index(min(first + g, groups - 1), r);
-            x[g] = Element::pack(o[i] * factor, o[i + 1] * factor);
+            x[g] = OElement::pack(o[i] * factor, o[i + 1] * factor);
         }
         transpose_quad(x);
         if (inside && first + lane < groups)

@@ -184,7 +184,8 @@ template <class P> struct PartsOption : Given {
 template <class L> struct LaunchOption {
     static_assert(requires { bool(L::uses_pdl), L::wait(), L::launch_dependents(); }, "Launch: uses_pdl, wait(), launch_dependents()");
 };
-// element: the number format of q, k, v, o, and Number, in which it is computed: for tensor cores (ptx/mma.cuh) ...
+// element: number formats. Element is that of the operands of products, and its Number what is computed in; QElement is that of q and
+// dq, KvElement of k, v, dk and dv, OElement of o and do. For tensor cores (ptx/mma.cuh) ...
 template <class E> struct ElementOption {
     static_assert(requires(float x) { u32(E::pack(x, x)); }, "Element: pack(low, high), rounded to nearest even");
     static_assert(requires(float* d, const u32* a) { E::multiply(d, a, a); }, "Element: multiply(d, a, b)");
@@ -193,4 +194,29 @@ template <class E> struct ElementOption {
 template <class E> struct NumberOption {
     static_assert(requires(E x) { Number(E::widen(x)); }, "Element: widen(x)");
     static_assert(requires(Number x) { E(E::narrow(x)); }, "Element: narrow(x), rounded to nearest even");
+};
+template <class Q, class Kv, class O> struct NumberElements {
+    static_assert(sizeof(NumberOption<Q>) && sizeof(NumberOption<Kv>) && sizeof(NumberOption<O>));
+};
+// ... and of k and v, whose tiles ldmatrix brings to registers, 16 rows and 32 bytes at once.
+template <class E> struct OperandsOption {
+    using O = typename E::Operands;
+    static u32 (&k)[O::steps][2][2], (&v)[2 * O::steps][2];
+    static const u32 (&words)[4];
+    static_assert(requires { O::of_k(k, words), O::of_v(v, words); }, "Operands: of_k(b, words), of_v(b, words): b of the products with K and V");
+    static_assert(requires(u32 lane, const float* x) { bool(O::is_upper(lane)), u32(O::place(lane, 0)), O::pair(x, int(O::dealt_blocks)); }, "Operands: dealt_blocks, is_upper(lane), place(lane, i), pair(x, i): where columns of V are in a result");
+};
+// q operand: what becomes of a tile of q in shared memory before it is an operand of products.
+template <class Q, class Tile> struct QOperandOption : Given {
+    static Q q;
+    static Tile& tile;
+    static float* const factors;
+    static float (&s)[8];
+    static void meet();
+    static_assert(requires { q.prepare(args, work, tile, i, factors, meet); }, "QOperand: prepare(args, work, tile, first_row, factors, meet), by the four warps of 16 rows");
+    static_assert(requires { q.scale(s); }, "QOperand: scale(s): dot products with what was prepared become those with q");
+};
+// ... and where products take arrays as they lie in memory.
+template <class E, class... A> struct SameElements {
+    static_assert((is_same<A, E> && ...), "QElement, KvElement: Element");
 };

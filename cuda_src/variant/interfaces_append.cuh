@@ -36,7 +36,10 @@ template <class Q> struct QueriesOption : GivenToken {
     static_assert(requires { Q(args), i32(q.heads); }, "Queries(args): heads");
     static_assert(requires { StridedTensor(q.from(args)), StridedTensor(q.to(args)); }, "Queries: from(args), to(args)");
 };
-// storage: the number format of the cache.
-template <class S> struct StorageOption {
-    static_assert(requires(Element x, typename S::Type y) { y = S::of(x); }, "Storage: Type, of(Element)");
+// storage: what the cache, in KvElement, holds for a number.
+template <class S> struct StorageOption : GivenToken {
+    using Scale = typename S::Scale;
+    static const Scale scale;
+    static_assert(requires(i32 i) { Scale(S::of_k(args, i, i)), Scale(S::of_v(args, i, i)); }, "Storage: Scale, of_k, of_v(args, batch, head)");
+    static_assert(requires(Element x) { KvElement(S::of(x, scale)); }, "Storage: of(Element, Scale)");
 };

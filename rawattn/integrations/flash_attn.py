@@ -182,15 +182,16 @@ def _without_step(options: dict[str, Any]) -> dict[str, Any]:
 def with_kvcache(
     q: Any, pools: tuple[Any, Any], new: tuple[Any, Any], rotary: tuple[Any, Any, bool], places: tuple[Any, ...],
     options: dict[str, Any], return_lse: bool, starts: Any = None, longest: int | None = None,
+    scales: tuple[Any, Any] = (None, None),
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_with_kvcache``. ``places`` are cache_seqlens, cache_batch_idx, cache_leftpad and the table of pages;
-    ``starts`` is where each sequence's rows of q, and of k and v, begin."""
+    ``starts`` is where each sequence's rows of q, and of k and v, begin; ``scales`` are those of the caches."""
     (k, v), (lens, rows, first, table) = new, places
     if rows is not None and table is not None:
         raise ProblemError("cache_batch_idx was given beside a table of pages, which already says where each sequence lies.")
     if k is not None and lens is None:
         raise ProblemError("k was given without cache_seqlens, which say where it goes.")
-    cache = serving.KVCache(*pools)
+    cache = serving.KVCache(*pools, "NHD", *(1.0 if x is None else x for x in scales))
     batch = q.shape[0] if starts is None else starts.shape[0] - 1
     capacity = cache.page_size * (1 if table is None else table.shape[1])
     if not isinstance(lens, torch.Tensor):

@@ -3,7 +3,8 @@
 >>> from rawattn.integrations.flash_attn_interface import flash_attn_func
 >>> o = flash_attn_func(q, k, v, causal=True)
 
-Besides, refused are qv, descale factors (fp8) and attention_chunk.
+Besides, refused are qv, q in eight bits and its descale factor, and attention_chunk. ``flash_attn_with_kvcache`` takes caches of
+e4m3 and e5m2 with k_descale and v_descale, and q in 16 bits.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Writes k and v into the cache behind cache_seqlens, and computes attention of q over all that is in it then."""
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse(qv, q_descale, None, None, attention_chunk)
     refuse(rotary_seqlens=(rotary_seqlens, None))
     if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
         raise ProblemError("cu_seqlens_k_new is not cu_seqlens_q; it must be the same tensor, as many new keys as queries.")
@@ -85,7 +86,7 @@ def flash_attn_with_kvcache(
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     options = options_of(softmax_scale, causal, window_size, softcap)
     found = (k_cache, v_cache), (k, v), rotary, places
-    return with_kvcache(q, *found, options, return_softmax_lse, cu_seqlens_q, max_seqlen_q)
+    return with_kvcache(q, *found, options, return_softmax_lse, cu_seqlens_q, max_seqlen_q, (k_descale, v_descale))
 
 
 def _refuse(qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: int) -> None:

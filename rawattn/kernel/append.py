@@ -15,7 +15,8 @@ from ..variant.lengths import KvLens, PageListLens
 from ..variant.place import InPages, OnePage, PageList, PageTable, Slots
 from ..variant.queries import NoQueries, QueriesApart, QueriesInPlace
 from ..variant.rotary import GivenPositions, KeyPositions, NoRotary, Rotary
-from ..variant.storage import SameStorage
+from ..variant.scale import scales
+from ..variant.storage import QuantizedStorage, SameStorage
 from ..variant.tokens import PackedTokens, SameTokens
 from .base import Kernel
 
@@ -71,9 +72,13 @@ class AppendKernel(Kernel[Append]):
             angle = "Number" if op.angles.name == op.element.lse_name else "Element"
             positions = GivenPositions() if op.positions else KeyPositions(lengths)
             rotary = Rotary(positions, op.rotary_dim, op.rotary == "interleaved", angle)
+        assert op.kv_element is not None
+        same = op.kv_element == op.element
+        storage: Option = SameStorage() if same else QuantizedStorage(*scales(op.k_scales, op.v_scales))
         return {
             "Element": op.element,
-            "Storage": SameStorage(),
+            "KvElement": op.kv_element,
+            "Storage": storage,
             "Tokens": PackedTokens() if op.ragged and op.lengths else SameTokens(),
             "Destination": Slots() if op.form == "slots" else InPages(lengths, pages[op.form]),
             "Rotary": rotary,
@@ -102,6 +107,7 @@ class AppendKernel(Kernel[Append]):
         found: dict[str, float] = {"kv_heads": op.kv_heads, "v_heads": op.kv_heads * op.v, "heads": op.heads, "pages": op.pages}
         found |= {"page_size": op.page_size, "page_shift": shift, "indices_count": op.table, "max_kv_len": op.kv_len}
         found |= {"batches": op.batch, "max_q_len": op.q_len, "max_positions": op.max_positions}
+        found |= {"k_scale": op.k_scale, "v_scale": op.v_scale}
         return found | {"q_len": op.total if op.ragged else max(1, op.q_len)}
 
     def lower(self, op: Append, config: Config, device: Device) -> Program:

@@ -10,7 +10,7 @@ from ..operand import Layout
 from ..operation import AttentionKVCache
 from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
 from ..render import config_header, source
-from ..variant import Option, element, kv, launch, rows, scheduler, softmax, store, weight
+from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
 from ..variant.walk import lists
 from . import paging, tiling
 from .base import Kernel
@@ -56,10 +56,16 @@ def most_rows(op: AttentionKVCache) -> int:
     return op.q_len * op.heads_per_kv
 
 
+def key_bytes(op: AttentionKVCache) -> int:
+    """Bytes of a key and its value."""
+    assert op.kv_element is not None
+    return op.kv_element.itemsize * (op.head_dim + op.head_dim_v)
+
+
 def smem_bytes(op: AttentionKVCache, config: Config) -> int:
     """Shared memory of a block, about."""
     blocks = ceil_div(op.head_dim_v, 32)
-    ring = config.stages * 2 * config.tile_kv * (op.head_dim + op.head_dim_v) + 24 * (config.stages + 3)
+    ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
     exchange = 8192 * blocks // config.merge_passes + 2048 + 4096 * (blocks + 1)
     return ring + 2 * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
@@ -95,12 +101,16 @@ class AttnDecode(Kernel[AttentionKVCache]):
         found = []
         if not self.runs_on(device):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        if op.element not in (element.BF16, element.FP16) or op.storage != op.element:
-            storage = "" if op.storage in (None, op.element) else f" over {op.storage.name}"
-            found.append(f"it takes bf16 and fp16, not {op.element.name}{storage}")
+        if op.element not in (element.BF16, element.FP16):
+            found.append(f"it takes bf16 and fp16, not {op.element.name}")
+        elif op.kv_element is not None and op.kv_element != op.element and not paging.is_fp8(op):
+            found.append(f"it takes caches in the format of q, {op.element.name}, e4m3 and e5m2, not {op.kv_element.name}")
+        found += paging.reasons_of_eight_bits(op, device)
+        step = 32 if paging.is_fp8(op) else 16
         for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
-            if size % 16 or not 16 <= size <= 256:
-                found.append(f"{which} is {size}; it takes multiples of 16 from 16 to 256")
+            if size % step or not step <= size <= 256:
+                over = " over caches of eight bits" if step == 32 else ""
+                found.append(f"{which} is {size}; it takes multiples of {step} from {step} to 256{over}")
         if most_rows(op) > MOST_ROWS:
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
@@ -138,17 +148,17 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def candidates(self, op: AttentionKVCache, device: Device) -> list[Config]:
         """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32
         keys are 8 % faster from 16 sequences on."""
-        dims, room = op.head_dim + op.head_dim_v, device.smem_bytes
+        dims, room, each = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op)
         wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
-            tile = 32 if wide or m_tiles == 2 or (room < 110_000 and dims > 128) else 64
+            tile = 32 if (not paging.is_fp8(op) and (wide or m_tiles == 2)) or (room < 110_000 and each > 256) else 64
             tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
             kept = 0 if tight else op.head_dim // (16 * m_tiles)
             blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2
             found, copies = Config(), must_copy(op, device)
             for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
                 found = Config(m_tiles, tile, 1, kept, at_once, passes, copies, 4 if copies else 1)
-                stages = (room - smem_bytes(op, found)) // (2 * tile * dims + 24) + 1
+                stages = (room - smem_bytes(op, found)) // (tile * each + 24) + 1
                 found = dataclasses.replace(found, stages=min(10, stages))
                 if stages >= 4:
                     break
@@ -164,13 +174,22 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
     def options(self, op: AttentionKVCache, config: Config, arch: str) -> dict[str, Option]:
         """The option on each axis."""
-        plain = softmax.Plain()
+        sums: Option = softmax.WithSink(softmax.Plain()) if op.sinks else softmax.Plain()
+        operand: Option = q_operand.PlainQ()
+        if paging.is_fp8(op):
+            k_scale, v_scale = scale.scales(op.k_scales, op.v_scales)
+            sums, operand = softmax.WithVScale(sums, v_scale), q_operand.ScaledQ(k_scale)
+        assert op.kv_element is not None
         return {
-            "Element": op.element,
+            "Element": element.FP16 if paging.is_fp8(op) else op.element,
+            "QElement": op.element,
+            "KvElement": op.kv_element,
+            "OElement": op.element,
+            "QOperand": operand,
             "Rows": rows.CacheRows(op.ragged, paging.lengths_option(op)),
             "Mask": rows.PackGqaMask(op.mask),  # type: ignore[arg-type]  # a Mask is an Option with an interval
             "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),  # type: ignore[arg-type]
-            "Softmax": softmax.WithSink(plain) if op.sinks else plain,
+            "Softmax": sums,
             "Weight": weight.Identity(),
             "Kv": kv.PagedKv(paging.pages_option(op), page_rows(op, config), config.cp_async),
             "Scheduler": scheduler.StreamKScheduler(),
@@ -206,7 +225,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache."""
         found: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
-        found |= paging.values(op) | {"slots": slots(op)}
+        found |= paging.values(op) | {"slots": slots(op), "k_scale": op.k_scale, "v_scale": op.v_scale}
         keys, most = split_rule(op)
         found |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
         return found | op.mask.values | op.score.values
@@ -223,7 +242,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if not op.total_q * op.batch:
             return Program(())
         arch, options = device.arch, (op.form, page_rows(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind)
-        key = (op.element, op.head_dim, op.head_dim_v, *options, config, arch)
+        formats = op.element, op.kv_element, op.k_scales, op.v_scales
+        key = (formats, op.head_dim, op.head_dim_v, *options, config, arch)
         rendered = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
         grid = self.grid(op, config, device)
         partials = Buffer("partials", 4 * grid * slots(op) * state_floats(op, config))

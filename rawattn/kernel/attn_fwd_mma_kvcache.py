@@ -29,7 +29,8 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
         return ATTN_FWD_MMA.runs_on(device)
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        return ATTN_FWD_MMA.supports(over_tensors(op), device) + paging.reasons_of_tiles(op)
+        found = ATTN_FWD_MMA.supports(over_tensors(op), device) + paging.reasons_of_tiles(op, widens=True)
+        return found + paging.reasons_of_eight_bits(op, device)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return ATTN_FWD_MMA.layout_reason(layout)
@@ -59,7 +60,7 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
         """The option on each axis."""
         own: dict[str, Option] = {
             "Rows": rows.StridedCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": kv.PagedRowsKv(paging.pages_option(op)),
+            "Kv": (kv.PagedRowsWidenedKv if paging.is_fp8(op) else kv.PagedRowsKv)(paging.pages_option(op)),
             "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(over_tensors(op), persistent=False)),
             "Walk": IntervalCursor(),
         }
@@ -83,13 +84,14 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
     def values(self, op: AttentionKVCache, config: Config, device: Device) -> dict[str, float]:
         """The run-time numbers of struct Args."""
         found = tiling.values(self._tiled(op, config), config.tile_q, device) | paging.values(op)
+        found |= {"scale": found["scale"] * op.k_scale, "v_scale": op.v_scale}
         return found | {"pack_gqa_heads": op.heads_per_kv if config.pack_gqa else 1}
 
     def lower(self, op: AttentionKVCache, config: Config, device: Device) -> Program:
         """The launch; none where no row is computed."""
         if not op.total_q * op.batch:
             return Program(())
-        key = (over_tensors(op).kind, op.form, config, device.arch)
+        key = (over_tensors(op).kind, op.kv_element, op.form, config, device.arch)
         rendered = self._kept(key, lambda: (self.render(op, config, device.arch), self.fields(op, config)))
         grid = tiling.most_tiles(self._tiled(op, config), config.tile_q)
         return Program((Launch(self.name, *rendered, self.values(op, config, device), grid),))

@@ -7,10 +7,13 @@ import dataclasses
 import functools
 from typing import Any
 
+from ..device import Device
 from ..operation import AttentionKVCache, Forward
 from ..variant import Option, constant_time, rows, softmax, store, weight
+from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
 from ..variant.place import OnePage, PageList, PageTable
+from ..variant.scale import Scale
 from ..variant.walk import lists
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
@@ -42,11 +45,27 @@ def reasons(op: AttentionKVCache) -> list[str]:
     return found + ["causal is an array; it takes True and False"] * op.causal_each
 
 
-def reasons_of_tiles(op: AttentionKVCache) -> list[str]:
-    """The reasons why no kernel with tiles of many queries computes it."""
+def is_fp8(op: AttentionKVCache) -> bool:
+    """Says whether keys and values have eight bits."""
+    return op.kv_element in FP8.values()
+
+
+def reasons_of_eight_bits(op: AttentionKVCache, device: Device) -> list[str]:
+    """The reasons why a device does not read a cache in eight bits."""
+    if op.kv_element != E4M3 or device.capability >= 89:
+        return []
+    return [f"caches of e4m3 need compute capability 8.9 or newer, and {device.name} is {device.arch}"]
+
+
+def reasons_of_tiles(op: AttentionKVCache, widens: bool = False) -> list[str]:
+    """The reasons why no kernel with tiles of many queries computes it, or none that ``widens`` keys and values of eight bits."""
     found = reasons(op)
-    if op.storage is not None and op.storage != op.element:
-        found.append(f"it takes caches in the format of q, {op.element.name}, not {op.storage.name}")
+    if widens and is_fp8(op):
+        arrays = " and ".join(name for name in ("k_scale", "v_scale") if getattr(op, f"{name}s"))
+        found += [f"it takes scales that are numbers, and has arrays for {arrays}"] if arrays else []
+    elif op.kv_element is not None and op.kv_element != op.element:
+        way = "; attn_fwd_mma and, for up to 256 rows of a sequence, attn_decode take that" if is_fp8(op) else ""
+        found.append(f"it takes caches in the format of q, {op.element.name}, not {op.kv_element.name}{way}")
     if lists(op.mask):
         found.append("its mask leaves holes between the key tiles that it visits; over caches it takes none")
     return found
@@ -76,13 +95,16 @@ def forward_of(op: Any) -> Forward:
 def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[str, Option]:
     """The option on each axis of kernels with tiles of many queries, those of all heads that share a key head where it ``packs``
     them; ``own`` are those that are for one kernel."""
+    assert op.kv_element is not None
+    sums: Option = softmax.WithSink(softmax.SpeculativeMax()) if op.sinks else softmax.SpeculativeMax()
     found: dict[str, Option] = {
         "Element": op.element,
+        "KvElement": op.kv_element,
         "Rows": own["Rows"],
         "Mask": rows.PackGqaMask(op.mask) if packs else op.mask,  # type: ignore[dict-item, arg-type]  # Masks are Options
         "Score": rows.PackGqaScore(op.score) if packs else op.score,  # type: ignore[dict-item, arg-type]  # so are Scores
         "Weight": weight.Identity(),
-        "Softmax": softmax.WithSink(softmax.SpeculativeMax()) if op.sinks else softmax.SpeculativeMax(),
+        "Softmax": softmax.WithVScale(sums, Scale("v_scale")) if is_fp8(op) else sums,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
         **own,
     }

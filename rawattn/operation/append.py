@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_like, check_whole
-from ..variant.element import ELEMENTS, Element
+from ..variant.element import ELEMENTS, KV_ELEMENTS, Element
 from . import kvcache
 from .base import Operation
 
@@ -27,7 +27,7 @@ class Append(Operation):
     pages are given, or is "slots" where each row has a place of its own. ``heads`` are those of q, 0 where there is none; ``v``
     says whether there are values to write. ``rotary`` is "", "neox" or "interleaved", ``angles`` the format of cos and sin,
     ``lengths`` the form of the lengths beside slots, and "" where there are none. ``width`` are the elements that a thread reads
-    and writes at once: all places are multiples of it.
+    and writes at once: all places are multiples of it. ``kv_element`` and the scales are those of ``AttentionKVCache``.
     """
 
     element: Element
@@ -53,17 +53,21 @@ class Append(Operation):
     lengths: str = ""
     angles: Element | None = None
     in_place: bool = False
-    storage: Element | None = None
+    kv_element: Element | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    k_scales: bool = False
+    v_scales: bool = False
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
         "k", "v", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q", "slots",
-        "cos", "sin", "positions", "q", "q_out",
+        "cos", "sin", "positions", "q", "q_out", "k_scale", "v_scale",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.storage is None:
-            object.__setattr__(self, "storage", self.element)
+        if self.kv_element is None:
+            object.__setattr__(self, "kv_element", self.element)
         if self.form not in (*kvcache.FORMS, "slots"):
             raise ProblemError(f"form is {self.form!r}; it must be one of {', '.join(kvcache.FORMS)}, slots.")
         if self.rotary not in ROTARIES:
@@ -73,7 +77,8 @@ class Append(Operation):
 
     @classmethod
     def of(
-        cls, arrays: dict[str, Array], rotary: str = "", max_q_len: int | None = None, max_kv_len: int | None = None
+        cls, arrays: dict[str, Array], rotary: str = "", max_q_len: int | None = None, max_kv_len: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> Append:  # fmt: skip
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         has_lengths = "kv_lens" in arrays or "indptr" in arrays
@@ -93,7 +98,8 @@ class Append(Operation):
             arrays["q"].shape[-2] if "q" in arrays else 0, "v" in arrays, rotary, 0 if cos is None else 2 * cos.shape[1],
             "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary),
             lengths, None if cos is None else ELEMENTS[cos.dtype],
-            "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, ELEMENTS[pool.dtype],
+            "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, KV_ELEMENTS[pool.dtype],
+            *scales, "k_scale" in arrays, "v_scale" in arrays,
         )  # fmt: skip
 
     @classmethod
@@ -107,13 +113,13 @@ class Append(Operation):
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order, and the cache, which it writes; as (pages, page_size, kv_heads, columns)."""
-        assert self.storage is not None
+        assert self.kv_element is not None
         pool = self.pages, self.page_size, self.kv_heads
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
         found = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))]
         found += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
-        found += [Operand("k_cache", self.storage.name, (*pool, self.head_dim), "inout")]
-        found += [Operand("v_cache", self.storage.name, (*pool, self.head_dim_v), "inout")]
+        found += [Operand("k_cache", self.kv_element.name, (*pool, self.head_dim), "inout")]
+        found += [Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v), "inout")]
         if self.lengths:
             found += kvcache.length_operands(self.lengths, self.batch, self.table)
             found += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
@@ -122,6 +128,7 @@ class Append(Operation):
             found += [Operand(name, self.angles.name, (self.max_positions, self.rotary_dim // 2)) for name in ("cos", "sin")]
         found += [Operand("positions", "int64", rows)] * self.positions
         q = Operand("q", self.element.name, (*rows, self.heads, self.head_dim), "inout" if self.in_place else "in")
+        found += kvcache.scale_operands(self, self.batch if self.lengths or not self.ragged else 1)
         return (*found, *[q] * (self.heads > 0))
 
     @functools.cached_property
@@ -134,11 +141,11 @@ class Append(Operation):
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Returns what a compiled kernel depends on."""
-        assert self.storage is not None
-        own = self.element.name, self.storage.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0
+        assert self.kv_element is not None
+        own = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0
         angles = None if self.angles is None else self.angles.name
         rotary = self.rotary, self.rotary_dim, angles, self.positions, self.in_place
-        return (type(self), *own, self.form, self.lengths, self.ragged, *rotary)
+        return (type(self), *own, self.form, self.lengths, self.ragged, *rotary, self.k_scales, self.v_scales)
 
     @property
     def flops(self) -> int:
@@ -148,8 +155,8 @@ class Append(Operation):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each row read once and written once, and what says where it goes."""
-        assert self.storage is not None
-        rows = self.total * self.kv_heads * (self.head_dim + self.head_dim_v * self.v) * self.storage.itemsize
+        assert self.kv_element is not None
+        rows = self.total * self.kv_heads * (self.head_dim + self.head_dim_v * self.v) * self.kv_element.itemsize
         read = [each for each in self.inputs if each.name not in ("k_cache", "v_cache", "cos", "sin")]
         return rows + kvcache.bytes_of([*read, *[each for each in read if each.name == "q"]])
 
@@ -172,7 +179,7 @@ class Append(Operation):
         words += (
             ["positions"] * self.positions + ([f"q with {self.heads} heads"] if self.heads else []) + ["k only"] * (not self.v)
         )
-        return f"Append {self.element.name} {', '.join(words)}"
+        return f"Append {kvcache.elements_text(self)} {', '.join(words)}"
 
 
 def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = None) -> None:
@@ -185,10 +192,9 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
     for name in ("k", "v", "q", "q_out"):
         if name in arrays:
             kvcache.check_rows(name, arrays[name], ragged)
-            if arrays[name].dtype != pool.dtype:
-                raise ProblemError(
-                    f"{name} has dtype {arrays[name].dtype} but the cache has {pool.dtype}; they must be the same."
-                )
+            kvcache.check_element(name, arrays[name], pool)
+            if arrays[name].dtype != k.dtype:
+                raise ProblemError(f"{name} has dtype {arrays[name].dtype} but k has {k.dtype}; they must be the same.")
     rows = tuple(k.shape[:-2])
     for name, columns in (("k", pool.shape[3]), ("v", arrays["v_cache"].shape[3])):
         wanted = (*rows, pool.shape[2], columns)
@@ -196,6 +202,7 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
             raise ProblemError(
                 f"{name} has shape {tuple(arrays[name].shape)}; it must be {wanted}, by the cache and the rows of k."
             )
+    kvcache.check_scales(arrays, kvcache.batch_of(arrays) if has_lengths else 1 if ragged else k.shape[0])
     if has_lengths:
         kvcache.check_batch("k", k, arrays, max_q_len)
     if "slots" not in arrays:
@@ -219,7 +226,7 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
             raise ProblemError(f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head; k has head_dim {k.shape[-1]}.")
         number = ELEMENTS[k.dtype].lse_name
         if cos.dtype not in (k.dtype, number):
-            raise ProblemError(f"cos has dtype {cos.dtype}; it must be {number}, or {k.dtype} as the cache.")
+            raise ProblemError(f"cos has dtype {cos.dtype}; it must be {number}, or {k.dtype} as k.")
         if not has_lengths and "positions" not in arrays:
             raise ProblemError("step is None and rotary has no positions; give one of them.")
     if "q" in arrays:
@@ -236,11 +243,10 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
 
 def width_of(arrays: dict[str, Array], rotary: str) -> int:
     """The largest power of two, up to 16 bytes of elements, that divides all places, sizes of heads and halves of rotations."""
-    size = ELEMENTS[arrays["k"].dtype].itemsize
-    width = 16 // size
+    width = 16 // ELEMENTS[arrays["k"].dtype].itemsize
     for name in ("k", "v", "k_cache", "v_cache", "q", "q_out"):
         if name in arrays:
-            array = arrays[name]
+            array, size = arrays[name], KV_ELEMENTS[arrays[name].dtype].itemsize
             steps = [s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
             width = math.gcd(width, *(place // size if place % size == 0 else 1 for place in (array.pointer, *steps)))
             width = math.gcd(width, array.shape[-1])

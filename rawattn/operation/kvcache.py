@@ -13,7 +13,7 @@ from ..arrays import DTYPES, Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec
-from ..variant.element import ELEMENTS, Element
+from ..variant.element import ELEMENTS, FP8, KV_ELEMENTS, Element
 from ..variant.mask import causal_and, kept_pairs
 from .base import OverKeys
 
@@ -26,11 +26,12 @@ FORMS = {  # how pages are given -> the arrays that say so
 class AttentionKVCache(OverKeys):
     """o = softmax(mask(score(scale q k^T))) v, where k and v are a sequence's keys in the pages of a cache.
 
-    ``q_len`` and ``kv_len`` are bounds on the longest sequence; the lengths themselves are on the device. ``storage`` is the
-    cache's number format. ``form`` says how pages are given, ``table`` how many entries there are: of a row of the table, or of
-    ``indices``. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there are first keys,
-    ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys`` are the keys of
-    a split, 0 for what the length asks for.
+    ``q_len`` and ``kv_len`` are bounds on the longest sequence; the lengths themselves are on the device. ``kv_element`` is the
+    cache's number format, ``k_scale`` and ``v_scale`` are what its numbers are multiplied by; where ``k_scales`` or ``v_scales``,
+    an array has that for each sequence and head. ``form`` says how pages are given, ``table`` how many entries there are: of a
+    row of the table, or of ``indices``. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there
+    are first keys, ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys``
+    are the keys of a split, 0 for what the length asks for.
     """
 
     element: Element
@@ -52,17 +53,21 @@ class AttentionKVCache(OverKeys):
     causal_each: bool = False
     sinks: bool = False
     split_keys: int = 0
-    storage: Element | None = None
+    kv_element: Element | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    k_scales: bool = False
+    v_scales: bool = False
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
         "q", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q", "kv_begin",
-        "causal", "sinks",
+        "causal", "sinks", "k_scale", "v_scale",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.storage is None:
-            object.__setattr__(self, "storage", self.element)
+        if self.kv_element is None:
+            object.__setattr__(self, "kv_element", self.element)
         if not self.ragged:
             object.__setattr__(self, "total_q", self.batch * self.q_len)
         if self.form not in FORMS:
@@ -76,7 +81,7 @@ class AttentionKVCache(OverKeys):
     @classmethod
     def of(
         cls, arrays: dict[str, Array], spec: Spec, max_q_len: int | None = None, max_kv_len: int | None = None,
-        split_keys: int = 0,
+        split_keys: int = 0, scales: tuple[float, float] = (1.0, 1.0),
     ) -> AttentionKVCache:  # fmt: skip
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         check_arrays(arrays, max_q_len)
@@ -89,7 +94,7 @@ class AttentionKVCache(OverKeys):
             ELEMENTS[q.dtype], batch_of(arrays), q_len if max_q_len is None else min(q_len, max_q_len),
             room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], q.shape[-1], v.shape[3], k.shape[0],
             k.shape[1], spec, form, table, ragged, q.shape[0] if ragged else -1, "kv_begin" in arrays, "causal" in arrays,
-            "sinks" in arrays, split_keys, ELEMENTS[k.dtype],
+            "sinks" in arrays, split_keys, KV_ELEMENTS[k.dtype], *scales, "k_scale" in arrays, "v_scale" in arrays,
             PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
@@ -100,7 +105,8 @@ class AttentionKVCache(OverKeys):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> AttentionKVCache:
         max_q_len, max_kv_len = lengths
-        return cls.of(arrays, options["spec"], max_q_len, max_kv_len, options.get("split_keys", 0))
+        scales = options.get("scales", (1.0, 1.0))
+        return cls.of(arrays, options["spec"], max_q_len, max_kv_len, options.get("split_keys", 0), scales)
 
     # ---- its arrays
 
@@ -112,16 +118,18 @@ class AttentionKVCache(OverKeys):
         """The arrays that it reads, in order; those of the cache as (pages, page_size, kv_heads, columns)."""
         rows = (self.total_q,) if self.ragged else (self.batch, self.q_len)
         pool = self.pages, self.page_size, self.kv_heads
-        assert self.storage is not None
+        assert self.kv_element is not None
         found = [
             Operand("q", self.element.name, (*rows, self.heads, self.head_dim)),
-            Operand("k_cache", self.storage.name, (*pool, self.head_dim)),
-            Operand("v_cache", self.storage.name, (*pool, self.head_dim_v)),
+            Operand("k_cache", self.kv_element.name, (*pool, self.head_dim)),
+            Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v)),
             *length_operands(self.form, self.batch, self.table),
         ]
         for name in ("cu_seqlens_q",) * self.ragged + ("kv_begin",) * self.kv_begin + ("causal",) * self.causal_each:
             found.append(Operand(name, "int32", (self.batch + (name == "cu_seqlens_q"),)))
-        return (*found, *[Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks, *self.captured)
+        found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
+        found += scale_operands(self, self.batch)
+        return (*found, *self.captured)
 
     @functools.cached_property
     def captured(self) -> tuple[Operand, ...]:
@@ -142,9 +150,10 @@ class AttentionKVCache(OverKeys):
     def kind(self) -> tuple[Any, ...]:
         """Returns what compiled kernels depend on: all but lengths, numbers of sequences, heads and pages, and the run-time
         values of options."""
-        assert self.storage is not None
-        own = self.element.name, self.storage.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
-        return (type(self), *own, self.form, self.ragged, self.kv_begin, self.causal_each, self.sinks)
+        assert self.kv_element is not None
+        own = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
+        arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales
+        return (type(self), *own, self.form, self.ragged, *arrays)
 
     # ---- its size
 
@@ -162,8 +171,8 @@ class AttentionKVCache(OverKeys):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory, were all sequences as long as the bounds: keys and values of each once."""
-        assert self.storage is not None
-        row = self.kv_heads * (self.head_dim + self.head_dim_v) * self.storage.itemsize
+        assert self.kv_element is not None
+        row = self.kv_heads * (self.head_dim + self.head_dim_v) * self.kv_element.itemsize
         others = [each for each in (*self.inputs, *self.outputs) if not each.name.endswith("_cache")]
         return self.batch * self.kv_len * row + bytes_of(others)
 
@@ -186,7 +195,7 @@ class AttentionKVCache(OverKeys):
         words += [f"splits of {self.split_keys}"] if self.split_keys else []
         return ", ".join(
             [
-                f"AttentionKVCache {self.element.name} batch {self.batch}, length {length},{ragged} heads {heads}",
+                f"AttentionKVCache {elements_text(self)} batch {self.batch}, length {length},{ragged} heads {heads}",
                 f"head_dim {dim}", pages_text(self.form, self.pages, self.page_size), str(self.spec), *words,
             ]
         )  # fmt: skip
@@ -199,8 +208,8 @@ def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None
     check_rows("q", q, ragged)
     for name, array in arrays.items():
         check_like(name, array, "q", q)
-    if q.dtype != k.dtype:
-        raise ProblemError(f"q has dtype {q.dtype} but the cache has {k.dtype}; they must be the same.")
+    check_element("q", q, k)
+    check_scales(arrays, batch_of(arrays))
     if q.shape[-1] != k.shape[3]:
         raise ProblemError(f"q has head_dim {q.shape[-1]} but the cache has {k.shape[3]}; they must be the same.")
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[2]:
@@ -225,6 +234,20 @@ def check_rows(name: str, array: Array, ragged: bool) -> None:
     if array.dtype not in ELEMENTS:
         raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
     check_contiguous(name, array)
+
+
+def check_element(name: str, array: Array, pool: Array) -> None:
+    """Raises ProblemError where rows are of another number format than the cache, which has none of its own."""
+    if array.dtype != pool.dtype and pool.dtype not in FP8:
+        raise ProblemError(f"{name} has dtype {array.dtype} but the cache has {pool.dtype}; they must be the same.")
+
+
+def check_scales(arrays: dict[str, Array], batch: int) -> None:
+    """Raises ProblemError where the cache's scales, (batch, kv_heads, 1) by name, are for another number of sequences."""
+    for name in ("k_scale", "v_scale"):
+        if name in arrays and arrays[name].shape[0] != batch:
+            found = f"{name} is for {arrays[name].shape[0]} sequences but the call has {batch}"
+            raise ProblemError(f"{found}; its first dimension of two must be {batch}, or 1.")
 
 
 def check_batch(name: str, rows: Array, arrays: dict[str, Array], max_q_len: int | None) -> None:
@@ -280,9 +303,20 @@ def length_operands(form: str, batch: int, table: int) -> list[Operand]:
     return [Operand(name, "int32", shapes[name]) for name in FORMS[form]]
 
 
+def scale_operands(op: Any, batch: int) -> list[Operand]:
+    """The arrays that say what a cache's numbers are multiplied by, one for each sequence and head."""
+    shape = batch, op.kv_heads, 1
+    return [Operand(name, "fp32", shape) for name in ("k_scale", "v_scale") if getattr(op, f"{name}s")]
+
+
 def bytes_of(operands: Any) -> int:
     """The bytes of some arrays."""
     return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in operands)
+
+
+def elements_text(op: Any) -> str:
+    """The number formats in words."""
+    return op.element.name if op.kv_element == op.element else f"{op.element.name} over {op.kv_element.name}"
 
 
 def pages_text(form: str, pages: int, page_size: int) -> str:
@@ -305,5 +339,5 @@ def to_json(op: Any) -> dict[str, Any]:
 def from_json(fields: dict[str, Any]) -> dict[str, Any]:
     """The inverse of ``to_json``."""
     found = {name: value for name, value in fields.items() if name not in ("operation", "spec")}
-    found |= {name: ELEMENTS[fields[name]] for name in ("element", "storage", "angles") if fields.get(name)}
+    found |= {name: KV_ELEMENTS[fields[name]] for name in ("element", "kv_element", "angles") if fields.get(name)}
     return found | ({"layout": Layout(*fields["layout"])} if "layout" in fields else {})

@@ -134,7 +134,7 @@ def _attention_of(
     q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any
 ) -> tuple[AttentionKVCache, dict[str, Array]]:
     """The operation and its arrays. Raises ProblemError for a wrong argument."""
-    found = {"q": arrays.read(q, "q"), "k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"], **step.arrays}
+    found = {"q": arrays.read(q, "q"), **cache.arrays_of(step.batch), **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
     if arrays.requires_grad(q, cache.k, cache.v, sinks, *asked.captured):
@@ -147,7 +147,7 @@ def _attention_of(
         room = Limits(step.batch, found["q"].shape[-2], *(max_kv_len(found, step),) * 2)
         made = functions.resolved(own, found, room)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
-    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys), found
+    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys, cache.scales), found
 
 
 def max_kv_len(found: dict[str, Array], step: Step) -> int:
@@ -251,9 +251,9 @@ def _append_of(
     if step is not None:
         found |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
     found |= {} if rotary is None else rotary.arrays
-    found |= {"k_cache": cache.arrays["k"], "v_cache": cache.arrays["v"]}
+    found |= cache.arrays_of(step.batch if step is not None else 1 if len(found["k"].shape) == 3 else found["k"].shape[0])
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
-    op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)))
+    op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales)
     _check_writable(cache, found)
     q_out = found.pop("q_out", None)
     if op.in_place and q_out is not None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
+
+import numpy as np
 
 from .. import arrays
 from ..arrays import Array
-from ..errors import ProblemError, UnsupportedError
+from ..errors import ProblemError
 from ..memory import overlap
 from ..operand import check_contiguous, check_like
-from ..variant.element import ELEMENTS, Element
+from ..variant.element import FP8, KV_ELEMENTS, Element
 
 LAYOUTS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}  # where the axes page, row, head and column of NHD are
 LONGEST_PAGE = 1 << 30
@@ -29,39 +32,43 @@ class KVCache:
 
     Args:
         k: (pages, page_size, kv_heads, head_dim) in the layout "NHD", (pages, kv_heads, page_size, head_dim) in "HND"; bf16,
-            fp16, fp32 or fp64, of any library that ``rawattn.attention`` takes. The last dimension is contiguous; the other
-            strides are free.
+            fp16, fp32 or fp64, of any library that ``rawattn.attention`` takes, or e4m3 or e5m2 (``torch.float8_e4m3fn``,
+            ``torch.float8_e5m2``, and ml_dtypes' types in NumPy). The last dimension is contiguous; the other strides are free.
         v: the same with head_dim_v. It may be interleaved with k, or be a view of k's columns (``v = k[..., :512]``): then
             ``append`` takes no v.
         layout: "NHD" or "HND".
-        k_scale, v_scale: what a stored number is multiplied by. It is 1.0: other scales belong to fp8, which no kernel reads yet.
+        k_scale, v_scale: what a stored number of e4m3 or e5m2 is multiplied by, above 0: a float, or a float32 array of the
+            cache's library that broadcasts to (batch, kv_heads), whose contents may change between calls. The key is k_scale
+            times the number that is stored, so ``append`` divides by it. Caches in other formats have 1.0.
 
     The page size is a power of two, unless each sequence has one page. Attributes: ``element`` (the number format), ``pages``,
     ``page_size``, ``kv_heads``, ``head_dim``, ``head_dim_v``, ``v_in_k`` (v is a view of k's columns).
 
-    Raises ProblemError for a wrong argument, UnsupportedError for a scale.
+    Raises ProblemError for a wrong argument.
     """
 
     k: Any
     v: Any
     layout: str = "NHD"
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
     serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # "k" and "v" as (pages, page_size, kv_heads, head_dim)
+    scales: tuple[float, float] = dataclasses.field(init=False, repr=False)  # 1.0 where there is an array
+    scale_arrays: dict[str, Array] = dataclasses.field(
+        init=False, repr=False
+    )  # "k_scale", "v_scale": (batch or 1, kv_heads or 1)
     v_in_k: bool = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise ProblemError(f"layout is {self.layout!r}; it must be 'NHD' or 'HND'.")
-        for name in ("k_scale", "v_scale"):
-            if not isinstance(getattr(self, name), (int, float)) or getattr(self, name) != 1.0:
-                raise UnsupportedError(
-                    f"{name} is {getattr(self, name)!r}; it is for fp8 caches, which no kernel reads yet: give 1.0."
-                )
         k, v = (_in_order(arrays.read(getattr(self, name), name), name, self.layout) for name in "kv")
         check_pools(k, v, self.layout)
         object.__setattr__(self, "arrays", {"k": k, "v": v})
+        found = {name: _scale(name, getattr(self, name), k) for name in ("k_scale", "v_scale")}
+        object.__setattr__(self, "scales", tuple(1.0 if isinstance(x, Array) else x for x in found.values()))
+        object.__setattr__(self, "scale_arrays", {name: x for name, x in found.items() if isinstance(x, Array)})
         object.__setattr__(self, "v_in_k", _is_part(v, k))
         if not self.v_in_k and overlap(k, v):
             raise ProblemError("v overlaps k in memory, and is no view of k's columns; give memory of its own, or k[..., a:b].")
@@ -76,7 +83,7 @@ class KVCache:
 
     @property
     def element(self) -> Element:
-        return ELEMENTS[self.arrays["k"].dtype]
+        return KV_ELEMENTS[self.arrays["k"].dtype]
 
     @property
     def pages(self) -> int:
@@ -98,6 +105,11 @@ class KVCache:
     def head_dim_v(self) -> int:
         return self.arrays["v"].shape[3]
 
+    def arrays_of(self, batch: int) -> dict[str, Array]:
+        """The arrays of a call with so many sequences: k_cache, v_cache, and scales as (batch, kv_heads, 1)."""
+        scales = {name: broadcast(x, batch, self.kv_heads) for name, x in self.scale_arrays.items()}
+        return {"k_cache": self.arrays["k"], "v_cache": self.arrays["v"], **scales}
+
     def __str__(self) -> str:
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         pages = f"{self.pages} pages of {self.page_size}"
@@ -117,8 +129,8 @@ def check_pools(k: Array, v: Array, layout: str) -> None:
     """Raises ProblemError where k and v, (pages, page_size, kv_heads, columns), are not one cache's. It reads no memory."""
     check_like("v", v, "k", k)
     for name, array in (("k", k), ("v", v)):
-        if array.dtype not in ELEMENTS:
-            raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
+        if array.dtype not in KV_ELEMENTS:
+            raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32, fp64, e4m3 or e5m2.")
         check_contiguous(name, array)
         for size, what in zip(array.shape[1:], ("page_size", "kv_heads", "head_dim"), strict=True):
             if size < 1:
@@ -134,6 +146,49 @@ def check_pools(k: Array, v: Array, layout: str) -> None:
 
 def _is_part(v: Array, k: Array) -> bool:
     """Says whether v is a view of k's columns."""
-    first, rest = divmod(v.pointer - k.pointer, ELEMENTS[k.dtype].itemsize)
+    first, rest = divmod(v.pointer - k.pointer, KV_ELEMENTS[k.dtype].itemsize)
     same = all(n == 1 or a == b for n, a, b in zip(k.shape[:3], v.strides, k.strides, strict=False))
     return same and rest == 0 and first >= 0 and first + v.shape[3] <= k.shape[3] and 0 not in k.shape
+
+
+def _scale(name: str, given: Any, k: Array) -> float | Array:
+    """A scale of a cache as a float, or as an array (batch or 1, kv_heads or 1). Raises ProblemError for a wrong one."""
+    if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
+        return check_scale(name, float(np.float32(given)), k.dtype)
+    if not hasattr(given, "shape"):
+        need = "a float above 0, or a float32 array that broadcasts to (batch, kv_heads)"
+        raise ProblemError(f"{name} is {given!r}; it must be {need}.")
+    return scale_array(name, arrays.read(given, name), k)
+
+
+def check_scale(name: str, value: float, dtype: str) -> float:
+    """The scale. Raises ProblemError for one that is no factor of a cache in this format."""
+    if not 0 < value < math.inf:
+        raise ProblemError(f"{name} is {value}; it must be above 0, and finite.")
+    if value != 1.0 and dtype not in FP8:
+        raise ProblemError(f"{name} is {value} but the cache holds {dtype}; scales are for e4m3 and e5m2: give 1.0.")
+    return value
+
+
+def scale_array(name: str, array: Array, k: Array) -> Array:
+    """The array as (batch or 1, kv_heads or 1). Raises ProblemError where it has no scales for the cache. It reads no memory."""
+    check_like(name, array, "k", k)
+    if k.dtype not in FP8:
+        raise ProblemError(f"{name} is an array but the cache holds {k.dtype}; scales are for e4m3 and e5m2: give 1.0.")
+    if array.dtype != "fp32":
+        raise ProblemError(f"{name} has dtype {array.dtype}; it must be float32.")
+    heads = k.shape[2]
+    if len(array.shape) > 2 or (array.shape and array.shape[-1] not in (1, heads)):
+        raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must broadcast to (batch, {heads}), kv_heads.")
+    shape, strides = ((*[fill] * (2 - len(x)), *x) for x, fill in ((array.shape, 1), (array.strides, 0)))
+    return array._replace(shape=shape, strides=strides)
+
+
+def broadcast(array: Array, batch: int, heads: int) -> Array:
+    """A scale's array as (batch, heads, 1); of another number of sequences as it is."""
+    rows = batch if array.shape[0] == 1 else array.shape[0]
+    strides = (*(0 if n == 1 else step for n, step in zip(array.shape, array.strides, strict=True)), 1)
+    found = array._replace(shape=(rows, heads, 1), strides=strides)
+    if array.library != "numpy":
+        return found
+    return found._replace(object=np.broadcast_to(array.object, (rows, heads))[..., None])

@@ -16,6 +16,7 @@ from .. import cpu, functions
 from ..device import cpu as this_cpu
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Append, AttentionKVCache, Combine
+from ..variant.element import FP8
 from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
 
@@ -100,7 +101,7 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
-    interval = functools.lru_cache(maxsize=4096)(cpu.kept)
+    interval, is_fp8 = functools.lru_cache(maxsize=4096)(cpu.kept), op.kv_element in FP8.values()
     sequences, seconds = [], 0.0
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
@@ -117,10 +118,14 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / cpu.PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
-        sequences.append(cpu.Sequence(i, *places, mask, score, begin, end, q_len))
+        found = cpu.Sequence(i, *places, mask, score, begin, end, q_len)
+        sequences.append(_widened(op, views, found) if is_fp8 else found)
     threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * cpu.SECONDS_PER_THREAD)))
     config = cpu.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
     cpu.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config)
+    if is_fp8:
+        for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):
+            o[place.rows] = sequence.o
 
 
 def _refusal(op: AttentionKVCache) -> str | None:
@@ -131,13 +136,29 @@ def _refusal(op: AttentionKVCache) -> str | None:
     return None
 
 
+def _widened(op: AttentionKVCache, views: Views, sequence: cpu.Sequence) -> cpu.Sequence:
+    """The sequence with keys and values in the format that is computed in, times their scales, and in one page; of those that no
+    query keeps nothing is read."""
+    number, some = op.element.lse_dtype, sequence.begin < sequence.end
+    kept = np.arange(sequence.begin[some].min(initial=sequence.kv_len), sequence.end[some].max(initial=0))
+    pages, at = sequence.pages[kept // op.page_size], kept % op.page_size
+    k, v = (np.zeros((1, max(1, sequence.kv_len), op.kv_heads, dim), number) for dim in (op.head_dim, op.head_dim_v))
+    for name, x, scale in (("k", k, op.k_scale), ("v", v, op.v_scale)):
+        factor = views[f"{name}_scale"][sequence.batch] if f"{name}_scale" in views else np.asarray(scale, number)
+        x[0, kept] = views[f"{name}_cache"][pages, at].astype(number) * factor
+    q, o = sequence.q.astype(number), np.zeros(sequence.o.shape, number)
+    return sequence._replace(q=q, k=k, v=v, pages=cpu.ONE_PAGE, o=o)
+
+
 def append(op: Append, views: Views) -> None:
     """Writes new rows into a cache, and rotated queries into q_out."""
     k, size = views["k"], op.page_size
     rows = k.shape[:-2]
     positions, slots = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64)
+    owners = np.zeros(rows, np.int64) if op.ragged else np.arange(rows[0])[:, None].repeat(rows[1], 1)  # the rows' sequences
     if op.lengths:
         for i, place in enumerate(_places(op, views, 0 if op.ragged else rows[1])):
+            owners[place.rows] = i
             if place.kv_len == 0:  # it takes no part
                 continue
             if place.kv_len < place.q_len:
@@ -162,9 +183,19 @@ def append(op: Append, views: Views) -> None:
         if q_out is not None:
             q_out[positions >= 0] = _rotated(op, views, views["q"], positions)[positions >= 0]
     pages, at = slots[written] // size, slots[written] % size
-    views["k_cache"][pages, at] = k[written]
-    if op.v:
-        views["v_cache"][pages, at] = views["v"][written]
+    for name, x in (("k", k), ("v", views["v"])) if op.v else (("k", k),):
+        views[f"{name}_cache"][pages, at] = _stored(op, views, name, x[written], owners[written])
+
+
+def _stored(op: Append, views: Views, name: str, x: Array, owners: Array) -> Array:
+    """What the cache holds for rows of k or v, (rows, kv_heads, columns)."""
+    assert op.kv_element is not None
+    if op.kv_element == op.element:
+        return x
+    scales, largest = views.get(f"{name}_scale"), op.kv_element.largest
+    scale = np.asarray(getattr(op, f"{name}_scale"), np.float32) if scales is None else scales[owners]
+    with np.errstate(all="ignore"):
+        return np.clip(x.astype(np.float32) / scale, -largest, largest).astype(op.kv_element.dtype)
 
 
 def _rotated(op: Append, views: Views, x: Array, positions: Array) -> Array:

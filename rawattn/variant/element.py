@@ -1,4 +1,4 @@
-"""The number formats of q, k, v and o."""
+"""The number formats of q, of k and v, and of o."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ class Element(Option):
     name: str
     dtype: npt.DTypeLike
     wgmma: str | None = None
-    type: ClassVar[str] = "Element"
     source: ClassVar[str] = ""
+
+    @property
+    def cuda_type(self) -> str:
+        return self.name.capitalize()
 
     @property
     def itemsize(self) -> int:
@@ -29,6 +32,11 @@ class Element(Option):
     @property
     def sources(self) -> tuple[str, ...]:
         return (f"variant/element/{self.name}.cuh",)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        return float(ml_dtypes.finfo(self.dtype).max)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -54,4 +62,8 @@ BF16 = Element("bf16", ml_dtypes.bfloat16, "bf16")
 FP16 = Element("fp16", np.float16, "f16")
 FP32 = Element("fp32", np.float32)
 FP64 = Element("fp64", np.float64)
+E4M3 = Element("e4m3", ml_dtypes.float8_e4m3fn)
+E5M2 = Element("e5m2", ml_dtypes.float8_e5m2)
 ELEMENTS = {element.name: element for element in (BF16, FP16, FP32, FP64)}
+FP8 = {element.name: element for element in (E4M3, E5M2)}  # of caches alone
+KV_ELEMENTS = ELEMENTS | FP8  # of caches

@@ -84,6 +84,7 @@ class PagedRowsKv(Option):
 
     pages: Option
     type: ClassVar[str] = "PagedRowsKv"
+    file: ClassVar[str] = "variant/kv/paged_rows.cuh"
 
     @property
     def cuda_type(self) -> str:
@@ -91,8 +92,16 @@ class PagedRowsKv(Option):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (*self.pages.sources, "variant/kv/paged_rows.cuh")
+        return (*self.pages.sources, self.file)
 
     @property
     def fields(self) -> Fields:
         return self.pages.fields
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedRowsWidenedKv(PagedRowsKv):
+    """The same in eight bits, which threads make numbers of 16."""
+
+    type: ClassVar[str] = "PagedRowsWidenedKv"
+    file: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"

@@ -53,3 +53,24 @@ class WithSink(Wrapper):
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("sinks", "const Number*", Pointer("sinks")))
+
+
+@dataclasses.dataclass(frozen=True)
+class WithVScale(Wrapper):
+    """Multiplies results by ``v``, the scale of values."""
+
+    v: Option
+    type: ClassVar[str] = "WithVScale"
+    source: ClassVar[str] = "variant/softmax/v_scale.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.base.cuda_type}, {self.v.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.base.sources, *self.v.sources, self.source)
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, *self.v.fields)

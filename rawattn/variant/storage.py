@@ -1,16 +1,39 @@
-"""The number format of a cache."""
+"""What a cache holds for a number."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import ClassVar
 
+from ..program import Fields
 from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
 class SameStorage(Option):
-    """It is that of the new rows."""
+    """The number, in its own format."""
 
     type: ClassVar[str] = "SameStorage"
     source: ClassVar[str] = "variant/storage/same.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedStorage(Option):
+    """The number divided by the scale of keys, ``k``, or of values, ``v``, in another format."""
+
+    k: Option
+    v: Option
+    type: ClassVar[str] = "QuantizedStorage"
+    source: ClassVar[str] = "variant/storage/quantized.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.k.cuda_type}, {self.v.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.k.sources, *self.v.sources, self.source)
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.k.fields, *self.v.fields)

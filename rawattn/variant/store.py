@@ -19,7 +19,7 @@ class StoreO(Option):
     @property
     def fields(self) -> Fields:
         strides = [Field(f"o_stride_{axis}", "i64", Stride("o", axis)) for axis in ("batch", "row", "head")]
-        return (Field("o", "Element*", Pointer("o")), *strides)
+        return (Field("o", "OElement*", Pointer("o")), *strides)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Runs kernels of ``cuda_src/`` on the CPU, thread by thread: what they compute can be checked where there is no GPU.
 
-The kernel's own text is compiled for the host, but for ``ptx/`` and bf16, whose instructions are written here in C++. Threads of
-a block are coroutines that change at barriers, votes and exchanges. Matrix products, and copies by threads, are done at once
-where they are issued; those of TMA come late, the last one first. What is computed is what a GPU computes, up to rounding; most
-races are not seen.
+The kernel's own text is compiled for the host, but for ``ptx/``, bf16 and fp16, whose instructions are written here in C++.
+Threads of a block are coroutines that change at barriers, votes and exchanges. Matrix products, and copies by threads, are done
+at once where they are issued; those of TMA come late, the last one first. What is computed is what a GPU computes, up to
+rounding; most races are not seen.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
 PTX = (
-    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "ldmatrix", "load", "mbarrier", "mma", "prefetch",
-    "red", "tma", "turn", "wgmma",
+    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "fp8", "ldmatrix", "load", "mbarrier", "mma",
+    "prefetch", "red", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 
@@ -51,7 +51,9 @@ def compiled(text: str, files: dict[str, str], folder: pathlib.Path) -> ctypes.C
         missing = pytest.fail if os.environ.get("CI") else pytest.skip
         missing("needs a C++ compiler for the host: c++ or g++")
     files |= {f"ptx/{name}.cuh": '#pragma once\n#include "threads.hpp"\n' for name in PTX} | {"host.cpp": text}
-    files |= {"threads.hpp": (HERE / "threads.hpp").read_text(), "variant/element/bf16.cuh": (HERE / "bf16.hpp").read_text()}
+    files |= {"threads.hpp": (HERE / "threads.hpp").read_text()}
+    files |= {f"variant/element/{name}.cuh": (HERE / f"{name}.hpp").read_text() for name in ("bf16", "fp16")}
+    files |= {path: (render.FOLDER / path).read_text() for path in ("variant/element/word_operands.cuh",)}
     for path, content in files.items():
         to = folder / path.replace("../", "up/")
         to.parent.mkdir(parents=True, exist_ok=True)

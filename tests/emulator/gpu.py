@@ -48,7 +48,9 @@ class _Counters:
 
 def _tensor_map(pointer: int, dtype: str, sizes: Any, strides: Any, box: Any, read_once: bool = False) -> bytes:
     """A map of 4 or of 5 dimensions, as ``threads.hpp`` reads it."""
-    words = [*strides, *sizes[:2], box[1], *[0] * 9] if len(sizes) == 4 else [*strides, *sizes, *box, 0]
+    words = (
+        [*strides, *sizes[:2], box[1], *[0] * 9] if len(sizes) == 4 else [*strides, *sizes, *box, arrays.DTYPES[dtype].itemsize]
+    )
     return np.array([pointer, *words], np.int64).tobytes()
 
 

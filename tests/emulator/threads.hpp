@@ -35,9 +35,11 @@ static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -48,11 +50,18 @@ static double min(double a, double b) { return fmin(a, b); }
 static i32 max(i32 a, i32 b) { return a > b ? a : b; }
 static i32 min(i32 a, i32 b) { return a < b ? a : b; }
 static i64 max(i64 a, i64 b) { return a > b ? a : b; }
+static u32 max(u32 a, u32 b) { return a > b ? a : b; }
 static u32 min(u32 a, u32 b) { return a < b ? a : b; }
 static i64 min(i64 a, i64 b) { return a < b ? a : b; }
 static i32 __ffs(i32 x) { return ffs(x); }
 static i32 __clz(i32 x) { return x ? __builtin_clz(u32(x)) : 32; }
 static i32 __popc(u32 x) { return __builtin_popcount(x); }
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    const u64 bytes = u64(b) << 32 | a;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= u32(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return found;
+}
 static u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
 static u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
 static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
@@ -272,25 +281,25 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
             }
     });
 }
-// A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box.
+// A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box, bytes of a number.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
     copies.push_back([=, &map, &full] {
         const i64 *word = &map.data, *stride = word + 1, *size = word + 5, *box = word + 10;
-        const i64 first[5] = {c0, c1, c2, c3, c4}, span = box[0] * 2;
+        const i64 first[5] = {c0, c1, c2, c3, c4}, each = word[15], span = box[0] * each;
         u32 bytes = u32(span);
         for (int d = 1; d < 5; ++d) bytes *= u32(box[d]);
         full.complete(bytes);
-        for (u32 at = 0; at < bytes; at += 2) {
-            i64 rest = at / 2, from = 0;
+        for (u32 at = 0; at < bytes; at += each) {
+            i64 rest = at / each, from = 0;
             bool inside = true;
             for (int d = 0; d < 5; ++d) {
                 const i64 c = first[d] + rest % box[d];
-                rest /= box[d], from += c * (d ? stride[d - 1] : 2), inside &= c >= 0 && c < size[d];
+                rest /= box[d], from += c * (d ? stride[d - 1] : each), inside &= c >= 0 && c < size[d];
             }
             u32 where = smem_address(to) + at;
             where ^= (where >> 7 & (span / 16 - 1)) << 4;  // swizzled over the span
-            const u16 x = inside ? half(reinterpret_cast<const char*>(word[0]) + from) : 0;
-            memcpy(raw + where, &x, 2);
+            memset(raw + where, 0, each);
+            if (inside) memcpy(raw + where, reinterpret_cast<const char*>(word[0]) + from, each);
         }
     });
 }
@@ -317,22 +326,36 @@ void load_matrices(u32 (&d)[4], u32 address) {
 static void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
 
+static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
+// Bit by bit, as the format says.
+static u16 widen_e4m3(unsigned char x) {
+    const i32 exponent = x >> 3 & 15, fraction = x & 7;
+    const float size = exponent == 0 ? ldexpf(fraction, -9) : ldexpf(8 + fraction, exponent - 10);
+    return (x & 0x80) << 8 | ((x & 0x7f) == 0x7f ? 0x7fff : __builtin_bit_cast(u16, _Float16(size)));
+}
+static void widen_e4m3(u32 (&halves)[2], u32 four) {
+    for (int i = 0; i < 2; ++i)
+        halves[i] = widen_e4m3((unsigned char)(four >> 16 * i)) | u32(widen_e4m3((unsigned char)(four >> 16 * i + 8))) << 16;
+}
+
 static u16 half_of(u64 word, u32 i) { return u16(word >> 16 * i); }
 // A lane's a: see ptx/mma.cuh. a(row, k) is in lane row % 8 * 4 + k % 8 / 2, word row / 8 + k / 8 * 2.
-static float a_of(const u64 (*all)[8], u32 row, u32 k) { return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2)); }
-static void mma_bf16(float* d, const u32* a, const u32* b) {
+static float a_of(const u64 (*all)[8], u32 row, u32 k, float (*wide)(u16) = ::wide) {
+    return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2));
+}
+static void mma(float* d, const u32* a, const u32* b, float (*wide)(u16)) {
     const u64 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     const u32 lane = threadIdx.x % 32;
     exchange(mine, 6, [&](auto& all) {
         for (u32 i = 0; i < 4; ++i) {
             const u32 row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-            for (u32 k = 0; k < 16; ++k) d[i] += a_of(all, row, k) * wide(half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2));
+            for (u32 k = 0; k < 16; ++k) d[i] += a_of(all, row, k, wide) * wide(half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2));
         }
         return 0;
     });
 }
-static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
-static void mma_fp16(float*, const u32*, const u32*) { __builtin_trap(); }
+static void mma_bf16(float* d, const u32* a, const u32* b) { mma(d, a, b, wide); }
+static void mma_fp16(float* d, const u32* a, const u32* b) { mma(d, a, b, widen_fp16); }
 }  // namespace ptx
 
 // wgmma, 64 x n x 16, of a warp's sixteen rows by itself. b(k, column): contraction along the columns of a tile, or along its rows.

@@ -20,7 +20,7 @@ from rawattn.operand import Layout
 from rawattn.select import select
 from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
-from rawattn.variant.element import FP16, FP32
+from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Both, Causal, Window
 from tests.caches import NONSENSE, Cached
 from tests.decode import Decode
@@ -54,6 +54,12 @@ CASES = {
     "shared": of(CHUNKS, pool="shared", head_dim_v=24, page_size=128, softcap=5.0),
     "full": of(SAME, causal=False, page_size=32),
 }
+EIGHT_BITS = {
+    "e4m3": of(CHUNKS, kv_dtype="e4m3", scales=("number", "number"), page_size=4, head_dim=48, head_dim_v=80, window=(100, 0)),
+    "e5m2": of(
+        CHUNKS, kv_dtype="e5m2", scales=("number", ""), dtype="fp16", form="indptr", layout="HND", softcap=5.0, sinks=True
+    ),
+}
 
 
 def attend(case: Cached, edit: Any = None, **options: Any) -> tuple[Any, Any, rawattn.KVCache, rawattn.Step]:
@@ -81,10 +87,10 @@ def check(case: Cached, o: Any, lse: Any, skip: tuple[int, ...] = ()) -> None:
             wanted.check(case.of(o, i)[None], (case.of(lse.T, i).T if case.ragged else lse[i])[None])
 
 
-@pytest.mark.parametrize("name", ["pages of 1", "dense", "end to end", "shared"])
+@pytest.mark.parametrize("name", ["pages of 1", "dense", "end to end", "shared", *EIGHT_BITS])
 def test_public_call_of_mma(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same by attn_fwd_mma, with pages of any size; heads that share a key head share tiles, or do not."""
-    word, case = stand_in(monkeypatch, tmp_path), CASES["table"] if name == "pages of 1" else CASES[name]
+    word, case = stand_in(monkeypatch, tmp_path), CASES["table"] if name == "pages of 1" else (CASES | EIGHT_BITS)[name]
     case = of(case, page_size=1) if name == "pages of 1" else case
     config = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1, pack_gqa=name != "end to end")
     o, lse = attend(case, kernel="attn_fwd_mma", config=config)[:2]
@@ -160,8 +166,9 @@ REFUSED = {
     "head_dim": ({"head_dim": 36}, "attn_fwd: head_dim is 36; it takes multiples of 8"),
     "kv_begin": ({"kv_begin": True}, "attn_fwd: it takes no kv_begin"),
     "causal": ({"causal_each": True, "spec": Spec()}, "attn_fwd: causal is an array"),
-    "format": ({"element": FP32, "storage": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
-    "storage": ({"storage": FP16}, "attn_fwd: it takes caches in the format of q, bf16, not fp16"),
+    "format": ({"element": FP32, "kv_element": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
+    "eight bits": ({"kv_element": E4M3}, "not e4m3; attn_fwd_mma and, for up to 256 rows of a sequence, attn_decode"),
+    "kv_element": ({"kv_element": FP16}, "attn_fwd: it takes caches in the format of q, bf16, not fp16"),
     "layout": ({"layout": Layout("k_cache is odd")}, "attn_fwd: k_cache is odd"),
 }
 
@@ -172,6 +179,21 @@ def test_refusals(name: str) -> None:
     op = dataclasses.replace(Decode(page=16, q_len=300).operation, **changes)
     with pytest.raises(UnsupportedError, match=said):
         select(op, TYPICAL["sm_90a"], "attn_fwd")
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
+def test_eight_bits_go_to_attn_fwd_mma(element: Element) -> None:
+    """On Hopper too, without spills; with scales that are numbers."""
+    op = Decode(page=16, q_len=300, kv_element=element).operation
+    for arch in ("sm_90a", "sm_89" if element == E4M3 else "sm_80"):
+        found = select(op, TYPICAL[arch])
+        assert found.kernel is ATTN_FWD_MMA_KVCACHE
+        binary = compiler.compile(found.kernel.lower(op, found.config, TYPICAL[arch]).launches[0].source)
+        assert not binary.spill_bytes and not binary.advisories, (binary.spill_bytes, binary.advisories)
+    with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes scales that are numbers, and has arrays for v_scale"):
+        select(dataclasses.replace(op, v_scales=True), TYPICAL["sm_90a"])
+    with pytest.raises(UnsupportedError, match=r"attn_fwd_mma: .*e4m3 need compute capability 8.9"):
+        select(dataclasses.replace(op, kv_element=E4M3), TYPICAL["sm_80"])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])

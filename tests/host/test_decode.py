@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rawattn
 from rawattn import UnsupportedError, compiler
@@ -20,7 +22,7 @@ from rawattn.select import select
 from rawattn.serving import api
 from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
-from rawattn.variant.element import FP32
+from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests import decode, emulator
@@ -72,9 +74,10 @@ def pages_bytes(pool: Array, rows: int) -> bytes:
     """The TmaPages of (pages, rows, heads, columns), with a map as ``threads.hpp`` reads it."""
     page, row, head, _ = pool.strides
     count, page_rows, heads, columns = pool.shape
-    panel = next(width for width in (64, 32, 16) if columns % width == 0)
-    words = [pool.ctypes.data, row, panel * 2, head, page, panel, page_rows, columns // panel, heads, count, panel, rows]
-    words += [columns // panel, 1, 1, 0]
+    size = pool.itemsize
+    panel = next(bytes_ // size for bytes_ in (128, 64, 32) if columns * size % bytes_ == 0)
+    words = [pool.ctypes.data, row, panel * size, head, page, panel, page_rows, columns // panel, heads, count, panel, rows]
+    words += [columns // panel, 1, 1, size]
     return np.array(words, np.int64).tobytes() + np.array([count], np.int32).tobytes() + bytes(60)
 
 
@@ -88,8 +91,9 @@ def sequences(case: Case, seed: int = 0) -> tuple[list[Array], list[Array], list
     found: tuple[list[Array], ...] = ([], [], [])
     for q_len, kv_len in zip(q_lens, case.kv_lens, strict=True):
         rng = np.random.default_rng([seed, kv_len])
-        k, v = (emulator.bf16(rng, kv_len, op.kv_heads, d) for d in (op.head_dim, op.head_dim_v))
-        queries = emulator.bf16(rng, 64, op.heads, op.head_dim)
+        dtype = (op.kv_element or op.element).dtype
+        k, v = (rng.standard_normal((kv_len, op.kv_heads, d), np.float32).astype(dtype) for d in (op.head_dim, op.head_dim_v))
+        queries = rng.standard_normal((64, op.heads, op.head_dim), np.float32).astype(op.element.dtype)
         for to, x in zip(found, (queries[64 - q_len :], k, v), strict=True):
             to.append(x)
     return found
@@ -143,6 +147,9 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
     values |= {"partials": np.full(sizes["partials"] // 4, np.nan, np.float32), "arrived": arrived, "violations": violations}
     values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
     values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
+    for name, scales in zip(("k_scale", "v_scale"), scales_of(case), strict=True):
+        if getattr(op, f"{name}s"):
+            values |= {name: scales, f"{name}_batch": scales.shape[1], f"{name}_head": 1}
     if edit is not None:
         edit(values)
     compiled(op, config)(case.grid, values)
@@ -153,16 +160,28 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
     return list(o), list(lse), int(violations[0])
 
 
+def scales_of(case: Case) -> tuple[Array, Array]:
+    """What keys, and values, of each sequence and head are multiplied by."""
+    op, shape = case.op, (len(case.kv_lens), case.op.kv_heads)
+    arrays = (
+        np.linspace(first, last, shape[0] * shape[1], dtype=np.float32).reshape(shape) for first, last in ((0.5, 2), (3, 0.1))
+    )
+    numbers = (np.full(shape, x, np.float32) for x in (op.k_scale, op.v_scale))
+    k, v = (x if is_array else y for is_array, x, y in zip((op.k_scales, op.v_scales), arrays, numbers, strict=True))
+    return k, v
+
+
 def expected(case: Case, seed: int = 0) -> tuple[list[Array], list[Array]]:
     op, found_o, found_lse = case.op, [], []
-    for q, k, v in zip(*sequences(case, seed), strict=True):
+    for q, k, v, k_scale, v_scale in zip(*sequences(case, seed), *scales_of(case), strict=True):
         q_len, kv_len = len(q), len(k)
         begin, end = op.mask.interval(np.arange(q_len), q_len, kv_len)
         j = np.arange(kv_len)
         kept = (j >= begin[:, None]) & (j < end[:, None])
         o, lse = np.zeros((q_len, op.heads, op.head_dim_v)), np.zeros((op.heads, q_len))
         for head in range(op.heads):
-            s = op.scale * q[:, head].astype(np.float64) @ k[:, head // op.group].astype(np.float64).T
+            kv_head = head // op.group
+            s = op.scale * q[:, head].astype(np.float64) @ k[:, kv_head].astype(np.float64).T * k_scale[kv_head]
             if isinstance(op.score, Softcap):
                 s = op.score.cap * np.tanh(s / op.score.cap)
             sink = np.linspace(-1, 2, op.heads).astype(np.float32)[head] if op.sinks else -np.inf
@@ -171,30 +190,36 @@ def expected(case: Case, seed: int = 0) -> tuple[list[Array], list[Array]]:
                 top = np.clip(full.max(1, keepdims=True), -1e300, 1e300)
                 p = np.exp(full - top)
                 total = p.sum(1, keepdims=True)
-                o[:, head] = np.where(total > 0, p[:, :-1] / total, 0) @ v[:, head // op.group].astype(np.float64)
+                o[:, head] = np.where(total > 0, p[:, :-1] / total, 0) @ v[:, kv_head].astype(np.float64) * v_scale[kv_head]
                 lse[head] = (top + np.log(total))[:, 0]
         found_o.append(o), found_lse.append(lse)
     return found_o, found_lse
 
 
-def check(case: Case) -> tuple[list[Array], list[Array]]:
+def check(case: Case, size: float = 1.0) -> tuple[list[Array], list[Array]]:
+    """Compares with the formula; ``size`` is what values are multiplied by."""
     o, lse, violations = run(case)
     wanted_o, wanted_lse = expected(case)
     assert violations == 0
     for found, wanted in zip(lse, wanted_lse, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
     for found, wanted in zip(o, wanted_o, strict=True):
-        np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1.2e-2, atol=6e-3)
+        np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1.2e-2, atol=6e-3 * size)
     return o, lse
 
 
 OP = Case().op
+EIGHT = dataclasses.replace(OP, kv_element=E4M3, head_dim=64, head_dim_v=64)
 PAGED = dataclasses.replace(OP, page=16)
 LENGTHS = (700, 0, 65, 1, 2100, 64, 300)
 
 
 def with_op(case: Case, **changes: Any) -> Case:
     return dataclasses.replace(case, op=dataclasses.replace(case.op, **changes))
+
+
+def replace(**changes: Any) -> Config:
+    return dataclasses.replace(Case().config, **changes)
 
 
 CASES = {
@@ -243,6 +268,28 @@ CASES = {
     "columns 80": Case(dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8), LENGTHS, grid=5),
     "columns 96 and 64": Case(dataclasses.replace(PAGED, head_dim=96, head_dim_v=64), LENGTHS, grid=5),
     "columns 192 and 128": Case(dataclasses.replace(PAGED, head_dim=192, head_dim_v=128), LENGTHS, (), 5, Config(stages=3)),
+    "e4m3": Case(dataclasses.replace(EIGHT, page=16, k_scale=0.5, v_scale=3.0, sinks=True), LENGTHS, grid=5),
+    "e5m2": Case(dataclasses.replace(EIGHT, kv_element=E5M2), LENGTHS, grid=5),
+    "e4m3, copied": Case(dataclasses.replace(EIGHT, page=2, element=FP16), LENGTHS, (), 5, replace(cp_async=True)),
+    **{
+        f"e4m3, columns {d} and {e}": Case(
+            dataclasses.replace(EIGHT, head_dim=d, head_dim_v=e, page=16), LENGTHS, (), 5, replace(**changes)
+        )
+        for d, e, changes in (
+            (128, 128, {"merge_passes": 2, "q_steps_in_registers": 5}),
+            (64, 96, {"merge_passes": 3}),
+            (192, 160, {"tile_kv": 32, "steps_at_once": 1}),
+        )
+    },
+    "e4m3, arrays of scales": Case(
+        dataclasses.replace(EIGHT, k_scales=True, v_scales=True, q_len=3, mask=Window(500, 0), sinks=True), LENGTHS, grid=5
+    ),
+    "e5m2, softcap": Case(
+        dataclasses.replace(EIGHT, kv_element=E5M2, k_scales=True, score=Softcap(2.0), scale=-0.4), LENGTHS, grid=5
+    ),
+    "e4m3, two m tiles": Case(
+        dataclasses.replace(EIGHT, page=16, q_len=8, heads=8), (700, 3, 130), (), 5, replace(m_tiles=2, q_steps_in_registers=0)
+    ),
     "columns 256": Case(
         dataclasses.replace(PAGED, head_dim=256, head_dim_v=256), (300, 33, 0, 40), (), 5, Config(1, 32, 3, 0, 1)
     ),
@@ -302,6 +349,58 @@ def test_both_classes_of_rows_give_the_same_bits() -> None:
     same(run(dataclasses.replace(case, config=dataclasses.replace(case.config, stages=3, merge_passes=1))), wanted, len(LENGTHS))
     packed = dataclasses.replace(case, q_lens=(4,) * len(LENGTHS), grid=2)
     same(run(packed), wanted, len(LENGTHS))
+
+
+def test_bits_in_eight_bits_follow_from_the_sequence() -> None:
+    """Likewise, on any grid, from pages and alone; and with q times any power of two that the scale takes back."""
+    case = Case(dataclasses.replace(EIGHT, page=16, q_len=3), (1500, 7, 300), grid=1)
+    wanted = run(case)
+    same(run(dataclasses.replace(case, grid=7)), wanted, 3)
+    same(run(dataclasses.replace(case, kv_lens=(1500,), grid=4)), wanted, 1)
+    copied = dataclasses.replace(case, grid=3, config=replace(cp_async=True))
+    same(run(with_op(copied, page=2)), wanted, 3)
+    wide = dataclasses.replace(case, config=replace(m_tiles=2, q_steps_in_registers=0))
+    same(run(wide), wanted, 3)
+    plain = sequences
+    for power in (-100, 90):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.host.test_decode.sequences", lambda *given, power=power: times(2.0**power, plain(*given)))
+            same(run(with_op(case, scale=case.op.scale * 2.0**-power)), wanted, 3)
+
+
+def times(factor: float, found: tuple[list[Array], ...]) -> tuple[list[Array], ...]:
+    """The same sequences with q times a power of two."""
+    return [(q.astype(np.float32) * factor).astype(q.dtype) for q in found[0]], *found[1:]
+
+
+def test_what_is_no_number_in_eight_bits_stays_in_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in a key and in a query, and a query beside it whose numbers differ by 2^60."""
+    case = Case(dataclasses.replace(EIGHT, page=16, q_len=4, heads=2), (300,), grid=2)
+    (q,), (k,), (v,) = sequences(case)
+    q[0, 0, 5], q[1, 0, 3], q[1, 0, 4] = np.nan, 2.0**20, 2.0**-40
+    k[298, 1, 7] = np.nan  # which the last two queries of the second head keep
+    monkeypatch.setattr("tests.host.test_decode.sequences", lambda *_: ([q], [k], [v]))
+    (o,), (lse,), _ = run(case)
+    (wanted,), (wanted_lse,) = expected(case)
+    bad = np.zeros((4, 2), bool)
+    bad[0, 0] = bad[2:, 1] = True
+    assert np.array_equal(np.isnan(o.astype(np.float32)).all(-1), bad) and np.array_equal(np.isnan(lse.T), bad)
+    np.testing.assert_allclose(o[~bad].astype(np.float64), wanted[~bad], rtol=1.2e-2, atol=6e-3)
+    np.testing.assert_allclose(lse.T[~bad], wanted_lse.T[~bad], rtol=2e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_step_in_eight_bits(data: Any) -> None:
+    """Any lengths, queries, windows, scales and grids over pools full of NaN; of few kinds."""
+    page = data.draw(st.sampled_from((0, 16)))
+    op = dataclasses.replace(
+        CASES["e4m3, arrays of scales"].op if page == 0 else CASES["e4m3"].op, heads=data.draw(st.sampled_from((2, 4, 10))),
+        mask=Window(data.draw(st.integers(0, 400)), 0) if page == 0 else Causal(), scale=data.draw(st.floats(0.01, 1.0)),
+        k_scale=data.draw(st.floats(0.01, 4.0)), v_scale=data.draw(st.floats(0.01, 100.0)),
+    )  # fmt: skip
+    lengths = st.lists(st.integers(0, 600), min_size=1, max_size=4)
+    check(Case(op, tuple(data.draw(lengths)), (), data.draw(st.integers(1, 6))), op.v_scale if page else 3.0)
 
 
 def test_queries_together_and_alone_have_the_same_bits() -> None:
@@ -365,6 +464,10 @@ CALLS = {
     "table": GPU_CASE,
     "end to end": dataclasses.replace(GPU_CASE, form="indptr", layout="HND", sinks=True),
     "dense": dataclasses.replace(GPU_CASE, form="dense", page_size=310, pool="interleaved", window=(100, 0)),
+    "e4m3": dataclasses.replace(GPU_CASE, kv_dtype="e4m3", scales=("each", "number"), pool="interleaved", sinks=True),
+    "e5m2": dataclasses.replace(
+        GPU_CASE, kv_dtype="e5m2", scales=("number", "heads"), form="dense", page_size=310, layout="HND", window=(100, 0)
+    ),
     "copied": dataclasses.replace(GPU_CASE, page_size=2, lengths=((3, 300), (3, 0), (3, 70)), ragged=False),
 }
 
@@ -392,7 +495,12 @@ REFUSED = {
     "rows": ({"q_len": 100}, "are 400 rows; it takes up to 256"),
     "kv_begin": ({"kv_begin": True}, "no kv_begin"),
     "causal": ({"causal_each": True, "spec": Spec()}, "causal is an array"),
-    "format": ({"element": FP32, "storage": FP32}, "it takes bf16 and fp16, not fp32"),
+    "format": ({"element": FP32, "kv_element": FP32}, "it takes bf16 and fp16, not fp32"),
+    "cache": ({"kv_element": FP16}, "it takes caches in the format of q, bf16, e4m3 and e5m2, not fp16"),
+    "columns in eight bits": (
+        {"kv_element": E4M3, "head_dim_v": 80},
+        "head_dim_v is 80; it takes multiples of 32 from 32 to 256 ov",
+    ),
 }
 
 
@@ -402,6 +510,14 @@ def test_refusals(name: str) -> None:
     op = dataclasses.replace(Decode(page=16).operation, **changes)
     with pytest.raises(UnsupportedError, match=said):
         select(op, TYPICAL[ARCH], "attn_decode")
+
+
+def test_e4m3_needs_conversions() -> None:
+    """GPUs before Ada have none; e5m2 needs none."""
+    op = dataclasses.replace(Decode(page=16).operation, kv_element=E4M3)
+    with pytest.raises(UnsupportedError, match=r"caches of e4m3 need compute capability 8.9 or newer, and .* is sm_80"):
+        select(op, TYPICAL["sm_80"], "attn_decode")
+    select(dataclasses.replace(op, kv_element=E5M2), TYPICAL["sm_80"], "attn_decode")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
@@ -422,8 +538,11 @@ def test_configurations_are_legal_and_share_kernels(arch: str, dims: tuple[int, 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("q_len", [1, 8])
-def test_no_spills(arch: str, q_len: int) -> None:
-    op = Decode(page=16, q_len=q_len).operation
+@pytest.mark.parametrize("kv_element", [None, E4M3, E5M2], ids=str)
+def test_no_spills(arch: str, q_len: int, kv_element: Element | None) -> None:
+    op = Decode(page=16, q_len=q_len, kv_element=kv_element, k_scales=kv_element == E5M2).operation
+    if kv_element == E4M3 and arch == "sm_80":
+        arch = "sm_89"
     binary = compiler.compile(ATTN_DECODE.render(op, ATTN_DECODE.candidates(op, TYPICAL[arch])[0], arch))
     assert binary.spill_bytes == 0 and not binary.advisories
 

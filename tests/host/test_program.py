@@ -224,7 +224,7 @@ def test_options() -> None:
     for op, rows in ((OP, "Dense"), (VARLEN, "Varlen")):
         found = tiling.options(op, Store=own)
         assert {axis: option.cuda_type for axis, option in found.items()} == {
-            "Element": "Element", "Rows": rows, "Mask": "Full", "Score": "Scale", "Weight": "Identity", "Store": "StoreO"
+            "Element": "Bf16", "Rows": rows, "Mask": "Full", "Score": "Scale", "Weight": "Identity", "Store": "StoreO"
         }  # fmt: skip
         assert (found["Element"], found["Store"]) == (BF16, own)
     steady = tiling.options(replace(OP, constant_time=True, score=Softcap(2.0)), Softmax=softmax.SpeculativeMax())

@@ -73,7 +73,8 @@ def test_every_type_is_laid_out_as_the_compiler_does_it(element: Element, number
     ctypes = render.CTYPES | {"Number": render._NUMBERS[number]}
     headers = "".join(f'#include "{file}"\n' for file in (*render.TENSORS.values(), *element.sources))
     asked = ", ".join(f"sizeof({name}), alignof({name})" for name in ctypes)
-    text = f'{headers}using Number = Element::Number;\nextern "C" __device__ u32 sizes[] = {{{asked}}};\n'
+    aliases = "".join(f"using {axis} = {element.cuda_type};\n" for axis in render.ELEMENT_AXES)
+    text = f'{headers}{aliases}using Number = Element::Number;\nextern "C" __device__ u32 sizes[] = {{{asked}}};\n'
     (config,) = (each for path, each in render.source("attn_fwd.cu", text, ARCH).headers if path == "config.cuh")
     source = dataclasses.replace(render.source("attn_fwd.cu", config, ARCH), name="sizes.cu", text='#include "config.cuh"\n')
     found = [*words(compiler.compile(source).cubin, "sizes")]

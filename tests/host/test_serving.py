@@ -14,7 +14,7 @@ import rawattn
 from rawattn import KVCache, ProblemError, Rotary, Step, UnsupportedError, reference
 from rawattn.operation import Append, AttentionKVCache
 from rawattn.testing import expect
-from rawattn.variant.element import ELEMENTS
+from rawattn.variant.element import E4M3, E5M2, ELEMENTS, FP8
 from tests.caches import Cached, caches
 
 INT = np.int32
@@ -53,6 +53,17 @@ def test_attention_of_torch(dtype: str) -> None:
     pytest.importorskip("torch")
     check(Cached(((3, 20), (0, 7), (1, 0), (5, 3)), dtype=dtype, pool="interleaved", layout="HND", sinks=True), "torch")
     check(Cached(((2, 20), (2, 9)), ragged=False, form="dense", page_size=33, dtype=dtype, pool="shared", causal=(0, 1)), "torch")
+
+
+@pytest.mark.parametrize("kv_dtype", FP8)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_caches_of_eight_bits(kv_dtype: str, library: str) -> None:
+    if library == "torch":
+        pytest.importorskip("torch")
+    for dtype, scales in (("fp32", ("each", "heads")), ("bf16", ("number", "sequences")), ("fp16", ("all", ""))):
+        case = Cached(((3, 20), (0, 7), (1, 0), (5, 3)), dtype=dtype, kv_dtype=kv_dtype, scales=scales, heads=4, kv_heads=2)
+        check(case, library)
+        check(dataclasses.replace(case, pool="shared", layout="HND", window=(4, 0), sinks=True), library)
 
 
 def test_long_sequences_in_threads() -> None:
@@ -142,7 +153,11 @@ def test_append(drawn: tuple[Cached, dict[str, Any]]) -> None:
     assert rawattn.append(cache, step, k, v_given, slots=slots, rotary=rotary, q=q, q_out=q_out) is q_out
     eps = 0 if rotary is None else {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 1e-6, "fp64": 1e-15}[case.dtype]
     for found, exact in zip((cache.k, cache.v, q_out), wanted, strict=False):
-        np.testing.assert_allclose(found.astype(np.float64), exact, rtol=eps, atol=8 * eps)
+        step_of = STEPS.get(case.kv_dtype, (eps, 8 * eps)) if eps and found is not q_out else (eps, 8 * eps)
+        np.testing.assert_allclose(found.astype(np.float64), exact, rtol=step_of[0], atol=step_of[1])
+
+
+STEPS = {"e4m3": (2.0**-3, 2.0**-9), "e5m2": (2.0**-2, 2.0**-16)}  # from a number to the next: relative, and of subnormal ones
 
 
 def test_append_in_place_and_without_lengths() -> None:
@@ -159,6 +174,29 @@ def test_append_in_place_and_without_lengths() -> None:
     np.testing.assert_allclose(cache.k, wanted[0], atol=1e-6)
     assert rawattn.append(cache, None, k, v, slots=slots) is None
     np.testing.assert_array_equal(cache.k.reshape(-1, 1, 8)[[0, 5, 9, 3]], k[[0, 1, 3, 5]])
+
+
+@pytest.mark.parametrize("element", FP8.values(), ids=FP8)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_append_rounds_to_nearest_even(element: Any, dtype: str) -> None:
+    """All numbers of eight bits, what lies halfway between two of them and beside that, infinity and NaN."""
+    every = np.arange(256, dtype=np.uint8).view(element.dtype).astype(np.float64)
+    finite = np.unique(every[np.isfinite(every)])
+    half = (finite[1:] + finite[:-1]) / 2
+    x = np.concatenate([finite, half, half * (1 + 2.0**-7), half * (1 - 2.0**-8), [449, -500, 6e4, -65504, np.inf, -np.inf]])
+    given = np.resize(np.append(x, np.nan), (1, 400 * 8)).astype(ELEMENTS[dtype].dtype).reshape(1, 400, 1, 8)
+    k, v = (np.full((1, 400, 1, 8), 3, element.dtype) for _ in range(2))
+    rawattn.append(KVCache(k, v, v_scale=4), Step(np.array([400], INT)), given, given)
+    codes = finite[np.abs(np.arange(len(finite)) % 2 - (len(finite) // 2 % 2)) == 0]  # of even fraction: 0 is among them
+    for found, factor in ((k, 1), (v, 4)):
+        exact = given.astype(np.float64) / factor
+        nearest = finite[np.clip(np.searchsorted(half, np.nan_to_num(exact)), 0, len(finite) - 1)]
+        ties = np.isin(exact, half)
+        assert ties.sum() > 100 and np.isin(found[ties].astype(np.float64), codes).all()
+        assert np.array_equal(
+            np.where(ties | np.isnan(exact), 0, found.astype(np.float64)), np.where(ties | np.isnan(exact), 0, nearest)
+        )
+        assert np.array_equal(np.isnan(found.astype(np.float64)), np.isnan(exact))
 
 
 def test_rows_without_a_position() -> None:
@@ -203,6 +241,13 @@ def pool(*shape: int, dtype: Any = np.float32) -> Any:
     return np.zeros(shape or (6, 4, 2, 8), dtype)
 
 
+def scales(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.ones(shape, dtype)
+
+
+EIGHT = pool(dtype=E4M3.dtype), pool(dtype=E4M3.dtype)
+
+
 def lens(*numbers: int) -> Any:
     return np.array(numbers, INT)
 
@@ -219,7 +264,16 @@ ARRAYS: list[tuple[str, Any, str]] = [
     ("empty pages", lambda: KVCache(pool(6, 0, 2, 8), pool(6, 0, 2, 8)), "k has page_size 0, (6, 0, 2, 8); it must be at least"),
     ("columns", lambda: KVCache(pool()[..., ::2], pool()), "k has a stride of 2 in its last dimension; it must be 1"),
     ("overlap", lambda: KVCache(x := pool(6, 4, 2, 16)[..., :8], x.base[..., 4:12]), "v overlaps k in memory, and is no view of"),
-    ("scale", lambda: KVCache(pool(), pool(), k_scale=0.5), "k_scale is 0.5; it is for fp8 caches"),
+    ("scale", lambda: KVCache(pool(), pool(), k_scale=0.5), "k_scale is 0.5 but the cache holds fp32; scales are for e4m3 and e"),
+    ("scales", lambda: KVCache(pool(), pool(), v_scale=scales(2)), "v_scale is an array but the cache holds fp32; scales are fo"),
+    ("zero scale", lambda: KVCache(*EIGHT, k_scale=0), "k_scale is 0.0; it must be above 0, and finite."),
+    ("small scale", lambda: KVCache(*EIGHT, v_scale=1e-60), "v_scale is 0.0; it must be above 0, and finite."),
+    ("flag as scale", lambda: KVCache(*EIGHT, k_scale=True), "k_scale is True; it must be a float above 0, or a float32 array"),
+    ("list of scales", lambda: KVCache(*EIGHT, k_scale=[1.0, 2.0]), "k_scale is [1.0, 2.0]; it must be a float above 0, or a fl"),
+    ("scales' dtype", lambda: KVCache(*EIGHT, k_scale=scales(2, dtype=np.float64)), "k_scale has dtype fp64; it must be float32"),
+    ("scales' heads", lambda: KVCache(*EIGHT, k_scale=scales(3)), "k_scale has shape (3,); it must broadcast to (batch, 2), kv_"),
+    ("scales' rank", lambda: KVCache(*EIGHT, k_scale=scales(1, 2, 2)), "k_scale has shape (1, 2, 2); it must broadcast to (batc"),
+    ("formats", lambda: KVCache(EIGHT[0], EIGHT[1].astype(E5M2.dtype)), "v has dtype e5m2 but k has e4m3; they must be the same"),
     ("no array", lambda: KVCache(None, pool()), "k is a NoneType; it must be an array"),
     ("no lengths", lambda: Step(), "kv_lens is None; it must be an int32 array of shape (batch,)."),
     ("int64", lambda: Step(np.array([1, 2])), "kv_lens has dtype int64; it must be int32: kv_lens.int() in torch"),
@@ -252,6 +306,8 @@ def test_wrong_arrays(make: Any, message: str) -> None:
     assert message in str(error.value)
 
 
+SCALED = KVCache(*EIGHT, v_scale=scales(1, 2))
+OTHERS = KVCache(*EIGHT, v_scale=scales(3, 2))
 CACHE, STEP, Q = KVCache(pool(), pool()), Step(LENS, TABLE), np.zeros((2, 1, 4, 8), np.float32)
 RAGGED = Step(LENS, TABLE, lens(0, 1, 2))
 MASK = rawattn.mask.Causal("top_left")
@@ -260,6 +316,8 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("step", {"step": LENS}, "step is a ndarray; it must be a rawattn.Step."),
     ("no step", {"step": None}, "step is None; it must be a rawattn.Step."),
     ("q's dtype", {"q": Q.astype(np.float64)}, "q has dtype fp64 but the cache has fp32; they must be the same."),
+    ("q in eight bits", {"cache": KVCache(*EIGHT), "q": Q.astype(E4M3.dtype)}, "q has dtype e4m3; it must be bf16, fp16, fp32 o"),
+    ("scales of others", {"cache": OTHERS}, "v_scale is for 3 sequences but the call has 2; its first dimension of two must be "),
     ("q's integers", {"q": Q.astype(INT)}, "q has dtype int32; it must be bf16, fp16, fp32 or fp64."),
     ("q's columns", {"q": Q[..., :4].copy()}, "q has head_dim 4 but the cache has 8; they must be the same."),
     ("q's heads", {"q": Q[:, :, :3].copy()}, "q has 3 heads but the cache has 2; those of q must be a multiple of the cache's."),
@@ -309,6 +367,10 @@ APPENDS: list[tuple[str, dict[str, Any], str]] = [
     ("k's heads", {"k": NEW[:, :, :1]}, "k has shape (2, 1, 1, 8); it must be (2, 1, 2, 8), by the cache and the rows of k."),
     ("v's rows", {"v": NEW[:1]}, "v has shape (1, 1, 2, 8); it must be (2, 1, 2, 8)"),
     ("k's dtype", {"k": NEW.astype(np.float64)}, "k has dtype fp64 but the cache has fp32; they must be the same."),
+    ("k in eight bits", {"cache": KVCache(*EIGHT), "k": NEW.astype(E4M3.dtype)}, "k has dtype e4m3; it must be bf16, fp16, fp32"),
+    ("two dtypes", {"cache": KVCache(*EIGHT), "v": NEW.astype(np.float64)}, "v has dtype fp64 but k has fp32; they must be the "),
+    ("scales of others", {"cache": OTHERS}, "v_scale is for 3 sequences but the call has 2; its first dimension of two must be "),
+    ("scales of slots", {"cache": OTHERS, "step": None, "slots": SLOTS[:, 0], "k": NEW[:, 0], "v": NEW[:, 0]}, "the call has 1;"),
     ("no step", {"step": None}, "step is None; it must be a rawattn.Step, or slots must say where each row goes."),
     ("no positions", {"step": None, "slots": SLOTS, "rotary": Rotary(COS, COS)}, "step is None and rotary has no positions; giv"),
     ("rotary", {"rotary": COS}, "rotary is a ndarray; it must be a rawattn.Rotary, or None."),
@@ -368,7 +430,7 @@ def test_operations_as_values() -> None:
     spec = rawattn.Spec.of(causal=True, window=(9, 0), softcap=3.0, return_lse=True)
     found = {"q": rawattn.arrays.read(Q, "q"), "k_cache": CACHE.arrays["k"], "v_cache": CACHE.arrays["v"], **STEP.arrays}
     op = AttentionKVCache.of(found, spec, max_kv_len=8, split_keys=256)
-    assert (op.batch, op.q_len, op.kv_len, op.table, op.total_q, op.storage) == (2, 1, 8, 3, 2, ELEMENTS["fp32"])
+    assert (op.batch, op.q_len, op.kv_len, op.table, op.total_q, op.kv_element) == (2, 1, 8, 3, 2, ELEMENTS["fp32"])
     assert AttentionKVCache.from_json(op.to_json()) == op and hash(op) == hash(AttentionKVCache.from_json(op.to_json()))
     assert [x.name for x in op.inputs] == ["q", "k_cache", "v_cache", "kv_lens", "page_table"]
     assert [x.name for x in op.outputs] == ["o", "lse"] and op.outputs[1].shape == (2, 4, 1)
@@ -377,7 +439,18 @@ def test_operations_as_values() -> None:
     assert (
         op.kind == dataclasses.replace(op, batch=7, kv_len=3, table=9, pages=99).kind != dataclasses.replace(op, sinks=True).kind
     )
+    eight = AttentionKVCache.of({**found, **SCALED.arrays_of(2)}, spec, scales=(0.5, 1.0))
+    assert [x.name for x in eight.inputs][-1] == "v_scale" and eight.inputs[-1].shape == (2, 2, 1)
+    assert AttentionKVCache.from_json(eight.to_json()) == eight and str(eight).startswith(
+        "AttentionKVCache fp32 over e4m3 batch 2"
+    )
+    assert eight.bytes == 2 * 12 * 2 * 16 + 4 * (64 + 2 + 6 + 64 + 8 + 4)
+    kinds = {dataclasses.replace(eight, **{name: not getattr(eight, name)}).kind for name in ("k_scales", "v_scales")}
+    assert eight.kind == dataclasses.replace(eight, k_scale=3.0).kind not in kinds and len(kinds) == 2
     given = {"k": rawattn.arrays.read(NEW, "k"), "v": rawattn.arrays.read(NEW, "v"), **found}
+    stored = Append.of({name: x for name, x in given.items() if name != "q"} | SCALED.arrays_of(2))
+    assert Append.from_json(stored.to_json()) == stored and str(stored).startswith("Append fp32 over e4m3 2 rows")
+    assert stored.kind != dataclasses.replace(stored, k_scales=True).kind and [x.name for x in stored.inputs][-1] == "v_scale"
     rotary = Rotary(COS, COS)
     new = Append.of(given | rotary.arrays, "neox")
     assert Append.from_json(new.to_json()) == new

@@ -238,6 +238,22 @@ def test_rotary(interleaved: bool) -> None:
         fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **rotary, **cache.places, cache_leftpad=first, causal=True)
 
 
+def test_scales_of_caches() -> None:
+    """k_descale and v_descale are those of a cache in eight bits, which new keys and values are divided by."""
+    pools = make(2, 12, 2, 16).to(torch.float8_e4m3fn), make(2, 12, 2, 16).to(torch.float8_e4m3fn)
+    q, k, v, lens = make(2, 1, 4, 16), make(2, 1, 2, 16), make(2, 1, 2, 16), torch.tensor([3, 9], dtype=torch.int32)
+    scales = torch.tensor([[0.5, 1.0], [2.0, 0.25]]), torch.tensor([[1.0, 3.0], [0.1, 0.2]])
+    other = rawattn.KVCache(*(x.clone() for x in pools), "NHD", *scales)
+    given = {"cache_seqlens": lens, "k_descale": scales[0], "v_descale": scales[1]}
+    found = fa3.flash_attn_with_kvcache(q, *pools, k, v, **given)
+    assert torch.equal(found, rawattn.attention_append(q, k, v, other, rawattn.Step(lens + 1, causal=False)))
+    assert torch.equal(pools[0].float(), other.k.float()) and torch.equal(pools[1].float(), other.v.float())
+    with pytest.raises(UnsupportedError, match="q_descale is"):
+        fa3.flash_attn_with_kvcache(q, *pools, k, v, **given, q_descale=scales[0])
+    with pytest.raises(UnsupportedError, match="k_descale is"):
+        fa3.flash_attn_func(q, q, q, k_descale=scales[0])
+
+
 def test_refusals() -> None:
     q = make(1, 4, 2, 16)
     if not hasattr(fa2.score, "function"):

@@ -67,6 +67,24 @@ CASES = {
     "columns 192 and 128": of(STEP, head_dim=192),
     "columns 256": of(STEP, head_dim=256, head_dim_v=256),
 }
+E4M3 = of(STEP, kv_dtype="e4m3", scales=("each", "number"))
+EIGHT_BITS = {
+    "e4m3": E4M3,
+    "e5m2": of(E4M3, kv_dtype="e5m2"),
+    **{f"pages of {n}": of(E4M3, page_size=n) for n in (1, 8, 256)},
+    "dense": of(E4M3, form="dense", page_size=5000, scales=("number", "heads")),
+    "end to end, HND": of(E4M3, form="indptr", layout="HND", scales=("sequences", "all")),
+    "interleaved": of(E4M3, pool="interleaved", layout="HND"),
+    "shared": of(E4M3, pool="shared", head_dim_v=64),
+    "draft": of(DRAFT, kv_dtype="e4m3", scales=("each", "each")),
+    "packed": of(PACKED, kv_dtype="e5m2", scales=("heads", "")),
+    "window, softcap and sinks": of(DRAFT, kv_dtype="e4m3", window=(500, None), softcap=5.0, sinks=True),
+    "fp16": of(E4M3, dtype="fp16"),
+    "long splits": of(E4M3, lengths=((1, 33000), (1, 7)), heads=16, kv_heads=8),
+    "columns 64": of(PACKED, head_dim=64, head_dim_v=64, kv_dtype="e4m3"),
+    "columns 192 and 96": of(E4M3, head_dim=192, head_dim_v=96),
+    "columns 256": of(E4M3, head_dim=256, head_dim_v=256),
+}
 
 
 CHUNK = of(STEP, lengths=((700, 3000), (1, 5000), (0, 9), (300, 300), (129, 1000), (64, 64), (5, 3), (200, 0)), ragged=True)
@@ -122,6 +140,78 @@ def test_against_the_reference(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_eight_bits_against_the_reference(name: str) -> None:
+    check(EIGHT_BITS[name], attend(EIGHT_BITS[name]))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
+def test_every_number_of_eight_bits_is_read_exactly(kv_dtype: str) -> None:
+    """A sequence has one key, whose value holds all numbers but NaN and infinity; and the key is one number in every column, so
+    that the logit of a unit query tells it."""
+    torch = pytest.importorskip("torch")
+    dtype = getattr(torch, {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[kv_dtype])
+    every = torch.arange(256, dtype=torch.uint8, device="cuda").view(dtype)
+    exact, k, v = every.double(), torch.zeros(256, 1, 1, 32, device="cuda").to(dtype), every.view(1, 1, 1, 256)
+    v = v.view(torch.uint8).expand(256, 1, 1, 256).contiguous()
+    v[~v.view(dtype).float().isfinite()] = 0
+    k.view(torch.uint8)[...] = torch.arange(256, dtype=torch.uint8, device="cuda").view(256, 1, 1, 1)
+    q = torch.zeros(256, 1, 1, 32, dtype=torch.float16, device="cuda")
+    q[:, 0, 0, 0] = 1
+    step = rawattn.Step(torch.ones(256, dtype=torch.int32, device="cuda"))
+    o, lse = rawattn.attention_kvcache(q, rawattn.KVCache(k, v.view(dtype)), step, scale=2.0**-10, return_lse=True)
+    some = exact.isfinite()
+    torch.testing.assert_close(lse[some, 0, 0].double() * 2.0**10, exact[some], rtol=2e-7, atol=0.0)
+    wanted = v[0, 0, 0].view(dtype).to(torch.float16)
+    assert all(torch.equal(o[i, 0, 0], wanted) for i in some.nonzero().flatten().tolist())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [E4M3, EIGHT_BITS["draft"], EIGHT_BITS["long splits"]], ids=("one query", "draft", "long"))
+def test_bits_in_eight_bits_follow_from_the_sequence(case: Cached) -> None:
+    found = attend(case)
+    wanted = [rows_of(case, found, i) for i in range(len(case.lengths))]
+    for page in (1, 8, 64, 256):
+        other = attend(of(case, page_size=page))
+        assert [rows_of(case, other, i) for i in range(len(case.lengths))] == wanted, page
+    for _ in range(20):
+        again = attend(case)
+        assert [rows_of(case, again, i) for i in range(len(case.lengths))] == wanted
+
+
+@pytest.mark.gpu
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_step_in_eight_bits(data: Any) -> None:
+    lengths = st.tuples(st.integers(0, 8), st.sampled_from((0, 1, 63, 64, 65, 255, 256, 257, 2100)) | st.integers(0, 1200))
+    kv_heads, group = data.draw(st.sampled_from((1, 2, 3, 8))), data.draw(st.sampled_from((1, 2, 5, 8)))
+    case = of(
+        PACKED, lengths=tuple(data.draw(st.lists(lengths, min_size=1, max_size=6))), kv_heads=kv_heads, heads=kv_heads * group,
+        page_size=data.draw(st.sampled_from((16, 64))), window=data.draw(st.tuples(st.integers(0, 400), st.just(0))),
+        kv_dtype=data.draw(st.sampled_from(("e4m3", "e5m2"))), scales=("each", data.draw(st.sampled_from(("each", "number")))),
+        layout=data.draw(st.sampled_from(("NHD", "HND"))), head_dim=64, head_dim_v=64, seed=data.draw(st.integers(0, 2**32 - 1)),
+    )  # fmt: skip
+    check(case, attend(case, mask=None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
+def test_append_in_eight_bits(kv_dtype: str) -> None:
+    """What is written is what the reference writes, bit by bit."""
+    case = of(PACKED, kv_dtype=kv_dtype, scales=("each", "heads"), lengths=((8, 700), (1, 0), (3, 65), (1, 1), (5, 300)))
+    k, v = (case.rows(case.kv_heads, 128, seed) for seed in (2, 3))
+    k.flat[:5] = [np.inf, -np.inf, np.nan, 3e38, -1e-30]
+    cache, step = case.made(*case.pools(), "torch"), case.step("torch")
+    wanted = rawattn.reference.append(cache, step, _moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
+    rawattn.append(cache, step, _moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
+    for pool, exact in zip((cache.k, cache.v), wanted, strict=True):
+        np.testing.assert_array_equal(pool.double().cpu().numpy(), exact)
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunks_against_the_reference(name: str) -> None:
     """More rows than attn_decode takes, beside sequences with few."""
@@ -134,6 +224,15 @@ def test_chunks_by_mma(name: str) -> None:
     """By attn_fwd_mma, which takes pages of any size."""
     case = of(CHUNKS[name], page_size=1) if name == "window" else CHUNKS[name]
     check(case, attend(case, kernel="attn_fwd_mma"))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("name", ["table", "dense, same", "window", "columns 256"])
+def test_chunks_over_eight_bits(name: str, kv_dtype: str) -> None:
+    case = of(CHUNKS[name], kv_dtype=kv_dtype, scales=("number", "number"), dtype="fp16" if name == "window" else "bf16")
+    check(case, attend(case))
     assert rawattn.violations() == ()
 
 

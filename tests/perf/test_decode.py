@@ -16,6 +16,8 @@ SMALL = [
     Decode("pages", (70, 33), page=16, q_len=3, heads=4, kv_heads=2, head_dim=32),
     Decode("chunk", (170, 170), page=16, q_len=90, heads=2, kv_heads=1, head_dim=16),
     Decode("one head", (5,), page=64, heads=2, kv_heads=1, head_dim=16),
+    Decode("e4m3", (70, 33), page=16, q_len=3, heads=4, kv_heads=2, head_dim=32, cache=decode.E4M3),
+    Decode("e5m2", (70, 33), heads=4, kv_heads=2, head_dim=32, cache=decode.E5M2),
 ]
 
 
@@ -24,15 +26,16 @@ def test_ours_is_right_on_all_caches(case: Decode) -> None:
     caches = Caches(case, "cpu", 1)
     first, second = (call() for call in decode.ours(caches))
     assert decode.error(caches, first) < decode.TOLERANCE < decode.error(caches, second)
-    if len(set(case.kv_lens)) == 1:
+    if len(set(case.kv_lens)) == 1 and case.cache == "bfloat16":
         assert decode.error(caches, decode.tensors(caches)[0]()) < decode.TOLERANCE
     first[-1, 0, 0, 0] = float("nan")
     assert decode.error(caches, first) == float("inf")
 
 
 def test_the_bytes_are_those_that_are_read() -> None:
-    caches = Caches(Decode("dense", (64, 64), heads=4, kv_heads=2, head_dim=32), "cpu", 1)
-    assert caches.case.bytes == sum(x.numel() * x.element_size() for x in caches.pools[0])
+    for cache in ("bfloat16", decode.E4M3):
+        caches = Caches(Decode("dense", (64, 64), heads=4, kv_heads=2, head_dim=32, cache=cache), "cpu", 1)
+        assert caches.case.bytes == sum(x.numel() * x.element_size() for x in caches.pools[0])
     big = Caches(SMALL[0], "cpu", 1 << 20)
     assert sum(x.numel() * 2 for pools in big.pools for x in pools) >= 1 << 20
 
@@ -45,7 +48,8 @@ def test_what_cudnn_does_not_take(case: Decode) -> None:
 
 def test_cases() -> None:
     for cases, peers in decode.SETS.values():
-        assert len({case.label for case in cases}) == len(cases) and not {*peers.split(",")} - {*decode.CONTENDERS}
+        assert len({case.label for case in cases}) == len(cases) and not {*filter(None, peers.split(","))} - {*decode.CONTENDERS}
+    assert decode.TITLES.keys() == decode.SETS.keys() and decode.FP8[1].label == "B1 4k e4m3 page 64"
     assert Decode("", (3, 2), q_len=2, heads=3, kv_heads=3, head_dim=5).flops == 4 * 3 * 5 * (3 + 2 + 2 + 1)
     lens = decode.zipf(64, 64 * 4096)
     assert len(lens) == 64 and 0.99 < sum(lens) / (64 * 4096) <= 1.0 and lens[0] > 50_000

@@ -2,10 +2,10 @@
 // IEEE single precision.
 #include "ptx/base.cuh"
 
-struct Element {
+struct Fp32 {
     using Number = float;
     float value;
 
-    __device__ static float widen(Element x) { return x.value; }
-    __device__ static Element narrow(float x) { return {x}; }
+    __device__ static float widen(Fp32 x) { return x.value; }
+    __device__ static Fp32 narrow(float x) { return {x}; }
 };

@@ -2,10 +2,10 @@
 // IEEE double precision.
 #include "ptx/base.cuh"
 
-struct Element {
+struct Fp64 {
     using Number = double;
     double value;
 
-    __device__ static double widen(Element x) { return x.value; }
-    __device__ static Element narrow(double x) { return {x}; }
+    __device__ static double widen(Fp64 x) { return x.value; }
+    __device__ static Fp64 narrow(double x) { return {x}; }
 };

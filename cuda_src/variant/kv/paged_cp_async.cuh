@@ -38,8 +38,8 @@ struct PagedCpAsyncKv {
         for (int i = 0; i < (rows_each + 31) / 32; ++i) {
             const i32 key = this->key(tile, i), page = key < kv_len ? pages.early_page(args, key, args.k.count) : i32(args.k.count);
             if (page == args.k.count) continue;
-            for (int byte = 0; byte < 2 * cfg::head_dim; byte += 128) ptx::prefetch_to_l2(args.k.row(page, pages.row(key), head) + byte);
-            for (int byte = 0; byte < 2 * cfg::head_dim_v; byte += 128) ptx::prefetch_to_l2(args.v.row(page, pages.row(key), head) + byte);
+            for (int byte = 0; byte < cfg::head_dim * i32(sizeof(KvElement)); byte += 128) ptx::prefetch_to_l2(args.k.row(page, pages.row(key), head) + byte);
+            for (int byte = 0; byte < cfg::head_dim_v * i32(sizeof(KvElement)); byte += 128) ptx::prefetch_to_l2(args.v.row(page, pages.row(key), head) + byte);
         }
     }
     // Rows of no page become zeros.

@@ -11,9 +11,9 @@ struct Arrays {
     __device__ Arrays(const Args& args, const Rows& rows, const WorkTile& work)
         : args(args), rows(rows), head(work.head), count(args.part_count) {}
 
-    __device__ const Element* o(i32 i, i32 row) const {
+    __device__ const OElement* o(i32 i, i32 row) const {
         const Part& part = args.parts.part[i];
-        return static_cast<const Element*>(part.o) + rows.offset(part.o_strides, row, head);
+        return static_cast<const OElement*>(part.o) + rows.offset(part.o_strides, row, head);
     }
     __device__ Number lse(i32 i, i32 row) const {
         const Part& part = args.parts.part[i];

@@ -16,6 +16,10 @@ constexpr int window_to_last = 1;
 
 #include "tile/tma_tensor.cuh"
 #include "variant/element/fp16.cuh"
+using Element = Fp16;
+using QElement = Fp16;
+using KvElement = Fp16;
+using OElement = Fp16;
 using Number = Element::Number;
 
 struct Args {
@@ -33,7 +37,7 @@ struct Args {
     Number softcap;
     i32* counter;
     i32 batches;
-    Element* o;
+    OElement* o;
     i64 o_stride_batch;
     i64 o_stride_row;
     i64 o_stride_head;

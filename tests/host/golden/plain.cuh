@@ -14,6 +14,10 @@ constexpr int head_dim_v = 16;
 
 #include "tile/tma_tensor.cuh"
 #include "variant/element/bf16.cuh"
+using Element = Bf16;
+using QElement = Bf16;
+using KvElement = Bf16;
+using OElement = Bf16;
 using Number = Element::Number;
 
 struct Args {
@@ -30,7 +34,7 @@ struct Args {
     i32 q_tiles;
     i32 l2_head_group;
     i32 last_group;
-    Element* o;
+    OElement* o;
     i64 o_stride_batch;
     i64 o_stride_row;
     i64 o_stride_head;

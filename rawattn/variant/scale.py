@@ -1,0 +1,53 @@
+"""What the numbers of a cache in eight bits are multiplied by."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ..program import AxisStride, Field, Fields, Pointer
+from . import Option
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale(Option):
+    """A number, ``name``: "k_scale" or "v_scale"."""
+
+    name: str
+    source: ClassVar[str] = ""
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.name[0].upper()}Scale"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (f"variant/scale/{self.name[0]}_number.cuh",)
+
+    @property
+    def fields(self) -> Fields:
+        return (Field(self.name, "float"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales(Scale):
+    """An array of them, (batch, kv_heads)."""
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.name[0].upper()}Scales"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (f"variant/scale/{self.name[0]}_array.cuh",)
+
+    @property
+    def fields(self) -> Fields:
+        steps = (Field(f"{self.name}_{axis}", "i64", AxisStride(self.name, i)) for i, axis in enumerate(("batch", "head")))
+        return (Field(self.name, "const float*", Pointer(self.name)), *steps)
+
+
+def scales(k_scales: bool, v_scales: bool) -> tuple[Scale, Scale]:
+    """Those of keys and of values, which are arrays or numbers."""
+    k, v = ((Scales if is_array else Scale)(name) for name, is_array in (("k_scale", k_scales), ("v_scale", v_scales)))
+    return k, v
