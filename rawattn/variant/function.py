@@ -15,9 +15,9 @@ from ..trace import cuda_text, fields, recognition
 from ..trace.canonical import Code, number_keys, numbers_of
 from ..trace.classes import classify
 from ..trace.cuda_ranges import pyramids_of
-from ..trace.evaluation import evaluate
+from ..trace.evaluation import Evaluation, evaluate
 from ..trace.expressions import nodes
-from ..trace.gradients import slope
+from ..trace.gradients import by_elements, slope
 from ..trace.infix import infix
 from ..trace.proofs import Limits, checked_indices
 from . import Option
@@ -162,10 +162,27 @@ class FunctionScore(_Function):
         """The derivative of each logit by its s."""
         return self._evaluated(_slope(self.code), xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
 
+    def element_gradients(
+        self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
+        kv_start: Any = 0
+    ) -> list[tuple[int, tuple[Any, ...], Any]]:  # fmt: skip
+        """The derivatives of each logit by the elements of float arrays: the number of an array, the indices, all inside, and the
+        derivative, in the shape of s."""
+        at = {"s": s, **dict(zip(_NAMES, (b, h, q, kv, q_len, kv_len, q_start, kv_start), strict=True))}
+        found, value = [], Evaluation(at, arrays, self.numbers, xp, s.dtype)
+        for each in by_elements(self.code):
+            sizes = arrays[each.array].shape
+            indices = (value(i).clip(0, n - 1) for i, n in zip(each.load.args[2:], sizes, strict=True))
+            every = tuple(xp.broadcast_to(i, s.shape) for i in indices)
+            found.append((each.array, every, xp.broadcast_to(value(each.derivative), s.shape)))
+        return found
+
     def _evaluated(self, root: Any, xp: Any, arrays: Any, s: Any, *at: Any) -> Any:
-        names = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
-        found = evaluate(root, {"s": s, **dict(zip(names, at, strict=True))}, arrays, self.numbers, xp, s.dtype)
+        found = evaluate(root, {"s": s, **dict(zip(_NAMES, at, strict=True))}, arrays, self.numbers, xp, s.dtype)
         return xp.broadcast_to(found, s.shape)
+
+
+_NAMES = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
 
 
 @functools.lru_cache(maxsize=256)
