@@ -45,6 +45,10 @@ NO_SECOND = (
     "a second derivative was asked for, that of attention_backward, and there is no formula for it; leave out create_graph=True, "
     "or use torch's scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has one."
 )
+NO_GRADIENT_HERE = (
+    "torch sees an operator here (it traces, transforms or casts the call), which gives no gradients of captured tensors; call "
+    "outside of that"
+)
 _OPTIONS = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
     'SymInt? max_seqlen_kv=None, str spec="{}", Tensor? seed=None, Tensor[]? captured=None'
@@ -346,13 +350,17 @@ def _described(x: Any) -> Array:
 
 class Asked:
     """This is what a call asks for beside its tensors: options, as a dict or as text, and bounds on lengths, whether lse is a
-    result, and the forward's kernel and configuration. Calls that ask for the same share one object, which forward and backward
-    take for their key: to make one takes longer than to look one up."""
+    result, and the forward's kernel and configuration. ``wrt`` are the names of captured tensors to which autograd follows. Calls
+    that ask for the same share one object, which forward and backward take for their key: to make one takes longer than to look
+    one up."""
 
     def __init__(
-        self, options: dict[str, Any] | str, lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None
-    ) -> None:
+        self, options: dict[str, Any] | str, lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None,
+        wrt: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.options, self.lengths, self.both, self.kernel, self.config = options, lengths, both, kernel, config
+        self.wrt = wrt
+        self.backward_options = {**options, "wrt": wrt} if wrt and not isinstance(options, str) else options
 
 
 _asked: dict[Any, Asked] = {}
@@ -364,10 +372,11 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], captured: tuple[Any, ...], asked: Asked
-    ) -> Any:
+        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], captured: tuple[Any, ...], asked: Asked,
+        *followed: Any,
+    ) -> Any:  # fmt: skip
         """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``, but for those
-        that functions captured."""
+        that functions captured; ``followed`` are those of these to which autograd follows."""
         options, lengths = asked.options, asked.lengths
         if isinstance(options, str):
             more = (*given[3:5], *lengths, options, given[8], captured or None)
@@ -379,21 +388,24 @@ class Attention(torch.autograd.Function):
         if not asked.both:
             return o
         ctx.set_materialize_grads(False)
-        if not _any_requires_grad(q, k, sinks):  # v is not in it
+        if not _any_requires_grad(q, k, sinks, *followed):  # v is not in it
             ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
-        """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
+        """Computes dq, dk, dv, dsinks and what captured tensors get, and None for what is no tensor."""
         (*saved, o, lse), asked = ctx.saved_tensors, ctx.asked
         given, captured = saved[: ctx.count], tuple(saved[ctx.count :])
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
         if do is None:
             if dlse is None:
-                return (None,) * 7
+                return (None,) * (7 + len(asked.wrt))
             do = torch.zeros_like(o)
         if isinstance(asked.options, str) or _is_seen(do, dlse, given):
+            if asked.wrt:
+                words = ", ".join(functions.labels(asked.options)[name] for name in asked.wrt)
+                raise ProblemError(f"{words} requires grad, and {NO_GRADIENT_HERE}, without create_graph=True.")
             text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
             starts = cu_seqlens_q, cu_seqlens_kv
             found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, *starts, *asked.lengths, text, seed, captured or None)
@@ -401,8 +413,9 @@ class Attention(torch.autograd.Function):
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
                 every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
-            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked, captured)
-        return (*found[:3], None if sinks is None else found[3], None, None, None)
+            found = api.run(every, asked.backward_options, asked.lengths, None, None, None, Backward, asked, captured)
+        of_captured = found[3 + (sinks is not None) :] if asked.wrt else ()
+        return (*found[:3], None if sinks is None else found[3], None, None, None, *of_captured)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -448,20 +461,22 @@ def differentiable(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
-    if captured:
-        functions.check_no_grad(options, captured)
+    wrt = functions.followed(options, captured) if captured else ()
     try:
-        asked = _asked.get(key := api.key_of(options, lengths, kernel, config))
+        asked = _asked.get(key := (*api.key_of(options, lengths, kernel, config), wrt))
     except TypeError:  # an option that cannot be hashed is a wrong one
         key = asked = None
     if asked is None:
-        asked = _ask(options, lengths, kernel, config)
+        asked = _ask(options, lengths, kernel, config, wrt)
         if key is not None:
             cache_put(_asked, key, asked, KEPT_ASKED)
-    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked)
+    followed = [x for name, x in zip(functions.names(options), captured, strict=True) if name in wrt] if wrt else ()
+    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked, *followed)
 
 
-def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Asked:
+def _ask(
+    options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, wrt: tuple[str, ...] = ()
+) -> Asked:  # fmt: skip
     """Makes what a call asks for. Raises ProblemError where that has no gradient."""
     if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**functions.without(options))  # raises where it is none
@@ -470,7 +485,7 @@ def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
     both, options = options["return_lse"], {**options, "return_lse": True}
     if isinstance(options["window"], list):  # which may be another one until the backward
         options["window"] = tuple(options["window"])
-    return Asked(options, lengths, both, kernel, config)
+    return Asked(options, lengths, both, kernel, config, wrt)
 
 
 def _autograd(
@@ -482,7 +497,7 @@ def _autograd(
     lengths = (max_seqlen_q, max_seqlen_kv)
     _check_followed((*given, *(captured or ())))
     if captured:
-        functions.check_no_grad(_options(spec), captured)
+        functions.check_no_grad(_options(spec), captured, NO_GRADIENT_HERE)
     if _grad_enabled() and _any_requires_grad(*given):
         if _options(spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
