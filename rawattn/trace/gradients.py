@@ -76,10 +76,10 @@ def gathering(load: Expr, checked: Collection[int] = ()) -> str:
     index is the query itself and one the key, so that each element belongs to one pair of a head; and "scattered" else.
     ``checked`` are the axes whose index is brought into the array, and may so be that of several queries or keys."""
     indices = load.args[2:]
-    deps = frozenset[str]().union(*(i.deps for i in indices)) & {"q", "kv"}
-    if len(deps) < 2:
+    deps = frozenset[str]().union(*(i.deps for i in indices)) & {"q", "kv", "s"}
+    if "s" not in deps and len(deps) < 2:
         return {"": "tiles", "q": "rows", "kv": "columns"}["".join(deps)]
-    return "pairs" if {"q", "kv"} <= own_indices(load, checked) else "scattered"
+    return "pairs" if "s" not in deps and {"q", "kv"} <= own_indices(load, checked) else "scattered"
 
 
 def own_indices(load: Expr, checked: Collection[int] = ()) -> set[str]:

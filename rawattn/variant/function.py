@@ -80,7 +80,11 @@ class _Function(Option):
 
     @property
     def fields(self) -> Fields:
-        return tuple(Field(name, ctype, self._fill(what)) for name, ctype, what in self._written.fields)
+        return self.filled(self._written)
+
+    def filled(self, written: cuda_text.Written) -> Fields:
+        """The fields of a text that is written for this function."""
+        return tuple(Field(name, ctype, self._fill(what)) for name, ctype, what in written.fields)
 
     def _fill(self, what: Any) -> Fill:
         match what:
@@ -96,8 +100,12 @@ class _Function(Option):
 
     @property
     def values(self) -> dict[str, Any]:
+        return self.made(self._written)
+
+    def made(self, written: cuda_text.Written) -> dict[str, Any]:
+        """The values of its fields that the host makes of captured numbers."""
         shapes = tuple(array.shape for array in self.arrays)
-        made = ((name, what) for name, _, what in self._written.fields)
+        made = ((name, what) for name, _, what in written.fields)
         return {name: what.value(shapes, self.numbers) for name, what in made if isinstance(what, fields.Made)}
 
     def __str__(self) -> str:
@@ -183,6 +191,36 @@ class FunctionScore(_Function):
 
 
 _NAMES = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionGradient(Option):
+    """The derivative of a score by the element that is the node of this number in its code."""
+
+    score: FunctionScore
+    node: int
+    type: ClassVar[str] = "FunctionGradient"
+    source: ClassVar[str] = "function/gradient.cuh"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {self.source: self._written.text}
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (self.type, *self.score.kind, self.node)
+
+    @property
+    def _written(self) -> cuda_text.Written:
+        return cuda_text.gradient(self.score.code, self.score.checked, self.node)
+
+    @property
+    def fields(self) -> Fields:
+        return self.score.filled(self._written)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.score.made(self._written)
 
 
 @functools.lru_cache(maxsize=256)

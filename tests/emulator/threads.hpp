@@ -141,6 +141,8 @@ static void __syncthreads() { named[0].wait(blockDim.x); }
 static void __threadfence() {}
 static i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
 static u32 atomicAdd(u32* at, u32 x) { return (*at += x) - x; }
+static u64 atomicAdd(u64* at, u64 x) { return (*at += x) - x; }
+static u64 atomicOr(u64* at, u64 x) { return std::exchange(*at, *at | x); }
 static u32 atomicOr(u32* at, u32 x) { return std::exchange(*at, *at | x); }
 static u32 atomicInc(u32* at, u32 last) {
     const u32 old = *at;
@@ -332,6 +334,7 @@ static void mma_bf16(float* d, const u32* a, const u32* b) {
     });
 }
 static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
+static u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
 static void mma_fp16(float*, const u32*, const u32*) { __builtin_trap(); }
 }  // namespace ptx
 

@@ -1,0 +1,133 @@
+"""attn_bwd_captured.cu, and the passes before and behind it: the gradients of arrays that a score captured.
+
+They follow the kernels that make dq, dk and dv, whichever these are, and read their scratch memory of each row. An array has sums
+of its elements, which are cleared; then each element that the score reads is a launch, that of ``table[a] + table[b]`` two; then the
+array's gradient is made of the sums. Sums are exact (``cuda_src/tile/exact_sum.cuh``), so that any block may add to any of them;
+but an array with an element for each query and key has plain ones, to each of which one thread adds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ..compiler import Source
+from ..device import Device
+from ..operation import Backward, Forward
+from ..program import Buffer, Field, Fields, Launch, Pointer, Scratch
+from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices
+from ..variant import Option
+from ..variant.function import Captured, FunctionGradient, FunctionScore
+from ..variant.gather import ExactSums, Gather, OrderedSums
+from ..variant.item import Item
+from ..variant.scheduler import Once, SharedTiles
+from . import backward, tiling
+
+TILE_KV, THREADS = 32, 256
+
+
+class Config(NamedTuple):
+    """The configuration of attn_bwd_captured.cu: rows of a block, rows of a block of scratch memory, columns that are in shared
+    memory at a time; the number of the element among the nodes of the score's code, and how its gradients are summed."""
+
+    tile_q: int
+    q_block: int
+    chunk: int
+    node: int
+    way: str
+    sums: ExactSums
+
+
+def score_of(op: Forward) -> FunctionScore:
+    """The score, which captured arrays."""
+    assert isinstance(op.score, FunctionScore)
+    return op.score
+
+
+def launches(own: Any, op: Backward, device: Device, q_block: int) -> tuple[list[Launch], list[Buffer]]:
+    """The launches for the arrays in ``op.wrt``, and their scratch memory; ``own`` is the kernel that they follow."""
+    found: list[Launch] = []
+    buffers: list[Buffer] = []
+    for i, array in enumerate(score_of(op.forward).arrays if op.wrt else ()):
+        if array.name in op.wrt and math.prod(array.shape):
+            each, buffer = _of_array(own, op, device, q_block, i, array)
+            found += each
+            buffers += buffer
+    return found, buffers
+
+
+def _of_array(
+    own: Any, op: Backward, device: Device, q_block: int, i: int, array: Captured
+) -> tuple[list[Launch], list[Buffer]]:  # fmt: skip
+    forward, count = op.forward, math.prod(array.shape)
+    score, number = score_of(forward), forward.number
+    reads = [each for each in by_elements(score.code) if each.array == i]
+    ways = [way(score, each) for each in reads]
+    ordered = ways == ["pairs"]
+    in_place = ordered and array.element == number
+    fill = Pointer(f"d{array.name}") if in_place else Scratch(f"d{array.name}_sums")
+    sums = (OrderedSums if ordered else ExactSums)(fill)
+    words = count * sums.bytes(number) // 4
+    grid = min(-(-count // THREADS), 8 * device.sm_count)
+    clear = min(-(-words // THREADS), 8 * device.sm_count)
+    found = [own.launch(op, fill, device, "attn_bwd_captured_clear", {"words": words}, clear, _clear)]
+    for each, how in zip(reads, ways, strict=True):
+        found.append(_gather(own, op, device, q_block, each, how if ordered or how != "pairs" else "scattered", sums))
+    if in_place:
+        return found, []
+    last = array.name, array.element, sums
+    found.append(own.launch(op, last, device, "attn_bwd_captured_sum", {"elements": count}, grid, _sum))
+    return found, [Buffer(f"d{array.name}_sums", 4 * words)]
+
+
+def way(score: FunctionScore, each: ElementGradient) -> str:
+    """How the gradients of an element that a score reads are summed."""
+    return gathering(each.load, [axis for node, axis in score.checked if node == each.node])
+
+
+def _gather(
+    own: Any, op: Backward, device: Device, q_block: int, each: ElementGradient, how: str, sums: ExactSums
+) -> Launch:
+    """The launch for an element that the score reads."""
+    forward = op.forward
+    tile_q = 32 if q_block % 32 == 0 else 16
+    chunk = min(64, -(-max(forward.head_dim, forward.head_dim_v) // 16) * 16)
+    config = Config(tile_q, q_block, chunk, each.node, how, sums)
+    values = backward.values(forward, q_block, TILE_KV) | FunctionGradient(score_of(forward), each.node).values
+    values["q_tiles"] = -(-(forward.total_q if forward.varlen else forward.q_len) // tile_q)
+    if how == "pairs":
+        apart = own_indices(each.load, [axis for node, axis in score_of(forward).checked if node == each.node])
+        values["shared_batches"] = 1 if "b" in apart else forward.batch
+        values["shared_heads"] = 1 if "h" in apart else forward.heads
+        groups = forward.batch * forward.heads // max(1, values["shared_batches"] * values["shared_heads"])
+        grid = int(values["q_tiles"] * groups)
+    else:
+        grid = forward.heads * backward.q_blocks(forward, tile_q) if forward.total_q else 0
+    found: Launch = own.launch(op, config, device, "attn_bwd_captured", values, grid, _captured)
+    return found
+
+
+def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+    constants = {
+        "tile_q": config.tile_q, "tile_kv": TILE_KV, "q_block": config.q_block, "chunk": config.chunk, "head_dim": op.head_dim,
+        "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1,
+    }  # fmt: skip
+    plan: Option = SharedTiles() if config.way == "pairs" else Once(tiling.lpt_scheduler(op, persistent=False))
+    every = backward.options(
+        op, Score=op.spec.placed_score, Weight=op.spec.weight, Gradient=FunctionGradient(score_of(op), config.node),
+        Sums=config.sums, Gather=Gather(config.way), Scheduler=plan, Walk=tiling.cursor(op, up=True),
+    )  # fmt: skip
+    fields = (*backward.READS, *backward.STATISTICS, *backward.HEADS)
+    return backward.rendered("attn_bwd_captured.cu", constants, fields, [], every, arch)
+
+
+def _clear(op: Forward, memory: Any, arch: str) -> tuple[Source, Fields]:
+    fields = Field("memory", "u32*", memory), Field("words", "i64")
+    return backward.rendered("attn_bwd_captured_clear.cu", {"threads": THREADS}, fields, [], {"Element": op.element}, arch)
+
+
+def _sum(op: Forward, last: tuple[str, str, ExactSums], arch: str) -> tuple[Source, Fields]:
+    name, element, sums = last
+    fields = Field("gradient", "void*", Pointer(f"d{name}")), Field("elements", "i64")
+    every: dict[str, Option] = {"Element": op.element, "Item": Item(element), "Sums": sums}
+    return backward.rendered("attn_bwd_captured_sum.cu", {"threads": THREADS}, fields, [], every, arch)
