@@ -101,7 +101,7 @@ __device__ void compute(const Args& args, Smem& smem, const WorkTile& work) {
     block.gather.finish(block.gradient, block.rows, work.q_begin);
 }
 
-extern "C" __global__ __launch_bounds__(256) void attn_bwd_captured(const __grid_constant__ Args args) {
+extern "C" __global__ __launch_bounds__(256, 2) void attn_bwd_captured(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) unsigned char raw[];
     Scheduler scheduler(args);
 #pragma unroll 1

@@ -40,12 +40,14 @@ template <class S> struct SumsOption : Given {
 };
 // gather: how gradients of pairs are added up. All threads of a block call it: add for each pair of a tile, with 0 for one that is not
 // kept, end_tile after a tile, finish after the tiles of a work. Between two tiles the threads meet.
+struct ElementNumber { __device__ i64 operator()() const; };
 template <class G, class Gradient> struct GatherOption : Given {
     static G g;
+    static const ElementNumber element;
     static const Gradient& gradient;
     static typename G::Shared& shared;
     static_assert(requires { G(args, shared); }, "Gather(args, Shared&)");
-    static_assert(requires { g.add(0, 0, x, [] { return i64(0); }); }, "Gather: add(i, j, x, element): the thread's pair (i, j)");
+    static_assert(requires { g.add(0, 0, x, element); }, "Gather: add(i, j, x, element): the thread's pair (i, j)");
     static_assert(requires { g.end_tile(gradient, rows, i, i), g.finish(gradient, rows, i); }, "Gather: end_tile(gradient, rows, q_begin, kv_begin), finish(gradient, rows, q_begin)");
 };
 // clear: what the first pass clears in scratch, or in an output: by every thread of a block, for a query tile.
