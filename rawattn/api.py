@@ -184,7 +184,7 @@ def attention_backward(
     """
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = {
+    options: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset, "dropout": dropout,

@@ -442,11 +442,14 @@ class Formula:
         score, xp = functions.of_lengths(self.score, *tile.lengths), self.xp
         for i, indices, derivative in score.element_gradients(xp, dot, *place, tile.q, tile.kv):
             if i in self.sums:
-                parts = _numpy(xp.where(tile.kept, gradients * derivative, 0.0)).ravel()
-                at = np.zeros(parts.size, np.int64)
-                for index, size in zip(indices, self.sums[i].shape, strict=True):
-                    at = at * size + _numpy(index).ravel()
-                np.add.at(self.sums[i].reshape(-1), at, parts)
+                self.scatter(self.sums[i], indices, xp.where(tile.kept, gradients * derivative, 0.0))
+
+    def scatter(self, sums: npt.NDArray[np.float64], indices: tuple[Any, ...], parts: Any) -> None:
+        """Adds each part to the sum with its indices."""
+        at = np.zeros(parts.shape, np.int64).ravel()
+        for index, size in zip(indices, sums.shape, strict=True):
+            at = at * size + _numpy(index).ravel()
+        np.add.at(sums.reshape(-1), at, _numpy(parts).ravel())
 
     def slope(self, dot: Any, place: tuple[int, int], tile: Tile) -> Any:
         """The score's derivative; None where it is 1."""

@@ -463,7 +463,9 @@ def differentiable(
         )
     wrt = functions.followed(options, captured) if captured else ()
     try:
-        asked = _asked.get(key := (*api.key_of(options, lengths, kernel, config), wrt))
+        key = api.key_of(options, lengths, kernel, config)
+        key = (*key, wrt) if wrt else key
+        asked = _asked.get(key)
     except TypeError:  # an option that cannot be hashed is a wrong one
         key = asked = None
     if asked is None:

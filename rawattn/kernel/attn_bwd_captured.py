@@ -1,9 +1,9 @@
 """attn_bwd_captured.cu, and the passes before and behind it: the gradients of arrays that a score captured.
 
-They follow the kernels that make dq, dk and dv, whichever these are, and read their scratch memory of each row. An array has sums
-of its elements, which are cleared; then each element that the score reads is a launch, that of ``table[a] + table[b]`` two; then the
-array's gradient is made of the sums. Sums are exact (``cuda_src/tile/exact_sum.cuh``), so that any block may add to any of them;
-but an array with an element for each query and key has plain ones, to each of which one thread adds.
+They follow the kernels that make dq, dk and dv, whichever these are, and read their scratch memory of each row. Sums of an
+array's elements are cleared; then there is a launch for each element that the score reads, two for ``table[a] + table[b]``; then
+the array's gradient is made of the sums. These are exact (``cuda_src/tile/exact_sum.cuh``), so that any block may add to any of
+them; but an array with an element for each query and key has plain ones, to each of which one thread adds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def launches(own: Any, op: Backward, device: Device, q_block: int) -> tuple[list
     found: list[Launch] = []
     buffers: list[Buffer] = []
     for i, array in enumerate(score_of(op.forward).arrays if op.wrt else ()):
-        if array.name in op.wrt and math.prod(array.shape):
+        if array.name in op.wrt and 0 not in array.shape:
             each, buffer = _of_array(own, op, device, q_block, i, array)
             found += each
             buffers += buffer
@@ -59,7 +59,7 @@ def launches(own: Any, op: Backward, device: Device, q_block: int) -> tuple[list
 def _of_array(
     own: Any, op: Backward, device: Device, q_block: int, i: int, array: Captured
 ) -> tuple[list[Launch], list[Buffer]]:  # fmt: skip
-    forward, count = op.forward, math.prod(array.shape)
+    forward, count = op.forward, int(math.prod(array.shape))
     score, number = score_of(forward), forward.number
     reads = [each for each in by_elements(score.code) if each.array == i]
     ways = [way(score, each) for each in reads]
@@ -85,9 +85,7 @@ def way(score: FunctionScore, each: ElementGradient) -> str:
     return gathering(each.load, [axis for node, axis in score.checked if node == each.node])
 
 
-def _gather(
-    own: Any, op: Backward, device: Device, q_block: int, each: ElementGradient, how: str, sums: ExactSums
-) -> Launch:
+def _gather(own: Any, op: Backward, device: Device, q_block: int, each: ElementGradient, how: str, sums: ExactSums) -> Launch:
     """The launch for an element that the score reads."""
     forward = op.forward
     tile_q = 32 if q_block % 32 == 0 else 16
@@ -114,8 +112,8 @@ def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     }  # fmt: skip
     plan: Option = SharedTiles() if config.way == "pairs" else Once(tiling.lpt_scheduler(op, persistent=False))
     every = backward.options(
-        op, Score=op.spec.placed_score, Weight=op.spec.weight, Gradient=FunctionGradient(score_of(op), config.node),
-        Sums=config.sums, Gather=Gather(config.way), Scheduler=plan, Walk=tiling.cursor(op, up=True),
+        op, Score=op.spec.placed_score, Weight=op.spec.weight, Scheduler=plan, Walk=tiling.cursor(op, up=True),  # type: ignore
+        Gradient=FunctionGradient(score_of(op), config.node), Sums=config.sums, Gather=Gather(config.way),
     )  # fmt: skip
     fields = (*backward.READS, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd_captured.cu", constants, fields, [], every, arch)

@@ -20,8 +20,8 @@ from .forward import Forward, check_arrays, limits
 @dataclasses.dataclass(frozen=True)
 class Backward(Operation):
     """dq, dk, dv, and where there are sinks dsinks: the gradients of a loss by the inputs of ``forward``, from do, that by o, and
-    dlse, that by lse, where the loss depends on it. ``wrt`` are names of arrays that the score captured, whose gradients are wanted
-    besides.
+    dlse, that by lse, where the loss depends on it. ``wrt`` are names of arrays that the score captured, whose gradients are
+    wanted besides.
 
     It reads o and lse, which the forward gave. ``layout`` has what kernels may ask of how do, q, k, v and o lie in memory.
     """

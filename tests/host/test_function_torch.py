@@ -130,7 +130,7 @@ def test_vmap() -> None:
 
 
 def test_gradients() -> None:
-    """By autograd as by attention_backward; a captured tensor gets none yet, and that is said."""
+    """By autograd as by attention_backward; a captured tensor gets none where torch sees an operator, and that is said."""
     q, k, v = make(grad=True)
     mask, score = documents(ids(50), 7), head_bias(SLOPES)
     o, lse = rawattn.attention(q, k, v, mask=mask, score=score, return_lse=True)
@@ -141,10 +141,14 @@ def test_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     slopes = SLOPES.clone().requires_grad_()
     for leaves in ((q, k, v), tuple(x.detach() for x in (q, k, v))):
-        with pytest.raises(
-            ProblemError, match="slopes, which score captured, requires grad, and captured arrays get no gradients yet"
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ProblemError, match="slopes, which score captured, requires grad, and torch sees an operator here"),
         ):
             rawattn.attention(*leaves, score=head_bias(slopes))
+    o = rawattn.attention(q, k, v, score=head_bias(slopes))
+    with pytest.raises(ProblemError, match="slopes, which score captured, requires grad, and torch sees an operator here"):
+        torch.autograd.grad(o.sum(), slopes, create_graph=True)
     with torch.no_grad():
         rawattn.attention(q, k, v, score=head_bias(slopes))
 
