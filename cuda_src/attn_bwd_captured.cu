@@ -10,7 +10,7 @@
 //   __syncthreads, before    every thread   every thread   smem.a and smem.b, after a tile's last product smem.gather: read
 //   __syncthreads, behind    every thread   every thread   the same: written
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Score, Weight, Gradient, Sums, Gather, Scheduler, Walk
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Score, Weight, Gradient, Sums, Layout, Gather, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/numbers.cuh"
 #include "variant/interfaces_bwd.cuh"
@@ -24,6 +24,7 @@ template struct WeightOption<Weight>;
 template struct SchedulerOption<Scheduler>;
 template struct GradientOption<Gradient>;
 template struct SumsOption<Sums>;
+template struct LayoutOption<Layout>;
 template struct GatherOption<Gather, Gradient>;
 static_assert(cfg::tile_q % 16 == 0 && cfg::tile_kv % 16 == 0 && cfg::chunk % 16 == 0);
 
@@ -32,7 +33,6 @@ struct Smem {
     Numbers<cfg::tile_kv, cfg::chunk> b;
     Gather::Shared gather;
 };
-constexpr int q_each = cfg::tile_q / 16, keys_each = cfg::tile_kv / 16;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 256, false};
 
@@ -44,7 +44,6 @@ struct Block {
     const Score score;
     const Weight weight;
     const Gradient gradient;
-    const Place at{};
     const i32 q_begin;
     const AnyMatrix q, k, v, d_o;
     Gather gather;
@@ -56,22 +55,23 @@ struct Block {
 
     // Adds a tile of keys.
     __device__ void add(i32 kv_begin, const Number* lse_log2, const Number* delta) {
-        Number s[q_each][keys_each] = {}, dp[q_each][keys_each] = {};
+        Number s[Layout::rows][Layout::keys] = {}, dp[Layout::rows][Layout::keys] = {};
         multiply(s, q, k, kv_begin, cfg::head_dim, cfg::scale_sign);
         multiply(dp, d_o, v, kv_begin, cfg::head_dim_v, 1);
         const Number factor = Weight::factor(args);
 #pragma unroll
-        for (int i = 0; i < q_each; ++i) {
-            const int r = at.y + 16 * i;
-            const i32 row = q_begin + r, first = kv_begin + at.x;
+        for (int i = 0; i < Layout::rows; ++i) {
+            const int r = Layout::row(i);
+            const i32 row = q_begin + r, first = kv_begin + Layout::first_key();
             const auto kept = mask.row(row, first);
             const auto by_element = gradient.row(row + rows.q_offset, first + rows.kv_offset);
 #pragma unroll
-            for (int j = 0; j < keys_each; ++j) {
-                const Number t = score(s[i][j], row, first + 16 * j), w = ptx::exp2(t * score.scale_log2 - lse_log2[r]);
-                const Number of_logit = w * (weight(dp[i][j], row, first + 16 * j) * factor - delta[r]);
-                const bool keep = kept.keep(16 * j) && row < rows.q_len;
-                gather.add(i, j, keep ? of_logit * by_element.value(s[i][j], 16 * j) : Number(0), [&] { return by_element.element(s[i][j], 16 * j); });
+            for (int j = 0; j < Layout::keys; ++j) {
+                const i32 offset = Layout::offset(j), kv = first + offset;
+                const Number x = s[i][j], w = ptx::exp2(score(x, row, kv) * score.scale_log2 - lse_log2[r]);
+                const Number of_logit = w * (weight(dp[i][j], row, kv) * factor - delta[r]);
+                const bool keep = kept.keep(offset) && row < rows.q_len;
+                gather.add(i, j, keep ? of_logit * by_element.value(x, offset) : Number(0), [&] { return by_element.element(x, offset); });
             }
         }
         gather.end_tile(gradient, rows, q_begin, kv_begin);
@@ -79,7 +79,7 @@ struct Block {
 
   private:
     // d += a b', a of the block's queries, b of a tile of keys.
-    __device__ void multiply(Number (&d)[q_each][keys_each], const AnyMatrix& a, const AnyMatrix& b, i32 kv_begin, int columns, Number sign) {
+    __device__ void multiply(Number (&d)[Layout::rows][Layout::keys], const AnyMatrix& a, const AnyMatrix& b, i32 kv_begin, int columns, Number sign) {
 #pragma unroll 1
         for (int column = 0; column < columns; column += cfg::chunk) {
             __syncthreads();

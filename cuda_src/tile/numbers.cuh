@@ -7,14 +7,6 @@ struct Place {
     const int y = threadIdx.x / 16, x = threadIdx.x % 16;
 };
 
-// The sum over the `lanes` lanes of a warp that lie together, in one order.
-template <int lanes>
-__device__ inline Number warp_sum(Number x) {
-#pragma unroll
-    for (int d = lanes / 2; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
-    return x;
-}
-
 // Rows are a number longer than their columns, so that a column's numbers lie in different banks.
 template <int rows, int columns>
 struct Numbers {

@@ -38,6 +38,12 @@ template <class G> struct GradientOption : Given {
 template <class S> struct SumsOption : Given {
     static_assert(requires { S::add(args, i64(0), x), Number(S::total(args, i64(0))); }, "Sums: add(args, element, x), total(args, element)");
 };
+// layout: which pairs of a tile a thread has. The lanes of one row are `row_lanes` that follow each other; the others of a warp have
+// the same keys. Every warp has all keys, and rows of its own.
+template <class L> struct LayoutOption : Given {
+    static_assert(requires { i32(L::warps), i32(L::row_lanes), i32(L::rows), i32(L::keys); }, "Layout: warps, row_lanes, rows, keys (of a thread)");
+    static_assert(requires { i32(L::row(i)), i32(L::first_key()), i32(L::offset(0)); }, "Layout: row(i), first_key(), offset(j) from the first key");
+};
 // gather: how gradients of pairs are added up. All threads of a block call it: add for each pair of a tile, with 0 for one that is not
 // kept, end_tile after a tile, finish after the tiles of a work. Between two tiles the threads meet.
 struct ElementNumber { __device__ i64 operator()() const; };

@@ -1,4 +1,5 @@
-"""attn_bwd_captured.cu, and the passes before and behind it: the gradients of arrays that a score captured.
+"""attn_bwd_captured.cu, attn_bwd_captured_mma.cu, and the passes before and behind them: the gradients of arrays that a score
+captured.
 
 They follow the kernels that make dq, dk and dv, whichever these are, and read their scratch memory of each row. Sums of an
 array's elements are cleared; then there is a launch for each element that the score reads, two for ``table[a] + table[b]``; then
@@ -18,21 +19,22 @@ from ..program import Buffer, Field, Fields, Launch, Pointer, Scratch
 from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices
 from ..variant import Option
 from ..variant.function import Captured, FunctionGradient, FunctionScore
-from ..variant.gather import ExactSums, Gather, OrderedSums
+from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayout
 from ..variant.item import Item
 from ..variant.scheduler import Once, SharedTiles
 from . import backward, tiling
 
-TILE_KV, THREADS = 32, 256
+THREADS = 256  # of the passes before and behind
 
 
 class Config(NamedTuple):
-    """The configuration of attn_bwd_captured.cu: rows of a block, rows of a block of scratch memory, columns that are in shared
-    memory at a time; the number of the element among the nodes of the score's code, and how its gradients are summed."""
+    """The configuration of the kernels: by tensor cores or not; rows of a block, keys of a tile, rows of a block of scratch memory;
+    the number of the element among the nodes of the score's code, and how its gradients are summed."""
 
+    tensor_cores: bool
     tile_q: int
+    tile_kv: int
     q_block: int
-    chunk: int
     node: int
     way: str
     sums: ExactSums
@@ -88,10 +90,12 @@ def way(score: FunctionScore, each: ElementGradient) -> str:
 def _gather(own: Any, op: Backward, device: Device, q_block: int, each: ElementGradient, how: str, sums: ExactSums) -> Launch:
     """The launch for an element that the score reads."""
     forward = op.forward
-    tile_q = 32 if q_block % 32 == 0 else 16
-    chunk = min(64, -(-max(forward.head_dim, forward.head_dim_v) // 16) * 16)
-    config = Config(tile_q, q_block, chunk, each.node, how, sums)
-    values = backward.values(forward, q_block, TILE_KV) | FunctionGradient(score_of(forward), each.node).values
+    if own.alignment == 16:  # kernels by tensor cores, whose conditions these are, too
+        config = Config(True, min(64, q_block), 64 if widest(forward) <= 128 and how != "pairs" else 32, q_block, each.node, how, sums)
+    else:
+        config = Config(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums)
+    tile_q = config.tile_q
+    values = backward.values(forward, q_block, config.tile_kv) | FunctionGradient(score_of(forward), each.node).values
     values["q_tiles"] = -(-(forward.total_q if forward.varlen else forward.q_len) // tile_q)
     if how == "pairs":
         apart = own_indices(each.load, [axis for node, axis in score_of(forward).checked if node == each.node])
@@ -101,22 +105,36 @@ def _gather(own: Any, op: Backward, device: Device, q_block: int, each: ElementG
         grid = int(values["q_tiles"] * groups)
     else:
         grid = forward.heads * backward.q_blocks(forward, tile_q) if forward.total_q else 0
-    found: Launch = own.launch(op, config, device, "attn_bwd_captured", values, grid, _captured)
+    name = "attn_bwd_captured_mma" if config.tensor_cores else "attn_bwd_captured"
+    found: Launch = own.launch(op, config, device, name, values, grid, _captured)
     return found
+
+
+def widest(op: Forward) -> int:
+    """The larger head size."""
+    return max(op.head_dim, op.head_dim_v)
 
 
 def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants = {
-        "tile_q": config.tile_q, "tile_kv": TILE_KV, "q_block": config.q_block, "chunk": config.chunk, "head_dim": op.head_dim,
+        "tile_q": config.tile_q, "tile_kv": config.tile_kv, "q_block": config.q_block, "head_dim": op.head_dim,
         "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
+    if config.tensor_cores:
+        file = "attn_bwd_captured_mma.cu"
+        constants |= {"threads": 2 * config.tile_q, "ctas_per_sm": 3}
+    else:
+        file = "attn_bwd_captured.cu"
+        constants |= {"chunk": min(64, -(-widest(op) // 16) * 16)}
+    layout: Option = MmaLayout() if config.tensor_cores else SimtLayout()
     plan: Option = SharedTiles() if config.way == "pairs" else Once(tiling.lpt_scheduler(op, persistent=False))
     every = backward.options(
         op, Score=op.spec.placed_score, Weight=op.spec.weight, Scheduler=plan, Walk=tiling.cursor(op, up=True),  # type: ignore
-        Gradient=FunctionGradient(score_of(op), config.node), Sums=config.sums, Gather=Gather(config.way),
+        Gradient=FunctionGradient(score_of(op), config.node), Sums=config.sums, Layout=layout,
+        Gather=Gather(config.way),
     )  # fmt: skip
     fields = (*backward.READS, *backward.STATISTICS, *backward.HEADS)
-    return backward.rendered("attn_bwd_captured.cu", constants, fields, [], every, arch)
+    return backward.rendered(file, constants, fields, [], every, arch)
 
 
 def _clear(op: Forward, memory: Any, arch: str) -> tuple[Source, Fields]:

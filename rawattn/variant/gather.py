@@ -28,6 +28,22 @@ class Gather(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class SimtLayout(Option):
+    """Which pairs of a tile a thread has, of 16 x 16 threads."""
+
+    type: ClassVar[str] = "SimtLayout"
+    source: ClassVar[str] = "variant/layout/simt.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class MmaLayout(Option):
+    """The same, where warps have sums by mma.sync."""
+
+    type: ClassVar[str] = "MmaLayout"
+    source: ClassVar[str] = "variant/layout/mma.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class ExactSums(Option):
     """Sums that are the same in whatever order numbers are added, in the memory that ``fill`` says."""
 

@@ -1,11 +1,12 @@
 #pragma once
 // The gradient of an array whose element follows from the key and not from the query: a key's pairs in a tile are added in one order,
 // and their sum is added to the element's exact sum.
-#include "tile/numbers.cuh"
+#include "tile/lane_sum.cuh"
 
 struct OfColumns {
+    static_assert(cfg::tile_kv <= 32 * Layout::warps);
     struct Shared {
-        Number parts[8][cfg::tile_kv];  // of each warp
+        Number parts[Layout::warps][cfg::tile_kv];  // of each warp
     };
 
     __device__ OfColumns(const Args& args, Shared& shared) : args(args), shared(shared) {}
@@ -17,9 +18,9 @@ struct OfColumns {
     // The threads meet before the next tile's parts are written, where they load.
     __device__ void end_tile(const Gradient& gradient, const Rows& rows, i32 q_begin, i32 kv_begin) {
 #pragma unroll
-        for (int j = 0; j < cfg::tile_kv / 16; ++j) {
-            const Number both = tile[j] + __shfl_xor_sync(0xffffffffu, tile[j], 16);
-            if (threadIdx.x % 32 < 16) shared.parts[threadIdx.x / 32][at.x + 16 * j] = both;
+        for (int j = 0; j < Layout::keys; ++j) {
+            const Number sum = lane_sum<Layout::row_lanes, 32>(tile[j]);
+            if (threadIdx.x % 32 < Layout::row_lanes) shared.parts[threadIdx.x / 32][Layout::first_key() + Layout::offset(j)] = sum;
             tile[j] = 0;
         }
         __syncthreads();
@@ -27,7 +28,7 @@ struct OfColumns {
         if (threadIdx.x >= cfg::tile_kv || kv >= rows.kv_len) return;
         Number sum = 0;
 #pragma unroll
-        for (int warp = 0; warp < 8; ++warp) sum += shared.parts[warp][threadIdx.x];
+        for (int warp = 0; warp < Layout::warps; ++warp) sum += shared.parts[warp][threadIdx.x];
         Sums::add(args, gradient.row(q_begin + rows.q_offset, kv + rows.kv_offset).element(0, 0), sum);
     }
     __device__ void finish(const Gradient&, const Rows&, i32) {}
@@ -35,6 +36,5 @@ struct OfColumns {
   private:
     const Args& args;
     Shared& shared;
-    const Place at{};
-    Number tile[cfg::tile_kv / 16] = {};
+    Number tile[Layout::keys] = {};
 };

@@ -1,7 +1,7 @@
 #pragma once
 // The gradient of an array with an element for each query and key: each pair's is added by the thread that has the pair, for one
 // sequence and head after the other (variant/scheduler/shared_tiles.cuh). So nothing is added at once, and the order is always one.
-#include "tile/numbers.cuh"
+#include "ptx/base.cuh"
 
 struct OfPairs {
     struct Shared {};

@@ -2,7 +2,7 @@
 // The gradient of an array whose element follows from a query and a key in any way, as a table of their distance: each pair's is added
 // to the element's exact sum. Lanes of a warp that have one element add together before: at first those that have the first lane's,
 // and so on for four elements.
-#include "tile/numbers.cuh"
+#include "tile/lane_sum.cuh"
 
 struct Scattered {
     struct Shared {};
@@ -19,7 +19,7 @@ struct Scattered {
             const int first = __ffs(left) - 1;
             const i64 wanted = __shfl_sync(0xffffffffu, own, first);
             const bool same = left >> lane & 1 && own == wanted;
-            const Number sum = warp_sum<32>(same ? x : Number(0));
+            const Number sum = lane_sum<1, 32>(same ? x : Number(0));
             if (lane == first) Sums::add(args, own, sum);
             left &= ~__ballot_sync(0xffffffffu, same);
         }
