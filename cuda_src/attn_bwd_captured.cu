@@ -77,7 +77,7 @@ struct Block {
         gather.end_tile(gradient, rows, q_begin, kv_begin);
     }
 
-  private:
+   private:
     // d += a b', a of the block's queries, b of a tile of keys.
     __device__ void multiply(Number (&d)[Layout::rows][Layout::keys], const AnyMatrix& a, const AnyMatrix& b, i32 kv_begin, int columns, Number sign) {
 #pragma unroll 1

@@ -81,6 +81,7 @@ struct Block {
         const float factor = Weight::factor(args);
 #pragma unroll
         for (int i = 0; i < Layout::rows; ++i) {
+            __syncwarp();  // else the compiler loads what scores read in the midst of the products, and spills
             const i32 row = q_begin + Layout::row(i), first = kv_begin + Layout::first_key();
             const float lse = lse_log2[Layout::row(i)], own_delta = delta[Layout::row(i)];
             const auto kept = mask.row(row, first);
@@ -99,7 +100,7 @@ struct Block {
         gather.end_tile(gradient, rows, q_begin, kv_begin);
     }
 
-  private:
+   private:
     // sums = a b' of this warp's rows and all keys.
     template <int steps, class A, class B>
     __device__ void multiply_columns(Products& sums, const A& a, const B& b) const {

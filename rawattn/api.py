@@ -191,11 +191,7 @@ def attention_backward(
     }  # fmt: skip
     more = _given(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _seed(q, dropout, seed, "give that of the forward"))
     given = (do, q, k, v, o, lse, *more)
-    captured: tuple[Any, ...] = ()
-    if mask is not None or score is not None:
-        options, captured = functions.taken(options)
-    if type(wrt) is not tuple or wrt:
-        options = {**options, "wrt": functions.named_in(options, captured, wrt)}
+    options, captured = functions.taken(options, wrt)
     lengths = (max_seqlen_q, max_seqlen_kv)
     found: tuple[Any, ...] = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
     return found
@@ -472,9 +468,7 @@ def _named(
     shorthands = options.pop("alibi", None), options.pop("bias", None)
     if any(x is not None for x in shorthands):
         options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
-    options, captured = functions.taken(options_of(**options))
-    if type(wrt) is not tuple or wrt:
-        options = {**options, "wrt": functions.named_in(options, captured, wrt)}
+    options, captured = functions.taken(options_of(**options), wrt)
     return arrays.named(operation.input_names(len(given)), given) | functions.read(options, captured), options
 
 

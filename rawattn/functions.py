@@ -117,8 +117,9 @@ bias_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo
 ELEMENT_TYPES = {dtype: arrays.DTYPES[name] for dtype, (name, _) in ELEMENTS.items()}
 
 
-def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured."""
+def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured; where
+    ``wrt`` lists some of these, with their names as the option of that name."""
     captured: tuple[Any, ...] = ()
     mask, score = options.get("mask"), options.get("score")
     if mask is not None and is_function(mask):
@@ -130,6 +131,8 @@ def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
         score, found = bind(score, "score")
         options = {**options, "score": score}
         captured += found
+    if type(wrt) is not tuple or wrt:
+        options = {**options, "wrt": named_in(options, captured, wrt)}
     return options, captured
 
 

@@ -30,7 +30,8 @@ struct ExactSum : ExactFormat<T> {
         const int exponent = int(bits >> F::mantissa) & exponents;
         const bool negative = bits >> (8 * sizeof(T) - 1);
         if (exponent == exponents) {
-            atomicOr(sum + F::words, fraction ? nan : negative ? minus_inf : plus_inf);
+            atomicOr(sum + F::words, fraction ? nan : negative ? minus_inf
+                                                               : plus_inf);
             return;
         }
         const u64 significand = fraction | u64(exponent > 0) << F::mantissa;
@@ -44,7 +45,8 @@ struct ExactSum : ExactFormat<T> {
     }
     __device__ static T rounded(const u64* sum) {
         const u64 strange = sum[F::words];
-        if (strange) return T(strange == plus_inf ? infinity() : strange == minus_inf ? -infinity() : not_a_number());
+        if (strange) return T(strange == plus_inf ? infinity() : strange == minus_inf ? -infinity()
+                                                                                      : not_a_number());
         const bool negative = carried(sum, 1, [](int, u64) {}) < 0;
         double found = 0;
         const i64 rest = carried(sum, negative ? -1 : 1, [&](int i, u64 digit) { found += ldexp(double(digit), F::bits * i + F::least); });
@@ -52,7 +54,7 @@ struct ExactSum : ExactFormat<T> {
         return T(negative ? -found : found);
     }
 
-  private:
+   private:
     __device__ static double infinity() { return __builtin_bit_cast(double, u64(0x7ff0000000000000)); }
     __device__ static double not_a_number() { return __builtin_bit_cast(double, u64(0x7ff8000000000000)); }
     __device__ static void add(u64* word, u64 piece, bool negative) {

@@ -28,8 +28,8 @@ THREADS = 256  # of the passes before and behind
 
 
 class Config(NamedTuple):
-    """The configuration of the kernels: by tensor cores or not; rows of a block, keys of a tile, rows of a block of scratch memory;
-    the number of the element among the nodes of the score's code, and how its gradients are summed."""
+    """The configuration of the kernels: by tensor cores or not; rows of a block, keys of a tile, rows of a block of scratch
+    memory; the number of the element among the nodes of the score's code, and how its gradients are summed."""
 
     tensor_cores: bool
     tile_q: int
@@ -91,7 +91,8 @@ def _gather(own: Any, op: Backward, device: Device, q_block: int, each: ElementG
     """The launch for an element that the score reads."""
     forward = op.forward
     if own.alignment == 16:  # kernels by tensor cores, whose conditions these are, too
-        config = Config(True, min(64, q_block), 64 if widest(forward) <= 128 and how != "pairs" else 32, q_block, each.node, how, sums)
+        tile_kv = 64 if widest(forward) <= 128 and how != "pairs" else 32
+        config = Config(True, min(64, q_block), tile_kv, q_block, each.node, how, sums)
     else:
         config = Config(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums)
     tile_q = config.tile_q
@@ -122,7 +123,7 @@ def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     }  # fmt: skip
     if config.tensor_cores:
         file = "attn_bwd_captured_mma.cu"
-        constants |= {"threads": 2 * config.tile_q, "ctas_per_sm": 3}
+        constants |= {"threads": 2 * config.tile_q, "ctas_per_sm": 3 if widest(op) <= 128 else 2}
     else:
         file = "attn_bwd_captured.cu"
         constants |= {"chunk": min(64, -(-widest(op) // 16) * 16)}

@@ -33,7 +33,7 @@ struct OfColumns {
     }
     __device__ void finish(const Gradient&, const Rows&, i32) {}
 
-  private:
+   private:
     const Args& args;
     Shared& shared;
     Number tile[Layout::keys] = {};

@@ -10,11 +10,12 @@ struct OfPairs {
 
     template <class Element>
     __device__ void add(int, int, Number x, Element element) {
+        __syncwarp();  // else the compiler loads for many pairs at once, and spills
         if (x != Number(0)) Sums::add(args, element(), x);
     }
     __device__ void end_tile(const Gradient&, const Rows&, i32, i32) {}
     __device__ void finish(const Gradient&, const Rows&, i32) {}
 
-  private:
+   private:
     const Args& args;
 };

@@ -25,7 +25,7 @@ struct OfRows {
         }
     }
 
-  private:
+   private:
     const Args& args;
     Number tile[Layout::rows] = {}, sums[Layout::rows] = {};
 };

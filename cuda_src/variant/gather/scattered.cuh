@@ -28,6 +28,6 @@ struct Scattered {
     __device__ void end_tile(const Gradient&, const Rows&, i32, i32) {}
     __device__ void finish(const Gradient&, const Rows&, i32) {}
 
-  private:
+   private:
     const Args& args;
 };

@@ -26,7 +26,7 @@ struct OfTiles {
         Sums::add(args, gradient.row(q_begin + rows.q_offset, rows.kv_offset).element(0, 0), all);
     }
 
-  private:
+   private:
     const Args& args;
     Shared& shared;
     Number tile = 0, sum = 0;
