@@ -17,12 +17,18 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import ProblemError, reference
+from rawattn.device import TYPICAL
 from rawattn.operation import Backward, from_json
 from rawattn.render import FOLDER
+from rawattn.select import select
+from rawattn.trace.gradients import by_elements
+from rawattn.variant.element import BF16
 from rawattn.variant.gather import EXACT_WORDS
 from tests import emulator, zoo
 from tests.element_gradients import expect, floats
 from tests.emulator import gpu
+from tests.operations import forward, replace
+from tests.traced import function
 
 Array = npt.NDArray[Any]
 WITH_FLOATS = [maker for maker in zoo.SCORES if floats(maker(np.random.default_rng(0), 9, 9))]
@@ -340,7 +346,7 @@ def check_emulated(
     torch.manual_seed(0)
     do, q, k, v = (torch.randn(2, rows, h, 16).to(dtype) for rows, h in ((n, heads), (n, heads), (m, kv_heads), (m, kv_heads)))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    _, arrays = every_way(n, m, heads, 2, np.float32)
+    _, arrays = every_way(n + options.get("q_offset", 0), m + options.get("kv_offset", 0), heads, 2, np.float32)
     slopes, gate, bias, table, cap = (torch.from_numpy(x).to(wide) for x in arrays)
     bias, table, gate = (
         bias.to(torch.bfloat16 if packed else wide),
@@ -373,10 +379,9 @@ def check_emulated(
 def test_simt_emulated(emulated: Any) -> None:
     import torch
 
-    doc = torch.arange(50, dtype=torch.int32) // 9
-    check_emulated(
-        emulated, "attn_bwd_simt", (34, 43, 2, 1), torch.float32, mask=lambda q, kv: doc[q] <= doc[kv], dropout=0.2, seed=3
-    )
+    doc = torch.arange(60, dtype=torch.int32) // 9
+    options = {"mask": lambda q, kv: doc[q] <= doc[kv], "dropout": 0.2, "seed": 3, "q_offset": 3, "kv_offset": 2}
+    check_emulated(emulated, "attn_bwd_simt", (34, 43, 2, 1), torch.float32, **options)
 
 
 def test_packed_emulated(emulated: Any) -> None:
@@ -389,4 +394,31 @@ def test_behind_tensor_cores_emulated(emulated: Any) -> None:
     """The scratch memory of attn_bwd has blocks of other sizes."""
     import torch
 
-    check_emulated(emulated, "attn_bwd", (34, 35, 2, 1), torch.bfloat16, window=(20, 9), q_offset=4, kv_offset=1)
+    check_emulated(emulated, "attn_bwd", (34, 35, 2, 1), torch.bfloat16, window=(20, 9), scale=-0.3, q_offset=4, kv_offset=1)
+
+
+def test_launches() -> None:
+    """Each element of an array over pairs belongs to one block, which takes all sequences and heads that share it; where indices
+    are clipped, or two elements are read, sums are exact."""
+    device, dims = TYPICAL["sm_90a"], (2, 100, 130, 4, 4, 64, 64)
+    four, three, pair = (np.zeros(shape, np.float32) for shape in ((2, 4, 100, 130), (4, 100, 130), (130, 130)))
+    for score, shared, blocks in (
+        (lambda s, b, h, q, kv: s + four[b, h, q, kv], (1, 1), 2 * 2 * 4),
+        (lambda s, b, h, q, kv: s + three[h, q, kv], (2, 1), 2 * 4),
+        (lambda s, b, h, q, kv: s + three[h // 2, q, kv], (2, 4), 2),
+        (lambda s, b, h, q, kv: s + pair[q, kv], (2, 4), 2),
+        (lambda s, b, h, q, kv: s + pair[q, kv] * pair[kv, q], None, 2 * 2 * 4),
+        (lambda s, b, h, q, kv: s + four[h, b, q, kv], (1, 4), 2 * 2),  # the first index is clipped
+        (lambda s, b, h, q, kv: s + three[h, q + 1, kv], None, 2 * 2 * 4),
+    ):
+        option, _ = function(score, "score", (2, 4, 100, 130))
+        op = Backward(replace(forward(BF16, *dims, scale=0.1), score=option), wrt=("score_0",))
+        selection = select(op, device)
+        launches = selection.kernel.lower(op, selection.config, device).launches
+        own = [each for each in launches if each.entry == "attn_bwd_captured_mma"]
+        assert len(own) == len(by_elements(option.code)) > 0
+        for each in own:
+            assert each.grid == blocks
+            found = [field.name for field in each.fields if field.name in ("shared_batches", "shared_heads")]
+            assert (tuple(each.values[name] for name in found) or None) == shared
+            assert {field.name: field.ctype for field in each.fields}["sums"] == ("u64*" if shared is None else "Number*")
