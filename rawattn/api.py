@@ -141,8 +141,8 @@ def attention_backward(
     max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
     window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None,
     score: ScoreLike | None = None, alibi: Any = None, bias: Any = None, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, out: Any = None,
-    kernel: str | None = None, config: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, wrt: Any = (),
+    out: Any = None, kernel: str | None = None, config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -160,15 +160,16 @@ def attention_backward(
         causal, window, softcap, scale, mask, score, alibi, bias, q_offset, kv_offset: the options of the forward. A score of your
             own, written in CUDA, needs ``slope`` in Python and ``derivative`` in CUDA, its derivative.
         dropout, seed: those of the forward; the seed is needed.
+        wrt: float arrays that score captured, or alibi and bias, whose gradients are wanted besides: a tuple of these arrays.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
             ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
-        out: a tuple (dq, dk, dv), with sinks (dq, dk, dv, dsinks), of arrays that receive the results, None for one to be made.
+        out: a tuple of arrays that receive the results, as many as there are, None for one to be made.
         kernel, config: instead of what ``rawattn.explain_backward`` shows.
 
     Returns:
-        (dq, dk, dv), like q, k and v, and where sinks are given (dq, dk, dv, dsinks). Keys and values that query heads share get
-        the sum of the gradients.
+        (dq, dk, dv), like q, k and v, where sinks are given dsinks, and the gradients of the arrays in ``wrt``, in its order.
+        Keys and values that query heads share get the sum of the gradients, and so does an element that is read several times.
 
     A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. A key that no query keeps has
     dk = dv = 0, and rows of no sequence have gradients of 0. With a NaN or inf in an input, gradients of rows that lie near it in
@@ -183,16 +184,14 @@ def attention_backward(
     """
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = {
+    options: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
     more = _given(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _seed(q, dropout, seed, "give that of the forward"))
     given = (do, q, k, v, o, lse, *more)
-    captured: tuple[Any, ...] = ()
-    if mask is not None or score is not None:
-        options, captured = functions.taken(options)
+    options, captured = functions.taken(options, wrt)
     lengths = (max_seqlen_q, max_seqlen_kv)
     found: tuple[Any, ...] = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
     return found
@@ -200,7 +199,7 @@ def attention_backward(
 
 def plan_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None, wrt: Any = (),
     kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """``plan`` for ``attention_backward``: ``plan.run(do, q, k, v, o, lse)`` gives the gradients.
@@ -208,19 +207,19 @@ def plan_backward(
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
-    found, asked = _named(Backward, given, options)
+    found, asked = _named(Backward, given, options, wrt)
     return _plan(Backward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
 
 
 def explain_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None, wrt: Any = (),
     kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """``explain`` for ``attention_backward``. It says what would be copied, too."""
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
     dense = Backward.dense(given)
-    found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config)
+    found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config, wrt)
     copied = tuple(name for name, x, y in zip(Backward.names, given, dense, strict=True) if x is not y)
     return dataclasses.replace(found, copied=copied)
 
@@ -260,9 +259,9 @@ def explain(
 
 def _explain(
     operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
-    kernel: str | None, config: Any,
+    kernel: str | None, config: Any, wrt: Any = (),
 ) -> Explanation:  # fmt: skip
-    found, options = _named(operation, given, dict(options))
+    found, options = _named(operation, given, dict(options), wrt)
     op = operation.of_call(found, options, lengths)
     made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
     if next(iter(found.values())).is_cpu and made.has_list:
@@ -462,14 +461,14 @@ def _run(
 
 
 def _named(
-    operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any]
+    operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options."""
     options = dict(options)
     shorthands = options.pop("alibi", None), options.pop("bias", None)
     if any(x is not None for x in shorthands):
         options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
-    options, captured = functions.taken(options_of(**options))
+    options, captured = functions.taken(options_of(**options), wrt)
     return arrays.named(operation.input_names(len(given)), given) | functions.read(options, captured), options
 
 

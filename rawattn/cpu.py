@@ -497,11 +497,12 @@ class _KeyUnit(NamedTuple):
 def run_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Pairs, score: Score,
     scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
-    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, dropped: Dropped | None = None, *,
-    threads: int | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, dropped: Dropped | None = None,
+    captured: dict[int, Array] | None = None, *, threads: int | None = None,
 ) -> None:  # fmt: skip
     """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
-    dq, dk, dv and dsinks in place. Rows of no sequence get 0.
+    dq, dk, dv and dsinks in place. Rows of no sequence get 0. ``captured`` are the gradients of arrays that the score captured,
+    by their numbers, which are written too; they are summed in float64, by one thread.
 
     ``threads`` are as many as pay unless given. Results are the same bits whatever their number, but for scores that the loops do
     not know. NaN or inf in a query, key or value may reach the gradients of rows that it is masked from.
@@ -534,8 +535,11 @@ def run_backward(
     if threads is None:
         seconds = _backward_seconds(sum(unit.pairs for unit in units), q.shape[-1] + v.shape[-1])
         threads = _backward_threads(seconds, this_cpu())
+    sums = {i: np.zeros(x.shape) for i, x in (captured or {}).items()}
+    threads = 1 if sums else threads  # one order of sums
     if cap is None:
-        compute = functools.partial(_gradients_by_formula, _formula(element, mask, score, scale, dropped))
+        formula = dataclasses.replace(_formula(element, mask, score, scale, dropped), sums=sums)
+        compute = functools.partial(_gradients_by_formula, formula)
     else:
         factors = scale / cap if cap else scale, cap, scale
         compute = functools.partial(_gradients, load(element, "backward").loops, factors, dropped)
@@ -543,6 +547,8 @@ def run_backward(
         _in_threads(threads, todo, work)
     if dsinks is not None:
         dsinks[...] = sink_parts.sum(0)
+    for i, x in (captured or {}).items():
+        x[...] = sums[i]
     for x, ends in ((dq, cu_seqlens_q), (dk, cu_seqlens_kv), (dv, cu_seqlens_kv)):
         if ends is not None:
             x[int(ends[-1]) :] = 0
@@ -736,7 +742,8 @@ class CpuBackward(Cpu):
         starts = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_kv")
         spec, scale = functions.on_host(op.forward.spec, own, starts), op.forward.scale
         options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
-        run_backward(**arrays, **options, threads=config.threads)
+        captured = {int(name.rpartition("_")[2]): arrays.pop(f"d{name}") for name in op.wrt}
+        run_backward(**arrays, **options, captured=captured, threads=config.threads)
 
 
 CPU, CPU_BACKWARD = Cpu(), CpuBackward()

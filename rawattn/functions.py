@@ -35,6 +35,7 @@ from .variant.score import Scale, number
 
 ROLES = ("mask", "score")
 ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arrays
+FLOATS = ("fp32", "fp64", "bf16", "fp16")
 
 
 class Function(tuple[Any, ...]):
@@ -116,8 +117,9 @@ bias_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo
 ELEMENT_TYPES = {dtype: arrays.DTYPES[name] for dtype, (name, _) in ELEMENTS.items()}
 
 
-def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured."""
+def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured; where
+    ``wrt`` lists some of these, with their names as the option of that name."""
     captured: tuple[Any, ...] = ()
     mask, score = options.get("mask"), options.get("score")
     if mask is not None and is_function(mask):
@@ -129,6 +131,8 @@ def taken(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
         score, found = bind(score, "score")
         options = {**options, "score": score}
         captured += found
+    if type(wrt) is not tuple or wrt:
+        options = {**options, "wrt": named_in(options, captured, wrt)}
     return options, captured
 
 
@@ -341,14 +345,48 @@ def check_sizes(options: Mapping[str, Any], given: Mapping[str, Array], limits: 
                 raise ProblemError(f"{name} has shape {shape}; it must be {tuple(wanted)}, ({meant}).{ones}")
 
 
-def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any]) -> None:
-    """Raises ProblemError where autograd would have to follow to a captured array."""
-    for words, x in zip(labels(options).values(), captured, strict=True):
-        if arrays.requires_grad(x):
+def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any], reason: str, but: Sequence[str] = ()) -> None:
+    """Raises ProblemError, with the reason, where autograd would have to follow to a captured array whose name is not among
+    ``but``."""
+    for (name, words), x in zip(labels(options).items(), captured, strict=True):
+        if name not in but and arrays.requires_grad(x):
             raise ProblemError(
-                f"{words} requires grad, and captured arrays get no gradients yet; detach it, or call under torch.no_grad(). "
-                "Nothing is detached silently."
+                f"{words} requires grad, and {reason}; detach it, or call under torch.no_grad(). Nothing is detached silently."
             )
+
+
+def followed(options: Mapping[str, Any], captured: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the captured arrays to which autograd must follow. Raises ProblemError where a mask captured one."""
+    found = tuple(name for name, x in zip(names(options), captured, strict=True) if arrays.requires_grad(x))
+    own = tuple(name for name in found if name.startswith("score"))
+    if own != found:
+        check_no_grad(options, captured, "a mask has no gradient", own)
+    return own
+
+
+def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> tuple[str, ...]:
+    """The names of the captured arrays that ``wrt`` lists. Raises ProblemError where one is no float array that the score
+    captured, or stands there twice."""
+    if not isinstance(wrt, (tuple, list)):
+        raise ProblemError(f"wrt is a {type(wrt).__name__}; it must be a tuple of arrays that score captured.")
+    known = {name: x for name, x in zip(names(options), captured, strict=True) if name.startswith("score")}
+    found = []
+    for i, x in enumerate(wrt):
+        name = next((name for name, y in known.items() if y is x or _same_place(x, y)), None)
+        if name is None:
+            words = ", ".join(labels(options)[each].partition(",")[0] for each in known) or "no arrays"
+            raise ProblemError(f"wrt[{i}] is none of the arrays that score captured; it captured {words}.")
+        if arrays.read(x, f"wrt[{i}]").dtype not in FLOATS:
+            raise ProblemError(f"wrt[{i}] is of {x.dtype}; only floats have gradients.")
+        if name in found:
+            raise ProblemError(f"wrt[{i}] stands in wrt twice; give each array once.")
+        found.append(name)
+    return tuple(found)
+
+
+def _same_place(x: Any, y: Any) -> bool:
+    """Says whether two arrays are one, of two objects."""
+    return arrays.read(x, "wrt")[:-1] == arrays.read(y, "wrt")[:-1]
 
 
 def operands(*options: Any) -> tuple[Operand, ...]:
@@ -414,6 +452,11 @@ class HostScore(_OnHost):
         """Their derivatives by s."""
         assert self.lengths is not None
         return self.option.slope(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+
+    def element_gradients(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        """Their derivatives by the elements of captured arrays: ``FunctionScore.element_gradients``."""
+        assert self.lengths is not None
+        return self.option.element_gradients(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
 
 class HostFunctions(NamedTuple):

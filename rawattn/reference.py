@@ -106,9 +106,9 @@ def attention_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, wrt: Any = (),
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The gradients of a loss by q, k, v and the sinks in float64, slow and exact, to compare with.
+    """The gradients of a loss by q, k, v, the sinks and what a score captured in float64, slow and exact, to compare with.
 
     >>> dq, dk, dv = rawattn.reference.attention_backward(do, q, k, v, causal=True)
 
@@ -118,8 +118,9 @@ def attention_backward(
         The rest as in ``attention``. A score needs ``slope`` too.
 
     Returns:
-        dq, dk, dv in the shapes of q, k, v, and with ``sinks`` dsinks (heads,); float64, in q's library and on its device. Keys
-        and values that query heads share get the sum of the gradients.
+        dq, dk, dv in the shapes of q, k, v, with ``sinks`` dsinks (heads,), and the gradients by the arrays in ``wrt``, which
+        the score captured; float64, in q's library and on its device. Keys and values that query heads share get the sum of the
+        gradients.
 
     A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. NaN or inf in a query reaches
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
@@ -128,14 +129,14 @@ def attention_backward(
         q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
-    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
+    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt))
 
 
 def rounded_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, wrt: Any = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """The plain formula in float32, its logits, probabilities, o and gradients of logits rounded to q's dtype: the yardstick for
     a kernel's error.
@@ -146,7 +147,7 @@ def rounded_backward(
         q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
-    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv)
+    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt))
 
 
 def _cast(x: Any, dtype: Any) -> Any:
@@ -168,7 +169,8 @@ def make_formula(
     factor = make_scale(scale)
     q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
     options, captured = functions.taken({"mask": mask, "score": score})
-    own = dict(zip(functions.names(options), captured, strict=True))
+    held = [x.detach() if hasattr(x, "detach") else x for x in captured]
+    own = dict(zip(functions.names(options), held, strict=True))
     if functions.among(options):
         found = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
         limits = limits_of({name: x for name, x in found.items() if x is not None}, {"q_offset": q_first, "kv_offset": kv_first})
@@ -234,6 +236,7 @@ class Formula:
     scale: float
     dropout: Dropped | None = None
     first: int = 0  # the number of the first sequence
+    sums: dict[int, npt.NDArray[np.float64]] | None = None  # to which gradients of captured arrays are added, by their numbers
 
     def forward(
         self, q: Any, k: Any, v: Any, sinks: Any, cu_q: Any, cu_kv: Any, wanted: Sequence[int] | None = None,
@@ -262,8 +265,13 @@ class Formula:
                 self.forward_sequence((self.first + batch, 0), *given, sinks, chosen, at, *to)
         return o, lse
 
-    def backward(self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: Any, cu_q: Any, cu_kv: Any) -> tuple[Any, ...]:
-        """dq, dk, dv of all sequences, and dsinks where there are sinks."""
+    def backward(
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: Any, cu_q: Any, cu_kv: Any,
+        wanted: tuple[Any, Sequence[Any]] = (None, ()),
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """dq, dk, dv of all sequences, dsinks where there are sinks, and the gradients by the wanted arrays of a function."""
+        if wanted[1]:
+            return self._with_captured(*wanted, do, q, k, v, dlse, sinks, cu_q, cu_kv)
         with self._settings(q):
             found = [self.xp.zeros(x.shape, dtype=self.dtype, **self.place) for x in (q, k, v)]
             dsinks = self.xp.zeros(q.shape[-2], dtype=self.dtype, **self.place)
@@ -276,6 +284,14 @@ class Formula:
                 given = (do[rows], q[rows], k[keys], v[keys], dlse_i, numbers)
                 self.backward_sequence((batch, 0), *given, dq[rows], dk[keys], dv[keys], dsinks)
         return (*found, dsinks) if sinks is not None else tuple(found)
+
+    def _with_captured(self, score: Any, wrt: Sequence[Any], *given: Any) -> tuple[Any, ...]:
+        """What ``backward`` gives, and the gradients by these arrays, which the score captured."""
+        options, captured = functions.taken({"score": score})
+        numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(options, captured, wrt)]
+        sums = {i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)}
+        found = dataclasses.replace(self, sums=sums).backward(*given)
+        return (*found, *(self.xp.asarray(sums[i], dtype=self.dtype, **self.place) for i in numbers))
 
     def _settings(self, q: Any) -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
@@ -415,9 +431,26 @@ class Formula:
             whole, delta = known
             p = self.rounding(self.xp.where(tile.kept & (whole != -INF), self.xp.exp(s - whole), 0.0))
         ds = p * (self.dropped(do @ v.T, place, tile) - delta)
+        self.gather(ds, dot, place, tile)
         slope = self.slope(dot, place, tile)
         ds = self.rounding(self.xp.where(tile.kept, ds if slope is None else ds * slope, 0.0))
         return self.dropped(p, place, tile), ds, lse, delta[:, 0]
+
+    def gather(self, gradients: Any, dot: Any, place: tuple[int, int], tile: Tile) -> None:
+        """Adds to ``sums`` what these gradients of logits are by the elements of captured arrays."""
+        if not self.sums:
+            return
+        score, xp = functions.of_lengths(self.score, *tile.lengths), self.xp
+        for i, indices, derivative in score.element_gradients(xp, dot, *place, tile.q, tile.kv):
+            if i in self.sums:
+                self.scatter(self.sums[i], indices, xp.where(tile.kept, gradients * derivative, 0.0))
+
+    def scatter(self, sums: npt.NDArray[np.float64], indices: tuple[Any, ...], parts: Any) -> None:
+        """Adds each part to the sum with its indices."""
+        at = np.zeros(parts.shape, np.int64).ravel()
+        for index, size in zip(indices, sums.shape, strict=True):
+            at = at * size + _numpy(index).ravel()
+        np.add.at(sums.reshape(-1), at, _numpy(parts).ravel())
 
     def slope(self, dot: Any, place: tuple[int, int], tile: Tile) -> Any:
         """The score's derivative; None where it is 1."""

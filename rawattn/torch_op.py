@@ -7,8 +7,9 @@ autocast, DTensor, selective checkpointing, FLOP counting. ``way`` tells them ap
 torch is loaded before, else by the first call with a tensor; import it yourself where a saved program is loaded before any call.
 
 The operators are functional. ``attention`` always gives (o, lse): the backward needs lse, and one pair of shapes serves every
-rule here. ``attention_backward`` gives (dq, dk, dv, dsinks), the last one empty where there are no sinks. Their ``spec`` is the
-JSON text of a ``rawattn.Spec``, which a graph can hold and export can save.
+rule here. ``attention_backward`` gives (dq, dk, dv, dsinks), the last one empty where there are no sinks, and
+``attention_backward_captured`` a list of these and of the gradients of the captured tensors whose numbers are in ``wrt``. Their
+``spec`` is the JSON text of a ``rawattn.Spec``, which a graph can hold and export can save.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ NO_SECOND = (
     "a second derivative was asked for, that of attention_backward, and there is no formula for it; leave out create_graph=True, "
     "or use torch's scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has one."
 )
+NO_BATCH = (
+    "is_grads_batched=True was given, and a captured tensor requires grad; ask for one gradient after the other, or use "
+    "torch.func.vmap."
+)
+NO_GRADIENT_OF_PARTS = "q is a DTensor, which has no gradients of captured tensors: they would be parts of sums"
 _OPTIONS = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
     'SymInt? max_seqlen_kv=None, str spec="{}", Tensor? seed=None, Tensor[]? captured=None'
@@ -58,6 +64,12 @@ _library.define(
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=_TAGS,
 )
+_library.define(
+    f"attention_backward_captured(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse=None, {_OPTIONS}, "
+    "int[] wrt=[]) -> Tensor[]",
+    tags=_TAGS,
+)
+_CAPTURED = torch.ops.rawattn.attention_backward_captured.default
 _ATTENTION, _BACKWARD = torch.ops.rawattn.attention.default, torch.ops.rawattn.attention_backward.default
 
 
@@ -280,18 +292,25 @@ def _compute(
 def _compute_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
-    captured: Sequence[Any] | None = None,
+    captured: Sequence[Any] | None = None, wrt: Sequence[int] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
     given = (do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
     options, lengths = {**_options(spec), "return_lse": False}, (max_seqlen_q, max_seqlen_kv)
+    options |= {"wrt": tuple(functions.names(options)[i] for i in wrt)} if wrt else {}
     found = api.run(given, options, lengths, None, None, None, Backward, captured=tuple(captured or ()))
-    return (*found, lse.new_empty(0)) if sinks is None else found
+    return (*found[:3], lse.new_empty(0), *found[3:]) if sinks is None else found
+
+
+def _compute_captured(*args: Any, **named: Any) -> list[Any]:
+    """The same with gradients of captured tensors."""
+    return list(_compute_backward(*args, **named))
 
 
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _compute, _key)
     _library.impl("attention_backward", _compute_backward, _key)
+    _library.impl("attention_backward_captured", _compute_captured, _key)
 
 
 @torch.library.register_fake("rawattn::attention", lib=_library)
@@ -314,6 +333,13 @@ def _fake_backward(
     """As ``_fake``, for the gradients."""
     _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec, captured)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape[0]))
+
+
+@torch.library.register_fake("rawattn::attention_backward_captured", lib=_library)
+def _fake_captured(*args: Any, **named: Any) -> list[Any]:
+    """As ``_fake_backward``, with gradients of captured tensors."""
+    *given, captured, wrt = (*args, *named.values())
+    return [*_fake_backward(*given, captured), *(captured[i].new_empty(captured[i].shape) for i in wrt)]
 
 
 def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: str, captured: Sequence[Any] | None) -> None:
@@ -347,13 +373,17 @@ def _described(x: Any) -> Array:
 
 class Asked:
     """This is what a call asks for beside its tensors: options, as a dict or as text, and bounds on lengths, whether lse is a
-    result, and the forward's kernel and configuration. Calls that ask for the same share one object, which forward and backward
-    take for their key: to make one takes longer than to look one up."""
+    result, and the forward's kernel and configuration. ``wrt`` are the names of captured tensors to which autograd follows. Calls
+    that ask for the same share one object, which forward and backward take for their key: to make one takes longer than to look
+    one up."""
 
     def __init__(
-        self, options: dict[str, Any] | str, lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None
-    ) -> None:
+        self, options: dict[str, Any] | str, lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None,
+        wrt: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.options, self.lengths, self.both, self.kernel, self.config = options, lengths, both, kernel, config
+        self.wrt = wrt
+        self.backward_options = {**options, "wrt": wrt} if wrt and not isinstance(options, str) else options
 
 
 _asked: dict[Any, Asked] = {}
@@ -365,10 +395,11 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], captured: tuple[Any, ...], asked: Asked
-    ) -> Any:
+        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], captured: tuple[Any, ...], asked: Asked,
+        *followed: Any,
+    ) -> Any:  # fmt: skip
         """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``, but for those
-        that functions captured."""
+        that functions captured; ``followed`` are those of these to which autograd follows."""
         options, lengths = asked.options, asked.lengths
         if isinstance(options, str):
             more = (*given[3:5], *lengths, options, given[8], captured or None)
@@ -380,30 +411,38 @@ class Attention(torch.autograd.Function):
         if not asked.both:
             return o
         ctx.set_materialize_grads(False)
-        if not _any_requires_grad(q, k, sinks):  # v is not in it
+        if not _any_requires_grad(q, k, sinks, *followed):  # v is not in it
             ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
-        """Computes dq, dk, dv and dsinks, and None for what is no tensor."""
+        """Computes dq, dk, dv, dsinks and what captured tensors get, and None for what is no tensor."""
         (*saved, o, lse), asked = ctx.saved_tensors, ctx.asked
         given, captured = saved[: ctx.count], tuple(saved[ctx.count :])
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
         if do is None:
             if dlse is None:
-                return (None,) * 7
+                return (None,) * (7 + len(asked.wrt))
             do = torch.zeros_like(o)
-        if isinstance(asked.options, str) or _is_seen(do, dlse, given):
+        is_seen = isinstance(asked.options, str) or _is_seen(do, dlse, given)
+        if is_seen:
             text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
-            starts = cu_seqlens_q, cu_seqlens_kv
-            found = _BACKWARD(do, q, k, v, o, lse, dlse, sinks, *starts, *asked.lengths, text, seed, captured or None)
+            more = (dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text, seed, captured or None)
+            if asked.wrt:
+                if any(x is not None and _is_batched(x) for x in (do, dlse)):
+                    raise ProblemError(NO_BATCH)
+                names = functions.names(_options(text))
+                found = _CAPTURED(do, q, k, v, o, lse, *more, [names.index(name) for name in asked.wrt])
+            else:
+                found = _BACKWARD(do, q, k, v, o, lse, *more)
         else:
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
                 every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
-            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked, captured)
-        return (*found[:3], None if sinks is None else found[3], None, None, None)
+            found = api.run(every, asked.backward_options, asked.lengths, None, None, None, Backward, asked, captured)
+        of_captured = found[3 + (is_seen or sinks is not None) :] if asked.wrt else ()
+        return (*found[:3], None if sinks is None else found[3], None, None, None, *of_captured)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -420,9 +459,20 @@ class AttentionBackward(torch.autograd.Function):
         raise ProblemError(NO_SECOND)
 
 
+class CapturedBackward(AttentionBackward):
+    """The same with gradients of captured tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        """Computes the operator."""
+        return tuple(_below_autograd(_CAPTURED, *args))
+
+
 # Function.apply looks for transforms and their leftovers, which costs a microsecond. ``_followed`` knows of transforms, and
 # ``arrays.read`` refuses a tensor that one left behind.
-_apply, _apply_backward = (super(torch.autograd.Function, each).apply for each in (Attention, AttentionBackward))
+_apply, _apply_backward, _apply_captured = (
+    super(torch.autograd.Function, each).apply for each in (Attention, AttentionBackward, CapturedBackward)
+)
 
 
 def _below_autograd(operator: Any, *args: Any) -> Any:
@@ -449,20 +499,24 @@ def differentiable(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
-    if captured:
-        functions.check_no_grad(options, captured)
+    wrt = functions.followed(options, captured) if captured else ()
     try:
-        asked = _asked.get(key := api.key_of(options, lengths, kernel, config))
+        key = api.key_of(options, lengths, kernel, config)
+        key = (*key, wrt) if wrt else key
+        asked = _asked.get(key)
     except TypeError:  # an option that cannot be hashed is a wrong one
         key = asked = None
     if asked is None:
-        asked = _ask(options, lengths, kernel, config)
+        asked = _ask(options, lengths, kernel, config, wrt)
         if key is not None:
             cache_put(_asked, key, asked, KEPT_ASKED)
-    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked)
+    followed = [x for name, x in zip(functions.names(options), captured, strict=True) if name in wrt] if wrt else ()
+    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked, *followed)
 
 
-def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Asked:
+def _ask(
+    options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, wrt: tuple[str, ...] = ()
+) -> Asked:  # fmt: skip
     """Makes what a call asks for. Raises ProblemError where that has no gradient."""
     if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**functions.without(options))  # raises where it is none
@@ -471,7 +525,7 @@ def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, 
     both, options = options["return_lse"], {**options, "return_lse": True}
     if isinstance(options["window"], list):  # which may be another one until the backward
         options["window"] = tuple(options["window"])
-    return Asked(options, lengths, both, kernel, config)
+    return Asked(options, lengths, both, kernel, config, wrt)
 
 
 def _autograd(
@@ -482,12 +536,16 @@ def _autograd(
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, seed)
     lengths = (max_seqlen_q, max_seqlen_kv)
     _check_followed((*given, *(captured or ())))
-    if captured:
-        functions.check_no_grad(_options(spec), captured)
-    if _grad_enabled() and _any_requires_grad(*given):
+    wrt = functions.followed(_options(spec), captured) if captured else ()
+    if wrt and type(q).__name__ == "DTensor":
+        functions.check_no_grad(_options(spec), captured or (), NO_GRADIENT_OF_PARTS)
+    if _grad_enabled() and (wrt or _any_requires_grad(*given)):
         if _options(spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
-        return _followed(_apply, q, k, v, sinks, given, tuple(captured or ()), Asked(spec, lengths, True))
+        asked = Asked(spec, lengths, True, wrt=wrt)
+        names = functions.names(_options(spec)) if wrt else ()
+        own = [x for name, x in zip(names, captured or (), strict=False) if name in wrt]
+        return _followed(_apply, q, k, v, sinks, given, tuple(captured or ()), asked, *own)
     with torch._C._AutoDispatchBelowAutograd():
         return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, seed, captured)
 
@@ -499,6 +557,15 @@ def _autograd_backward(*args: Any) -> tuple[Any, ...]:
         return _followed(_apply_backward, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return _BACKWARD(*args)
+
+
+def _autograd_captured(*args: Any) -> list[Any]:
+    """The same with gradients of captured tensors."""
+    _check_followed((*args[:10], *args[14]))
+    if _grad_enabled() and _any_requires_grad(*args[:10], *args[14]):
+        return list(_followed(_apply_captured, *args))
+    with torch._C._AutoDispatchBelowAutograd():
+        return list(_CAPTURED(*args))
 
 
 def _check_followed(tensors: Sequence[Any]) -> None:
@@ -516,6 +583,7 @@ def _check_followed(tensors: Sequence[Any]) -> None:
 
 _library.impl("attention", _autograd, "Autograd")
 _library.impl("attention_backward", _autograd_backward, "Autograd")
+_library.impl("attention_backward_captured", _autograd_captured, "Autograd")
 
 
 # ---- autocast, vmap, FLOPs, DTensor
@@ -576,6 +644,12 @@ def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tup
     return _one_by_one(_BACKWARD, count, in_dims, args), (0,) * 4
 
 
+def _vmap_captured(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], list[int]]:
+    """Computes one element after the other: a captured tensor is the same for all, or has gradients of its own for each."""
+    found = _one_by_one(_CAPTURED, info.batch_size, in_dims, args)
+    return [*found], [0] * len(found)
+
+
 def _one_by_one(operator: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Computes one element of the mapped dimension after the other."""
     each = [[_element(x, dim, i) for x, dim in zip(args, in_dims, strict=True)] for i in range(count)]
@@ -592,6 +666,7 @@ def _element(x: Any, dim: Any, i: int) -> Any:
 if hasattr(torch.library, "register_vmap"):  # torch 2.5
     torch.library.register_vmap("rawattn::attention", _vmap, lib=_library)
     torch.library.register_vmap("rawattn::attention_backward", _vmap_backward, lib=_library)
+    torch.library.register_vmap("rawattn::attention_backward_captured", _vmap_captured, lib=_library)
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.rawattn.attention)
@@ -601,7 +676,9 @@ def _flops(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
     return 2 * (q[-1] + v[-1]) * _pairs(q, k, v, *rest, **named)
 
 
-@torch.utils.flop_counter.register_flop_formula(torch.ops.rawattn.attention_backward)
+@torch.utils.flop_counter.register_flop_formula(
+    [torch.ops.rawattn.attention_backward, torch.ops.rawattn.attention_backward_captured]
+)
 def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, *rest: Any, **named: Any) -> Any:
     """Counts as ``_flops``: three products of q's head_dim, of which one is the forward's again, and two of v's."""
     return 2 * (3 * q[-1] + 2 * v[-1]) * _pairs(q, k, v, *rest, **named)
@@ -609,7 +686,7 @@ def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any
 
 def _pairs(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None, **_: Any,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None, wrt: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
     """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes; all pairs of a function."""
     varlen = cu_seqlens_q is not None

@@ -8,4 +8,9 @@ __device__ inline float widen_fp16(u16 x) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
 }
+__device__ inline u16 narrow_fp16(float x) {
+    u16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
 }  // namespace ptx

@@ -26,6 +26,36 @@ template <class S> struct KvSchedulerOption : Given {
     static_assert(requires { KvWorkTile(s.next()); }, "Scheduler: next(): KvWorkTile");
     static_assert(requires { s.finish(); }, "Scheduler: finish(), after the last work");
 };
+// gradient: the derivative of a logit by one element that the score reads of a captured array: of a query, and keys from `first` on,
+// both of them positions, and of the dot product s; and the element's number in the array.
+template <class G> struct GradientOption : Given {
+    static const G g;
+    static_assert(requires { G(args, rows, work); }, "Gradient(args, rows, work)");
+    static_assert(requires { Number(g.row(i, i).value(x, i)); }, "Gradient: row(q, first).value(s, offset)");
+    static_assert(requires { i64(g.row(i, i).element(x, i)); }, "Gradient: row(q, first).element(s, offset)");
+};
+// sums: of the elements of a captured array.
+template <class S> struct SumsOption : Given {
+    static_assert(requires { S::add(args, i64(0), x), Number(S::total(args, i64(0))); }, "Sums: add(args, element, x), total(args, element)");
+};
+// layout: which pairs of a tile a thread has. The lanes of one row are `row_lanes` that follow each other; the others of a warp have
+// the same keys. Every warp has all keys, and rows of its own.
+template <class L> struct LayoutOption : Given {
+    static_assert(requires { i32(L::warps), i32(L::row_lanes), i32(L::rows), i32(L::keys); }, "Layout: warps, row_lanes, rows, keys (of a thread)");
+    static_assert(requires { i32(L::row(i)), i32(L::first_key()), i32(L::offset(0)); }, "Layout: row(i), first_key(), offset(j) from the first key");
+};
+// gather: how gradients of pairs are added up. All threads of a block call it: add for each pair of a tile, with 0 for one that is not
+// kept, end_tile after a tile, finish after the tiles of a work. Between two tiles the threads meet.
+struct ElementNumber { __device__ i64 operator()() const; };
+template <class G, class Gradient> struct GatherOption : Given {
+    static G g;
+    static const ElementNumber element;
+    static const Gradient& gradient;
+    static typename G::Shared& shared;
+    static_assert(requires { G(args, shared); }, "Gather(args, Shared&)");
+    static_assert(requires { g.add(0, 0, x, element); }, "Gather: add(i, j, x, element): the thread's pair (i, j)");
+    static_assert(requires { g.end_tile(gradient, rows, i, i), g.finish(gradient, rows, i); }, "Gather: end_tile(gradient, rows, q_begin, kv_begin), finish(gradient, rows, q_begin)");
+};
 // clear: what the first pass clears in scratch, or in an output: by every thread of a block, for a query tile.
 template <class C> struct ClearOption : Given {
     static const Mask& mask;

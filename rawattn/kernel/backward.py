@@ -207,7 +207,11 @@ class BackwardKernel(Kernel[Backward]):
             found.insert(0, self.launch(op, None, device, "attn_bwd_padding", shared, grid, _padding))
         if forward.sinks:
             found.append(self.launch(op, size, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
-        program = Program(tuple(each for each in found if each.grid), (*statistics(forward, size), *scratch))
+        from . import attn_bwd_captured  # it imports this module
+
+        more, sums = attn_bwd_captured.launches(self, op, device, size)
+        buffers = (*statistics(forward, size), *scratch, *sums)
+        program = Program(tuple(each for each in (*found, *more) if each.grid), buffers)
         return pyramid.before(program, forward.mask, device)
 
 

@@ -20,7 +20,8 @@ from .forward import Forward, check_arrays, limits
 @dataclasses.dataclass(frozen=True)
 class Backward(Operation):
     """dq, dk, dv, and where there are sinks dsinks: the gradients of a loss by the inputs of ``forward``, from do, that by o, and
-    dlse, that by lse, where the loss depends on it.
+    dlse, that by lse, where the loss depends on it. ``wrt`` are names of arrays that the score captured, whose gradients are
+    wanted besides.
 
     It reads o and lse, which the forward gave. ``layout`` has what kernels may ask of how do, q, k, v and o lie in memory.
     """
@@ -28,6 +29,7 @@ class Backward(Operation):
     forward: Forward
     dlse: bool = False
     layout: Layout = PLAIN
+    wrt: tuple[str, ...] = ()
 
     names: ClassVar[tuple[str, ...]] = (
         "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks",
@@ -55,11 +57,14 @@ class Backward(Operation):
 
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Backward:
-        """The operation of a call of ``rawattn.attention_backward``."""
+        """The operation of a call of ``rawattn.attention_backward``. The option ``wrt`` is its own."""
+        options = dict(options)
+        wrt: tuple[str, ...] = options.pop("wrt", ())
         if functions.among(options):
             check_arrays(arrays, *lengths)
             options = functions.resolved(options, arrays, limits(arrays, options))
-        return cls.of(arrays, Spec.of(**options), *lengths)
+        found = cls.of(arrays, Spec.of(**options), *lengths)
+        return dataclasses.replace(found, wrt=wrt) if wrt else found
 
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Backward:
@@ -92,8 +97,9 @@ class Backward(Operation):
     def outputs(self) -> tuple[Operand, ...]:
         """The arrays that it writes, in order."""
         read = {each.name: each for each in self.forward.inputs}
-        names = ("q", "k", "v", *["sinks"] * self.forward.sinks)
-        return tuple(read[name]._replace(name=f"d{name}", role="out", contiguous=name == "sinks") for name in names)
+        names = ("q", "k", "v", *["sinks"] * self.forward.sinks, *self.wrt)
+        own = {*self.wrt, "sinks"}
+        return tuple(read[name]._replace(name=f"d{name}", role="out", contiguous=name in own, label="") for name in names)
 
     @property
     def captured(self) -> tuple[Operand, ...]:
@@ -117,7 +123,7 @@ class Backward(Operation):
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Returns what compiled kernels depend on, as ``Forward.kind``."""
-        return (type(self), self.forward.kind, self.dlse)
+        return (type(self), self.forward.kind, self.dlse, self.wrt)
 
     @property
     def flops(self) -> int:
@@ -131,7 +137,7 @@ class Backward(Operation):
     @property
     def selection_key(self) -> Any:
         """The forward's, and what it adds."""
-        return (type(self), self.forward.selection_key, self.dlse, self.layout)
+        return (type(self), self.forward.selection_key, self.dlse, self.layout, self.wrt)
 
     def rounded(self) -> Backward:
         """The operation of the forward whose lengths are rounded up."""
@@ -171,13 +177,14 @@ class Backward(Operation):
 
     def to_json(self) -> dict[str, Any]:
         """The fields that are not the defaults, as JSON can hold them."""
-        dlse = {"dlse": True} if self.dlse else {}
-        return {"operation": "Backward", "forward": self.forward.to_json(), **dlse, "layout": list(self.layout)}
+        own = ({"dlse": True} if self.dlse else {}) | ({"wrt": list(self.wrt)} if self.wrt else {})
+        return {"operation": "Backward", "forward": self.forward.to_json(), **own, "layout": list(self.layout)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Backward:
         """The inverse of ``to_json``."""
-        return cls(Forward.from_json(fields["forward"]), fields.get("dlse", False), Layout(*fields["layout"]))
+        forward, wrt = Forward.from_json(fields["forward"]), tuple(fields.get("wrt", ()))
+        return cls(forward, fields.get("dlse", False), Layout(*fields["layout"]), wrt)
 
     def __str__(self) -> str:
-        return f"Backward of {self.forward}{', dlse' if self.dlse else ''}"
+        return f"Backward of {self.forward}{', dlse' if self.dlse else ''}{''.join(f', d{name}' for name in self.wrt)}"

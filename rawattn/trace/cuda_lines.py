@@ -164,10 +164,30 @@ class Writer:
         return f"{self.number}({found})" if x.type == "float" else found
 
     def step(self, x: Expr, axis: int) -> str:
-        index, stride = self.text(x.args[2 + axis]), self.stride(x.args[0], axis)
+        index, stride = self.index(x, axis), self.stride(x.args[0], axis)
+        return index if stride == "1" else f"i64({index}) * {stride}"
+
+    def index(self, x: Expr, axis: int) -> str:
+        """The index of an element along an axis, inside of the array."""
+        index = self.text(x.args[2 + axis])
         if (x, axis) in self.checked:
             index = f"function::inside({index}, {self.size(x.args[0], axis)})"
-        return index if stride == "1" else f"i64({index}) * {stride}"
+        return index
+
+    def number_of(self, x: Expr, checked: Collection[tuple[Expr, int]]) -> str:
+        """C++ for the number of a placed element among those of its array, in order, whatever its strides."""
+        self.checked |= set(checked)
+        array, indices = x.args[0], x.args[2:]
+        places = [PLACES[max(self.place(i), PLACES.index("head"))] for i in indices]
+        found = "i64(0)"
+        for at in PLACES[PLACES.index("head") :]:
+            steps = []
+            for axis, place in enumerate(places):
+                if place == at:
+                    sizes = [self.size(array, after) for after in range(axis + 1, len(indices))]
+                    steps.append(" * ".join([f"i64({self.index(x, axis)})", *sizes]))
+            found = self.keep(at, "i64", " + ".join([found, *steps])) if steps else found
+        return found
 
     def members(self, place: str) -> str:
         return "".join(f"\n    {ctype} {name};" for ctype, name, _ in self.lines[place])

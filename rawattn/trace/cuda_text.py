@@ -16,7 +16,7 @@ from .cuda_lines import Writer
 from .cuda_ranges import RangeWriter, pyramids_of
 from .expressions import Expr, nodes
 from .fields import What
-from .gradients import slope
+from .gradients import by_elements, slope
 from .placement import Lowering, positioned
 
 
@@ -105,6 +105,27 @@ struct FunctionScore : FunctionScoreHead {{
     __device__ Number derivative(Number s, i32 q, i32 kv) const {{ return row(q, kv).slope(s, 0); }}
 }};
 """
+_GRADIENT_STRUCT = """\
+// One query, and keys from `first` on; both are positions.
+struct FunctionGradientRow : FunctionGradientHead {{
+    i32 q, first, last;{row_members}
+
+    __device__ FunctionGradientRow(const FunctionGradientHead& head, i32 query, i32 key)
+        : FunctionGradientHead(head), q(min(query, last_q + q_offset)), first(key), last(last_kv + kv_offset - key) {{{row}
+    }}
+    __device__ Number value(Number s, i32 offset) const {{{inside}{value_lines}
+        return {value};
+    }}
+    __device__ i64 element(Number s, i32 offset) const {{{element_inside}{element_lines}
+        return {element};
+    }}
+}};
+struct FunctionGradient : FunctionGradientHead {{
+    using FunctionGradientHead::FunctionGradientHead;
+
+    __device__ FunctionGradientRow row(i32 q, i32 first) const {{ return FunctionGradientRow(*this, q, first); }}
+}};
+"""
 _INCLUDES = (
     "variant/function/sequence.cuh",
     "variant/function/integer.cuh",
@@ -171,5 +192,29 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         row_members="".join(w.members("row") for w in parts), row="".join(w.assign("row") for w in parts),
         inside=_inside([*value.lines["element"], *derivative.lines["element"]]), element=value.body(), result=result,
         slope_element=derivative.body(), slope=slope_result,
+    )  # fmt: skip
+    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))
+
+
+@functools.lru_cache(maxsize=256)
+def gradient(code: Code, checked: tuple[tuple[int, int], ...], node: int) -> Written:
+    """The struct of a score's derivative by the element that is the node of this number: its value, and the element's number in
+    its array. Fields that the score has, too, have the same names."""
+    order = nodes(code.root)
+    inside = {(order[i], axis) for i, axis in checked}
+    derivative = next(each.derivative for each in by_elements(code) if each.node == node)
+    value = Writer(code, "Number", fields={name: (ctype, what) for name, ctype, what in written(code, checked).fields})
+    lowering = Lowering(value.place)
+    result = value.add(*lowering(*positioned(derivative, inside)))
+    place = Writer(code, "Number", prefix="e", fields=value.fields)
+    element = place.number_of(*Lowering(place.place)(*positioned(order[node], inside)))
+    head = _HEAD.format(
+        role="score, by an element that it reads,", code=code, name="FunctionGradient", includes=_include(*_INCLUDES),
+        head_members="".join(w.members("head") for w in (value, place)), head="".join(w.assign("head") for w in (value, place)),
+    )  # fmt: skip
+    body = _GRADIENT_STRUCT.format(
+        row_members="".join(w.members("row") for w in (value, place)), row="".join(w.assign("row") for w in (value, place)),
+        inside=_inside(value.lines["element"]), value_lines=value.body(), value=result,
+        element_inside=_inside(place.lines["element"]), element_lines=place.body(), element=element,
     )  # fmt: skip
     return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))

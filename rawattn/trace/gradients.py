@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from .arithmetic import add, div, mul, negative, sub, unary
+from .canonical import Code
 from .conditions import where
 from .expressions import Expr, S, const, nodes
 
@@ -46,17 +48,40 @@ def slope(root: Expr) -> Expr:
     return gradients(root).get(S, const(0.0))
 
 
-def gathering(load: Any) -> str:
+class ElementGradient(NamedTuple):
+    """The derivative of a score by an element of an array that it reads: ``node`` is the number of the element among the code's
+    nodes."""
+
+    node: int
+    load: Expr
+    derivative: Expr
+
+    @property
+    def array(self) -> int:
+        """The number of the array."""
+        number: int = self.load.args[0]
+        return number
+
+
+@functools.lru_cache(maxsize=256)
+def by_elements(code: Code) -> tuple[ElementGradient, ...]:
+    """The derivatives of a score by the elements of float arrays that it reads, in the order of the code's nodes."""
+    found = gradients(code.root)
+    return tuple(ElementGradient(i, x, found[x]) for i, x in enumerate(nodes(code.root)) if x.op == "load" and x in found)
+
+
+def gathering(load: Expr, checked: Collection[int] = ()) -> str:
     """How the gradient of a captured array is summed, from what the indices of its element depend on: in "tiles", where they know
-    no query and no key; in "rows" beside dq, or in "columns" beside dk, where one of them is the query, or the key, itself; in
-    "pairs", where both are; and "scattered" else, by sums of integers that no order changes."""
+    no query and no key; in "rows" or in "columns" of a tile, where they know the query, or the key, alone; in "pairs", where one
+    index is the query itself and one the key, so that each element belongs to one pair of a head; and "scattered" else.
+    ``checked`` are the axes whose index is brought into the array, and may so be that of several queries or keys."""
     indices = load.args[2:]
-    deps = frozenset().union(*(i.deps for i in indices)) & {"q", "kv"} if indices else frozenset()
-    own = {i.args[0] for i in indices if i.op == "var"} & {"q", "kv"}
-    if not deps:
-        return "tiles"
-    if own == {"q", "kv"}:
-        return "pairs"
-    if deps == own:
-        return "rows" if own == {"q"} else "columns"
-    return "scattered"
+    deps = frozenset[str]().union(*(i.deps for i in indices)) & {"q", "kv", "s"}
+    if "s" not in deps and len(deps) < 2:
+        return {"": "tiles", "q": "rows", "kv": "columns"}["".join(deps)]
+    return "pairs" if "s" not in deps and {"q", "kv"} <= own_indices(load, checked) else "scattered"
+
+
+def own_indices(load: Expr, checked: Collection[int] = ()) -> set[str]:
+    """The variables that are an index of an element themselves, and are not brought into the array."""
+    return {i.args[0] for axis, i in enumerate(load.args[2:]) if i.op == "var" and axis not in checked}

@@ -15,9 +15,9 @@ from ..trace import cuda_text, fields, recognition
 from ..trace.canonical import Code, number_keys, numbers_of
 from ..trace.classes import classify
 from ..trace.cuda_ranges import pyramids_of
-from ..trace.evaluation import evaluate
+from ..trace.evaluation import Evaluation, evaluate
 from ..trace.expressions import nodes
-from ..trace.gradients import slope
+from ..trace.gradients import by_elements, slope
 from ..trace.infix import infix
 from ..trace.proofs import Limits, checked_indices
 from . import Option
@@ -80,7 +80,11 @@ class _Function(Option):
 
     @property
     def fields(self) -> Fields:
-        return tuple(Field(name, ctype, self._fill(what)) for name, ctype, what in self._written.fields)
+        return self.filled(self._written)
+
+    def filled(self, written: cuda_text.Written) -> Fields:
+        """The fields of a text that is written for this function."""
+        return tuple(Field(name, ctype, self._fill(what)) for name, ctype, what in written.fields)
 
     def _fill(self, what: Any) -> Fill:
         match what:
@@ -96,8 +100,12 @@ class _Function(Option):
 
     @property
     def values(self) -> dict[str, Any]:
+        return self.made(self._written)
+
+    def made(self, written: cuda_text.Written) -> dict[str, Any]:
+        """The values of its fields that the host makes of captured numbers."""
         shapes = tuple(array.shape for array in self.arrays)
-        made = ((name, what) for name, _, what in self._written.fields)
+        made = ((name, what) for name, _, what in written.fields)
         return {name: what.value(shapes, self.numbers) for name, what in made if isinstance(what, fields.Made)}
 
     def __str__(self) -> str:
@@ -162,10 +170,57 @@ class FunctionScore(_Function):
         """The derivative of each logit by its s."""
         return self._evaluated(_slope(self.code), xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
 
+    def element_gradients(
+        self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
+        kv_start: Any = 0
+    ) -> list[tuple[int, tuple[Any, ...], Any]]:  # fmt: skip
+        """The derivatives of each logit by the elements of float arrays: the number of an array, the indices, all inside, and the
+        derivative, in the shape of s."""
+        at = {"s": s, **dict(zip(_NAMES, (b, h, q, kv, q_len, kv_len, q_start, kv_start), strict=True))}
+        found, value = [], Evaluation(at, arrays, self.numbers, xp, s.dtype)
+        for each in by_elements(self.code):
+            sizes = arrays[each.array].shape
+            indices = (value(i).clip(0, n - 1) for i, n in zip(each.load.args[2:], sizes, strict=True))
+            every = tuple(xp.broadcast_to(i, s.shape) for i in indices)
+            found.append((each.array, every, xp.broadcast_to(value(each.derivative), s.shape)))
+        return found
+
     def _evaluated(self, root: Any, xp: Any, arrays: Any, s: Any, *at: Any) -> Any:
-        names = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
-        found = evaluate(root, {"s": s, **dict(zip(names, at, strict=True))}, arrays, self.numbers, xp, s.dtype)
+        found = evaluate(root, {"s": s, **dict(zip(_NAMES, at, strict=True))}, arrays, self.numbers, xp, s.dtype)
         return xp.broadcast_to(found, s.shape)
+
+
+_NAMES = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionGradient(Option):
+    """The derivative of a score by the element that is the node of this number in its code."""
+
+    score: FunctionScore
+    node: int
+    type: ClassVar[str] = "FunctionGradient"
+    source: ClassVar[str] = "function/gradient.cuh"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {self.source: self._written.text}
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (self.type, *self.score.kind, self.node)
+
+    @property
+    def _written(self) -> cuda_text.Written:
+        return cuda_text.gradient(self.score.code, self.score.checked, self.node)
+
+    @property
+    def fields(self) -> Fields:
+        return self.score.filled(self._written)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.score.made(self._written)
 
 
 @functools.lru_cache(maxsize=256)

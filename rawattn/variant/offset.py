@@ -61,6 +61,10 @@ class OffsetScore(Wrapper):
         return self._at_positions(self.base.slope)  # type: ignore[attr-defined]  # likewise
 
     @property
+    def element_gradients(self) -> Callable[..., Any]:
+        return self._at_positions(self.base.element_gradients)  # type: ignore[attr-defined]  # likewise
+
+    @property
     def of_lengths(self) -> Callable[[int, int], OffsetScore]:
         base = self.base.of_lengths  # type: ignore[attr-defined]  # where the score depends on them
 

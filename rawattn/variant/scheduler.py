@@ -53,6 +53,26 @@ class LptVarlenScheduler(LptScheduler):
 
 
 @dataclasses.dataclass(frozen=True)
+class Once(Wrapper):
+    """One work for a block, of a scheduler that is not persistent, for a kernel that asks for more."""
+
+    type: ClassVar[str] = "Once"
+    source: ClassVar[str] = "variant/scheduler/once.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedTiles(Option):
+    """A query tile of several sequences and heads, one after the other: of all that share what a block adds to."""
+
+    type: ClassVar[str] = "SharedTiles"
+    source: ClassVar[str] = "variant/scheduler/shared_tiles.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return tuple(Field(name, "i32") for name in ("q_tiles", "shared_batches", "shared_heads"))
+
+
+@dataclasses.dataclass(frozen=True)
 class SaidScheduler(Wrapper):
     """One whose first block says which sequences have lengths that the host did not allow."""
 

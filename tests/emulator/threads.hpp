@@ -150,6 +150,8 @@ static void __syncthreads() { named[0].wait(blockDim.x); }
 static void __threadfence() {}
 static i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
 static u32 atomicAdd(u32* at, u32 x) { return (*at += x) - x; }
+static u64 atomicAdd(u64* at, u64 x) { return (*at += x) - x; }
+static u64 atomicOr(u64* at, u64 x) { return std::exchange(*at, *at | x); }
 static u32 atomicOr(u32* at, u32 x) { return std::exchange(*at, *at | x); }
 static u32 atomicInc(u32* at, u32 last) {
     const u32 old = *at;
@@ -327,6 +329,7 @@ static void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address
 static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
 
 static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
+static u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
 // Bit by bit, as the format says.
 static u16 widen_e4m3(unsigned char x) {
     const i32 exponent = x >> 3 & 15, fraction = x & 7;

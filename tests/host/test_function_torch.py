@@ -130,7 +130,7 @@ def test_vmap() -> None:
 
 
 def test_gradients() -> None:
-    """By autograd as by attention_backward; a captured tensor gets none yet, and that is said."""
+    """By autograd as by attention_backward."""
     q, k, v = make(grad=True)
     mask, score = documents(ids(50), 7), head_bias(SLOPES)
     o, lse = rawattn.attention(q, k, v, mask=mask, score=score, return_lse=True)
@@ -140,13 +140,62 @@ def test_gradients() -> None:
         wanted = rawattn.attention_backward(do, q, k, v, o, lse, dlse=dlse, mask=mask, score=score)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     slopes = SLOPES.clone().requires_grad_()
-    for leaves in ((q, k, v), tuple(x.detach() for x in (q, k, v))):
-        with pytest.raises(
-            ProblemError, match="slopes, which score captured, requires grad, and captured arrays get no gradients yet"
-        ):
-            rawattn.attention(*leaves, score=head_bias(slopes))
     with torch.no_grad():
         rawattn.attention(q, k, v, score=head_bias(slopes))
+
+
+def test_gradients_of_captured_tensors() -> None:
+    """The same where torch sees an operator: compiled, under transforms, where autocast casts, with create_graph=True."""
+    q, k, v = make(grad=True)
+    slopes, bias = SLOPES.clone().requires_grad_(), torch.randn(4, 50, 50, requires_grad=True)
+    leaves = (q, k, v, slopes, bias)
+
+    def plain(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * slopes[h] + bias[h, q, kv]
+
+    def loss(q: Any, k: Any, v: Any, score: Any = plain) -> Any:
+        return rawattn.attention(q, k, v, causal=True, score=score).float().square().sum()
+
+    wanted = torch.autograd.grad(loss(q, k, v), leaves)
+    step, counter = compiled(loss)
+    for found in (
+        torch.autograd.grad(step(q, k, v, rawattn.score.function(plain)), leaves),
+        torch.autograd.grad(loss(q, k, v), leaves, create_graph=True),
+        torch.func.grad(lambda slopes: loss(q, k, v, lambda s, b, h, q, kv: s * slopes[h] + bias[h, q, kv]))(slopes),
+    ):
+        assert counter.frame_count == 1
+        for a, b in zip(found, wanted if len(found) == 5 else wanted[3], strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(ProblemError, match="a second derivative was asked for"):
+        torch.autograd.grad(torch.autograd.grad(loss(q, k, v), slopes, create_graph=True)[0].sum(), slopes)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = loss(q, k, v)
+    for a, b in zip(torch.autograd.grad(cast, leaves), wanted, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0.1, atol=0.2)
+    o = rawattn.attention(q, k, v, score=plain)
+    with pytest.raises(ProblemError, match="is_grads_batched=True was given, and a captured tensor requires grad"):
+        torch.autograd.grad(o, slopes, torch.stack([o.detach()] * 2), is_grads_batched=True)
+
+
+def test_gradients_of_captured_tensors_under_vmap() -> None:
+    q, k, v = make(20)
+    every, queries = torch.randn(3, 4), torch.randn(3, *q.shape)
+
+    def loss(slopes: Any, q: Any) -> Any:
+        return rawattn.attention(q, k, v, score=rawattn.score.function(lambda s, h: s * slopes[h])).square().sum()
+
+    wanted = torch.stack([torch.func.grad(loss)(every[i], queries[i]) for i in range(3)])
+    assert torch.equal(torch.func.vmap(torch.func.grad(loss))(every, queries), wanted)
+    assert torch.equal(torch.func.grad(lambda x: torch.func.vmap(loss)(x, queries).sum())(every), wanted)
+
+
+def test_the_operator_of_gradients() -> None:
+    q, k, v = make()
+    score, lse = head_bias(SLOPES), torch.zeros(2, 4, 50)
+    text = torch_op._text_of(options_of(score=score.function))
+    given = (q, q, k, v, q, lse, None, None, None, None, None, None, text, None, [SLOPES], [0])
+    torch.library.opcheck(torch.ops.rawattn.attention_backward_captured.default, given)
 
 
 def test_flops_and_fakes() -> None:

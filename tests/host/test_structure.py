@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 23300,  # caches in eight bits: scales, their checks, operators
+    "rawattn": 24200,  # caches in eight bits, and gradients of captured arrays
     "perf": 5000,
     "cuda_src": 9500,
-    "tests": 27500,
+    "tests": 28000,
 }
 FUNCTION_LINES = 60
 

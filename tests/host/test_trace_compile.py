@@ -12,6 +12,7 @@ import pytest
 from rawattn import compiler
 from rawattn.compiler import Source
 from rawattn.device import TYPICAL
+from rawattn.operation import Backward
 from rawattn.program import Field
 from rawattn.select import select
 from rawattn.variant.element import ELEMENTS
@@ -88,6 +89,28 @@ def faults(case: Any) -> str:
     binary = compiler.compile(source)
     wrong = binary.spill_bytes or binary.advisories
     return f"{case}: {selection.config}, {binary.spill_bytes} bytes spilled {binary.advisories}" if wrong else ""
+
+
+GRADIENTS = [  # kernel, element, arch, score, a pass for each element that it reads
+    ("attn_bwd", "bf16", "sm_90a", "t5_table", 1),
+    ("attn_bwd_mma", "fp16", "sm_80", "kerple", 2),
+    ("attn_bwd_mma", "fp16", "sm_89", "pair_bias", 1),
+    ("attn_bwd_simt", "fp32", "sm_75", "forgetting", 2),
+    ("attn_bwd_simt", "fp64", "sm_90a", "swin", 1),
+]
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_gradients_of_captured_arrays(case: Any) -> None:
+    kernel, element, arch, name, passes = case
+    op = replace(forward(ELEMENTS[element], 2, SIZE, SIZE, 16, 16, 64, 64, scale=0.1), score=option(name))
+    whole = Backward(op, wrt=tuple(each.name for each in option(name).arrays))
+    launches = next(select(whole, TYPICAL[arch], kernel).programs(whole, TYPICAL[arch])).launches
+    own = [launch for launch in launches if launch.entry.startswith("attn_bwd_captured")]
+    assert sum(launch.entry in ("attn_bwd_captured", "attn_bwd_captured_mma") for launch in own) == passes
+    for launch in own:
+        binary = compiler.compile(launch.source)
+        assert not binary.spill_bytes and not binary.advisories
 
 
 @pytest.mark.parametrize("chunk", [KERNELS])

@@ -1,0 +1,77 @@
+"""How the gradients of pairs become those of a captured array's elements, and what their sums are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ..program import Field, Fields, Fill
+from . import Option
+
+TYPES = {"tiles": "OfTiles", "rows": "OfRows", "columns": "OfColumns", "pairs": "OfPairs", "scattered": "Scattered"}
+EXACT_WORDS = {"fp32": 13, "fp64": 68}  # of 64 bits, of an exact sum: ExactSum::size
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather(Option):
+    """The way that ``trace.gradients.gathering`` names."""
+
+    way: str
+
+    @property
+    def cuda_type(self) -> str:
+        return TYPES[self.way]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (f"variant/gather/{self.way}.cuh",)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimtLayout(Option):
+    """Which pairs of a tile a thread has, of 16 x 16 threads."""
+
+    type: ClassVar[str] = "SimtLayout"
+    source: ClassVar[str] = "variant/layout/simt.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class MmaLayout(Option):
+    """The same, where warps have sums by mma.sync."""
+
+    type: ClassVar[str] = "MmaLayout"
+    source: ClassVar[str] = "variant/layout/mma.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactSums(Option):
+    """Sums that are the same in whatever order numbers are added, in the memory that ``fill`` says."""
+
+    fill: Fill
+    type: ClassVar[str] = "ExactSums"
+    source: ClassVar[str] = "variant/sums/exact.cuh"
+
+    @staticmethod
+    def bytes(number: str) -> int:
+        """Those of an element's sum."""
+        return 8 * EXACT_WORDS[number]
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("sums", "u64*", self.fill),)
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderedSums(ExactSums):
+    """Sums to each of which one thread adds, in one order."""
+
+    type: ClassVar[str] = "OrderedSums"
+    source: ClassVar[str] = "variant/sums/ordered.cuh"
+
+    @staticmethod
+    def bytes(number: str) -> int:
+        return {"fp32": 4, "fp64": 8}[number]
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("sums", "Number*", self.fill),)

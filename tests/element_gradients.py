@@ -1,0 +1,103 @@
+"""Gradients of captured arrays: what they must be for given o and lse, and how much they may err."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rawattn import functions, reference
+from rawattn.reference import Formula, Tile, make_formula
+
+Array = npt.NDArray[Any]
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+LEAST = {"float64": 0.0, "float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+
+
+def dtype_of(x: Any) -> str:
+    return str(x.dtype).rpartition(".")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes(Formula):
+    """The formula on the sizes of its terms: the sums of p |d| (|do| |v| + sum |do o|), each times 1 and the sizes of the logit
+    and of lse, whose difference is in an exponent. ``known`` has sum |do o| in the place of delta."""
+
+    def weights_backward(
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
+    ) -> tuple[Any, ...]:
+        _, _, dot, s = self.weights(q, k, sink, place, tile)
+        lse, delta = known
+        finite = tile.kept & self.xp.isfinite(lse)
+        p = self.xp.where(finite, self.xp.exp(s - lse) * (1 + abs(s) + abs(lse)), 0.0)
+        size = p * (self.dropped(abs(do) @ abs(v).T, place, tile) + delta)
+        self.gather(size, dot, place, tile)
+        return p, size, lse[:, 0], delta[:, 0]
+
+    def scatter(self, sums: Array, indices: tuple[Any, ...], parts: Any) -> None:
+        super().scatter(sums, indices, abs(parts))
+
+
+class Expected(NamedTuple):
+    """The gradients of some arrays, and the error that each number of them may have."""
+
+    gradients: list[Array]
+    errors: list[Array]
+
+    def check(self, found: Sequence[Any]) -> None:
+        assert len(found) == len(self.gradients)
+        for i, (x, wanted, allowed) in enumerate(zip(found, self.gradients, self.errors, strict=True)):
+            error = np.abs(reference._numpy(x) - wanted)
+            assert error.shape == wanted.shape
+            worst = np.unravel_index(np.argmax(error - allowed), error.shape) if error.size else ()
+            assert (error <= allowed).all(), (
+                f"wrt[{i}]{worst}: {error[worst]:.3g} off {wanted[worst]:.3g}, {allowed[worst]:.3g} allowed"
+            )
+
+
+def expect(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, wrt: Sequence[Any], *, dlse: Any = None, cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None, score: Any = None, sinks: Any = None, **options: Any,
+) -> Expected:  # fmt: skip
+    """What ``attention_backward`` must give for these arrays, from the o and lse that are given: these are rounded, but what is
+    computed of them is not, so that an error is that of the sums and of the exponent."""
+    starts = cu_seqlens_q, cu_seqlens_kv
+    asked = {"causal": False, "window": None, "softcap": None, "scale": None, "mask": None, **options}
+    formula = make_formula(q, k, "float64", lambda x: x, **asked, score=score, starts=starts)
+    own, captured = functions.taken({"score": score})
+    numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(own, captured, tuple(wrt))]
+    exact, size = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(2))
+    fields = {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
+    _add(dataclasses.replace(formula, sums=exact), do, q, k, v, o, lse, dlse, starts, abs_delta=False)
+    _add(Sizes(**fields | {"sums": size}), do, q, k, v, o, lse, dlse, starts, abs_delta=True)
+    eps = EPS["float64" if dtype_of(q) == "float64" else "float32"]
+    errors = [
+        4 * eps * size[i] + EPS[dtype_of(x)] * abs(exact[i]) + LEAST[dtype_of(x)] for i, x in zip(numbers, wrt, strict=True)
+    ]
+    return Expected([exact[i] for i in numbers], errors)
+
+
+def _add(
+    formula: Formula, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, starts: Any, *, abs_delta: bool
+) -> None:  # fmt: skip
+    """Adds to the formula's sums the gradients of all sequences."""
+    numbers = [reference._cast(x, formula.dtype) for x in (do, o, lse)]
+    own_dlse = 0 * numbers[2] if dlse is None else reference._cast(dlse, formula.dtype)
+    product = (abs(numbers[0] * numbers[1]) if abs_delta else numbers[0] * numbers[1]).sum(-1)
+    delta = product.swapaxes(-1, -2) + (abs(own_dlse) if abs_delta else -own_dlse)
+    with np.errstate(all="ignore"):
+        for batch, rows, keys in formula._sequences(q, *starts):
+            at = rows if isinstance(rows, int) else (slice(None), rows)
+            inputs = do[rows], q[rows], k[keys], v[keys], own_dlse[at], [-reference.INF] * q.shape[-2]
+            outputs = [formula.xp.zeros(x.shape, dtype=formula.dtype, **formula.place) for x in (q[rows], k[keys], v[keys])]
+            formula.backward_sequence((batch, 0), *inputs, *outputs, None, (numbers[2][at], delta[at]))
+
+
+def floats(function: Any) -> tuple[Any, ...]:
+    """The float arrays that a function captured, those of the functions that it calls with them."""
+    own, captured = functions.taken({"score": function})
+    elements = [element for element, _ in own["score"].traced.code.arrays]
+    return tuple(x for element, x in zip(elements, captured, strict=True) if element in functions.FLOATS)

@@ -1,0 +1,140 @@
+"""Gradients of arrays that scores captured, on the GPU: against the formula, the same bits again, through autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn.testing import Case
+from tests import zoo
+from tests.calls import poisoned_memory
+from tests.captures import moved
+from tests.element_gradients import expect, floats
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu("any")
+
+SCORES = [maker.__name__ for maker in zoo.SCORES if floats(maker(np.random.default_rng(0), 9, 9))]
+CASE = Case("bf16", 2, 333, 470, 2, 1, 64, 64)  # the zoo's arrays are of two sequences and two heads
+ANY = [None, "attn_bwd_mma", "attn_bwd_simt"]
+
+
+def on_gpu(name: str, n: int, m: int, dtype: Any = None) -> Any:
+    """A function of the zoo with what it captured on the GPU, its floats in this format."""
+
+    def move(x: Any) -> Any:
+        x = torch.from_numpy(x).cuda()
+        return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+    return moved(getattr(zoo, name)(np.random.default_rng(0), n, m), move)
+
+
+def check(case: Case, score: Any, kernel: str | None = None, **options: Any) -> tuple[Any, ...]:
+    """Compares with the formula, where all new memory is NaN, and asks for the same bits once more."""
+    inputs, (do, dlse), wrt = case.inputs("torch", "cuda"), case.output_gradients("torch", "cuda"), floats(score)
+    q, k, v, *starts = inputs
+    options |= dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=False))
+    sinks = {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
+    with poisoned_memory():
+        call = rawattn.attention_varlen if starts else rawattn.attention
+        o, lse = call(q, k, v, **options, **sinks, score=score, return_lse=True)
+        given = {"dlse": dlse, "score": score, "wrt": wrt, "kernel": kernel, **options, **sinks}
+        found, again = (rawattn.attention_backward(do, q, k, v, o, lse, **given)[3 + len(sinks) :] for _ in range(2))
+    expect(do, q, k, v, o, lse, wrt, dlse=dlse, score=score, **options).check(found)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "the same bits"
+    assert [(x.dtype, x.shape) for x in found] == [(x.dtype, x.shape) for x in wrt]
+    return found
+
+
+@pytest.mark.parametrize("kernel", ANY)
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str, kernel: str | None) -> None:
+    for n, m in ((333, 470), (64, 65), (1, 777)):
+        check(dataclasses.replace(CASE, q_len=n, kv_len=m), on_gpu(name, n, m), kernel, causal=n < m)
+
+
+@pytest.mark.parametrize("dtype, head_dim", [("bf16", 128), ("fp16", 256), ("fp16", 72), ("fp32", 64), ("fp64", 40)])
+def test_formats(dtype: str, head_dim: int) -> None:
+    """In every format of the call and of the arrays, with sinks and a mask whose tiles have holes."""
+    case = dataclasses.replace(CASE, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, sinks=True)
+    mask = on_gpu("documents_sliding", 333, 470)
+    for name in ("alibi_softcap", "t5_table", "pair_bias", "forgetting"):
+        for of_arrays in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            check(case, on_gpu(name, 333, 470, of_arrays), mask=mask)
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5_table", "pair_bias", "key_bias", "forgetting", "graphormer"])
+def test_positions_packed_sequences_and_dropout(name: str) -> None:
+    score = on_gpu(name, 900, 900)
+    check(dataclasses.replace(CASE, q_offset=100, kv_offset=37), score, q_offset=100, kv_offset=37)
+    check(dataclasses.replace(CASE, heads=2, kv_heads=2, lengths=((300, 410), (0, 64))), score)
+    check(CASE, score, dropout=0.3, seed=torch.tensor([11], device="cuda"), window=(100, 50))
+    check(dataclasses.replace(CASE, scale=-0.2), score, scale=-0.2)
+
+
+def test_large() -> None:
+    """Many blocks add to few elements, and one block of heads and sequences to each element."""
+    case = Case("bf16", 4, 1000, 1024, 16, 4, 128, 128)
+    slopes, bias = torch.rand(16, device="cuda"), torch.randn(1, 1, 1000, 1024, device="cuda", dtype=torch.bfloat16)
+    table = torch.randn(32, 16, device="cuda")
+
+    def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * (1 + 0.1 * slopes[h]) + bias[0, 0, q, kv] + table[((q - kv) / 32).abs().int().clip(0, 31), h]
+
+    check(case, score)
+
+
+@pytest.mark.parametrize("n, m", [(0, 5), (5, 0), (0, 0)])
+def test_no_rows(n: int, m: int) -> None:
+    for name in ("alibi", "pair_bias", "t5_table"):
+        score = on_gpu(name, max(n, 1), max(m, 1))
+        assert not any(x.any() for x in check(dataclasses.replace(CASE, q_len=n, kv_len=m), score))
+
+
+def test_not_finite() -> None:
+    """NaN and inf stay in the elements that they belong to."""
+    q, k, v = (torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    key, slope = torch.zeros(64, device="cuda"), torch.ones((), device="cuda")
+    score = lambda s, kv: s + slope * key[kv]  # noqa: E731
+    o, lse = rawattn.attention(q, k, v, score=score, return_lse=True, causal=True)
+    do = torch.randn_like(o)
+    do[0, 40] = float("nan")
+    _, _, _, of_key, of_slope = rawattn.attention_backward(do, q, k, v, o, lse, score=score, wrt=(key, slope), causal=True)
+    assert of_key[:41].isnan().all() and not of_key[41:].isnan().any() and of_slope.isnan()
+
+
+def test_autograd() -> None:
+    """Through autograd as by hand; a graph of training replays."""
+    given = [x.requires_grad_() for x in CASE.inputs("torch", "cuda")]
+    slopes, table = torch.rand(2, device="cuda", requires_grad=True), torch.randn(2, 900, device="cuda", requires_grad=True)
+    score = lambda s, b, h, q, kv: s * slopes[h] + table[h, kv - q + 333]  # noqa: E731
+    o, lse = rawattn.attention(*given, score=score, return_lse=True)
+    do = torch.randn_like(o)
+    found = torch.autograd.grad(o, (*given, slopes, table), do)
+    with torch.no_grad():
+        wanted = rawattn.attention_backward(do, *given, o, lse, score=score, wrt=(slopes, table))
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            again = rawattn.attention_backward(do, *given, o, lse, score=score, wrt=(slopes, table))
+        for _ in range(2):
+            for x in again:
+                x.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    q, k, v = CASE.inputs("cupy", 0)
+    slopes = cupy.random.random(2, dtype=cupy.float32)
+    score = lambda s, h, q, kv: s + slopes[h] * (kv - q) * 0.01  # noqa: E731
+    o, lse = rawattn.attention(q, k, v, score=score, return_lse=True)
+    do = cupy.ones_like(o)
+    found = rawattn.attention_backward(do, q, k, v, o, lse, score=score, wrt=(slopes,))[3]
+    expect(do, q, k, v, o, lse, (slopes,), score=score).check([found])
