@@ -56,7 +56,7 @@ struct KeptBits {
 #pragma unroll
         for (int begin = 0; begin < blocks; begin += 8) {
             u32 bits = 0;
-#pragma unroll 1
+#pragma unroll 4
             for (int i = 0; i < min(8, blocks - begin); ++i) {
                 const i32 x = (begin + i) * 8;
                 bits |= (u32(upper.keep(x)) | u32(upper.keep(x + 1)) << 1 | u32(lower.keep(x)) << 2 | u32(lower.keep(x + 1)) << 3) << 4 * i;

@@ -115,9 +115,9 @@ def test_a_configuration_without_spills_is_chosen(kernel: str, arch: str, head_d
 def test_the_next_configuration_is_tried() -> None:
     """Where the cheapest one spills it is the next, but for masks whose registers are known; where all spill, the one that spills
     least."""
-    op, device = forward(BF16, 2, 4096, 4096, 16, 16, 128, 128, mask=LISTS[0]), TYPICAL["sm_90a"]
+    op, device = forward(BF16, 2, 4096, 4096, 16, 16, 64, 64, mask=LISTS[0]), TYPICAL["sm_90a"]
     plain = dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=Causal()))
-    large, small = attn_fwd.Config(192, 64, 4, 2), attn_fwd.Config(128, 128, 2, 1)
+    large, small = attn_fwd.Config(256, 64, 4, 2), attn_fwd.Config(128, 128, 2, 1)
     for asked, configs, best in ((op, [large, small], small), (plain, [large, small], large), (op, [large], large)):
         config_set.cache_clear()
         with (
