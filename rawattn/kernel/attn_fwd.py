@@ -150,9 +150,11 @@ class AttnFwd(OneLaunch):
         """The legal configurations worth a thought: the deepest rings that fit, key tiles of 64 to 128 rows where
         there are any (longer ones lost wherever they were tried). Where only compiling tells which of them are good, there is one
         ring for each tile; and where the producer asks a mask for its tiles there are up to three warpgroups, which leave it
-        registers, and the shortest and the longest key tile of each."""
+        registers, and the shortest and the longest key tile of each. Three have rows of several blocks of queries, of which each
+        may need other keys."""
         found = []
-        for tile_q in (64, 128, 192) if lists(op.mask) else (64, 128, 192, 256):
+        most = 256 if not lists(op.mask) else 128 if getattr(op.mask, "by_blocks", False) else 192
+        for tile_q in range(64, most + 1, 64):
             own = [self._deepest(tile_q, tile_kv, op, device) for tile_kv in range(32, 129, 16)]
             own = [rings for rings in own if rings]
             if lists(op.mask):

@@ -11,11 +11,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from perf.lib import sets
 from rawattn import compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
-from rawattn.select import config_set, select
+from rawattn.select import MOST_TRIED, config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists
@@ -110,6 +111,19 @@ def test_a_configuration_without_spills_is_chosen(kernel: str, arch: str, head_d
         (launch,) = selection.kernel.lower(op, selection.config, TYPICAL[arch]).launches
         binary = compiler.compile(launch.source)
         assert not binary.spill_bytes and not binary.advisories, (mask, selection.config, binary.spill_bytes, binary.advisories)
+
+
+def test_candidates_of_functions() -> None:
+    """Lists have up to three warpgroups, but two where queries keep keys by blocks; one ring for each tile."""
+    device = TYPICAL["sm_90a"]
+    for name, longest in (("documents", 192), ("causal", 192), ("blocks", 128)):
+        (case,) = sets.of_functions((name,), (4096,), (128,))
+        found = ATTN_FWD.candidates(sets.operation(case), device)
+        assert max(c.tile_q for c in found) == longest and {c.tile_kv for c in found} >= {64, 128}
+        assert len({(c.tile_q, c.tile_kv) for c in found}) == len(found) <= MOST_TRIED
+    (case,) = sets.of_functions(("alibi",), (4096,), (64,))
+    assert max(c.tile_q for c in ATTN_FWD.candidates(sets.operation(case), device)) == 256
+    assert ATTN_FWD.is_tried(sets.operation(case)) and not ATTN_FWD.is_tried(sets.operation(sets.dense(1, 64, 1, 64, True)))
 
 
 def test_the_next_configuration_is_tried() -> None:
