@@ -173,7 +173,7 @@ struct Consumer {
     template <class Again>
     __device__ bool weigh(Work& work, KeyTile tile, Again again) {
         const i32 first = tile.index * cfg::tile_kv + lane % 4 * 2;
-        const bool moved = work.softmax.next(s, work.score, tile.full, [&] { mask_and_score(work, tile.full, first); }, again);
+        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, tile.full, [&] { mask_and_score(work, tile.full, first); }, again);
         map_fragment(work.weight, s, work.row, first);
         return moved;
     }

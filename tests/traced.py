@@ -50,12 +50,15 @@ extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_fi
 """
 SCORE = """
 extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, const Number* s, Number* value,
-                          Number* slope) {{
+                          Number* slope, Number* exponent) {{
     const FunctionScore score(*args, *rows, {{b, h, 0, 0}});
     for (i32 q = 0; q < rows->q_len; ++q)
         for (i32 kv = 0; kv < rows->kv_len; ++kv, ++s) {{
             const i32 first = kv / step * step + rows->kv_offset;
             const auto row = score.row(q + rows->q_offset, first);
+            const Number less = Number(0.25) * (q % 5);
+            const auto exponents = score.exponents(q + rows->q_offset, first, less);
+            *exponent++ = exponents.value(*s, kv + rows->kv_offset - first) - less;
             *value++ = row.value(*s, kv + rows->kv_offset - first), *slope++ = row.slope(*s, kv + rows->kv_offset - first);
         }}
 }}
@@ -159,11 +162,11 @@ class Library:
     def score(
         self, i: int, option: FunctionScore, arrays: Sequence[Array], b: int, h: int, s: Array, scale: float = 1.0,
         offsets: tuple[int, int] = (0, 0), step: int = 32,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """The logits and the slopes of these dot products, (queries, keys)."""
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        """The logits and the slopes of these dot products, (queries, keys), and the logits in log2 units, as exponents."""
         given = np.ascontiguousarray(s, self.dtype)
-        value, slope = np.empty_like(given), np.empty_like(given)
+        value, slope, exponent = np.empty_like(given), np.empty_like(given), np.empty_like(given)
         args, rows = self._asked(option, arrays, (s.shape[0], s.shape[1]), offsets, scale)
-        pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (given, value, slope))
+        pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (given, value, slope, exponent))
         getattr(self._library, f"score_{i}")(args, rows, b, h, step, *pointers)
-        return value, slope
+        return value, slope, exponent
