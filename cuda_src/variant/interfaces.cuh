@@ -64,7 +64,8 @@ template <class M> struct QTilesOption : Given {
 // is a function of s alone may have apply(s), which does a warp's fragment of float at once, and exponent(s, less, within):
 // scale_log2 * score(s) + less, straight from the dot product; where it cannot tell, the highest bit of `within` is cleared. One that
 // is not may have row(q, first), with what the keys of a row share: its value(s, offset) and slope(s, offset) are those of key first +
-// offset; and exponents(q, first, less), whose value(s, offset) is scale_log2 * value(s, offset) + less.
+// offset; and exponents(q, first, less), whose value(s, offset) is scale_log2 * value(s, offset) + less. Either
+// may have has_pairs(most) and pair(s, t, offset), for two keys at once.
 template <class S> struct ScoreOption : Given {
     static const S s;
     static_assert(requires { S(args, rows, work); }, "Score(args, rows, work)");

@@ -92,7 +92,7 @@ struct FunctionScoreRow : FunctionScoreHead {{
     }}
     __device__ Number value(Number s, i32 offset) const {{{inside}{element}
         return {result};
-    }}
+    }}{pairs}
     __device__ Number slope(Number s, i32 offset) const {{{inside}{slope_element}
         return {slope};
     }}
@@ -108,7 +108,7 @@ struct FunctionScoreExponents : FunctionScoreHead {{
     }}
     __device__ Number value(Number s, i32 offset) const {{{inside}{exponent_element}
         return {exponent};
-    }}
+    }}{exponent_pairs}
 }};
 struct FunctionScore : FunctionScoreHead {{
     static constexpr Number scale_log2 = Number(1.4426950408889634);
@@ -193,5 +193,6 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         inside=_inside([line for w in parts for line in w.lines["element"]]), element=value.body(), result=result,
         slope_element=derivative.body(), slope=slope_result, exponent_members=exponents.members("row"),
         exponent_row=exponents.assign("row"), exponent_element=exponents.body(), exponent=exponent,
+        pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent),
     )  # fmt: skip
     return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))

@@ -22,6 +22,7 @@ RNG = np.random.default_rng(0)
 IDS = torch.from_numpy(np.repeat(RNG.integers(0, 3, 90), RNG.integers(1, 60, 90)).astype(np.int32))
 SLOPES = torch.tensor([0.3, -0.1, 0.2, 0.05])
 BIAS = torch.randn(2, 4, 200, 400, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+ODD, WIDE = BIAS[..., 1:], BIAS[:, 0, 3].float()
 
 
 def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -36,12 +37,22 @@ def bias(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s * 0.5 + BIAS[b, h, q, kv]
 
 
+def bias_unaligned(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + ODD[b, h, q, kv]
+
+
+def bias_of_keys(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + WIDE[b, kv + 2]
+
+
 CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
     ("attn_fwd", FWD, 140, 2150, 1, 1, {"mask": documents}),
     ("attn_fwd", THREE, 250, 1300, 1, 1, {"mask": documents, "score": alibi}),
     ("attn_fwd", FWD, 70, 200, 2, 1, {"score": alibi, "q_offset": 90, "kv_offset": 7}),
     ("attn_fwd", FWD, 130, 262, 2, 2, {"score": bias}),
     ("attn_fwd", FWD, 70, 261, 1, 1, {"score": bias}),
+    ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_unaligned}),
+    ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_keys}),
     ("attn_fwd_mma", MMA, 40, 200, 2, 1, {"score": alibi, "causal": True}),
     ("attn_fwd_mma", None, 5, 300, 4, 1, {"score": alibi}),
 ]

@@ -55,11 +55,10 @@ struct SpeculativeMax : OnlineSoftmax {
         } else if constexpr (requires { at.score.exponents(0, 0, 0.f); }) {
 #pragma unroll
             for (int r = 0; r < rows_each; ++r) {
-                const auto own = at.score.exponents(at.row + 8 * r, at.first, -max[r] * scale_log2);
-#pragma unroll
-                for (int i = 0; i < n; ++i)
-                    if (fragment_row(i) == r) s[i] = ptx::exp2(own.value(s[i], fragment_column(i)));
+                map_row(at.score.exponents(at.row + 8 * r, at.first, -max[r] * scale_log2), s, r);
             }
+#pragma unroll
+            for (int i = 0; i < n; ++i) s[i] = ptx::exp2(s[i]);
             return true;
         } else {
             logits();
