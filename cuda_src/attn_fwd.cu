@@ -10,10 +10,10 @@
 //   q_full[s]          TMA (bytes of Q)                each consumer     smem.q[s] until read
 //   q_empty[s]         one lane per consumer warp      producer          smem.q[s] until refilled
 //   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V; what the option Walk tells of a tile, with K
-//   the option Order may have named barriers between the consumers
+//   the option Order may have named barriers between the consumers, and the option Walk barriers between warps of the producer
 //
-// The option Walk says which key tiles these are. A warpgroup may need fewer than its block (causal, window): the others it waits for,
-// releases and leaves unread.
+// The option Walk says which key tiles these are, and whether a second warp finds them. A warpgroup may need fewer than its block
+// (causal, window): the others it waits for, releases and leaves unread.
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, Args, QkMma, PvMma, and the options
                        // Element, Rows, Mask, Score, Softmax, Weight, Order, Kv, Scheduler, Store, Walk
@@ -84,7 +84,7 @@ struct Producer {
 
 __device__ void produce(const Args& args, Smem& smem) {
     ptx::setmaxnreg_dec<cfg::producer_registers>();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x >= Walk::producers) return;
     Producer producer{args, smem};
     Walk::produce(producer);
 }
@@ -174,7 +174,7 @@ struct Consumer {
     template <class Again>
     __device__ bool weigh(Work& work, KeyTile tile, Again again) {
         const i32 first = tile.index * cfg::tile_kv + lane % 4 * 2;
-        const bool moved = work.softmax.next(s, work.score, tile.full, [&] { mask_and_score(work, tile.full, first); }, again);
+        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, tile.full, [&] { mask_and_score(work, tile.full, first); }, again);
         map_fragment(work.weight, s, work.row, first);
         return moved;
     }
@@ -276,6 +276,7 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
             smem.k_full[i].init(1), smem.k_empty[i].init(readers);
             smem.v_full[i].init(1), smem.v_empty[i].init(readers);
         }
+        smem.board.init();
         ptx::fence_mbarrier_init();
     }
     __syncthreads();

@@ -189,7 +189,7 @@ struct Warp {
         const i32 first = tile * cfg::tile_kv + threadIdx.x % 4 * 2;
         const auto multiply = [&] { multiply_qk(slot); };
         multiply();
-        const bool moved = work.softmax.next(s, work.score, full, [&] { mask_and_score(work, full, first); }, multiply);
+        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, full, [&] { mask_and_score(work, full, first); }, multiply);
         if (moved) work.softmax.rescale(o);
         map_fragment(work.weight, s, work.row, first);
         pack_p();

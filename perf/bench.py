@@ -5,11 +5,14 @@ python -m perf.bench --set small,gqa                       everything that is in
 python -m perf.bench --set paper --configs all --peers ""  all our configurations, for the cost model
 python -m perf.bench --set paper --kernel attn_fwd_mma --peers fa2   a kernel that is not this GPU's own
 python -m perf.bench --set paper-bwd --kernel attn_bwd_mma --peers fa2
+python -m perf.bench --set functions --peers flex --quick   Python functions beside FlexAttention and built-in options
 python -m perf.bench --set fp32-bwd --peers efficient                 TF32 is off by default
 python -m perf.bench --set paper --protocol sustained --seconds 300
 
-Sets: seeds, paper, gqa, kinds, varlen, small, heads, fp32, smoke; of gradients paper-bwd, kinds-bwd, fp32-bwd. ``--cases FILE``
-adds a JSON list of objects with the fields of ``rawattn.testing.Case``. Ratios are the peer's time over ours: above 1 we are
+Sets: seeds, paper, gqa, kinds, varlen, small, heads, fp32, smoke; of gradients paper-bwd, kinds-bwd, fp32-bwd; of Python
+functions masks, scores, masks-64k, scores-64k, and functions, a few of them. ``--cases FILE`` adds a JSON list of objects with
+the fields of ``rawattn.testing.Case``, and ``function``, a name in ``perf/lib/functions.py``. The column built_in is ours without
+the function: what computes the same, or beside a score the plain call. Ratios are the peer's time over ours: above 1 we are
 faster. Results go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an interruption keeps
 what was timed; ``python -m perf.plot`` draws them.
 """
@@ -80,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     left_out = f"not timed for lack of time: {', '.join(run.left_out)}" if run.left_out else ""
     ceilings = ", ".join(f"{name} {value:.0f}" for name, value in run.ceilings.items())
     last = f"{run.machine.get('device')}, {ceilings}, {run.arguments['took_seconds']} s; {folder / stem}.json .csv .md"
-    tables = [report.table(rows) for rows in (run.rows(), cold.rows(run.cold) if run.cold else [], run.summary()) if rows]
+    tables = [
+        report.table(rows) for rows in (run.rows(), cold.rows(run.cold) if run.cold else [], run.before(), run.summary()) if rows
+    ]
     print("\n\n".join(filter(None, ["\n".join(run.failures()[:20]), left_out, *tables, last])))  # the most condensed last
     return code or int(any(t.failure for r in run.results for t in r.timings if t.is_ours))
 

@@ -3,9 +3,10 @@
 python -m perf.gate              tests on the GPU, compile checks, timing; exit status 0 if nothing got worse
 python -m perf.gate --update     the same, and what it finds becomes the record
 
-Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio to cuDNN or FlashAttention 2 that is
-worse than the recorded one by more than 2 % and by more than the noise of both runs. A case that no peer computes is compared by
-its rate over the matrix product's of its run. What was recorded and is missing now is a failure too.
+Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio to cuDNN or FlashAttention 2, or of a
+Python function to what is built-in, that is worse than the recorded one by more than 2 % and by more than the noise of both runs.
+A case that no other computes is compared by its rate over the matrix product's of its run. What was recorded and is missing now
+is a failure too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def ratios(run: Run) -> dict[str, Ratios]:
     """Of each case of a run the ratios to the peers that computed it, or, where none did, to the matrix product."""
     found, matmul = dict[str, Ratios](), run.ceilings.get("matmul_tflops", math.nan)
     for result in run.results:
-        found[result.label] = {peer: ratio for peer, ratio in result.ratios.get("ours", {}).items() if peer in PEERS}
+        named = (*PEERS, "built_in")
+        found[result.label] = {peer: ratio for peer, ratio in result.ratios.get("ours", {}).items() if peer in named}
         for ours in (t for t in result.timings if t.name == "ours" and t.medians and not found[result.label]):
             rates = [result.flops / us / 1e6 / matmul for us in (ours.us, max(ours.medians), min(ours.medians))]
             found[result.label]["matmul"] = rates[0], rates[1], rates[2]

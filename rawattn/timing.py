@@ -30,12 +30,15 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]  # around all run
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One contender on one case: ``run`` issues the work and gives its output, which ``view`` puts in our order."""
+    """One contender on one case: ``run`` issues the work and gives its output, which ``view`` puts in our order, and which is
+    ``checked`` where it should be right. ``before`` makes what a call needs that is not timed with it."""
 
     run: Callable[[], Any]
     view: Callable[[Any], Any] = lambda output: output
     context: Context = contextlib.nullcontext
     detail: str = ""
+    checked: bool = True
+    before: Callable[[], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

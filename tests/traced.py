@@ -49,13 +49,27 @@ extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_fi
 }}
 """
 SCORE = """
+template <class R>
+void by_pair(const R& own, const Number* s, i32 offset, i32* pairs, i32* wrong) {{
+    if constexpr (requires {{ own.has_pairs(0); }}) {{
+        if (!own.has_pairs(offset + 1)) return;
+        Number x = s[0], y = s[1];
+        own.pair(x, y, offset);
+        ++*pairs, *wrong += x != own.value(s[0], offset) || y != own.value(s[1], offset + 1);
+    }}
+}}
 extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, const Number* s, Number* value,
-                          Number* slope) {{
+                          Number* slope, Number* exponent, i32* pairs, i32* wrong) {{
     const FunctionScore score(*args, *rows, {{b, h, 0, 0}});
     for (i32 q = 0; q < rows->q_len; ++q)
         for (i32 kv = 0; kv < rows->kv_len; ++kv, ++s) {{
             const i32 first = kv / step * step + rows->kv_offset;
             const auto row = score.row(q + rows->q_offset, first);
+            const Number less = Number(0.25) * (q % 5);
+            const auto exponents = score.exponents(q + rows->q_offset, first, less);
+            *exponent++ = exponents.value(*s, kv + rows->kv_offset - first) - less;
+            if (kv % 2 == 0) by_pair(row, s, kv + rows->kv_offset - first, pairs, wrong);
+            if (kv % 2 == 0) by_pair(exponents, s, kv + rows->kv_offset - first, pairs, wrong);
             *value++ = row.value(*s, kv + rows->kv_offset - first), *slope++ = row.slope(*s, kv + rows->kv_offset - first);
         }}
 }}
@@ -159,11 +173,13 @@ class Library:
     def score(
         self, i: int, option: FunctionScore, arrays: Sequence[Array], b: int, h: int, s: Array, scale: float = 1.0,
         offsets: tuple[int, int] = (0, 0), step: int = 32,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """The logits and the slopes of these dot products, (queries, keys)."""
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        """The logits and the slopes of these dot products, (queries, keys), and the logits in log2 units, as exponents."""
         given = np.ascontiguousarray(s, self.dtype)
-        value, slope = np.empty_like(given), np.empty_like(given)
+        value, slope, exponent = np.empty_like(given), np.empty_like(given), np.empty_like(given)
         args, rows = self._asked(option, arrays, (s.shape[0], s.shape[1]), offsets, scale)
-        pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (given, value, slope))
-        getattr(self._library, f"score_{i}")(args, rows, b, h, step, *pointers)
-        return value, slope
+        pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (given, value, slope, exponent))
+        self.pairs, wrong = ctypes.c_int(), ctypes.c_int()  # how many pairs of keys were computed together
+        getattr(self._library, f"score_{i}")(args, rows, b, h, step, *pointers, ctypes.byref(self.pairs), ctypes.byref(wrong))
+        assert wrong.value == 0, "two keys together are not what they are one by one"
+        return value, slope, exponent

@@ -10,6 +10,20 @@ __device__ constexpr int fragment_row(int i) { return i / 4 % cfg::m_tiles_per_w
 __device__ constexpr int fragment_column(int i) { return i / (4 * cfg::m_tiles_per_warp) * 8 + i % 2; }  // from the thread's first column
 __device__ constexpr int fragment_index(int block, int row) { return (block * cfg::m_tiles_per_warp + row / 2) * 4 + row % 2 * 2; }
 
+// Replaces the elements of one row by own.value(element, offset), or two at once by own.pair where their arrays lie so.
+template <class Row, int n>
+__device__ void map_row(const Row& own, float (&s)[n], int r) {
+    if constexpr (requires { own.has_pairs(0); })
+        if (own.has_pairs(fragment_column(n - 1))) {
+#pragma unroll
+            for (int i = 0; i < n; i += 2)
+                if (fragment_row(i) == r) own.pair(s[i], s[i + 1], fragment_column(i));
+            return;
+        }
+#pragma unroll
+    for (int i = 0; i < n; ++i)
+        if (fragment_row(i) == r) s[i] = own.value(s[i], fragment_column(i));
+}
 // Replaces each element by f(element, row, key); the thread's first element is that of row `row` and key `first`. Where f.row(row, first)
 // has what the keys of a row share, its value(element, offset) is asked. What knows blocks of 16 x 16 gets the four registers of each
 // of its halves, of eight columns.
@@ -20,10 +34,7 @@ __device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
     } else if constexpr (requires { f.row(row, first).value(s[0], 0); }) {
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
-            const auto own = f.row(row + 8 * r, first);
-#pragma unroll
-            for (int i = 0; i < n; ++i)
-                if (fragment_row(i) == r) s[i] = own.value(s[i], fragment_column(i));
+            map_row(f.row(row + 8 * r, first), s, r);
         }
     } else if constexpr (requires(float* const(&block)[2]) { f.apply_block(block, row, first); }) {
 #pragma unroll
@@ -56,7 +67,7 @@ struct KeptBits {
 #pragma unroll
         for (int begin = 0; begin < blocks; begin += 8) {
             u32 bits = 0;
-#pragma unroll 1
+#pragma unroll 4
             for (int i = 0; i < min(8, blocks - begin); ++i) {
                 const i32 x = (begin + i) * 8;
                 bits |= (u32(upper.keep(x)) | u32(upper.keep(x + 1)) << 1 | u32(lower.keep(x)) << 2 | u32(lower.keep(x + 1)) << 3) << 4 * i;

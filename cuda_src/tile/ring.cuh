@@ -9,5 +9,9 @@ struct Ring {
     __device__ void advance() {
         if (++stage == stages) stage = 0, parity ^= 1;
     }
+    __device__ void advance(u32 by) {
+        parity ^= (stage + by) / stages & 1;
+        stage = (stage + by) % stages;
+    }
     __device__ Ring previous() const { return stage ? Ring{stage - 1, parity} : Ring{stages - 1, parity ^ 1}; }
 };

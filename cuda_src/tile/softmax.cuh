@@ -3,6 +3,13 @@
 #include "tile/fragment.cuh"
 #include "tile/log_sum.cuh"
 
+// A score, and where a thread's fragment lies: its upmost row, and its first key.
+template <class S>
+struct PlacedScore {
+    const S& score;
+    const i32 row, first;
+};
+
 // The reference `max` may lag behind the true maximum by 2^8: exp2 then grows to 256 at most, and the final division makes the
 // result exact. One vote of the warp replaces the quad's exchange and the rescaling on most tiles.
 struct OnlineSoftmax {

@@ -11,7 +11,8 @@
 #include "tile/log_sum.cuh"
 #include "variant/work_tile.cuh"
 
-struct TileRange;  // tile/range.cuh, for kernels with tiles
+struct TileRange;                      // tile/range.cuh, for kernels with tiles
+template <class S> struct PlacedScore;  // tile/softmax.cuh, for kernels whose warps have fragments
 template <class A, class B> constexpr bool is_same = false;
 template <class A> constexpr bool is_same<A, A> = true;
 
@@ -63,7 +64,8 @@ template <class M> struct QTilesOption : Given {
 // is a function of s alone may have apply(s), which does a warp's fragment of float at once, and exponent(s, less, within):
 // scale_log2 * score(s) + less, straight from the dot product; where it cannot tell, the highest bit of `within` is cleared. One that
 // is not may have row(q, first), with what the keys of a row share: its value(s, offset) and slope(s, offset) are those of key first +
-// offset.
+// offset; and exponents(q, first, less), whose value(s, offset) is scale_log2 * value(s, offset) + less. Either
+// may have has_pairs(most) and pair(s, t, offset), for two keys at once.
 template <class S> struct ScoreOption : Given {
     static const S s;
     static_assert(requires { S(args, rows, work); }, "Score(args, rows, work)");
@@ -86,7 +88,7 @@ template <class S, class Score> struct SoftmaxOption : SumOption<S> {
     static void nothing();
     // Of a tile that the mask keeps whole or not; the functions make logits of s, and dot products once more. True, in the whole
     // warp, when o must be rescaled.
-    static_assert(requires { bool(s.next(f, score, true, nothing, nothing)); }, "Softmax: next(s, score, full, logits, again): bool");
+    static_assert(requires { bool(s.next(f, PlacedScore<Score>{score, 0, 0}, true, nothing, nothing)); }, "Softmax: next(s, {score, row, first}, full, logits, again): bool");
     static_assert(requires { s.rescale(f); }, "Softmax: rescale(o)");
     static_assert(requires { LogSum<float>(s.row_sum(0)); }, "Softmax: row_sum(r): of one of the thread's rows, at the end");
 };

@@ -59,7 +59,8 @@ class Benchmark:
             try:
                 call = self._prepare(name, task)
                 found.config = call.detail
-                found.error = check(call)
+                if call.checked:
+                    found.error = check(call)
                 calls[name] = call
             except Exception as error:  # a peer may raise anything; the others go on
                 found.failure = failure(error)
@@ -82,6 +83,8 @@ class Benchmark:
         times = timing.race(self.gpu, loads, self.protocol, self.settings.seed)
         for each in (t for t in result.timings if t.name in times):
             each.take(times[each.name], result.flops, result.bytes)
+            if (before := calls[each.name].before) is not None:
+                each.before_us = float(np.median(self.gpu.burst(self.gpu.load(timing.Call(before)), timing.BURST.seconds)))
             if not self.settings.quick:
                 self._extras(task, each, calls[each.name], others.get(each.name))
 
@@ -118,6 +121,15 @@ class Benchmark:
         return {"matmul_tflops": 2 * size**3 / us["matmul"] / 1e6, "copy_gbs": 2 * copied / us["copy"] / 1e3}
 
 
+def rivals(case: Case, peers: dict[str, Adapter]) -> list[str]:
+    """The names of the contenders beside ours in a case: of functions FlexAttention alone, and what is built-in."""
+    if sets.is_backward(case):
+        return list(backward.peers_among(peers))
+    if isinstance(case, sets.FunctionCase):
+        return ["built_in"] * (case.built_in is not None) + ["flex"] * ("flex" in peers)
+    return list(peers)
+
+
 def measure(
     settings: Settings, device: Device, cases: Sequence[Case], run: Run, save: Callable[[], None], console: Console
 ) -> None:
@@ -125,7 +137,8 @@ def measure(
     begin = time.monotonic()
     with Pool() as pool, machine.Monitor() as monitor, Progress(console=console, transient=True) as progress:
         names = {case: our_names(case, settings.configs, device) for case in cases}
-        count = pool.submit(sources(names, device, settings.kernel))
+        plain = {each: ["ours"] for case in cases if (each := getattr(case, "built_in", None)) is not None}
+        count = pool.submit([*sources(names, device, settings.kernel), *sources(plain, device)])
         bar = progress.add_task(f"compiling {count} kernels", total=count)
         bench = Benchmark(settings, found := installed(settings.fa3, settings.peers))
         for _ in pool.results():
@@ -137,8 +150,7 @@ def measure(
             if (started := time.monotonic()) - begin > settings.seconds:
                 run.left_out.append(sets.label(case))
                 continue
-            peers = backward.peers_among(found) if sets.is_backward(case) else found
-            run.results.append(result := bench.case(case, [*names[case], *peers]))
+            run.results.append(result := bench.case(case, [*names[case], *rivals(case, found)]))
             result.state = monitor.summary(started)
             save()
             progress.advance(bar)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 import rawattn.reference
+from rawattn.functions import is_function
 from rawattn.timing import Call
 
+from .functions import of_part
 from .task import Task, Unserved
 
 TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3, "fp32": 4e-6}  # of the relative error; peers stand at 2e-3, 3e-4 and 1e-6
@@ -31,7 +33,7 @@ class Check:
         for batch, head in self.places:
             kv = head // (case.heads // case.kv_heads)
             q, k, v = task.q[batch][..., [head], :], task.k[batch][..., [kv], :], task.v[batch][..., [kv], :]
-            options = part_of(case.options, 0 if batch is ... else batch.start, head)
+            options = part_of(case.options | task.functions, 0 if batch is ... else batch.start, head)
             self.expected.append(rawattn.reference.attention(q, k, v, rows=self.rows.tolist(), **cu, **options))
 
     def __call__(self, call: Call) -> float:
@@ -73,8 +75,11 @@ def part_of(options: dict[str, Any], batch: int, head: int) -> dict[str, Any]:
     found = dict(options)
     if "sinks" in options:
         found["sinks"] = options["sinks"][head : head + 1]
-    if "score" in options:
-        found["score"] = PartScore(options["score"], batch, head)
+    for role in ("mask", "score"):
+        if is_function(options.get(role)):
+            found[role] = of_part(role, options[role], batch, head)
+        elif role == "score" and role in options:
+            found[role] = PartScore(options[role], batch, head)
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import rawattn
-from rawattn import driver
+from rawattn import driver, functions
 from rawattn.compiler import Source
 from rawattn.device import Device
 from rawattn.errors import RawattnError
@@ -20,8 +20,8 @@ from rawattn.select import KERNELS, Selection, select
 from rawattn.testing import Case
 from rawattn.timing import Call
 
-from .sets import operation
-from .task import Task
+from .sets import FunctionCase, operation
+from .task import Task, Unserved
 
 
 def short_names(config_type: Any) -> dict[str, str]:
@@ -82,16 +82,35 @@ def launched(kernel: Any, op: Forward, config: Any, device: Device) -> list[Sour
 
 
 def ours(task: Task, name: str, kernel: str | None = None) -> Call:
-    options, inputs = our_options(task.case, name, kernel) | task.sinks, (task.q, task.k, task.v, *task.packed)
+    options, inputs = our_options(task.case, name, kernel) | task.sinks | task.functions, (task.q, task.k, task.v, *task.packed)
     attention = rawattn.attention_varlen if task.packed else rawattn.attention
     return Call(lambda: attention(*inputs, **options), detail=config_name(rawattn.plan(*inputs, **options).config))
+
+
+def built_in(task: Task) -> Call:
+    """What computes the same as a function without it, or nearly (``FunctionCase.built_in``), on the same q, k and v."""
+    import torch
+
+    case = task.case.built_in if isinstance(task.case, FunctionCase) else None
+    if case is None:
+        raise Unserved("nothing built-in computes it")
+    inputs: tuple[Any, ...] = (task.q, task.k, task.v)
+    packed: tuple[Any, ...] = ()
+    if case.lengths is not None:
+        starts = torch.tensor([0, *(n for n, _ in case.lengths)], device=task.q.device).cumsum(0).int()
+        longest = max(n for n, _ in case.lengths)
+        inputs = tuple(x.flatten(0, 1) for x in inputs)
+        packed = (starts, starts, longest, longest)
+    call = ours(dataclasses.replace(task, case=case, q=inputs[0], k=inputs[1], v=inputs[2], packed=packed), "ours")
+    return dataclasses.replace(call, view=lambda o: o.view(task.o_shape), checked="mask" in task.functions)
 
 
 def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], Any]:
     """``Plan.run`` with ``out=``: the least that a call of ours costs the host."""
     inputs, out = (task.q, task.k, task.v, *task.packed[:2]), task.q.new_empty(task.o_shape)
-    plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name, kernel) | task.sinks)
-    return lambda: plan.run(*inputs, **task.sinks, out=out)
+    plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name, kernel) | task.sinks | task.functions)
+    captured = functions.taken(task.functions)[1]
+    return lambda: plan.run(*inputs, *captured, **task.sinks, out=out)
 
 
 def plan_of(task: Task, kernel: Kernel[Any], config: Any, constant_time: bool = False) -> Plan:

@@ -19,7 +19,8 @@ from typing import Any
 from rawattn.testing import Case
 from rawattn.timing import Call
 
-from .ours import ours
+from .functions import FUNCTIONS
+from .ours import built_in, ours
 from .task import Task, Unserved
 
 MATH_BYTES = 8 << 30  # most that the plain formula may take for its logits
@@ -57,18 +58,26 @@ def packed_flash(task: Task) -> Call:
 
 
 def flex(task: Task) -> Call:
-    """torch's FlexAttention, compiled."""
+    """torch's FlexAttention, compiled, on a block mask that is made before."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    task.refuse("lengths", "window", "softcap")
-    case, shift, mask = task.case, task.case.kv_len - task.case.q_len, None
-    if case.causal:
-        mask = create_block_mask(
-            lambda b, h, i, j: j <= i + shift, None, None, case.q_len, case.kv_len, device=str(task.q.device)
-        )
-    more = {"block_mask": mask, "scale": case.scale, "enable_gqa": case.heads != case.kv_heads}
-    return Call(functools.partial(torch.compile(flex_attention), *task.heads_first, **more), lambda o: o.transpose(1, 2))
+    if task.function is None:
+        task.refuse("lengths", "window", "softcap")
+    torch._dynamo.reset()  # else the ninth function in a process is not compiled
+    case, shift, own = task.case, task.case.kv_len - task.case.q_len, task.functions
+    mask_mod = own.get("mask", lambda b, h, i, j: j <= i + shift)
+    sizes: tuple[int | None, int | None] = (None, None)
+    if "mask" in own:
+        differs = FUNCTIONS[getattr(case, "function", "")]
+        sizes = case.batch if differs.by_batch else None, case.heads if differs.by_head else None
+    make = torch.compile(create_block_mask)
+    before = functools.partial(make, mask_mod, *sizes, case.q_len, case.kv_len, device=str(task.q.device))
+    has_mask = "mask" in own or case.causal
+    more = {"block_mask": before() if has_mask else None, "score_mod": own.get("score")}
+    more |= {"scale": case.scale, "enable_gqa": case.heads != case.kv_heads}
+    run = functools.partial(torch.compile(flex_attention), *task.heads_first, **more)
+    return Call(run, lambda o: o.transpose(1, 2), before=before if has_mask else None)
 
 
 def window_of(case: Case) -> tuple[int, int]:
@@ -189,4 +198,6 @@ def installed(fa3_file: str | None = None, names: str | None = None) -> dict[str
 
 def prepare(name: str, task: Task, peers: dict[str, Adapter], kernel: str | None = None) -> Call:
     """A contender on a task; ``kernel`` is what ours asks for. Raises Unserved, or whatever the library raises."""
+    if name == "built_in":
+        return built_in(task)
     return ours(task, name, kernel) if name.startswith("ours") else peers[name](task)

@@ -39,6 +39,7 @@ class Timing:
     host_us: float = math.nan  # of one eager call
     plan_us: float = math.nan  # of Plan.run(out=), ours alone
     peak_mb: float = math.nan
+    before_us: float = math.nan  # of what a call needs that is made before, such as a block mask
     failure: str = ""  # why it was not timed
     note: str = ""
     medians: list[float] = dataclasses.field(default_factory=list)  # of each round
@@ -72,10 +73,11 @@ class Result:
         """Fills ``ratios``; ``best`` is the fastest peer."""
         timed = [timing for timing in self.timings if timing.rounds]
         rivals = [timing for timing in timed if not timing.is_ours]
+        others = [rival for rival in rivals if rival.name != "built_in"]  # which is ours, without the case's function
         for mine in (timing for timing in timed if timing.is_ours):
             found = {rival.name: dataclasses.astuple(statistics.ratio(rival.rounds, mine.rounds)) for rival in rivals}
-            if rivals:
-                found["best"] = found[min(rivals, key=lambda rival: rival.us).name]
+            if others:
+                found["best"] = found[min(others, key=lambda rival: rival.us).name]
             self.ratios[mine.name] = found
 
     def ratio(self, peer: str = "best", mine: str = "ours") -> float:
@@ -135,7 +137,8 @@ class Run:
             f"# {self.arguments.get('set')}, {self.arguments.get('protocol')}",
             "\n".join(f"- {k}: {v}" for k, v in found.items()),
         ]
-        parts += [table(self.summary(), markdown=True), table(self.rows(), markdown=True), left_out]
+        tables = [self.summary(), self.rows(), self.before()]
+        parts += [*(table(rows, markdown=True) for rows in tables if rows), left_out]
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def rows(self) -> list[list[str]]:
@@ -166,6 +169,12 @@ class Run:
             means = [f"{statistics.geometric_mean(values):.3f}" for values in ratios.values()]
             rows.append([dim, mask, str(len(members)), means[0], f"{min(ratios['best'], default=math.nan):.3f}", *means[1:]])
         return rows
+
+    def before(self) -> list[list[str]]:
+        """The table of what was made before calls, such as block masks, heading first; empty where nothing was."""
+        found = [(result.label, t) for result in self.results for t in result.timings if not math.isnan(t.before_us)]
+        rows = [[label, t.name, f"{t.us:.1f}", f"{t.before_us:.1f}", f"{t.us + t.before_us:.1f}"] for label, t in found]
+        return [["case", "name", "us", "before", "both"], *rows] if rows else []
 
     def failures(self) -> list[str]:
         timings = [(result.label, timing) for result in self.results for timing in result.timings]

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.operation import Backward
+from rawattn.operation import Backward, Forward
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
+
+from . import functions
 
 MASKS = (False, True)  # causal
 
@@ -19,6 +21,26 @@ MASKS = (False, True)  # causal
 @dataclasses.dataclass(frozen=True)
 class BackwardCase(Case):
     """A case whose gradients are timed: dq, dk and dv of do, o and lse."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionCase(Case):
+    """A case whose mask or score is the Python function of this name in ``functions.FUNCTIONS``."""
+
+    function: str = ""
+
+    @property
+    def op(self) -> Forward:
+        op, role = super().op, functions.FUNCTIONS[self.function].role
+        spec: Any = dataclasses.replace(op.spec, **{role: functions.option(self.function, self)})
+        return dataclasses.replace(op, spec=spec)
+
+    @property
+    def built_in(self) -> Case | None:
+        """The case that computes the same without a function; of a score the one without it. None where there is none."""
+        found = functions.FUNCTIONS[self.function].built_in(self)
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Case)}
+        return None if found is None else Case(**{**own, **found})
 
 
 def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
@@ -45,6 +67,14 @@ def backward(cases: list[Case]) -> list[Case]:
     return [BackwardCase(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)}) for case in cases]
 
 
+def of_functions(names: tuple[str, ...], lengths: tuple[int, ...], head_dims: tuple[int, ...] = (128, 64)) -> list[Case]:
+    """Functions on 16k tokens, or one sequence where that is longer, of hidden size 2048."""
+    shapes = [(max(1, 16384 // n), n, 2048 // d, d) for d in head_dims for n in lengths]
+    plain = [dense(*shape, causal=False) for shape in shapes]
+    own = [{f.name: getattr(case, f.name) for f in dataclasses.fields(Case)} for case in plain]
+    return [FunctionCase(**each, function=name) for each in own for name in names]
+
+
 SMALL = [dense(b, s, h, 64, causal) for b, s, h in ((1, 512, 8), (4, 512, 16), (8, 512, 16), (1, 2048, 16)) for causal in MASKS]
 HEAD_DIMS = ((80, 80), (96, 96), (112, 112), (192, 192), (192, 128))
 KINDS: tuple[dict[str, Any], ...] = ({}, {"dtype": "fp16"}, {"softcap": 30.0})
@@ -66,11 +96,19 @@ SETS = {
     "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],
     "gate": [*grid(1024, 4096), dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8), packed(16, 128)],
 }
+SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
+    "masks": of_functions(functions.MASKS, (4096, 16384)),
+    "scores": of_functions(functions.SCORES, (4096, 16384)),
+    "functions": of_functions(("causal", "sliding", "documents", "neighbours", "blocks", "alibi", "pair_bias"), (4096,), (128,)),
+    "masks-64k": of_functions(functions.MASKS, (65536,)),
+    "scores-64k": of_functions(tuple(name for name in functions.SCORES if name != "pair_bias"), (65536,)),
+}
 SETS["paper-bwd"] = backward(SETS["paper"])
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS)]
 )
 SETS["fp32-bwd"] = backward(SETS["fp32"])
+SETS["gate"] += of_functions(("causal", "documents", "blocks", "alibi", "pair_bias"), (4096,))
 SETS["gate"] += backward([*grid(1024, 4096), packed(16, 128)])
 
 
@@ -85,7 +123,7 @@ def load(names: str, file: str | None) -> list[Case]:
 def from_json(fields: dict[str, Any]) -> Case:
     """A case from what ``to_json`` gave."""
     fields = dict(fields)
-    made = BackwardCase if fields.pop("backward", False) else Case
+    made = BackwardCase if fields.pop("backward", False) else FunctionCase if "function" in fields else Case
     tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     if "lengths" in tuples:
         tuples["lengths"] = tuple(map(tuple, tuples["lengths"]))
@@ -115,6 +153,8 @@ def is_backward(case: Case) -> bool:
 
 
 def mask_label(case: Case) -> str:
+    if isinstance(case, FunctionCase):
+        return f"f:{case.function}"
     parts = ["causal" if case.causal else "full" if case.window is None else ""]
     parts += [f"window{','.join(map(str, case.window))}"] if case.window is not None else []
     parts += [f"softcap{case.softcap:g}"] if case.softcap is not None else []
@@ -124,6 +164,8 @@ def mask_label(case: Case) -> str:
 def flops(case: Case) -> int:
     """Multiplications and additions of both products, or of the five of a backward, over the pairs that the mask keeps, counted
     for every sequence."""
+    if isinstance(case, FunctionCase):
+        return 2 * (case.head_dim + case.head_dim_v) * functions.FUNCTIONS[case.function].pairs(case)
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
     kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}
     columns = 3 * case.head_dim + 2 * case.head_dim_v if is_backward(case) else case.head_dim + case.head_dim_v

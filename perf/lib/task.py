@@ -8,6 +8,8 @@ from typing import Any
 
 from rawattn.testing import Case
 
+from .functions import FUNCTIONS
+
 
 class Unserved(Exception):
     """The peer does not compute this case; the message says why."""
@@ -53,9 +55,20 @@ class Task:
         """The keyword argument ``sinks`` on q's device, where the case has sinks."""
         return {"sinks": self.case.sink_logits("torch", self.q.device)} if self.case.sinks else {}
 
+    @functools.cached_property
+    def function(self) -> Any:
+        """The Python function that is the case's mask or score, on what it captures on q's device; None where it has none."""
+        name = getattr(self.case, "function", None)
+        return None if name is None else FUNCTIONS[name].make(self.case, str(self.q.device))
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The keyword argument ``mask`` or ``score`` for it."""
+        return {} if self.function is None else {FUNCTIONS[getattr(self.case, "function", "")].role: self.function}
+
     def refuse(self, *names: str) -> None:
-        """Raises Unserved where the case has what no peer is given (a mask object, a score, sinks, offsets), or what is named:
-        lengths (packed sequences), window, softcap."""
-        for name in ("mask", "score", "sinks", "q_offset", "kv_offset", *names):
-            if getattr(self.case, name) not in (None, False):
+        """Raises Unserved where the case has what no peer is given (a mask object, a score, sinks, offsets, a function), or what
+        is named: lengths (packed sequences), window, softcap."""
+        for name in ("mask", "score", "sinks", "q_offset", "kv_offset", "function", *names):
+            if getattr(self.case, name, None) not in (None, False):
                 raise Unserved(f"no {name}")

@@ -28,6 +28,7 @@ _CLOCK = 1.755e9  # per second
 _LAUNCH = 1.9e-6  # seconds
 _OVERLAP = {1: 9.0, 2: 1.3, 3: 1.62, 4: 1.85}  # of products and exponentials, by warpgroups: 1 is none, infinity complete
 _STEP = 30.0  # what else a step of one takes from the others
+_STEP_OF_LIST = 40.0  # ... and where its tile was read from a list; guessed
 _ALONE, _ALONE_PER_KEY = 150.0, 3.7  # what a step takes one warpgroup besides its products, whatever the others do
 _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, and its store
 
@@ -50,10 +51,11 @@ class Config:
 def registers(config: Config, op: Forward) -> tuple[int, int]:
     """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
     part of them (multiples of 8), and what the producer gives up the consumers take. A producer that asks a mask for its tiles
-    needs more."""
+    needs more, and consumers whose score is a function."""
     if lists(op.mask):
-        return {1: (128, 256), 2: (72, 216), 3: (56, 152), 4: (56, 104)}[config.consumers]
-    return {1: (56, 256), 2: (40, 232), 3: (32, 160) if config.tile_kv > 112 else (40, 152), 4: (32, 112)}[config.consumers]
+        return {1: (128, 256), 2: (72, 216), 3: (56, 152), 4: (32, 112)}[config.consumers]
+    wide = config.tile_kv > 112 or tiling.is_function(op.score)
+    return {1: (56, 256), 2: (40, 232), 3: (32, 160) if wide else (40, 152), 4: (32, 112)}[config.consumers]
 
 
 def panels(columns: int) -> int:
@@ -146,15 +148,28 @@ class AttnFwd(OneLaunch):
 
     def candidates(self, op: Forward, device: Device) -> list[Config]:
         """The legal configurations worth a thought: the deepest rings that fit, key tiles of 64 to 128 rows where
-        there are any (longer ones lost wherever they were tried); where the producer asks a mask for its tiles, up to two
-        warpgroups, which leave it registers."""
+        there are any (longer ones lost wherever they were tried). Where only compiling tells which of them are good, there is one
+        ring for each tile; and where the producer asks a mask for its tiles there are up to three warpgroups, which leave it
+        registers, and the shortest and the longest key tile of each. Three have rows of several blocks of queries, of which each
+        may need other keys."""
         found = []
-        for tile_q in (64, 128) if lists(op.mask) else (64, 128, 192, 256):
-            for tile_kv in range(32, 129, 16):
-                for q_stages in (2, 1):
-                    fitting = [Config(tile_q, tile_kv, stages, q_stages) for stages in (8, 6, 5, 4, 3, 2)]
-                    found += [c for c in fitting if self.legal(c, op, device) is None][:1]
+        most = 256 if not lists(op.mask) else 128 if getattr(op.mask, "by_blocks", False) else 192
+        for tile_q in range(64, most + 1, 64):
+            own = [self._deepest(tile_q, tile_kv, op, device) for tile_kv in range(32, 129, 16)]
+            own = [rings for rings in own if rings]
+            if lists(op.mask):
+                own = [rings for rings in own if rings[0].tile_kv >= 64] or own
+                own = own[:1] + own[1:][-1:]
+            found += [config for rings in own for config in (rings[:1] if self.is_tried(op) else rings)]
         return [c for c in found if c.tile_kv >= 64] or found
+
+    def _deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[Config]:
+        """A tile with the deepest rings that fit, with two stages of Q and with one."""
+        found = []
+        for q_stages in (2, 1):
+            fitting = [Config(tile_q, tile_kv, stages, q_stages) for stages in (8, 6, 5, 4, 3, 2)]
+            found += [c for c in fitting if self.legal(c, op, device) is None][:1]
+        return found
 
     # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
 
@@ -164,7 +179,7 @@ class AttnFwd(OneLaunch):
         columns = -(-op.head_dim // 16) * 16 + op.head_dim_v
         products, exponentials = 64 * config.tile_kv * columns / 2048, 4 * config.tile_kv  # of 64 rows by one key tile
         overlap = _OVERLAP[config.consumers]
-        strip = (products**overlap + exponentials**overlap) ** (1 / overlap) + _STEP
+        strip = (products**overlap + exponentials**overlap) ** (1 / overlap) + _STEP + _STEP_OF_LIST * lists(op.mask)
         alone = products + _ALONE_PER_KEY * config.tile_kv + _ALONE
         begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q)
         strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles

@@ -60,7 +60,8 @@ class Kernel(abc.ABC, Generic[Op]):
         """The reason why it cannot read arrays that lie so, which a copy would mend; None where it can."""
 
     def is_tried(self, op: Op) -> bool:
-        """Says whether only compiling tells which configurations keep all in registers, as where the mask is a function."""
+        """Says whether only compiling tells which configurations keep all in registers, as where the mask or the score is a
+        function."""
         return False
 
     @abc.abstractmethod
@@ -113,7 +114,7 @@ class OneLaunch(Kernel[Forward]):
         return tiling.tuning_shapes(op)
 
     def is_tried(self, op: Forward) -> bool:
-        return lists(op.mask)
+        return lists(op.mask) or tiling.is_function(op.score)
 
     @abc.abstractmethod
     def options(self, op: Forward, config: Any) -> dict[str, Option]:

@@ -49,9 +49,14 @@ def tensor_core_reasons(op: Forward, widest: int = 256) -> list[str]:
     return found
 
 
+def is_function(option: object) -> bool:
+    """Says whether a mask or a score is a Python function."""
+    return hasattr(option, "arrays")
+
+
 def function_reasons(op: Forward) -> list[str]:
     """The reason why functions among the options are refused, where they are."""
-    found = [name for name in ("mask", "score") if hasattr(getattr(op, name), "arrays")]
+    found = [name for name in ("mask", "score") if is_function(getattr(op, name))]
     if not (op.constant_time and found):
         return []
     return [f"its {' and its '.join(found)} may take any time, as functions do; constant_time is for built-in masks and scores"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from .arithmetic import from_linear
+from .arithmetic import from_linear, linear
 from .canonical import Code
-from .expressions import Expr, make
+from .expressions import INSIDE, Expr, make
 from .fields import Array, Divisor, Made, Number, Size, Step, What
 from .placement import HOST, PLACES, Placement
 from .proofs import is_nonnegative
@@ -30,6 +31,35 @@ _SCORE = (
 _MASK = _PLAIN | {"add": "__fadd_rn({}, {})", "sub": "__fsub_rn({}, {})", "mul": "__fmul_rn({}, {})", "div": "__fdiv_rn({}, {})"}
 
 
+_PAIRS = """
+    // Of two keys that follow each other, the first at an even offset: where all keys up to offset `most` are there, and elements
+    // of arrays lie so that one load reads both.
+    __device__ bool has_pairs(i32 most) const {{
+        const i32 inside = 0;{known}
+        return most <= last && {aligned};
+    }}
+    __device__ void pair(Number& s, Number& t, i32 offset) const {{
+        const i32 inside = offset;{known}{loads}
+        s = one<0>(s, offset, {words}), t = one<1>(t, offset + 1, {words});
+    }}
+    template <int n>
+    __device__ Number one(Number s, i32 offset, {parameters}) const {{
+        const i32 inside = offset;{body}
+        return {result};
+    }}"""
+
+
+def _needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """The lines that some texts are made of, in order."""
+    wanted = {word for text in texts for word in re.findall(r"\w+", text)}
+    found: list[tuple[str, str, str]] = []
+    for line in reversed(lines):
+        if line[1] in wanted:
+            found.append(line)
+            wanted |= set(re.findall(r"\w+", line[2]))
+    return found[::-1]
+
+
 class Writer:
     """The lines of a struct, each in its place."""
 
@@ -41,6 +71,7 @@ class Writer:
         self.fields = {} if fields is None else fields
         self.lines: dict[str, list[tuple[str, str, str]]] = {place: [] for place in PLACES}  # C++ type, name, text
         self.checked: set[tuple[Expr, int]] = set()
+        self.neighbours: list[str] = []  # texts of loads of which those of the next key read the next element
         self._names: dict[Expr, str] = {}
         self._formulas = _MASK if self.role == "mask" else _SCORE
 
@@ -161,7 +192,34 @@ class Writer:
                 pointer = self.keep(outer, ctype, " + ".join([pointer, *steps]))
         here = [self.step(x, axis) for axis, place in enumerate(places) if PLACES[place] == at]
         found = f"function::read({' + '.join([pointer, *here])})"
+        if at == "element" and len(here) == 1 and x.type == "float" and self._steps_by_one(x) and found not in self.neighbours:
+            self.neighbours.append(found)
         return f"{self.number}({found})" if x.type == "float" else found
+
+    def _steps_by_one(self, x: Expr) -> bool:
+        """Says whether the last index is the key, and something of an outer place besides."""
+        _, terms = linear(x.args[-1])
+        own = {atom: c for atom, c in terms.items() if PLACES[self.place(atom)] == "element"}
+        return own == {INSIDE: 1} and (x, len(x.args) - 3) not in self.checked and x.args[1] != "fp64"
+
+    def pairs(self, result: str) -> str:
+        """Members that compute the values of two neighbouring keys, whose elements one load reads; nothing where none can."""
+        if not self.neighbours:
+            return ""
+        lines, words = self.lines["element"], [f"w{i}" for i in range(len(self.neighbours))]
+        places = [text.removeprefix("function::read(").removesuffix(")") for text in self.neighbours]
+        known = "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in _needed(places, lines))
+        loads = "".join(
+            f"\n        const auto {word} = function::read_two({place});" for word, place in zip(words, places, strict=True)
+        )
+        body = self.body()
+        for word, text in zip(words, self.neighbours, strict=True):
+            body = body.replace(text, f"function::get<n>({word})")
+        return _PAIRS.format(
+            known=known, loads=loads, body=body, result=result, words=", ".join(words),
+            aligned=" && ".join(f"function::is_two({place})" for place in places),
+            parameters=", ".join(f"auto {word}" for word in words),
+        )  # fmt: skip
 
     def step(self, x: Expr, axis: int) -> str:
         index, stride = self.index(x, axis), self.stride(x.args[0], axis)

@@ -7,9 +7,11 @@ are of the kernel's Number.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .arithmetic import add, mul
 from .canonical import Code
 from .classes import strengthened
 from .cuda_lines import Writer
@@ -17,7 +19,7 @@ from .cuda_ranges import RangeWriter, pyramids_of
 from .expressions import Expr, nodes
 from .fields import What
 from .gradients import by_elements, slope
-from .placement import Lowering, positioned
+from .placement import LESS, Lowering, positioned
 
 
 class Written(NamedTuple):
@@ -90,10 +92,23 @@ struct FunctionScoreRow : FunctionScoreHead {{
     }}
     __device__ Number value(Number s, i32 offset) const {{{inside}{element}
         return {result};
-    }}
+    }}{pairs}
     __device__ Number slope(Number s, i32 offset) const {{{inside}{slope_element}
         return {slope};
     }}
+}};
+// The same keys, as exponents of 2: logits in log2 units, and less in one sum.
+struct FunctionScoreExponents : FunctionScoreHead {{
+    i32 q, first, last;
+    Number less;{exponent_members}
+
+    __device__ FunctionScoreExponents(const FunctionScoreHead& head, i32 query, i32 key, Number less)
+        : FunctionScoreHead(head), q(min(query, last_q + q_offset)), first(key), last(last_kv + kv_offset - key),
+          less(less) {{{exponent_row}
+    }}
+    __device__ Number value(Number s, i32 offset) const {{{inside}{exponent_element}
+        return {exponent};
+    }}{exponent_pairs}
 }};
 struct FunctionScore : FunctionScoreHead {{
     static constexpr Number scale_log2 = Number(1.4426950408889634);
@@ -101,6 +116,9 @@ struct FunctionScore : FunctionScoreHead {{
     using FunctionScoreHead::FunctionScoreHead;
 
     __device__ FunctionScoreRow row(i32 q, i32 first) const {{ return FunctionScoreRow(*this, q, first); }}
+    __device__ FunctionScoreExponents exponents(i32 q, i32 first, Number less) const {{
+        return FunctionScoreExponents(*this, q, first, less);
+    }}
     __device__ Number operator()(Number s, i32 q, i32 kv) const {{ return row(q, kv).value(s, 0); }}
     __device__ Number derivative(Number s, i32 q, i32 kv) const {{ return row(q, kv).slope(s, 0); }}
 }};
@@ -183,15 +201,20 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
     result = value.add(*lowering(*positioned(code.root, checked)))
     derivative = Writer(code, "Number", prefix="d", fields=value.fields)
     slope_result = derivative.add(*lowering(*positioned(slope(code.root), checked)))
-    parts = (value, derivative)
+    exponents = Writer(code, "Number", prefix="e", fields=value.fields)
+    root, moved = positioned(code.root, checked)
+    exponent = exponents.add(*lowering(add(mul(root, 1 / math.log(2)), LESS), moved))
+    parts = (value, derivative, exponents)
     head = _HEAD.format(
         role="score", code=code, name="FunctionScore", includes=_include(*_INCLUDES),
         head_members="".join(w.members("head") for w in parts), head="".join(w.assign("head") for w in parts),
     )  # fmt: skip
     body = _SCORE_STRUCT.format(
-        row_members="".join(w.members("row") for w in parts), row="".join(w.assign("row") for w in parts),
-        inside=_inside([*value.lines["element"], *derivative.lines["element"]]), element=value.body(), result=result,
-        slope_element=derivative.body(), slope=slope_result,
+        row_members="".join(w.members("row") for w in parts[:2]), row="".join(w.assign("row") for w in parts[:2]),
+        inside=_inside([line for w in parts for line in w.lines["element"]]), element=value.body(), result=result,
+        slope_element=derivative.body(), slope=slope_result, exponent_members=exponents.members("row"),
+        exponent_row=exponents.assign("row"), exponent_element=exponents.body(), exponent=exponent,
+        pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent),
     )  # fmt: skip
     return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))
 

@@ -17,8 +17,9 @@ from .expressions import FIRST, INSIDE, KV, OFFSET, Expr, S, children, const, is
 PLACES = ("const", "host", "head", "row", "element")
 HOST, ELEMENT = PLACES.index("host"), PLACES.index("element")
 SCALE = var("scale", "float")
+LESS = var("less", "float")  # what is taken from the exponents of a row
 _OWN = {"load": "head", "param": "host", "dim": "host"}
-_VARIABLES = {"q": "row", "first": "row", "offset": "element", "inside": "element", "s": "element"}
+_VARIABLES = {"q": "row", "less": "row", "first": "row", "offset": "element", "inside": "element", "s": "element"}
 
 
 class Placement:

@@ -16,7 +16,7 @@ from ..trace.canonical import Code, number_keys, numbers_of
 from ..trace.classes import classify
 from ..trace.cuda_ranges import pyramids_of
 from ..trace.evaluation import Evaluation, evaluate
-from ..trace.expressions import nodes
+from ..trace.expressions import Q, children, nodes
 from ..trace.gradients import by_elements, slope
 from ..trace.infix import infix
 from ..trace.proofs import Limits, checked_indices
@@ -131,6 +131,12 @@ class FunctionMask(_Function):
     type: ClassVar[str] = "FunctionMask"
     role: ClassVar[str] = "mask"
     lists: ClassVar[bool] = True
+
+    @functools.cached_property
+    def by_blocks(self) -> bool:
+        """Says whether queries keep keys by the blocks that they lie in: the mask sees no more of a query than q // n."""
+        uses = [node for node in nodes(self.code.root) if any(each is Q for each in children(node))]
+        return bool(uses) and all(node.op == "floordiv" for node in uses)
 
     def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
         """All keys: the queries may keep any of them."""

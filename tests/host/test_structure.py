@@ -17,7 +17,7 @@ from rawattn import compiler
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 24200,  # caches in eight bits, and gradients of captured arrays
-    "perf": 5000,
+    "perf": 5200,
     "cuda_src": 9500,
     "tests": 28000,
 }
@@ -93,6 +93,7 @@ def test_cuda_file(path: pathlib.Path) -> None:
         "pragma once",
         "pragma unroll",
         "pragma unroll 1",
+        "pragma unroll 2",
         "pragma unroll 4",
     }
     allowed = ARROWS.get(path.relative_to(ROOT / "cuda_src").parts[0], [*ARROWS, "config.cuh"])

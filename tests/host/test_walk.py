@@ -11,11 +11,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from perf.lib import sets
 from rawattn import compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
-from rawattn.select import config_set, select
+from rawattn.select import MOST_TRIED, config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists
@@ -112,12 +113,25 @@ def test_a_configuration_without_spills_is_chosen(kernel: str, arch: str, head_d
         assert not binary.spill_bytes and not binary.advisories, (mask, selection.config, binary.spill_bytes, binary.advisories)
 
 
+def test_candidates_of_functions() -> None:
+    """Lists have up to three warpgroups, but two where queries keep keys by blocks; one ring for each tile."""
+    device = TYPICAL["sm_90a"]
+    for name, longest in (("documents", 192), ("causal", 192), ("blocks", 128)):
+        (case,) = sets.of_functions((name,), (4096,), (128,))
+        found = ATTN_FWD.candidates(sets.operation(case), device)
+        assert max(c.tile_q for c in found) == longest and {c.tile_kv for c in found} >= {64, 128}
+        assert len({(c.tile_q, c.tile_kv) for c in found}) == len(found) <= MOST_TRIED
+    (case,) = sets.of_functions(("alibi",), (4096,), (64,))
+    assert max(c.tile_q for c in ATTN_FWD.candidates(sets.operation(case), device)) == 256
+    assert ATTN_FWD.is_tried(sets.operation(case)) and not ATTN_FWD.is_tried(sets.operation(sets.dense(1, 64, 1, 64, True)))
+
+
 def test_the_next_configuration_is_tried() -> None:
     """Where the cheapest one spills it is the next, but for masks whose registers are known; where all spill, the one that spills
     least."""
-    op, device = forward(BF16, 2, 4096, 4096, 16, 16, 128, 128, mask=LISTS[0]), TYPICAL["sm_90a"]
+    op, device = forward(BF16, 2, 4096, 4096, 16, 16, 64, 64, mask=LISTS[0]), TYPICAL["sm_90a"]
     plain = dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=Causal()))
-    large, small = attn_fwd.Config(192, 64, 4, 2), attn_fwd.Config(128, 128, 2, 1)
+    large, small = attn_fwd.Config(256, 64, 4, 2), attn_fwd.Config(128, 128, 2, 1)
     for asked, configs, best in ((op, [large, small], small), (plain, [large, small], large), (op, [large], large)):
         config_set.cache_clear()
         with (

@@ -16,7 +16,7 @@ from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
-from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.program import AxisStride, Pointer, Scratch, Value
@@ -132,6 +132,26 @@ def test_many_works_for_a_block(name: str) -> None:
     compare(o, truth[0], 1.2e-2, "o")
     for which, x, wanted in zip(("dq", "dk", "dv"), gradients, truth[2:], strict=True):
         compare(x, wanted, 2e-2, which)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", lists.MASKS)
+@pytest.mark.parametrize("config", [(64, 64, 4, 2), (128, 128, 4, 1), (192, 64, 8, 2), (192, 112, 4, 1)], ids=str)
+def test_one_warp_finds_what_another_loads(config: tuple[int, ...], name: str) -> None:
+    """Works that end at any place in the rings, again and again, with one to three warpgroups: always the same bits."""
+    import torch
+
+    call = Call(name, (4, 1500, 4100, 16, 4, 64), 6)
+    options = {"mask": call.mask, "kernel": "attn_fwd", "config": Config(*config), "return_lse": True}
+    with poisoned_memory():
+        o, lse = rawattn.attention(call.q, call.k, call.v, **options)
+    for _ in range(50):
+        again = rawattn.attention(call.q, call.k, call.v, **options)
+        assert torch.equal(again[0], o) and torch.equal(again[1], lse)
+    plain = {**options, "kernel": "attn_fwd_simt", "config": None}
+    wanted = rawattn.attention(call.q, call.k, call.v, **plain)
+    compare(o, wanted[0].double(), 1.2e-2, "o")
+    torch.testing.assert_close(lse, wanted[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -26,4 +26,18 @@ __device__ inline void write(Bf16* p, float x) {
     const u32 bits = __builtin_bit_cast(u32, x);
     p->bits = u16(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+
+// Two elements that follow each other, by one load where they lie as one number of their size would.
+template <class T>
+struct Two { u32 words[sizeof(T) / 2]; };
+template <class T> __device__ inline bool is_two(const T* p) { return reinterpret_cast<u64>(p) % (2 * sizeof(T)) == 0; }
+__device__ inline Two<Bf16> read_two(const Bf16* p) { return {{__ldg(reinterpret_cast<const u32*>(p))}}; }
+__device__ inline Two<Fp16> read_two(const Fp16* p) { return {{__ldg(reinterpret_cast<const u32*>(p))}}; }
+__device__ inline Two<float> read_two(const float* p) {
+    const uint2 both = __ldg(reinterpret_cast<const uint2*>(p));
+    return {{both.x, both.y}};
+}
+template <int n> __device__ inline float get(Two<Bf16> x) { return __builtin_bit_cast(float, n ? x.words[0] & 0xffff0000u : x.words[0] << 16); }
+template <int n> __device__ inline float get(Two<Fp16> x) { return ptx::widen_fp16(u16(x.words[0] >> 16 * n)); }
+template <int n> __device__ inline float get(Two<float> x) { return __builtin_bit_cast(float, x.words[n]); }
 }  // namespace function

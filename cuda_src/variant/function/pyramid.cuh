@@ -45,7 +45,7 @@ __device__ inline Loaded<T> load(const T* row, i32 n, Ints index, const T* pyram
 #pragma unroll 1
     for (; last - first >= most_blocks; first /= 2, last /= 2) minima += count, count = (count + 1) / 2;
     found = span(read(minima + first), read(minima + all + first));
-#pragma unroll 1
+#pragma unroll 2
     for (i32 i = first + 1; i <= last; ++i) found = hull(found, span(read(minima + i), read(minima + all + i)));
     return found;
 }

@@ -57,4 +57,9 @@ struct PackGqaScore : S {
     {
         return packed.of(row).row(packed.rows.q_of(row), first);
     }
+    __device__ auto exponents(i32 row, i32 first, Number less) const
+        requires requires(const S& s) { s.exponents(row, first, less); }
+    {
+        return packed.of(row).exponents(packed.rows.q_of(row), first, less);
+    }
 };

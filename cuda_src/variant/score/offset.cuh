@@ -16,4 +16,9 @@ struct OffsetScore : S {
     {
         return S::row(q + q_offset, first + kv_offset);
     }
+    __device__ auto exponents(i32 q, i32 first, Number less) const
+        requires requires(const S& s) { s.exponents(q, first, less); }
+    {
+        return S::exponents(q + q_offset, first + kv_offset, less);
+    }
 };

@@ -5,7 +5,10 @@
 
 struct IntervalWalk {
     template <class K, class KTile, class VTile> using Contract = KvOption<K, KTile, VTile>;
-    struct Board {};  // the producer need not tell anybody
+    static constexpr u32 producers = 32;  // threads
+    struct Board {                        // the producer need not tell anybody
+        __device__ void init() {}
+    };
 
     template <class Smem>
     __device__ IntervalWalk(const Smem&, u32) {}

@@ -65,6 +65,7 @@ struct Scan {
 
     __device__ explicit Scan(const Tiles& line) : line(line), regions(ceil_div(line.count(), 1024)), left(regions) {}
 
+    __device__ bool is_one_group() const { return line.count() <= 32; }
     // Bits stand for tiles, or groups, in the order in which they are visited.
     __device__ static i32 nth(i32 of, i32 bit) { return of * 32 + (up ? bit : 31 - bit); }
     __device__ i32 tile(i32 bit) const { return nth(group, bit); }
@@ -77,7 +78,7 @@ struct Scan {
         for (tiles = 0; !tiles;) {
             for (; !groups; --left) {
                 if (left == 0) return false;
-                groups = __ballot_sync(0xffffffffu, line.classify(nth(region(), lane) * 32, 32) != 0);
+                groups = is_one_group() ? 1u << nth(0, 0) : __ballot_sync(0xffffffffu, line.classify(nth(region(), lane) * 32, 32) != 0);
             }
             group = nth(region() + (up ? -1 : 1), take(groups));
             mine = classes_of(tile(lane));

@@ -1,0 +1,71 @@
+"""Masks and scores that are Python functions, in kernels on the CPU: lists of several groups of tiles, and exponents of scores
+that are no logits first."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+import rawattn.reference
+from rawattn.kernel import attn_fwd, attn_fwd_mma
+from tests.emulator.gpu import stand_in
+
+torch = pytest.importorskip("torch")
+
+FWD, THREE = attn_fwd.Config(128, 32, 2, 1), attn_fwd.Config(192, 32, 3, 2)
+MMA = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)
+RNG = np.random.default_rng(0)
+IDS = torch.from_numpy(np.repeat(RNG.integers(0, 3, 90), RNG.integers(1, 60, 90)).astype(np.int32))
+SLOPES = torch.tensor([0.3, -0.1, 0.2, 0.05])
+BIAS = torch.randn(2, 4, 200, 400, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+ODD, WIDE = BIAS[..., 1:], BIAS[:, 0, 3].float()
+
+
+def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (IDS[q] == IDS[kv]) | (kv < 3)
+
+
+def alibi(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + SLOPES[h] * (kv - q)
+
+
+def bias(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s * 0.5 + BIAS[b, h, q, kv]
+
+
+def bias_unaligned(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + ODD[b, h, q, kv]
+
+
+def bias_of_keys(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + WIDE[b, kv + 2]
+
+
+CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
+    ("attn_fwd", FWD, 140, 2150, 1, 1, {"mask": documents}),
+    ("attn_fwd", THREE, 250, 1300, 1, 1, {"mask": documents, "score": alibi}),
+    ("attn_fwd", FWD, 70, 200, 2, 1, {"score": alibi, "q_offset": 90, "kv_offset": 7}),
+    ("attn_fwd", FWD, 130, 262, 2, 2, {"score": bias}),
+    ("attn_fwd", FWD, 70, 261, 1, 1, {"score": bias}),
+    ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_unaligned}),
+    ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_keys}),
+    ("attn_fwd_mma", MMA, 40, 200, 2, 1, {"score": alibi, "causal": True}),
+    ("attn_fwd_mma", None, 5, 300, 4, 1, {"score": alibi}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]}x{case[3]} {'+'.join(case[6])}")
+def test_functions_in_kernels(case: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    kernel, config, q_len, kv_len, heads, kv_heads, options = case
+    random = torch.Generator().manual_seed(0)
+    sizes = ((q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads))
+    q, k, v = (torch.randn(2, n, h, 16, generator=random).bfloat16() for n, h in sizes)
+    wanted, wanted_lse = rawattn.reference.attention(q, k, v, return_lse=True, **options)
+    stand_in(monkeypatch, tmp_path, sm_count=3)
+    o, lse = rawattn.attention(q, k, v, return_lse=True, kernel=kernel, config=config, **options)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=2e-5, atol=3e-5)
+    np.testing.assert_allclose(o.double(), wanted, rtol=1.2e-2, atol=1.2e-2)
