@@ -367,6 +367,27 @@ def test_configs(kernel: Any, case: Case, dlse: bool, store: str, chains: int, d
     assert equal(call.run(kernel, config=config), found)
 
 
+WIDE: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 128, "head_dim_v": 128}
+
+
+@listed(
+    [
+        (ATTN_BWD, Case(q_len=500, kv_len=400, causal=True, **WIDE), True),
+        (ATTN_BWD, Case("fp16", q_len=70, kv_len=700, sinks=True, **WIDE), True),
+        (ATTN_BWD, Case(q_len=1, kv_len=1, **WIDE), False),
+        (ATTN_BWD, Case(q_len=2100, kv_len=2500, causal=True, **WIDE), False),
+    ]
+)
+def test_dq_a_step_later_has_the_same_bits(kernel: Any, case: Case, dlse: bool) -> None:
+    call = Call(case, dlse)
+    for store in ("ordered",) if case.causal else ("ordered", "final"):
+        config = config_of(case.op, store)
+        wanted, later = call.run(kernel, config=config), dataclasses.replace(config, order="step_later")
+        call.check(wanted)
+        for _ in range(5):
+            assert equal(call.run(kernel, config=later), wanted)
+
+
 @listed(
     (ATTN_BWD_MMA, Case(batch=2, q_len=300, kv_len=400, heads=4, kv_heads=2, head_dim=size, head_dim_v=size, causal=True), True)
     for size in (64, 128, 256)
