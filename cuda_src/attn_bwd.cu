@@ -10,12 +10,13 @@
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
+// Where the mask's tiles are a list, warp 3 finds out who adds to them next (variant/walk/q_list.cuh).
 // Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
 // (2 to 4 % of the kernel). dq is shared out by columns (cfg::dq_parts == consumers), or each warpgroup has all of it in turn (1).
 //
 //   barrier              arrives                        waits                    protects
-//   work_full[i]         lane 0 of the producer         consumers and writers    smem.work[i] until read
+//   work_full[i]         lane 0 of the producer         all other warps          smem.work[i] until read
 //   work_empty[i]        one lane per such warp         producer                 the same until written again
 //   kv_full              copy engine (K and V)          each consumer            smem.k, smem.v until read
 //   kv_empty             one lane per consumer warp     producer                 the same until refilled
@@ -75,7 +76,7 @@ template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
 template struct DqStoreOption<Store>;
-static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers <= 3);
+static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders <= 3);
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
@@ -320,7 +321,7 @@ __device__ void init_barriers(Smem& smem) {
     constexpr u32 readers = 4 * cfg::consumers;
     smem.kv_full.init(1), smem.kv_empty.init(readers);
     for (int i = 0; i < 2; ++i) {
-        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers);
+        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders);
         smem.q_full[i].init(1), smem.q_empty[i].init(readers);
         smem.do_full[i].init(1), smem.do_empty[i].init(readers);
         smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts);
@@ -347,4 +348,5 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     const u32 warp = ptx::uniform(threadIdx.x / 32);
     if (warp == 0) KvProducer<Smem>{args, smem}.run();
     else if (warp <= writers) write(args, smem, warp - 1);
+    else if (warp == 3) Walk::find_turns(args, smem);
 }
