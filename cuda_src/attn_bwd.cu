@@ -276,10 +276,11 @@ struct Consumer {
         start_dp();
         tell_dq();
         const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
+        const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !at.is_full());
         ptx::wgmma_wait<1>();
         const Statistics lse_log2(smem.lse_log2[stage], lane);
         if (at.is_full()) weigh_transposed<Order::Packed>(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
-        else weigh_transposed<Order::Packed>(s, p, score, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
+        else weigh_transposed<Order::Packed>(s, p, score, weights, kept, lse_log2, q_first, key);
         ptx::wgmma_wait<0>();
         order.end_step(*this, rows, at, mask, [&] { differentiate(weights.again()); });
         ptx::wgmma_wait<0>();

@@ -66,9 +66,8 @@ def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
     window, to make dq themselves, or for dropout."""
     size = widest(op)
-    if lists(op.mask) and size <= 96:  # the producer asks the mask for its tiles; above, only that spills
-        producer, consumer = (88, 208) if size <= 80 else (72, 216)
-        return Config(dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
+    if lists(op.mask):
+        return list_configs_of(op, store)[0]
     tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
     if size <= (56 if tight else 64) and not op.spec.dropout:
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
@@ -76,6 +75,16 @@ def config_of(op: Forward, store: str = "ordered") -> Config:
     if op.head_dim > 112:
         return Config(dq_parts=2, dq_columns=64, store=store)
     return Config(dq_columns=op.head_dim, store=store)
+
+
+def list_configs_of(op: Forward, store: str = "ordered") -> list[Config]:
+    """Those where the mask's tiles are lists. The first warps ask it for them, and how many registers they need depends on it. A
+    warpgroup that makes all columns of a wide dq needs more than they leave."""
+    size = widest(op)
+    parts, columns = (2, 64) if op.head_dim > 96 else (1, op.head_dim)
+    registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224)) if size <= 96 else ((56, 224), (40, 232))
+    plain = Config(dq_parts=parts, dq_columns=columns, store=store)
+    return [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
 
 
 def _of_kind(mask: Any) -> Any:
@@ -87,15 +96,15 @@ def _of_kind(mask: Any) -> Any:
     return Causal() if isinstance(mask, Causal) else Both(Causal(), Window(LONGEST))
 
 
-def later_config_of(op: Forward) -> Config | None:
+def later_configs_of(op: Forward) -> list[Config]:
     """The configuration that makes dq a step later, where it is ahead for long sequences (notes/attn_bwd.md)."""
     measured = op.head_dim == op.head_dim_v > 112 and isinstance(op.mask, (Full, Causal))
     if not measured or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
-        return None
+        return []
     needy = op.varlen and op.head_dim == WIDEST and isinstance(op.mask, Causal)  # what loads spills with fewer registers
     producer, consumer = (56, 224) if needy else (40, 232)
     found = dataclasses.replace(config_of(op), order="step_later")
-    return dataclasses.replace(found, producer_registers=producer, consumer_registers=consumer)
+    return [dataclasses.replace(found, producer_registers=producer, consumer_registers=consumer)]
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
@@ -166,10 +175,20 @@ class AttnBwd(BackwardKernel):
         made = (dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, total_q=n, total_kv=n) for n in (512, LONGEST))
         return tuple(dataclasses.replace(op, forward=forward) for forward in made)
 
+    def is_tried(self, op: Backward) -> bool:
+        return lists(op.forward.mask)
+
     def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later."""
-        found = [config_of(op.forward), config_of(op.forward, "final"), later_config_of(op.forward)]
-        return [each for each in found if each and self.legal(each, op, device) is None]
+        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later.
+
+        Where tiles are lists and heads are wide, consumers have no registers left to finish it."""
+        forward = op.forward
+        if lists(forward.mask):
+            found = list_configs_of(forward) + list_configs_of(forward, "final") * (widest(forward) <= 96)
+            found += [dataclasses.replace(each, order="step_later") for each in list_configs_of(forward)]
+        else:
+            found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
+        return [each for each in found if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
         """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.

@@ -170,8 +170,8 @@ def test_dq_a_step_later() -> None:
     found = []
     for row in pairwise(LATER):
         op = backward(row.pop("size"), **row)
-        config = attn_bwd.later_config_of(op.forward)
-        assert config is not None and config in ATTN_BWD.candidates(op, TYPICAL["sm_90a"])
+        (config,) = attn_bwd.later_configs_of(op.forward)
+        assert config in ATTN_BWD.candidates(op, TYPICAL["sm_90a"])
         source = lowered(op, config)["attn_bwd"]
         found.append(dataclasses.replace(source, text=source.text + SMEM))
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

@@ -46,7 +46,8 @@ struct QListWalk {
     }
     __device__ bool more() const { return head >= 0; }
     __device__ bool is_full() const { return full == 2; }
-    __device__ WorkTile work_tile() const { return {work.batch, head, tile * cfg::tile_q, 0}; }
+    // A function's mask makes addresses of the batch. They are made in each step, since they would take registers between steps.
+    __device__ WorkTile work_tile() const { return {alone ? work.batch : i32(ptx::opaque(work.batch)), head, tile * cfg::tile_q, 0}; }
     __device__ ListTurn turn(const Mask&) const { return {work.kv_tile, after}; }
     __device__ void advance() {
         read();
