@@ -41,7 +41,6 @@ struct QListWalk {
 
     __device__ QListWalk(const Args&, const Rows&, const KvWorkTile& work, typename QListWalk<ordered, false>::Board& board, Place& place)
         : work(work), board(board), place(place) {
-        board.ready(place.stage).wait(place.parity);
         advance();
     }
     __device__ bool more() const { return head >= 0; }
@@ -49,19 +48,15 @@ struct QListWalk {
     // A function's mask makes addresses of the batch. They are made in each step, since they would take registers between steps.
     __device__ WorkTile work_tile() const { return {alone ? work.batch : i32(ptx::opaque(work.batch)), head, tile * cfg::tile_q, 0}; }
     __device__ ListTurn turn(const Mask&) const { return {work.kv_tile, after}; }
+    // A list is left as soon as its last step was read. Else a warp that waits for what others make of this step would keep the list,
+    // and they may need the one after the next for that: dq is made a step later and told of two steps later.
     __device__ void advance() {
-        read();
-        if (head >= 0) return;
+        if (next == 0) board.ready(place.stage).wait(place.parity);
+        const ListStep* const step = &board.lists[place.stage][next++];
+        head = uniform(step->head), tile = uniform(step->tile), full = uniform(step->full), after = uniform(step->after);
+        if (head >= 0 && uniform(step[1].head) >= 0) return;
         leave();
-        if (head == -1) return;
-        board.ready(place.stage).wait(place.parity);
         next = 0;
-        read();
-        if (head == -1) leave();
-    }
-    __device__ void read() {
-        const ListStep& step = board.lists[place.stage][next++];
-        head = uniform(step.head), tile = uniform(step.tile), full = uniform(step.full), after = uniform(step.after);
     }
     __device__ static i32 uniform(i32 x) { return alone ? x : i32(ptx::uniform(x)); }
     // The list has been read.
