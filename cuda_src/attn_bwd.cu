@@ -10,16 +10,13 @@
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
-// A step of a consumer, and what its tensor cores have to do meanwhile, in FlashAttention 3's order (hopper/mainloop_bwd_sm90_*.hpp):
-//
-//   start S, dP | tell of dq | wait S | P  | wait dP | dS | start dv | wait dS | start dq, dk | wait dv, dq | store dq | wait dk
-//    S            S                     dP   dP        -    dv         dv        dv dq dk                     dk
-//
+// Where the mask's tiles are a list, warp 3 finds out who adds to them next (variant/walk/q_list.cuh).
+// Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
 // (2 to 4 % of the kernel). dq is shared out by columns (cfg::dq_parts == consumers), or each warpgroup has all of it in turn (1).
 //
 //   barrier              arrives                        waits                    protects
-//   work_full[i]         lane 0 of the producer         consumers and writers    smem.work[i] until read
+//   work_full[i]         lane 0 of the producer         all other warps          smem.work[i] until read
 //   work_empty[i]        one lane per such warp         producer                 the same until written again
 //   kv_full              copy engine (K and V)          each consumer            smem.k, smem.v until read
 //   kv_empty             one lane per consumer warp     producer                 the same until refilled
@@ -34,11 +31,12 @@
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store
+                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Turn, Walk, Store, Order
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
 #include "variant/kv_producer.cuh"
+#include "variant/order/dq_interface.cuh"
 #include "variant/store/dq_interface.cuh"
 #include "variant/store/rows.cuh"
 
@@ -79,7 +77,7 @@ template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
 template struct DqStoreOption<Store>;
-static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers <= 3);
+static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders <= 3);
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
@@ -127,6 +125,7 @@ struct Consumer {
     Step step{};
     Ring<1> kv{};
     Walk::Place place_in_steps{};
+    Order order{};
     u32 untold = 0;    // 1 + the stage of dq that the writer has not been told of
     u32 until = index; // steps until this warpgroup computes dq
     float s[SMma::accumulators], dp[SMma::accumulators], dk[DkMma::accumulators], dv[DvMma::accumulators], dq[DqMma::accumulators];
@@ -150,6 +149,7 @@ struct Consumer {
         if (lane % 32 == 0) barrier.arrive();
     }
     __device__ u32 chain() const { return cfg::dq_chains > 1 ? index : 0; }
+    __device__ bool makes_dq() const { return cfg::dq_parts > 1 || until == 0; }
 
     __device__ void start_s() {
         const SmemDescriptor<QTile> b = q_columns.stage(step.stage());
@@ -183,10 +183,10 @@ struct Consumer {
         for (int i = 0; i < cfg::tile_q / 16; ++i) DkMma::multiply(dk, ds + 4 * i, b.rows(i), true);
         ptx::wgmma_commit();
     }
-    __device__ void start_dq() {
-        const SmemDescriptor<DsTile> a = ds_columns.stage(step.stage());
+    __device__ void start_dq(Step of) {
+        const SmemDescriptor<DsTile> a = ds_columns.stage(of.stage());
         const SmemDescriptor<KTile> b = {k_rows.low + (cfg::dq_parts > 1 ? index * (KTile::panel_bytes / 16) : 0)};
-        smem.ds_full[step.stage()].wait(step.parity());
+        smem.ds_full[of.stage()].wait(of.parity());
         ptx::wgmma_discard(dq);
         ptx::wgmma_fence();
 #pragma unroll
@@ -198,10 +198,11 @@ struct Consumer {
     template <class Weights>
     __device__ void differentiate(const Weights& weights) {
         const float factor = Weight::factor(args);
-        const float* delta = smem.delta[step.stage()] + lane % 4 * 2;
+        Statistics delta(smem.delta[step.stage()], lane);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 4) {
-            const float2 d = *reinterpret_cast<const float2*>(delta + fragment_column(i));
+            const float2 d = delta(i);
+            Order::Packed::later(p, i, s + i);
             float x[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -211,6 +212,7 @@ struct Consumer {
             ds[i / 2] = Element::pack(x[0], x[1]), ds[i / 2 + 1] = Element::pack(x[2], x[3]);
         }
     }
+    __device__ void await_space_of_ds() const { smem.ds_empty[step.stage()].wait(step.parity() ^ 1); }
     // For dq, transposed.
     __device__ void leave_ds() const {
         const u32 to = ds_address + step.stage() * DsTile::bytes;
@@ -222,8 +224,8 @@ struct Consumer {
     }
 
     // Leaves this warpgroup's part of dq for the writer, who is told by tell_dq.
-    __device__ void leave_dq() {
-        const u32 t = step.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
+    __device__ void leave_dq(Step of) {
+        const u32 t = of.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
 #pragma unroll
         for (int i = 0; i < DqMma::accumulators; i += 4)
             smem.dq[t][part][i / 4][lane] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
@@ -237,10 +239,10 @@ struct Consumer {
         untold = 0;
     }
     // The last contributor's: adds the sum of the others, which the writer brings, and stores rows of dq.
-    __device__ void finish_dq(const Rows& rows, const Walk& at, Turn turn) {
-        const u32 t = step.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
-        smem.dq_sum[t][chain()].wait(step.parity(cfg::dq_stages));
-        if (!turn.is_first(smem.seen[t][chain()])) {
+    __device__ void finish_dq(const Rows& rows, const DqPlace& at, Step of) {
+        const u32 t = of.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
+        smem.dq_sum[t][chain()].wait(of.parity(cfg::dq_stages));
+        if (!at.turn.is_first(smem.seen[t][chain()])) {
 #pragma unroll
             for (int i = 0; i < DqMma::accumulators; i += 4) {
                 const float4 x = smem.dq[t][part][i / 4][lane];
@@ -255,6 +257,16 @@ struct Consumer {
         store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, dq, args.scale * SMma::sign);
     }
 
+    // Its product has ended.
+    __device__ void await_space_of_dq(Step of) const {
+        arrive(smem.ds_empty[of.stage()]);
+        smem.dq_empty[of.stage(cfg::dq_stages)][chain()].wait(of.parity(cfg::dq_stages) ^ 1);
+    }
+    __device__ void give_dq(const Rows& rows, const DqPlace& at, Step of) {
+        if (Store::finishes(at.turn)) finish_dq(rows, at, of);
+        else leave_dq(of);
+    }
+
     __device__ void do_step(const Rows& rows, const Walk& at, i32 key) {
         const WorkTile own = at.work_tile();
         const Mask mask(args, rows, own);
@@ -265,30 +277,13 @@ struct Consumer {
         start_dp();
         tell_dq();
         const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
+        const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !at.is_full());
         ptx::wgmma_wait<1>();
-        const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
-        if (at.is_full()) weigh_transposed(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
-        else weigh_transposed(s, p, score, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
+        const Statistics lse_log2(smem.lse_log2[stage], lane);
+        if (at.is_full()) weigh_transposed<Order::Packed>(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed<Order::Packed>(s, p, score, weights, kept, lse_log2, q_first, key);
         ptx::wgmma_wait<0>();
-        smem.ds_empty[stage].wait(step.parity() ^ 1);
-        differentiate(weights.again());
-        leave_ds();
-        start_dv();
-        if (cfg::dq_parts > 1 || until == 0) {
-            start_dq();
-            start_dk();
-            ptx::wgmma_wait<1>();
-            arrive(smem.do_empty[stage]);
-            arrive(smem.ds_empty[stage]);
-            smem.dq_empty[step.stage(cfg::dq_stages)][chain()].wait(step.parity(cfg::dq_stages) ^ 1);
-            const Turn turn = at.turn(mask);
-            if (Store::finishes(turn)) finish_dq(rows, at, turn);
-            else leave_dq();
-        } else {
-            start_dk();
-            ptx::wgmma_wait<1>();
-            arrive(smem.do_empty[stage]);
-        }
+        order.end_step(*this, rows, at, mask, [&] { differentiate(weights.again()); });
         ptx::wgmma_wait<0>();
         arrive(smem.q_empty[stage]);
         ++step.count;
@@ -307,7 +302,7 @@ struct Consumer {
             smem.kv_full.wait(kv.parity);
             kv.advance();
             for (; at.more(); at.advance()) do_step(rows, at, key);
-            tell_dq();
+            order.end_work(*this, rows);
             arrive(smem.kv_empty);
         }
         const float scale = args.scale * SMma::sign;
@@ -328,7 +323,7 @@ __device__ void init_barriers(Smem& smem) {
     constexpr u32 readers = 4 * cfg::consumers;
     smem.kv_full.init(1), smem.kv_empty.init(readers);
     for (int i = 0; i < 2; ++i) {
-        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers);
+        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders);
         smem.q_full[i].init(1), smem.q_empty[i].init(readers);
         smem.do_full[i].init(1), smem.do_empty[i].init(readers);
         smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts);
@@ -355,4 +350,5 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     const u32 warp = ptx::uniform(threadIdx.x / 32);
     if (warp == 0) KvProducer<Smem>{args, smem}.run();
     else if (warp <= writers) write(args, smem, warp - 1);
+    else if (warp == 3) Walk::find_turns(args, smem);
 }

@@ -10,7 +10,8 @@
 //   __syncthreads, before    every thread   every thread   smem.a and smem.b, after a tile's last product smem.gather: read
 //   __syncthreads, behind    every thread   every thread   the same: written
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Score, Weight, Gradient, Sums, Layout, Gather, Scheduler, Walk
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Score, Weight, Gradient, Sums, Layout, Gather,
+                       // Statistics, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/numbers.cuh"
 #include "variant/interfaces_bwd.cuh"
@@ -68,8 +69,8 @@ struct Block {
 #pragma unroll
             for (int j = 0; j < Layout::keys; ++j) {
                 const i32 offset = Layout::offset(j), kv = first + offset;
-                const Number x = s[i][j], w = ptx::exp2(score(x, row, kv) * score.scale_log2 - lse_log2[r]);
-                const Number of_logit = w * (weight(dp[i][j], row, kv) * factor - delta[r]);
+                const Number x = s[i][j], w = ptx::exp2(score(x, row, kv) * score.scale_log2 - lse_log2[Statistics::place(r)]);
+                const Number of_logit = w * (weight(dp[i][j], row, kv) * factor - delta[Statistics::place(r)]);
                 const bool keep = kept.keep(offset) && row < rows.q_len;
                 gather.add(i, j, keep ? of_logit * by_element.value(x, offset) : Number(0), [&] { return by_element.element(x, offset); });
             }

@@ -83,7 +83,7 @@ struct Block {
         for (int i = 0; i < Layout::rows; ++i) {
             __syncwarp();  // else the compiler loads what scores read in the midst of the products, and spills
             const i32 row = q_begin + Layout::row(i), first = kv_begin + Layout::first_key();
-            const float lse = lse_log2[Layout::row(i)], own_delta = delta[Layout::row(i)];
+            const float lse = lse_log2[Statistics::place(Layout::row(i))], own_delta = delta[Statistics::place(Layout::row(i))];
             const auto kept = mask.row(row, first);
             const auto by_element = gradient.row(row + rows.q_offset, first + rows.kv_offset);
 #pragma unroll

@@ -5,7 +5,8 @@
 // that keep no key have lse = +inf and delta = 0, so that p = exp2(s - inf) = 0 and ds = p (dp - 0) = 0 with no case for them. Clear
 // brings what the next passes want cleared.
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Dlse, Walk, Turn, Clear, Launch, Scheduler
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Dlse, Walk, Turn, Clear,
+                       // Statistics, Launch, Scheduler
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
 #include "tile/strided_tensor.cuh"
@@ -73,8 +74,9 @@ __device__ void compute(const Args& args, Smem& smem, const WorkTile& work) {
         const i32 row = work.q_begin + r;
         const Number lse = row < rows.q_len ? args.lse[rows.lse_offset(args, row, work.head)] : Number(minus_inf);
         const bool kept = lse != Number(minus_inf);
-        args.lse_log2[i64(place) * cfg::tile_q + r] = kept ? lse * Number(log2_e) : -Number(minus_inf);
-        args.delta[i64(place) * cfg::tile_q + r] = kept ? smem.sums[r] - Dlse::of(args, rows, row, work.head) : Number(0);
+        const i64 to = i64(place) * cfg::tile_q + Statistics::place(r);
+        args.lse_log2[to] = kept ? lse * Number(log2_e) : -Number(minus_inf);
+        args.delta[to] = kept ? smem.sums[r] - Dlse::of(args, rows, row, work.head) : Number(0);
     }
     Clear::clear(args, rows, Mask(args, rows, work), work, place);
 }

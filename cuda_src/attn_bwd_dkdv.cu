@@ -21,7 +21,7 @@
 //   p_empty[s]         one lane per warp of keys                 values           the same until written again
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Scheduler, Walk
+                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
 #include "variant/kv_producer.cuh"
@@ -129,9 +129,9 @@ struct Values : Role<DvMma> {
         if (later) arrive(smem.do_empty[before]);
         const Mask mask(args, rows, own);
         const Score score(args, rows, own);
-        const float* lse_log2 = smem.lse_log2[stage] + lane % 4 * 2;
-        if (at.is_full()) weigh_transposed(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
-        else weigh_transposed(s, p, score, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
+        const Statistics lse_log2(smem.lse_log2[stage], lane);
+        if (at.is_full()) weigh_transposed<PackedAtOnce>(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed<PackedAtOnce>(s, p, score, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
         pass_p();
         arrive(smem.q_empty[stage]);
     }

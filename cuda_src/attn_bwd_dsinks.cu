@@ -7,7 +7,7 @@
 //   barrier         arrives        waits          protects
 //   __syncthreads   every thread   every thread   smem.sums until read
 
-#include "config.cuh"  // rendered: cfg, Args, and the choices Element, Rows, Mask, Launch
+#include "config.cuh"  // rendered: cfg, Args, and the choices Element, Rows, Mask, Statistics, Launch
 #include "tile/facts.cuh"
 #include "tile/range.cuh"
 #include "variant/interfaces_bwd.cuh"
@@ -40,7 +40,7 @@ __device__ Number add_rows(const Args& args, i32 head) {
             if (row >= rows.q_len) continue;
             const Number lse = args.lse[rows.lse_offset(args, row, head)];
             const Number p = lse == sink ? Number(1) : ptx::exp2((sink - lse) * Number(log2_e));  // 1 where both are inf
-            sum -= p * delta[row];
+            sum -= p * delta[Statistics::place(row)];
         }
         chunk -= chunks;
     }

@@ -110,12 +110,12 @@ struct KeptTransposedBits {
     u32 words[(n + 31) / 32];
 
     template <class M>
-    __device__ KeptTransposedBits(const M& mask, i32 q, i32 key) {
+    __device__ KeptTransposedBits(const M& mask, i32 q, i32 key, bool asked) {
 #pragma unroll
         for (int begin = 0; begin < n; begin += 32) {
             u32 bits = 0;
 #pragma unroll 1
-            for (int i = 0; i < min(32, n - begin); i += 4)
+            for (int i = 0; i < (asked ? min(32, n - begin) : 0); i += 4)
 #pragma unroll 1
                 for (int j = 0; j < 2; ++j) {
                     const auto row = mask.row(q + (begin + i) * 2 + j, key);
@@ -127,8 +127,8 @@ struct KeptTransposedBits {
     __device__ bool operator()(int i) const { return words[i / 32] >> i % 32 & 1; }
 };
 template <int n, class M>
-__device__ auto kept_transposed(const M& mask, i32 q, i32 key) {
-    if constexpr (requires { requires !M::cheap; }) return KeptTransposedBits<n>(mask, q, key);
+__device__ auto kept_transposed(const M& mask, i32 q, i32 key, bool asked = true) {
+    if constexpr (requires { requires !M::cheap; }) return KeptTransposedBits<n>(mask, q, key, asked);
     else return KeptTransposed<M>{mask, q, key};
 }
 struct EveryElement {

@@ -79,15 +79,28 @@ __device__ KvWorkTile next_work(Smem& smem, Ring<2>& ring) {
     return work;
 }
 
+// When the weights that values are multiplied by are packed in p, four from element i on: as they are made, or not yet.
+__device__ inline void pack_four(u32* p, int i, const float* w) {
+    p[i / 2] = Element::pack(w[0], w[1]), p[i / 2 + 1] = Element::pack(w[2], w[3]);
+}
+struct PackedAtOnce {
+    __device__ static void early(u32* p, int i, const float* weights) { pack_four(p, i, weights); }
+    __device__ static void later(u32*, int, const float*) {}
+};
+struct PackedLater {
+    __device__ static void early(u32*, int, const float*) {}
+    __device__ static void later(u32* p, int i, const float* weights) { pack_four(p, i, weights); }
+};
+
 // From dot products, a row being a key, to weights: p are those that values are multiplied by, s becomes the weights times the
-// score's derivative. `lse_log2` is that of the thread's first query. `kept` says of which elements the mask keeps the pair, and
-// `weights` what becomes of their weights.
-template <int n, class Weights, class Kept>
+// score's derivative. `lse_log2` are the statistics of a step. `kept` says of which elements the mask keeps the pair, and `weights` what
+// becomes of their weights.
+template <class Packed, int n, class Weights, class Kept>
 __device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& score, const Weights& weights, const Kept& kept,
-                                 const float* lse_log2, i32 q_first, i32 key) {
+                                 Statistics lse_log2, i32 q_first, i32 key) {
 #pragma unroll
     for (int i = 0; i < n; i += 4) {
-        const float2 l = *reinterpret_cast<const float2*>(lse_log2 + fragment_column(i));
+        const float2 l = lse_log2(i);
         float w[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -98,6 +111,6 @@ __device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& sc
             w[j] = weights(e, i / 8, i % 8 + j);
             s[i + j] = e * score.derivative(s[i + j], q, kv);
         }
-        p[i / 2] = Element::pack(w[0], w[1]), p[i / 2 + 1] = Element::pack(w[2], w[3]);
+        Packed::early(p, i, w);
     }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ..compiler import Source
 from ..device import Device
@@ -10,8 +11,8 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
 from ..render import wgmma
-from ..variant import Option, clear, store
-from ..variant.mask import Causal, Full, Window
+from ..variant import Option, clear, order, statistics, store
+from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
 from ..variant.walk import QIntervalWalk, QListWalk, lists
@@ -19,11 +20,16 @@ from . import backward, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
+LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
     "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
     "unordered": (store.DqUnordered(), clear.ClearDqSum()),
+}
+ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how its statistics lie
+    "at_once": (order.DqAtOnce(), statistics.StatisticsByRows()),
+    "step_later": (order.DqStepLater(), statistics.StatisticsByQuads()),
 }
 
 
@@ -31,7 +37,8 @@ STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for i
 class Config:
     """Consumer warpgroups, 64 keys each; query rows of a step; into how many parts of how many columns dq is cut, in how many
     chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
-    how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests)."""
+    how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
+    step's part of dq is made ("at_once", "step_later")."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -43,6 +50,7 @@ class Config:
     consumer_registers: int = 232
     store: str = "ordered"
     direction: str = ""
+    order: str = "at_once"
 
     @property
     def tile_kv(self) -> int:
@@ -56,20 +64,47 @@ def widest(op: Forward) -> int:
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
-    window, to make dq themselves, or for dropout. A producer that loads for windows spills with fewer registers than here."""
+    window, to make dq themselves, or for dropout."""
     size = widest(op)
-    if lists(op.mask) and size <= 96:  # the producer asks the mask for its tiles; above, only that spills
-        producer, consumer = (88, 208) if size <= 80 else (72, 216)
-        return Config(dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
+    if lists(op.mask):
+        return list_configs_of(op, store)[0]
     tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
     if size <= (56 if tight else 64) and not op.spec.dropout:
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
         return Config(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
     if op.head_dim > 112:
-        window = isinstance(op.mask, Window) and isinstance(op.score, Scale) and size > 120
-        producer, consumer = (56, 224) if window else (40, 232)
-        return Config(dq_parts=2, dq_columns=64, producer_registers=producer, consumer_registers=consumer, store=store)
+        return Config(dq_parts=2, dq_columns=64, store=store)
     return Config(dq_columns=op.head_dim, store=store)
+
+
+def list_configs_of(op: Forward, store: str = "ordered") -> list[Config]:
+    """Those where the mask's tiles are lists. The first warps ask it for them, and how many registers they need depends on it. A
+    warpgroup that makes all columns of a wide dq needs more than they leave."""
+    size = widest(op)
+    parts, columns = (2, 64) if op.head_dim > 96 else (1, op.head_dim)
+    registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224)) if size <= 96 else ((56, 224), (40, 232))
+    plain = Config(dq_parts=parts, dq_columns=columns, store=store)
+    return [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
+
+
+def _of_kind(mask: Any) -> Any:
+    """The mask itself, or one of its kind, which has its registers, with the pairs of a causal one."""
+    if isinstance(mask, Full) or lists(mask):
+        return mask
+    if isinstance(mask, Window):
+        return Window(LONGEST, 0)
+    return Causal() if isinstance(mask, Causal) else Both(Causal(), Window(LONGEST))
+
+
+def later_configs_of(op: Forward) -> list[Config]:
+    """The configuration that makes dq a step later, where it is ahead for long sequences (notes/attn_bwd.md)."""
+    measured = op.head_dim == op.head_dim_v > 112 and isinstance(op.mask, (Full, Causal))
+    if not measured or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
+        return []
+    needy = op.varlen and op.head_dim == WIDEST and isinstance(op.mask, Causal)  # what loads spills with fewer registers
+    producer, consumer = (56, 224) if needy else (40, 232)
+    found = dataclasses.replace(config_of(op), order="step_later")
+    return [dataclasses.replace(found, producer_registers=producer, consumer_registers=consumer)]
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
@@ -115,6 +150,13 @@ class AttnBwd(BackwardKernel):
             return (
                 f"store is {config.store!r} and direction {config.direction!r}; they must be of {[*STORES]} and {[*DIRECTIONS]}"
             )
+        if config.order not in ORDERS:
+            return f"order is {config.order!r}; it must be of {[*ORDERS]}"
+        plain = isinstance(forward.score, Scale) and not forward.spec.dropout
+        if config.order == "step_later" and (config.dq_parts == 1 or not plain):
+            return (
+                "order is 'step_later'; it needs a part of dq for each of its makers, and scores and weights that nothing changes"
+            )
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := backward.wrong_direction(forward, config.direction):
@@ -128,24 +170,34 @@ class AttnBwd(BackwardKernel):
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
         """A length whose tiles of dq have few contributors, and one where they have many."""
-        mask = op.forward.mask
-        plain = tiling.with_mask(op.forward, mask if isinstance(mask, Full) or lists(mask) else Causal())
+        plain = tiling.with_mask(op.forward, _of_kind(op.forward.mask))
         plain = dataclasses.replace(plain, spec=plain.spec.at(op.forward.spec.offsets and (0, 0)), heads=8, kv_heads=8)
-        made = (dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, total_q=n, total_kv=n) for n in (512, 32768))
+        made = (dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, total_q=n, total_kv=n) for n in (512, LONGEST))
         return tuple(dataclasses.replace(op, forward=forward) for forward in made)
 
+    def is_tried(self, op: Backward) -> bool:
+        return lists(op.forward.mask)
+
     def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """Those that were found for the head sizes, of each way in which dq is finished."""
-        found = [config_of(op.forward, name) for name in ("ordered", "final")]
+        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later.
+
+        Where tiles are lists and heads are wide, consumers have no registers left to finish it."""
+        forward = op.forward
+        if lists(forward.mask):
+            found = list_configs_of(forward) + list_configs_of(forward, "final") * (widest(forward) <= 96)
+            found += [dataclasses.replace(each, order="step_later") for each in list_configs_of(forward)]
+        else:
+            found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
         return [each for each in found if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
-        """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished.
+        """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
 
-        Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own (notes/attn_bwd.md)."""
+        Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own; and then it is better
+        made a step later (notes/attn_bwd.md)."""
         forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
         if config.store != "final":
-            return seconds
+            return seconds * (0.98 if config.order == "step_later" else 1.0)
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
         is_short = forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64]
         return seconds * (0.95 if is_short else 1.05)
@@ -162,7 +214,9 @@ class AttnBwd(BackwardKernel):
             own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
-        first = FirstPass(config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()))
+        first = FirstPass(
+            config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
+        )
         return self.program(op, device, first, own, tuple(scratch))
 
 
@@ -185,7 +239,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
         Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
-        Store=STORES[config.store][0],
+        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
     )  # fmt: skip
     loads = backward.loads(config.tile_q, config.tile_kv)
     fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)

@@ -29,7 +29,8 @@ THREADS = 256  # of the passes before and behind
 
 class Config(NamedTuple):
     """The configuration of the kernels: by tensor cores or not; rows of a block, keys of a tile, rows of a block of scratch
-    memory; the number of the element among the nodes of the score's code, and how its gradients are summed."""
+    memory; the number of the element among the nodes of the score's code, and how its gradients are summed; how the
+    statistics of rows lie."""
 
     tensor_cores: bool
     tile_q: int
@@ -38,6 +39,7 @@ class Config(NamedTuple):
     node: int
     way: str
     sums: ExactSums
+    statistics: Option
 
 
 def score_of(op: Forward) -> FunctionScore:
@@ -46,21 +48,22 @@ def score_of(op: Forward) -> FunctionScore:
     return op.score
 
 
-def launches(own: Any, op: Backward, device: Device, q_block: int) -> tuple[list[Launch], list[Buffer]]:
-    """The launches for the arrays in ``op.wrt``, and their scratch memory; ``own`` is the kernel that they follow."""
+def launches(own: Any, op: Backward, device: Device, first: backward.FirstPass) -> tuple[list[Launch], list[Buffer]]:
+    """The launches for the arrays in ``op.wrt``, and their scratch memory; ``own`` is the kernel that they follow, and ``first`` its
+    first pass."""
     found: list[Launch] = []
     buffers: list[Buffer] = []
     for i, array in enumerate(score_of(op.forward).arrays if op.wrt else ()):
         if array.name in op.wrt and 0 not in array.shape:
-            each, buffer = _of_array(own, op, device, q_block, i, array)
+            each, buffer = _of_array(own, op, device, first, i, array)
             found += each
             buffers += buffer
     return found, buffers
 
 
 def _of_array(
-    own: Any, op: Backward, device: Device, q_block: int, i: int, array: Captured
-) -> tuple[list[Launch], list[Buffer]]:  # fmt: skip
+    own: Any, op: Backward, device: Device, first: backward.FirstPass, i: int, array: Captured
+) -> tuple[list[Launch], list[Buffer]]:
     forward, count = op.forward, int(math.prod(array.shape))
     score, number = score_of(forward), forward.number
     reads = [each for each in by_elements(score.code) if each.array == i]
@@ -74,7 +77,7 @@ def _of_array(
     clear = min(-(-words // THREADS), 8 * device.sm_count)
     found = [own.launch(op, fill, device, "attn_bwd_captured_clear", {"words": words}, clear, _clear)]
     for each, how in zip(reads, ways, strict=True):
-        found.append(_gather(own, op, device, q_block, each, how if ordered or how != "pairs" else "scattered", sums))
+        found.append(_gather(own, op, device, first, each, how if ordered or how != "pairs" else "scattered", sums))
     if in_place:
         return found, []
     last = array.name, array.element, sums
@@ -87,14 +90,16 @@ def way(score: FunctionScore, each: ElementGradient) -> str:
     return gathering(each.load, [axis for node, axis in score.checked if node == each.node])
 
 
-def _gather(own: Any, op: Backward, device: Device, q_block: int, each: ElementGradient, how: str, sums: ExactSums) -> Launch:
+def _gather(
+    own: Any, op: Backward, device: Device, first: backward.FirstPass, each: ElementGradient, how: str, sums: ExactSums
+) -> Launch:
     """The launch for an element that the score reads."""
-    forward = op.forward
+    forward, q_block, lie = op.forward, first.q_block, first.statistics
     if own.alignment == 16:  # kernels by tensor cores, whose conditions these are, too
         tile_kv = 64 if widest(forward) <= 128 and how != "pairs" else 32
-        config = Config(True, min(64, q_block), tile_kv, q_block, each.node, how, sums)
+        config = Config(True, min(64, q_block), tile_kv, q_block, each.node, how, sums, lie)
     else:
-        config = Config(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums)
+        config = Config(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums, lie)
     tile_q = config.tile_q
     values = backward.values(forward, q_block, config.tile_kv) | FunctionGradient(score_of(forward), each.node).values
     values["q_tiles"] = -(-(forward.total_q if forward.varlen else forward.q_len) // tile_q)
@@ -132,7 +137,7 @@ def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     every = backward.options(
         op, Score=op.spec.placed_score, Weight=op.spec.weight, Scheduler=plan, Walk=tiling.cursor(op, up=True),  # type: ignore
         Gradient=FunctionGradient(score_of(op), config.node), Sums=config.sums, Layout=layout,
-        Gather=Gather(config.way),
+        Gather=Gather(config.way), Statistics=config.statistics,
     )  # fmt: skip
     fields = (*backward.READS, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered(file, constants, fields, [], every, arch)

@@ -134,7 +134,9 @@ def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     fields = (*backward.loads(config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
     plan = backward.kv_scheduler(op, config.direction)
     walk = QListWalk() if lists(op.mask) else QIntervalWalk()
-    every = backward.options(op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=plan, Walk=walk)
+    every = backward.options(
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, Statistics=backward.BY_ROWS, Scheduler=plan, Walk=walk
+    )
     products = _products(op, config.tile_q, DvMma=op.head_dim_v, DkMma=op.head_dim)
     return backward.rendered("attn_bwd_dkdv.cu", constants, fields, products, every, arch)
 

@@ -20,6 +20,7 @@ from ..variant.clear import ClearNothing
 from ..variant.dlse import GivenDlse, ZeroDlse
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
+from ..variant.statistics import StatisticsByRows
 from ..variant.store import DQ, DQ_SUM
 from ..variant.walk import IntervalSum, IntervalTurn, ListSum, ListTurn, lists
 from . import pyramid, tiling
@@ -33,6 +34,7 @@ STATISTICS: Fields = tuple(Field(name, "const Number*", Scratch(name)) for name 
 HEADS: Fields = (Field("scale", "Number"), *(Field(name, "i32") for name in ("heads", "heads_per_kv", "q_blocks")))
 LSE = Field("lse", "const Number*", Pointer("lse"))
 NOTHING = ClearNothing()
+BY_ROWS = StatisticsByRows()
 SINKS_THREADS = PADDING_THREADS = 512
 
 
@@ -149,13 +151,15 @@ def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1) ->
 @dataclasses.dataclass(frozen=True)
 class FirstPass:
     """The configuration of attn_bwd_delta.cu: rows of a block, keys of a tile of the kernel that follows, numbers of o and do
-    that are read at once; what it clears, and the constants of dq that this needs; whether lse has a gradient."""
+    that are read at once; what it clears, and the constants of dq that this needs; how the statistics lie; whether lse has a
+    gradient."""
 
     q_block: int
     tile_kv: int
     vector: int = 1
     clears: Option = NOTHING
     of_dq: tuple[tuple[str, int], ...] = ()
+    statistics: Option = BY_ROWS
     dlse: bool = False
 
 
@@ -206,10 +210,10 @@ class BackwardKernel(Kernel[Backward]):
             grid = 2 * device.sm_count * (forward.total_q + forward.total_kv > 0)
             found.insert(0, self.launch(op, None, device, "attn_bwd_padding", shared, grid, _padding))
         if forward.sinks:
-            found.append(self.launch(op, size, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
+            found.append(self.launch(op, first, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
         from . import attn_bwd_captured  # it imports this module
 
-        more, sums = attn_bwd_captured.launches(self, op, device, size)
+        more, sums = attn_bwd_captured.launches(self, op, device, first)
         buffers = (*statistics(forward, size), *scratch, *sums)
         program = Program(tuple(each for each in (*found, *more) if each.grid), buffers)
         return pyramid.before(program, forward.mask, device)
@@ -225,7 +229,7 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
     }  # fmt: skip
     every = options(
         op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Walk=tiling.cursor(op), Clear=first.clears,
-        Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch),
+        Statistics=first.statistics, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch),
     )  # fmt: skip
     reads = (Field("o", "StridedTensor", View("o")), Field("d_o", "StridedTensor", View("do")), LSE)
     writes = tuple(field._replace(ctype="Number*") for field in STATISTICS)
@@ -247,12 +251,12 @@ def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 
 
-def _dsinks(op: Forward, q_block: int, arch: str) -> tuple[Source, Fields]:
+def _dsinks(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dsinks: a block for each head."""
-    constants = {"threads": SINKS_THREADS, "tile_q": q_block, "q_block": q_block, "tile_kv": 64}
+    constants = {"threads": SINKS_THREADS, "tile_q": first.q_block, "q_block": first.q_block, "tile_kv": 64}
     gradients = Field("sinks", "const Number*", Pointer("sinks")), Field("dsinks", "Number*", Pointer("dsinks"))
     counts = tuple(Field(name, "i32") for name in ("heads", "q_blocks", "batches"))
-    every = options(op, Launch=launch_option(arch))
+    every = options(op, Statistics=first.statistics, Launch=launch_option(arch))
     return rendered("attn_bwd_dsinks.cu", constants, (LSE, STATISTICS[1], *gradients, *counts), [], every, arch)
 
 

@@ -22,3 +22,19 @@ class Unordered(Option):
 
     type: ClassVar[str] = "Unordered"
     source: ClassVar[str] = "variant/order/unordered.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class DqAtOnce(Option):
+    """A step of the backward makes its own part of dq."""
+
+    type: ClassVar[str] = "DqAtOnce"
+    source: ClassVar[str] = "variant/order/dq_at_once.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class DqStepLater(Option):
+    """A step of the backward makes the part of dq of the step before, and packs weights late."""
+
+    type: ClassVar[str] = "DqStepLater"
+    source: ClassVar[str] = "variant/order/dq_step_later.cuh"

@@ -31,7 +31,7 @@ from rawattn.program import Buffer, Counter, Scratch, Value
 from rawattn.select import select
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.element import FP32, FP64
-from rawattn.variant.mask import Causal, Window
+from rawattn.variant.mask import Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests import operations
 from tests.operations import replace
@@ -340,6 +340,8 @@ def test_configs() -> None:
         (attn_bwd.Config(dq_columns=32), "dq has 32 columns"),
         (attn_bwd.Config(store="late"), "store is 'late'"),
         (attn_bwd.Config(direction="Down"), "direction 'Down'"),
+        (attn_bwd.Config(order="soon"), "order is 'soon'"),
+        (attn_bwd.Config(order="step_later"), "a part of dq for each of its makers"),
         (attn_bwd.Config(consumer_registers=240), "registers are 40 and 240"),
         (attn_bwd.Config(consumers=3, consumer_registers=152, dq_parts=3), "bytes of shared memory"),
         (attn_bwd_pair.Config(q_block=64), "q_block is 64"),
@@ -463,6 +465,31 @@ def test_stores() -> None:
         config = attn_bwd.config_of(OP.forward, store)
         made = ATTN_BWD.lower(OP, config, H200)
         assert len(made.launches) == entries and ("turns" in {each.name for each in made.scratch}) == (store == "final")
+
+
+ORDERS = {  # head_dim, length, mask, what else -> how dq is made, and finished, by how many warpgroups
+    "long": ((128, 16384, Full(), {}), ("step_later", "ordered", 2)),
+    "4k": ((128, 4096, Full(), {}), ("step_later", "ordered", 2)),
+    "2k": ((128, 2048, Full(), {}), ("at_once", "final", 2)),
+    "short": ((128, 512, Full(), {}), ("at_once", "final", 2)),
+    "causal": ((128, 8192, Causal(), {}), ("step_later", "ordered", 2)),
+    "causal, 4k": ((128, 4096, Causal(), {}), ("at_once", "final", 2)),
+    "causal, short": ((128, 512, Causal(), {}), ("at_once", "final", 2)),
+    "small head": ((64, 16384, Full(), {}), ("at_once", "ordered", 3)),
+    "softcap": ((128, 16384, Full(), {"score": Softcap(2.0)}), ("at_once", "ordered", 2)),
+    "window": ((128, 16384, Window(9000, 9000), {}), ("at_once", "ordered", 2)),
+    "window and softcap": ((64, 16384, Window(9000, 9000), {"score": Softcap(2.0)}), ("at_once", "ordered", 2)),
+    "offsets": ((128, 16384, Full(), {"q_offset": 0, "kv_offset": 0}), ("at_once", "ordered", 2)),
+}
+
+
+@pytest.mark.parametrize("asked, wanted", ORDERS.values(), ids=ORDERS)
+def test_orders(asked: tuple[int, int, Any, dict[str, Any]], wanted: tuple[str, str, int]) -> None:
+    """dq is made a step later where that was measured to be faster (perf/notes/attn_bwd.md)."""
+    size, length, mask, more = asked
+    op = changed(OP, head_dim=size, head_dim_v=size, q_len=length, kv_len=length, mask=mask, **more)
+    config = selected(op).config
+    assert (config.order, config.store, config.consumers) == wanted
 
 
 def test_scratch_of_mma() -> None:

@@ -47,6 +47,7 @@ class Case:
     chains: int = 1
     grid: int = 2
     sinks: bool = False
+    order: str = "at_once"
 
 
 SEED = -(5 << 40) + 11
@@ -93,6 +94,10 @@ HOPPER = {
     "64, no keys": Case((64, 64), {}, ((70, 0),)),
     "128, no queries": Case((128, 128), {}, ((0, 70),)),
     "256, no keys": Case((256, 256), {}, ((70, 0),), sinks=True),
+    "128, later": Case((128, 128), {"scale": -0.2}, ((200, 300), (200, 300)), heads=(4, 2), order="step_later", dlse=True),
+    "128, later, final": Case((128, 128), {}, ((150, 300),), store="final", order="step_later", grid=3),
+    "128, later, causal": Case((128, 128), {"mask": Causal()}, ((300, 200),), order="step_later", sinks=True, dlse=True),
+    "120, later, packed": Case((120, 120), {"mask": Causal()}, PACKED, varlen=True, order="step_later", grid=3, sinks=True),
     "192 and 128, packed": Case((192, 128), {"mask": Window(40, 30), "score": Softcap(2.0)}, PACKED, varlen=True, dlse=True),
 }
 LONE = Config(warps=4, sharing=1, ctas_per_sm=2)  # a warp has its keys alone
@@ -144,7 +149,10 @@ def dropped(op: Forward, batch: int, q_len: int, kv_len: int) -> Array:
 def formula(
     q: Array, k: Array, v: Array, do: Array, dlse: Array, sinks: Array, op: Forward, batch: int = 0, kept: Array | None = None
 ) -> tuple[Array, ...]:
-    """o, lse, dq, dk, dv, dsinks of one batch in float64, by torch. ``kept``: the pairs of each head, else the mask's."""
+    """o, lse, dq, dk, dv, dsinks of one batch in float64, by torch. ``kept``: the pairs of each head, else the mask's.
+
+    Gradients are those for an o that was rounded, as the kernels get it: what is lost of do times o acts as a gradient of lse.
+    Where a row has few keys, dp - delta cancels, and nothing else may be left."""
     weights = torch.tensor(dropped(op, batch, len(q), len(k)))
     q, k, v, do, dlse, sinks = (torch.tensor(x.astype(np.float64)) for x in (q, k, v, do, dlse, sinks))
     q, k, v, sinks = (x.requires_grad_() for x in (*(x.transpose(-2, -3) for x in (q, k, v)), sinks))
@@ -162,7 +170,10 @@ def formula(
     any_key = total > 0
     o = e / torch.where(any_key, total, 1.0) * weights @ v.repeat_interleave(group, 0)
     lse = torch.where(any_key, torch.where(any_key, total, 1.0).log(), 0.0)[..., 0]
-    loss = (o * do.transpose(-2, -3)).sum() + (lse * dlse).sum()
+    exact = o.detach().numpy()
+    rounding = torch.from_numpy(exact - exact.astype(op.element.dtype).astype(np.float64))
+    of_rounding = (rounding * do.transpose(-2, -3)).sum(-1)
+    loss = (o * do.transpose(-2, -3)).sum() + (lse * (dlse + of_rounding)).sum()
     grads = torch.autograd.grad(loss, (q, k, v, sinks))
     lse = torch.where(any_key[..., 0], lse, -torch.inf)
     gradients = (*(g.transpose(-2, -3).numpy() for g in grads[:3]), grads[3].numpy())
@@ -251,7 +262,8 @@ class Call:
             return ATTN_BWD_SIMT.lower(self.op, ATTN_BWD_SIMT.candidates(self.op, TYPICAL["sm_75"])[0], TYPICAL["sm_75"])
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
         if kernel is ATTN_BWD:
-            found = dataclasses.replace(attn_bwd.config_of(self.op.forward, case.store), dq_chains=case.chains)
+            found = attn_bwd.config_of(self.op.forward, case.store)
+            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order)
         found = dataclasses.replace(found, direction=case.direction)
         return kernel.lower(self.op, found, TYPICAL["sm_90a"])
 
@@ -289,4 +301,5 @@ def check(call: Call, tmp_path: pathlib.Path) -> None:
             assert not found[sum(lengths) :].any() and len(found) == sum(lengths) + PADDING, "rows of no sequence are not 0"
     if case.sinks:
         truth = sum(each[3] for each in wanted)
-        assert np.abs(call.arrays["dsinks"] - truth).max() <= bound * np.abs(truth).max()
+        close = min(bound, 1e-4)  # nothing of them is rounded to 16 bits
+        assert np.abs(call.arrays["dsinks"] - truth).max() <= close * np.abs(truth).max()

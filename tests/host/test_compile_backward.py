@@ -155,6 +155,38 @@ def test_nothing_spills_and_nothing_waits() -> None:
     check(rows, 2)
 
 
+LATER: dict[str, list[Any]] = {
+    "size": [(120, 120), (128, 128)],
+    "mask": [Full(), Causal(), Causal("top_left")],
+    "varlen": [False, True],
+    "element": [BF16, FP16],
+    "scale": [0.1, -0.1],
+    "sinks": [False, True],
+}
+
+
+def test_dq_a_step_later() -> None:
+    """Every configuration that makes dq a step later suits its operations."""
+    found = []
+    for row in pairwise(LATER):
+        op = backward(row.pop("size"), **row)
+        (config,) = attn_bwd.later_configs_of(op.forward)
+        assert config in ATTN_BWD.candidates(op, TYPICAL["sm_90a"])
+        source = lowered(op, config)["attn_bwd"]
+        found.append(dataclasses.replace(source, text=source.text + SMEM))
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        for source, binary in zip(found, pool.map(compiler.compile, found), strict=True):
+            assert not binary.spill_bytes and not binary.advisories, dict(source.headers)["config.cuh"]
+
+
+def test_a_step_later_needs_plain_weights() -> None:
+    op = backward((128, 128), score=Softcap(2.0))
+    config = dataclasses.replace(attn_bwd.config_of(op.forward), order="step_later")
+    assert "scores and weights that nothing changes" in str(ATTN_BWD.legal(config, op, TYPICAL["sm_90a"]))
+    with pytest.raises(compiler.CompileError, match="s does not hold the weights"):
+        compiler.compile(lowered(op, config)["attn_bwd"])
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", SIZES + PAIR_SIZES, ids=str)
 def test_full_product(size: tuple[int, int], pytestconfig: pytest.Config) -> None:
@@ -179,6 +211,16 @@ def test_machine_code(store: str, instruction: str) -> None:
     for name in ("UTMALDG", "UBLKCP", instruction, "STSM.16.MT88.4", "HGMMA.64x64x16", "HGMMA.64x128x16"):
         assert any(each.startswith(name) for each in found), f"no {name}"
     assert sum(each.startswith("HGMMA") for each in found) == 8 + 8 + 4 + 4 + 8, "not one copy of a step"
+
+
+def test_machine_code_of_dq_a_step_later() -> None:
+    """Statistics are read four at once, and a step has one copy."""
+    op = backward((128, 128), element=BF16)
+    config = dataclasses.replace(attn_bwd.config_of(op.forward), order="step_later")
+    found = listing(lowered(op, config)["attn_bwd"])
+    step, last = 8 + 8 + 4 + 8 + 2 * 4, 8  # dk beside dq, and without in a work's first step; dq after its last
+    assert sum(each.startswith("HGMMA") for each in found) == step + last
+    assert sum(each.startswith("LDS.128") for each in found) >= 2 * 4 and not any(each.startswith("LDS.64") for each in found)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])

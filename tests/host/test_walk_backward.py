@@ -36,6 +36,8 @@ CASES = {
     "simt, offsets": Case((9, 5), {"element": FP64, "q_offset": 60, "kv_offset": 7}, ((90, 130),), (4, 2), simt=True),
     "64": Case((64, 64), {}, LENGTHS, grid=3),
     "128, final, heads of a group": Case((128, 128), {}, ((200, 300),), (2, 1), store="final", chains=2, dlse=True),
+    "128, later": Case((128, 128), {}, ((130, 300),), (3, 1), order="step_later", sinks=True, grid=3),
+    "112": Case((112, 112), {}, ((70, 200),), dlse=True),
     "64, unordered": Case((64, 64), {}, LENGTHS, (2, 2), store="unordered"),
     "64, packed": Case((64, 40), {}, ((0, 5), (70, 64)), varlen=True),
     "256": Case((256, 256), {}, ((150, 200),), (1, 1)),
@@ -46,7 +48,12 @@ CASES = {
     "mma, fours, unordered": Case((256, 200), {}, ((100, 150),), (1, 1), mma=FOURS, store="unordered"),
 }
 PAIRED = [(name, lists.MASKS[1 if case.varlen else i % 3]) for i, (name, case) in enumerate(CASES.items())]
-PAIRED += [("64", "documents"), ("128, final, heads of a group", "block table"), ("mma", "documents")]
+PAIRED += [
+    ("128, later", "documents"),
+    ("64", "documents"),
+    ("128, final, heads of a group", "block table"),
+    ("mma", "documents"),
+]
 
 
 DROPOUT = {

@@ -293,6 +293,7 @@ PERSISTENT = [
     (ATTN_BWD, Case("bf16", 1, 2000, 2000, 8, 8, 128, 128), False),
     (ATTN_BWD_PAIR, Case("bf16", 1, 900, 1500, 4, 1, 256, 256, causal=True), False),
     (ATTN_BWD, Case("bf16", heads=4, kv_heads=2, head_dim=128, head_dim_v=128, causal=True, lengths=PACKED[2], sinks=True), True),
+    (ATTN_BWD, Case("bf16", 1, 2500, 2500, 4, 2, 128, 128), True),  # dq is made a step later
 ]
 REPEATED = [
     *PERSISTENT,
@@ -365,6 +366,64 @@ def test_configs(kernel: Any, case: Case, dlse: bool, store: str, chains: int, d
     found = call.run(kernel, config=config)
     call.check(found)
     assert equal(call.run(kernel, config=config), found)
+
+
+WIDE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "head_dim_v": 128}
+NARROWER: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 120, "head_dim_v": 120}
+
+
+@listed(
+    [
+        (ATTN_BWD, Case("bf16", 2, 500, 400, **WIDE, causal=True), True),
+        (ATTN_BWD, Case("fp16", 1, 2100, 2500, **WIDE, mask=Causal("top_left")), False),
+        (ATTN_BWD, Case("fp16", 3, 70, 701, **WIDE, sinks=True, scale=-0.1), True),
+        (ATTN_BWD, Case("bf16", 1, 701, 70, **WIDE, causal=True, sinks=True), False),  # rows without keys
+        (ATTN_BWD, Case("bf16", 1, 1, 1, **WIDE), False),
+        (ATTN_BWD, Case("bf16", 2, 257, 0, **WIDE), True),
+        (ATTN_BWD, Case("bf16", 2, 0, 70, **WIDE), False),
+        (ATTN_BWD, Case("bf16", 9, 64, 129, 16, 1, 128, 128, layout="padded"), True),
+        (ATTN_BWD, Case("bf16", 1, 900, 1000, **WIDE, window=(130, 70)), True),
+        (ATTN_BWD, Case("fp16", 1, 900, 1000, **WIDE, causal=True, window=(300, None), sinks=True), False),
+        (ATTN_BWD, Case("bf16", 2, 333, 333, **NARROWER, causal=True, sinks=True), True),
+        (ATTN_BWD, Case("fp16", **NARROWER, lengths=PACKED[2]), False),
+        *((ATTN_BWD, Case("bf16", **WIDE, lengths=each, causal=True, sinks=True), True) for each in PACKED),
+        (ATTN_BWD, Case("bf16", **WIDE, lengths=PACKED[2], window=(100, 0)), True),
+        (ATTN_BWD, Case("bf16", **WIDE, lengths=PACKED[3], scale=-0.1), False),
+    ]
+)
+def test_dq_a_step_later_has_the_same_bits(kernel: Any, case: Case, dlse: bool) -> None:
+    """The order of a step's products changes no sum: every result is that of the other order, each time."""
+    call = Call(case, dlse)
+    config = Config(dq_parts=2, dq_columns=64)
+    wanted = call.run(kernel, config=config)
+    call.check(wanted)
+    for store, registers in itertools.product(("ordered", "final"), ((40, 232), (56, 224))):
+        own = dict(zip(("producer_registers", "consumer_registers"), registers, strict=True))
+        later = dataclasses.replace(config, store=store, order="step_later", **own)
+        for _ in range(3):
+            found = call.run(kernel, config=later)
+            assert equal(found, wanted) if store == "ordered" else equal(found[1:3], wanted[1:3])
+    final = [call.run(kernel, config=dataclasses.replace(later, order=order)) for order in ("at_once", "step_later")]
+    assert equal(*final)
+
+
+LONG = [
+    (ATTN_BWD, Case("bf16", 1, 300, 4500, **WIDE), True),
+    (ATTN_BWD, Case("fp16", 2, 700, 2700, **WIDE, causal=True, sinks=True), False),
+    (ATTN_BWD, Case("bf16", 1, 300, 2900, **NARROWER, causal=True), True),
+    (ATTN_BWD, Case("bf16", **WIDE, lengths=((100, 9000), (0, 700), (333, 0), (200, 1001)), sinks=True), True),
+    (ATTN_BWD, Case("fp16", **WIDE, lengths=((300, 9000), (0, 700), (200, 1001), (333, 3333)), causal=True), False),
+]
+
+
+@listed(LONG)
+def test_dq_is_made_a_step_later_where_keys_are_many(kernel: Any, case: Case, dlse: bool) -> None:
+    call = Call(case, dlse)
+    plan = rawattn.plan_backward(**call.given, **call.options, kernel=kernel.name)
+    assert plan.config.order == "step_later"
+    wanted = call.run(kernel)
+    call.check(wanted)
+    assert all(equal(call.run(kernel), wanted) for _ in range(10))
 
 
 @listed(
@@ -547,7 +606,7 @@ def test_whatever_the_kinds(case: Case) -> None:
     call.check(call.run())
 
 
-@listed([(ATTN_BWD, REPEATED[0][1], True), (ATTN_BWD_PAIR, REPEATED[2][1], False), *REPEATED[4:7]])
+@listed([(ATTN_BWD, REPEATED[0][1], True), (ATTN_BWD_PAIR, REPEATED[2][1], False), *REPEATED[5:8]])
 def test_kernels_against_each_other(kernel: Any, case: Case, dlse: bool) -> None:
     """The plain kernel computes in float32 throughout: another may differ from it by what both may from the reference."""
     call = Call(case, dlse)

@@ -4,6 +4,7 @@
 #include "variant/work_tile.cuh"
 
 struct Scale {
+    static constexpr bool changes_nothing = true;  // but for the factor
     Number scale_log2;
 
     // Never 0: a masked score of -inf must stay -inf when scaled.

@@ -13,6 +13,7 @@ struct QIntervalWalk {
         __device__ void init(u32) {}
     };
     struct Place {};
+    static constexpr u32 finders = 0;  // warps that complete steps
     const Args& args;
     const Rows& rows;
     const KvWorkTile& work;
@@ -56,6 +57,8 @@ struct QIntervalWalk {
 #pragma unroll 1
         for (QIntervalWalk at(args, rows, work); at.more(); at.advance()) step(at.head, at.tile);
     }
+    template <class Smem>
+    __device__ static void find_turns(const Args&, Smem&) {}
     // The first warp: one lane loads every step of a work.
     template <class Producer>
     __device__ static void load(Producer& producer, const KvWorkTile& work) {

@@ -1,10 +1,13 @@
 #pragma once
 // How a block of the backward goes over the queries of a key tile, in Hopper kernels that keep keys stationary: those that keep any of
 // its keys are a list with holes. The first warp finds them, up to 32 at a time, and leaves them for the others in one of two lists.
+// Where they are ordered, the last of its warpgroup's warps finds out who adds next to their tiles of dq: both together would need
+// more registers than consumers can spare.
 //
-//   barrier          arrives                    waits              protects
-//   board.full[i]    lane 0 of the producer     all other roles    board.lists[i] until read
-//   board.empty[i]   one lane of each reader    producer           the same until written again
+//   barrier          arrives                    waits                       protects
+//   board.full[i]    lane 0 of the producer     the finder, or all others   board.lists[i] until read
+//   board.found[i]   lane 0 of the finder       all others                  the same, with who adds next
+//   board.empty[i]   one lane of each reader    producer                    the same until written again
 #include "tile/ring.cuh"
 #include "variant/interfaces_bwd.cuh"
 #include "variant/walk/turn_list.cuh"
@@ -15,17 +18,19 @@ struct alignas(16) ListStep {
     i32 after;  // the next key tile that adds to this tile of dq
 };
 
-// The steps of a work, as a warp reads them, or one lane `alone`. Where they are `ordered`, the first warp finds out who adds next.
+// The steps of a work, as a warp reads them, or one lane `alone`.
 template <bool ordered, bool alone = false>
 struct QListWalk {
     using OfLane = QListWalk<ordered, true>;
+    static constexpr u32 finders = ordered ? 1 : 0;  // warps that read works, and lists, to complete them
     struct Board {
         ListStep lists[2][33];
-        ptx::Mbarrier full[2], empty[2];
+        ptx::Mbarrier full[2], found[2], empty[2];
 
         __device__ void init(u32 readers) {
-            for (int i = 0; i < 2; ++i) full[i].init(1), empty[i].init(readers);
+            for (int i = 0; i < 2; ++i) full[i].init(1), found[i].init(1), empty[i].init(readers + finders);
         }
+        __device__ ptx::Mbarrier& ready(u32 i) { return ordered ? found[i] : full[i]; }
     };
     using Place = Ring<2>;  // of the list that comes next
     const KvWorkTile& work;
@@ -36,26 +41,22 @@ struct QListWalk {
 
     __device__ QListWalk(const Args&, const Rows&, const KvWorkTile& work, typename QListWalk<ordered, false>::Board& board, Place& place)
         : work(work), board(board), place(place) {
-        board.full[place.stage].wait(place.parity);
         advance();
     }
     __device__ bool more() const { return head >= 0; }
     __device__ bool is_full() const { return full == 2; }
-    __device__ WorkTile work_tile() const { return {work.batch, head, tile * cfg::tile_q, 0}; }
+    // A function's mask makes addresses of the batch. They are made in each step, since they would take registers between steps.
+    __device__ WorkTile work_tile() const { return {alone ? work.batch : i32(ptx::opaque(work.batch)), head, tile * cfg::tile_q, 0}; }
     __device__ ListTurn turn(const Mask&) const { return {work.kv_tile, after}; }
+    // A list is left as soon as its last step was read. Else a warp that waits for what others make of this step would keep the list,
+    // and they may need the one after the next for that: dq is made a step later and told of two steps later.
     __device__ void advance() {
-        read();
-        if (head >= 0) return;
+        if (next == 0) board.ready(place.stage).wait(place.parity);
+        const ListStep* const step = &board.lists[place.stage][next++];
+        head = uniform(step->head), tile = uniform(step->tile), full = uniform(step->full), after = uniform(step->after);
+        if (head >= 0 && uniform(step[1].head) >= 0) return;
         leave();
-        if (head == -1) return;
-        board.full[place.stage].wait(place.parity);
         next = 0;
-        read();
-        if (head == -1) leave();
-    }
-    __device__ void read() {
-        const ListStep& step = board.lists[place.stage][next++];
-        head = uniform(step.head), tile = uniform(step.tile), full = uniform(step.full), after = uniform(step.after);
     }
     __device__ static i32 uniform(i32 x) { return alone ? x : i32(ptx::uniform(x)); }
     // The list has been read.
@@ -76,7 +77,7 @@ struct QListWalk {
             const Mask mask(args, rows, {work.batch, head, 0, 0});
             Scan<QueryTiles> scan({mask, rows, head, work.kv_tile});
             while (scan.next_group([&](i32 tile) { return u32(scan.line.classify(tile)); })) {
-                const ListStep* const list = publish(producer, scan, work.kv_tile);
+                const ListStep* const list = publish(producer, scan);
                 if (threadIdx.x == 0) {
                     if (!any) producer.load_kv(rows, work);
                     for (i32 i = 0; list[i].head >= 0; ++i) producer.load_step(rows, list[i].head, list[i].tile);
@@ -97,18 +98,47 @@ struct QListWalk {
     }
     // A list of the tiles of a group.
     template <class Producer>
-    __device__ static const ListStep* publish(Producer& producer, const Scan<QueryTiles>& scan, i32 kv_tile) {
+    __device__ static const ListStep* publish(Producer& producer, const Scan<QueryTiles>& scan) {
         Board& board = producer.smem.board;
         Place& place = producer.place;
         const i32 lane = threadIdx.x % 32, tile = scan.tile(lane);
         ListStep* const list = board.lists[place.stage];
-        const i32 after = ordered && scan.mine != 0 ? ListTurn::find_next(scan.line, tile, kv_tile) : -1;
         board.empty[place.stage].wait(place.parity ^ 1);
-        if (scan.mine != 0) list[__popc(scan.tiles & ((1u << lane) - 1))] = {scan.line.head, tile, i32(scan.mine), after};
+        if (scan.mine != 0) list[__popc(scan.tiles & ((1u << lane) - 1))] = {scan.line.head, tile, i32(scan.mine), -1};
         if (lane == 0) list[__popc(scan.tiles)].head = -2;
         __syncwarp();
         if (lane == 0) board.full[place.stage].arrive();
         place.advance();
         return list;
+    }
+
+    // The finder: completes all lists of all works, a lane for each step of a list, which are of one head.
+    template <class Smem>
+    __device__ static void find_turns(const Args& args, Smem& smem) {
+        if (!ordered) return;
+        Board& board = smem.board;
+        Ring<2> works;
+        Place place;
+        for (KvWorkTile work = next_work(smem, works); !work.is_last(); work = next_work(smem, works)) {
+            const Rows rows(args, work.batch);
+            for (bool more = true; more; place.advance()) {
+                board.full[place.stage].wait(place.parity);
+                more = complete(args, rows, work, board.lists[place.stage]);
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) {
+                    board.found[place.stage].arrive();
+                    board.empty[place.stage].arrive();
+                }
+            }
+        }
+    }
+    // False for the list behind a work's last one.
+    __device__ static bool complete(const Args& args, const Rows& rows, const KvWorkTile& work, ListStep* list) {
+        const u32 lane = threadIdx.x % 32, behind = __ballot_sync(0xffffffffu, list[lane].head < 0);
+        const i32 head = list[0].head;
+        if (head < 0) return false;
+        const Mask mask(args, rows, {work.batch, head, 0, 0});
+        if (!(behind & (2u << lane) - 1)) list[lane].after = ListTurn::find_next({mask, rows, head}, list[lane].tile, work.kv_tile);
+        return true;
     }
 };
