@@ -273,9 +273,9 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def made(x: Any, shape: tuple[int, ...], dtype: str) -> Array:
-    """An array that ``maker`` made, of which only the address is not known."""
-    return Array("", CPU, dtype, shape, contiguous_strides(shape), address(x), None)
+def made(shape: tuple[int, ...], dtype: str) -> Array:
+    """How an array lies that ``maker`` makes."""
+    return Array("", CPU, dtype, shape, contiguous_strides(shape), 0, None)
 
 
 def of_signature(signature: tuple[Any, ...]) -> Array:

@@ -15,7 +15,7 @@ import functools
 import importlib
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .device import Device, arch_of
@@ -446,30 +446,30 @@ def take_violations(index: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _geometry(
-    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool
-) -> tuple[Any, ...]:
-    """The arguments of cuTensorMapEncodeTiled before the pointer, and those after it."""
+def tensor_maps(
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
+) -> Callable[[int], bytes]:
+    """Returns a function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
+    strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16
+    numbers. ``read_once`` says that no other block will find it in L2, which then fetches pieces of 128 bytes, not of 256
+    (perf/notes/attn_decode.md)."""
     cuda = library()
     formats, promotions = cuda.CUtensorMapDataType, cuda.CUtensorMapL2promotion
     kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
     swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * box[0]}B")
     extents = [*map(cuda.cuuint64_t, sizes)], [*map(cuda.cuuint64_t, strides)]
-    return (kinds[dtype], len(sizes)), (
+    before = kinds[dtype], len(sizes)
+    after = (
         *extents, [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(sizes),
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
 
+    def encoded(pointer: int) -> bytes:
+        code, found = cuda.cuTensorMapEncodeTiled(*before, pointer, *after)
+        if code:
+            check("cuTensorMapEncodeTiled", code)
+        return ctypes.string_at(found.getPtr(), 128)
 
-@functools.lru_cache(maxsize=1024)
-def tensor_map(
-    pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
-) -> bytes:
-    """Returns the 128 bytes that describe a tensor to TMA: sizes (elements, fastest first), strides (bytes, of all dimensions
-    but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16 numbers. ``read_once`` says that no
-    other block will find it in L2, which then fetches pieces of 128 bytes, not of 256 (perf/notes/attn_decode.md)."""
-    before, after = _geometry(dtype, sizes, strides, box, read_once)
-    encoded = call("cuTensorMapEncodeTiled", *before, pointer, *after)
-    return ctypes.string_at(encoded.getPtr(), 128)
+    return encoded
