@@ -7,6 +7,7 @@ Nothing is ever copied.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -183,13 +184,13 @@ _tensor: Any = ()  # torch.Tensor, from the first tensor on
 def signature(x: Any) -> tuple[Any, ...] | None:
     """All of a torch tensor that a call on a GPU depends on: a tensor with the signature of one that passed every check passes
     them. Read at half the price of ``read``. None for a tensor that autograd would follow or that has no plain memory, and for
-    other arrays.
+    other arrays; () for None.
     """
     if type(x) not in _plain_tensors or (x.requires_grad and _grad_enabled()) or x.is_neg():
         return () if x is None else None
     try:
         pointer = x.data_ptr()
-        return (pointer, x.dtype, x.shape, x.stride(), x.get_device(), x.is_cuda) if pointer else None
+        return (pointer, x.dtype, x.size(), x.stride(), x.get_device(), x.is_cuda) if pointer else None
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -199,24 +200,29 @@ def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
     return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
 
 
-def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The signature of each array; None for one that has none, and () where there is no array."""
+def signatures(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...] | None:
+    """The signature of each array; None where one of them has none."""
     if _forward_ad is not None and _forward_ad._current_level >= 0:  # each is read whole, which finds tangents
-        return (None,) * len(given)
-    return tuple(map(signature, given))
+        return None
+    found: list[tuple[Any, ...]] = []
+    for x in given:
+        each = signature(x)
+        if each is None:
+            return None
+        found.append(each)
+    return tuple(found)
 
 
-def forms(captured: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The signature of each array but for its address, of arrays that functions captured."""
-    if _forward_ad is not None and _forward_ad._current_level >= 0:
-        return (None,) * len(captured)
-    return tuple(map(form, captured))
+def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The signature of each array but for its address, of arrays that functions captured; None where one has none."""
+    found = signatures(captured)
+    return None if found is None else tuple([each[1:] for each in found])
 
 
-def form(x: Any) -> tuple[Any, ...] | None:
-    """The signature of an array but for its address."""
-    found = signature(x)
-    return found and found[1:]
+def have_memory(given: tuple[Any, ...]) -> bool:
+    """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
+    FSDP does, the address is the offset."""
+    return all(x is None or x.untyped_storage().nbytes() >= x.nbytes for x in given)
 
 
 def address(x: Any) -> int:
@@ -264,6 +270,7 @@ def one_int64(beside: Any, number: int) -> Any:
         return sys.modules["cupy"].full((1,), number, np.int64)
 
 
+@functools.lru_cache(maxsize=1024)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array, in elements."""
     strides, step = [], 1

@@ -175,6 +175,11 @@ def _pdl() -> list[Any]:
     return [attribute]
 
 
+@functools.cache
+def _block_type(size: int) -> Any:
+    return ctypes.c_char * size
+
+
 _address = struct.Struct("<Q").pack_into
 _ARGS = 16  # bytes before the arguments of a launch, which begin with their address
 
@@ -193,7 +198,7 @@ class Launch:
         if facts.uses_pdl:
             config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
         self._index, self._handle, self._config = function.index, function.handle, config
-        self._block = ctypes.create_string_buffer(bytes(_ARGS) + args, _ARGS + len(args))
+        self._block = _block_type(_ARGS + len(args)).from_buffer_copy(bytes(_ARGS) + args)
         place = ctypes.addressof(self._block)
         _address(self._block, 0, place + _ARGS)
         self._issue = functools.partial(cuda.cuLaunchKernelEx, config, function.handle, place, 0)

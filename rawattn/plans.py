@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,7 +67,7 @@ class Plan:
         self.program: Program | None = None
         self._kernel, self._selection = selection.kernel, selection
         self._calls: dict[Any, GpuCall] = {}
-        self._loaded: list[_Loaded] = []
+        self._captured, self._loaded = len(op.captured), list[_Loaded]()
         if not device.is_cpu:
             self.program = selection.kernel.lower(op, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
@@ -91,16 +92,19 @@ class Plan:
         """
         if named:
             given = self._in_order(given, named)
-        own = len(self.op.inputs) - len(self.op.captured)
-        key = arrays.signatures(given[:own]), arrays.forms(given[own:])
-        call = self._calls.get(key)
+        captured: tuple[Any, ...] = ()
+        if self._captured:
+            own = len(self.op.inputs) - self._captured
+            given, captured = given[:own], given[own:]
+        signatures, forms = arrays.signatures(given), arrays.forms(captured) if captured else ()
+        call = self._calls.get((signatures, forms))
         if call is None:
-            found = self._read(given)
+            found = self._read((*given, *captured))
             bound = self.bind(found)
-            if isinstance(bound, GpuCall) and None not in key[0] and None not in key[1]:
-                cache_put(self._calls, key, bound, KEPT_CALLS)
-            return one_or_all(bound(given[0], out, tuple(found[each.name].object for each in self.op.captured)))
-        return one_or_all(call(given[0], out, given[own:]))
+            if isinstance(bound, GpuCall) and signatures is not None and forms is not None:
+                cache_put(self._calls, (signatures, forms), bound, KEPT_CALLS)
+            return one_or_all(bound(given[0], out, tuple([found[each.name].object for each in self.op.captured])))
+        return one_or_all(call(given[0], out, captured))
 
     def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
         """The plan on arrays that were checked, by name."""
@@ -175,8 +179,8 @@ class _Loaded(NamedTuple):
     function: driver.Function
     fields: Fields
     layout: render.ArgsLayout
-    names: tuple[str, ...]  # of the values
-    values: struct.Struct  # all of memory, with nothing else in it
+    values: Callable[[Mapping[str, float]], tuple[float, ...]]  # those that ``only_values`` packs, in order
+    only_values: struct.Struct  # all of memory, with nothing else in it
     inputs: tuple[Form, ...]
     outputs: tuple[Form, ...]
     maps: tuple[tuple[Any, int], ...]
@@ -197,7 +201,7 @@ class _Loaded(NamedTuple):
         ]
         places = [(name, offset + more) for fill, offset in at for name, more in _addresses(fill)]
         return cls(
-            binary, function, launch.fields, layout, names, layout.only(names),
+            binary, function, launch.fields, layout, _taker(names), layout.only(names),
             tuple(form for form in forms if getattr(form[0], "operand", None) not in outputs),
             tuple(form for form in forms if getattr(form[0], "operand", None) in outputs),
             tuple((fill, offset) for fill, offset in at if _is_map(fill)),
@@ -205,6 +209,11 @@ class _Loaded(NamedTuple):
             tuple(place for place in places if _is_late(place[0], later)),
             tuple((fill.bytes, offset) for fill, offset in at if isinstance(fill, Counter)),
         )  # fmt: skip
+
+
+def _taker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """A function that takes these values, in order, from all."""
+    return operator.itemgetter(*names) if len(names) > 1 else lambda values: tuple([values[name] for name in names])
 
 
 _SCRATCH = "scratch "  # before the name of a buffer, where it stands among operands
@@ -295,7 +304,8 @@ class GpuCall:
         self._program: Program = plan.program
         self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in op.outputs])
-        scratch = plan.program.scratch_bytes
+        begins, scratch = offsets(plan.program.scratch)
+        self._scratch = [(_SCRATCH + name, begin) for name, begin in begins.items()]
         self._new_scratch = arrays.maker(like, (scratch,), "uint8") if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
@@ -366,10 +376,9 @@ class GpuCall:
             found = read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
-        if self._program.scratch:
-            first = None if scratch is None else arrays.address(scratch)  # None: nothing is there to be written
-            begins = offsets(self._program.scratch)[0].items()
-            places |= {_SCRATCH + name: 0 if first is None else first + at for name, at in begins}
+        first = None if scratch is None else arrays.address(scratch)  # None: nothing is there to be written
+        for name, begin in self._scratch:
+            places[name] = 0 if first is None else first + begin
         launches = []
         for launch, loaded, args in zip(self._program.launches, self._plan._loaded, self._args, strict=True):
             memory = bytearray(args)
@@ -393,13 +402,13 @@ class GpuCall:
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
         """The arguments of a launch but for the addresses, with outputs that are made."""
-        block, maps = bytearray(loaded.values.pack(*[launch.values[name] for name in loaded.names])), []
+        block, maps = bytearray(loaded.only_values.pack(*loaded.values(launch.values))), []
         for fill, write, offset in loaded.inputs:
             write(block, offset, self._of_input(fill))
-        made = {each.name: each for each in self._plan.op.outputs}
-        for fill, write, offset in loaded.outputs:
-            each = made[fill.operand]
-            write(block, offset, _form(fill, arrays.made(each.shape, each.element)))
+        if loaded.outputs:
+            made = {each.name: arrays.made(each.shape, each.element) for each in self._plan.op.outputs}
+            for fill, write, offset in loaded.outputs:
+                write(block, offset, _form(fill, made[fill.operand]))
         for fill, offset in loaded.maps:
             name, encode, rest = _map(fill, self._given)
             block[offset + 128 : offset + 128 + len(rest)] = rest
@@ -461,13 +470,15 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
 def _form(fill: Any, array: Array) -> int | bytes:
     """How an array lies: a length, a stride, or strides behind the room for an address, which are in bytes; packed sequences have
     no batch stride."""
-    if isinstance(fill, Stride):
+    if type(fill) is Stride:
         axis = _AXES[fill.axis]
         return array.strides[axis] if -axis <= len(array.strides) else 0
-    if isinstance(fill, (Dim, AxisStride)):
-        return (array.shape if isinstance(fill, Dim) else array.strides)[fill.axis]
-    size = ELEMENTS[array.dtype].itemsize
-    if isinstance(fill, Pages):
+    if type(fill) is Dim:
+        return array.shape[fill.axis]
+    if type(fill) is AxisStride:
+        return array.strides[fill.axis]
+    size = arrays.DTYPES[array.dtype].itemsize
+    if type(fill) is Pages:
         return struct.pack("<5q", 0, *[stride * size for stride in array.strides[:3]], array.shape[0])
     batch = array.strides[-4] if len(array.strides) == 4 else 0
     return struct.pack("<4q", 0, batch * size, array.strides[-3] * size, array.strides[-2] * size)

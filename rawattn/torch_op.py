@@ -125,6 +125,18 @@ def way(given: Sequence[Any]) -> Callable[..., Any] | None:
     return None
 
 
+def is_plain() -> bool:
+    """Tells whether torch neither traces, transforms nor casts here, whatever the tensors are."""
+    return not (
+        _is_compiling()
+        or _dispatch_modes()
+        or _functorch_level() is not None
+        or _jit_trace() is not None
+        or (_function_modes() and _seen_by_function_mode())
+        or _any_autocast()
+    )
+
+
 def _is_seen(do: Any, dlse: Any, given: Sequence[Any]) -> bool:
     """Tells whether torch must see the operator of a backward, of a forward on plain tensors: as ``way`` does, but that autocast
     casts nothing there. Gradients may have come from anywhere."""
@@ -345,14 +357,16 @@ def _described(x: Any) -> Array:
 
 
 class Asked:
-    """This is what a call asks for beside its tensors: options, as a dict or as text, and bounds on lengths, whether lse is a
-    result, and the forward's kernel and configuration. Calls that ask for the same share one object, which forward and backward
-    take for their key: to make one takes longer than to look one up."""
+    """This is what a call that autograd follows asks for beside its tensors: options, as a dict or as text, bounds on lengths,
+    and whether lse is a result. With a dict it has what the forward asks for, and the backward."""
 
     def __init__(
         self, options: dict[str, Any] | str, lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None
     ) -> None:
-        self.options, self.lengths, self.both, self.kernel, self.config = options, lengths, both, kernel, config
+        self.options, self.lengths, self.both = options, lengths, both
+        if not isinstance(options, str):
+            self.forward = api.asked_of(Forward, options, lengths, kernel, config)
+            self.backward = api.asked_of(Backward, options, lengths)
 
 
 _asked: dict[Any, Asked] = {}
@@ -373,7 +387,7 @@ class Attention(torch.autograd.Function):
             more = (*given[3:5], *lengths, options, given[8], captured or None)
             o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *more)
         else:
-            o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked, captured)
+            o, lse = api.run(given, options, lengths, None, None, None, Forward, asked.forward, captured)
         ctx.save_for_backward(*given, *captured, o, lse)
         ctx.asked, ctx.count = asked, len(given)
         if not asked.both:
@@ -401,7 +415,7 @@ class Attention(torch.autograd.Function):
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
                 every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
-            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked, captured)
+            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked.backward, captured)
         return (*found[:3], None if sinks is None else found[3], None, None, None)
 
 
@@ -450,13 +464,10 @@ def differentiable(
         )
     if captured:
         functions.check_no_grad(options, captured)
-    try:
-        asked = _asked.get(key := api.key_of(options, lengths, kernel, config))
-    except TypeError:  # an option that cannot be hashed is a wrong one
-        key = asked = None
+    asked = _asked.get(key := api.asked_of(Forward, options, lengths, kernel, config))
     if asked is None:
         asked = _ask(options, lengths, kernel, config)
-        if key is not None:
+        if key.is_kept:
             cache_put(_asked, key, asked, KEPT_ASKED)
     return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked)
 

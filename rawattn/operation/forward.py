@@ -113,22 +113,24 @@ class Forward(OverKeys):
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
         """The operation with other lengths and offsets, which are not checked again; for dense sequences."""
-        found = object.__new__(Forward)
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
-        sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
+        found = self._with(batch=batch, q_len=q_len, kv_len=kv_len, total_q=batch * q_len, total_kv=batch * kv_len)
         if offsets != self.spec.offsets:
-            kept["spec"] = self.spec.at(offsets)
-        found.__dict__.update(kept | sizes)
+            found.__dict__["spec"] = self.spec.at(offsets)
+        return found
+
+    def _with(self, **sizes: int) -> Forward:
+        """The operation with other sizes, which are not checked; its kind is the same."""
+        found = object.__new__(Forward)
+        found.__dict__.update(self.__dict__, **sizes)
+        for name in ("inputs", "outputs", "pairs", "packed"):
+            found.__dict__.pop(name, None)
         return found
 
     @functools.cached_property
     def packed(self) -> Forward:
         """The operation as tiles see it whose rows are the queries of all heads that share a key head."""
-        found = object.__new__(Forward)
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
         q_len = self.q_len * self.heads_per_kv
-        found.__dict__.update(kept | {"q_len": q_len, "total_q": self.batch * q_len, "heads": self.kv_heads})
-        return found
+        return self._with(q_len=q_len, total_q=self.batch * q_len, heads=self.kv_heads)
 
     # ---- its arrays
 

@@ -65,7 +65,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cache in (api._plans, api._calls, api._families):
+    for cache in (api._plans, api._calls, api._layouts, api._families):
         cache.clear()
 
 

@@ -505,8 +505,8 @@ def test_jit_trace() -> None:
 
 def test_selective_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    real = api.run
-    monkeypatch.setattr(api, "run", lambda *args, **options: (runs.append(None), real(*args, **options))[1])
+    real = api._first
+    monkeypatch.setattr(api, "_first", lambda *args: (runs.append(None), real(*args))[1])
     policies = checkpointing.CheckpointPolicy
     q, k, v = make()
 

@@ -61,10 +61,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[driver.Counters]:
     monkeypatch.setattr(driver, "COUNTERS", 8)
     counters = driver.Counters(0)
     monkeypatch.setattr(driver, "counters", lambda index, size: counters)
-    for cache in (api._plans, api._calls):
+    for cache in (api._plans, api._calls, api._layouts):
         cache.clear()
     yield counters
-    for cache in (api._plans, api._calls):
+    for cache in (api._plans, api._calls, api._layouts):
         cache.clear()
 
 
