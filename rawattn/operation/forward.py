@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
-from ..tma import ALIGNMENT, readable
+from ..tma import readable
 from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
@@ -229,18 +229,20 @@ class Forward(OverKeys):
         offsets = make_offsets(options["q_offset"], options["kv_offset"])
         if len(signatures) != 3 or not all(signatures) or (offsets is not None and max(offsets) >= FEW_ROWS):
             return None
-        (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
-        for _, dtype_each, shape, strides, device, _ in signatures:
-            plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
-            if not plain or not readable(shape, strides, dtype.itemsize, 0):
+        (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
+        size = dtype.itemsize
+        for pointer, dtype_each, shape, strides, *place_each in signatures:
+            if len(shape) != 4 or 0 in shape or strides[3] != 1 or dtype_each != dtype or place_each != place:
                 return None
-        (batch, q_len), kv_len = q_sizes, k_shape[1]
-        if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
+            if not readable(shape, strides, size, pointer):
+                return None
+        (batch, q_len, heads, head_dim), (kv_batch, kv_len, kv_heads, k_dim) = q_shape, k_shape
+        if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim:
             return None
-        if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
+        if batch * q_len * heads >= FEW_ROWS or kv_len >= FEW_ROWS:
             return None
-        sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
-        return (dtype, signatures[0][4:], sizes)
+        lengths = three_bits(batch), three_bits(q_len), three_bits(kv_len)
+        return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])
 
     def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward:
         """The operation on q, k and v of the same family: itself where their lengths and offsets are its own."""
