@@ -426,11 +426,13 @@ def asked_of(
     kernel: str | None = None, config: Any = None,
 ) -> Asked:  # fmt: skip
     """What a call asks for, by its options in the order of ``OPTIONS``. Their types count too: True, 1 and 1.0 are equal, but not
-    all of them are right."""
+    all of them are right. So do the names in functions, which errors say."""
     values: tuple[Any, ...] = options if isinstance(options, tuple) else tuple(options.values())
-    types: tuple[type, ...] = ()
+    types: tuple[Any, ...] = ()
     if lengths is not NO_LENGTHS:
         types = tuple(map(type, lengths))
+    if len(values) > 5 and (values[4] is not None or values[5] is not None):
+        types = (*types, *[x.traced.labels for x in values[4:6] if type(x) is functions.Function])
     if len(values) > 1 and values[1] is not None and isinstance(values[1], (tuple, list)):  # a window
         values = (values[0], tuple(values[1]), *values[2:])
         types = (*types, *map(type, values[1]))

@@ -152,14 +152,15 @@ _readers: dict[type, Callable[[Any, str], Array]] = {}
 _plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the first tensor on
 _forward_ad: Any = None  # torch.autograd.forward_ad, likewise
 _grad_enabled: Any = None  # torch.is_grad_enabled, likewise
+_increment_version: Any = None  # torch.autograd.graph.increment_version, likewise
 
 
-def _reader(cls: type) -> Callable[[Any, str], Array]:
+def reader(cls: type) -> Callable[[Any, str], Array]:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(cls, torch.Tensor):
-        global _tensor, _plain_tensors, _forward_ad, _grad_enabled
+        global _tensor, _plain_tensors, _forward_ad, _grad_enabled, _increment_version
         _tensor, _plain_tensors, _forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
-        _grad_enabled = torch.is_grad_enabled
+        _grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.graph.increment_version
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -169,10 +170,10 @@ def _reader(cls: type) -> Callable[[Any, str], Array]:
 def read(x: Any, name: str) -> Array:
     """Returns ``x``, the argument ``name``, as an Array. Raises ProblemError where it is no array that can be read in place."""
     cls = type(x)
-    reader = _readers.get(cls)
-    if reader is None:
-        reader = _readers[cls] = _reader(cls)
-    found = reader(x, name)
+    read_it = _readers.get(cls)
+    if read_it is None:
+        read_it = _readers[cls] = reader(cls)
+    found = read_it(x, name)
     if found.pointer == 0 and 0 not in found.shape:
         raise ProblemError(f"{name} is a {cls.__name__} of shape {tuple(found.shape)} that has no memory; give a real array.")
     return found
@@ -325,7 +326,7 @@ def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
 def written(out: Any) -> None:
     """Tells autograd that a tensor was changed in place, so that a backward that needs its old numbers fails in words."""
     if isinstance(out, _tensor):
-        sys.modules["torch"].autograd.graph.increment_version(out)
+        _increment_version(out)
 
 
 def stream_of(library: str) -> Callable[[int], int]:

@@ -26,7 +26,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from . import api, functions, torch_sharding
+from . import api, arrays, functions, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
@@ -60,6 +60,8 @@ _library.define(
 )
 _ATTENTION, _BACKWARD = torch.ops.rawattn.attention.default, torch.ops.rawattn.attention_backward.default
 
+
+arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of all is kept
 
 # ---- which calls go through the operators
 
