@@ -306,7 +306,7 @@ class GpuCall:
         self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in op.outputs])
         begins, scratch = offsets(plan.program.scratch)
         self._scratch = [(_SCRATCH + name, begin) for name, begin in begins.items()]
-        self._new_scratch = arrays.maker(like, (scratch,), "uint8") if scratch else None
+        self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
         self._maps: list[list[tuple[str, int, Callable[[int], bytes]]]] = []

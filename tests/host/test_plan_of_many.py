@@ -206,13 +206,8 @@ def gradients(length: int = 80, sinks: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_backward_is_the_same_cold_and_warm(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same launches for the same addresses, whether the call, its plan or its family was met before."""
-    memory, maker = torch.empty(1 << 23, dtype=torch.uint8), api.arrays.maker
-
-    def make(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
-        """Scratch memory is in one place."""
-        return (lambda beside: memory[: shape[0]]) if dtype == "uint8" else maker(like, shape, dtype)
-
-    monkeypatch.setattr(api.arrays, "maker", make)
+    memory = torch.empty(1 << 23, dtype=torch.uint8)
+    monkeypatch.setattr(api.arrays, "scratch_maker", lambda like, size: lambda beside: memory[:size])
     given = []
     for length in (80, 80, 79, 78):
         call = gradients(length, sinks)
