@@ -406,7 +406,7 @@ def options_of(
 
 class Asked:
     """What a call asks for beside its arrays. Calls that ask for the same share one object, which is found and compared quickly.
-    ``is_kept`` is False for one that nothing else finds."""
+    ``is_kept`` is False for one that nothing else finds. ``followed`` is what ``torch_op`` makes of it where autograd follows."""
 
     def __init__(
         self, operation: type[Operation], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any,
@@ -414,6 +414,7 @@ class Asked:
     ) -> None:  # fmt: skip
         self.operation, self.options, self.lengths, self.kernel, self.config = operation, options, lengths, kernel, config
         self.is_kept, self.has_functions = is_kept, bool(functions.among(options))
+        self.followed: Any = None
 
     def of_family(self) -> Asked:
         """What calls of one family ask for."""
@@ -499,18 +500,21 @@ def _run(
         options, captured = functions.taken(dict(zip(OPTIONS, values, strict=True)))
         values = tuple(options.values())
     if _load_torch_op():
-        if _torch_op.is_plain() and (key := _key(given, captured)) is not None:
+        is_plain = _torch_op.is_plain()
+        if is_plain and (key := _key(given, captured)) is not None:
             asked = asked_of(Forward, values, lengths, kernel, config)
             call = _calls.get((asked, key))
             if call is not None:
                 return one_or_all(call(given[0], out, captured))
-        compute = _torch_op.way(given + captured)
+        compute = (_torch_op.way_of_tensors if is_plain else _torch_op.way)(given + captured)
         if compute is not None:
             if any(x is not None for x in given[6:8]):
                 raise ProblemError(
                     "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there "
                     "is no operator and no gradient with them yet."
                 )
+            if compute is _torch_op.differentiable:
+                return compute(given, asked_of(Forward, values, lengths, kernel, config), out, captured)
             return compute(given, dict(zip(OPTIONS, values, strict=True)), lengths, kernel, config, out, captured=captured)
     asked = asked or asked_of(Forward, values, lengths, kernel, config)
     return _first(given, captured, key if key is not None else _key(given, captured), asked, out)

@@ -31,7 +31,6 @@ from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
 from .operation.forward import check_arrays, check_has_seed, limits
-from .plans import cache_put
 from .spec import Spec, is_int
 from .variant import Option
 from .variant.element import ELEMENTS
@@ -107,20 +106,28 @@ def way(given: Sequence[Any]) -> Callable[..., Any] | None:
     would cast, and for tensors without memory. It takes half a microsecond for plain tensors."""
     if _is_compiling():
         return attention
-    q, requires_grad = given[0], False
+    q = given[0]
     if type(q) is not _tensor and not isinstance(q, _tensor):
         return None
     if _dispatch_modes() or _functorch_level() is not None or _jit_trace() is not None:
         return attention
     if _function_modes() and _seen_by_function_mode():
         return attention
+    return attention if _any_autocast() and not q.is_meta and _is_cast(given) else way_of_tensors(given)
+
+
+def way_of_tensors(given: Sequence[Any]) -> Callable[..., Any] | None:
+    """Does as ``way`` where ``is_plain``: the first of these is a tensor, or none is."""
+    q, requires_grad = given[0], False
+    if type(q) is not _tensor and not isinstance(q, _tensor):
+        return None
     for x in given:
         if type(x) is _tensor or type(x) is _parameter:
             if x.requires_grad:
                 requires_grad = True
         elif isinstance(x, _tensor):
             return attention
-    if q.is_meta or (_any_autocast() and _is_cast(given)):
+    if q.is_meta:
         return attention
     if requires_grad and _grad_enabled():
         return differentiable if forward_ad._current_level < 0 else attention
@@ -363,16 +370,12 @@ class Asked:
     and whether lse is a result. With a dict it has what the forward asks for, and the backward."""
 
     def __init__(
-        self, options: dict[str, Any] | str, lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None
+        self, options: dict[str, Any] | str, lengths: tuple[Any, ...], both: bool, kernel: str | None = None, config: Any = None
     ) -> None:
         self.options, self.lengths, self.both = options, lengths, both
         if not isinstance(options, str):
             self.forward = api.asked_of(Forward, options, lengths, kernel, config)
             self.backward = api.asked_of(Backward, options, lengths)
-
-
-_asked: dict[Any, Asked] = {}
-KEPT_ASKED = 1024
 
 
 class Attention(torch.autograd.Function):
@@ -454,10 +457,7 @@ def _followed(apply: Any, *args: Any) -> Any:
         return apply(*args)
 
 
-def differentiable(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
-    captured: tuple[Any, ...] = (),
-) -> Any:  # fmt: skip
+def differentiable(given: tuple[Any, ...], asked: api.Asked, out: Any, captured: tuple[Any, ...]) -> Any:
     """Computes ``api.attention`` so that autograd can follow."""
     if out is not None:
         raise ProblemError(
@@ -465,24 +465,19 @@ def differentiable(
             "torch.no_grad() or on detached inputs."
         )
     if captured:
-        functions.check_no_grad(options, captured)
-    asked = _asked.get(key := api.asked_of(Forward, options, lengths, kernel, config))
-    if asked is None:
-        asked = _ask(options, lengths, kernel, config)
-        if key.is_kept:
-            cache_put(_asked, key, asked, KEPT_ASKED)
-    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked)
+        functions.check_no_grad(asked.options, captured)
+    if asked.followed is None:
+        asked.followed = _ask(asked.options, asked.lengths, asked.kernel, asked.config)
+    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked.followed)
 
 
-def _ask(options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any) -> Asked:
+def _ask(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any) -> Asked:
     """Makes what a call asks for. Raises ProblemError where that has no gradient."""
     if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**functions.without(options))  # raises where it is none
         if options["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
     both, options = options["return_lse"], {**options, "return_lse": True}
-    if isinstance(options["window"], list):  # which may be another one until the backward
-        options["window"] = tuple(options["window"])
     return Asked(options, lengths, both, kernel, config)
 
 
