@@ -428,15 +428,14 @@ def asked_of(
 ) -> Asked:  # fmt: skip
     """What a call asks for, by its options in the order of ``OPTIONS``. Their types count too: True, 1 and 1.0 are equal, but not
     all of them are right. So do the names in functions, which errors say."""
-    values: tuple[Any, ...] = options if isinstance(options, tuple) else tuple(options.values())
+    values: tuple[Any, ...] = options if type(options) is tuple else tuple(options.values())  # type: ignore[union-attr]
     types: tuple[Any, ...] = ()
-    if lengths is not NO_LENGTHS:
+    if lengths is not NO_LENGTHS or not values[1] is values[4] is values[5] is None:
         types = tuple(map(type, lengths))
-    if len(values) > 5 and (values[4] is not None or values[5] is not None):
+        if isinstance(window := values[1] if values else None, (tuple, list)):
+            values = (values[0], tuple(window), *values[2:])
+            types = (*types, *map(type, window))
         types = (*types, *[x.traced.labels for x in values[4:6] if type(x) is functions.Function])
-    if len(values) > 1 and values[1] is not None and isinstance(values[1], (tuple, list)):  # a window
-        values = (values[0], tuple(values[1]), *values[2:])
-        types = (*types, *map(type, values[1]))
     try:
         return _asked(operation, kernel, config, lengths, types, *values)
     except TypeError:  # what cannot be hashed is wrong

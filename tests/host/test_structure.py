@@ -16,7 +16,7 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 23000,
+    "rawattn": 23100,
     "perf": 5000,
     "cuda_src": 9500,
     "tests": 27500,
