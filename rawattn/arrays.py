@@ -279,7 +279,6 @@ def one_int64(beside: Any, number: int) -> Any:
         return sys.modules["cupy"].full((1,), number, np.int64)
 
 
-@functools.lru_cache(maxsize=1024)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array, in elements."""
     strides, step = [], 1
@@ -289,6 +288,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+@functools.lru_cache(maxsize=1024)
 def made(shape: tuple[int, ...], dtype: str) -> Array:
     """How an array lies that ``maker`` makes."""
     return Array("", CPU, dtype, shape, contiguous_strides(shape), 0, None)
