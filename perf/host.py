@@ -8,6 +8,7 @@ eager        the same tensors again, by ``rawattn.attention``
 plan         the same by ``Plan.run`` with ``out=``
 new_pointers tensors at addresses that were never met, of a known shape
 new_kv_len   a step of a decode loop: one query, and one key more than the call before; the kind is known
+new_layer    the next layer of that step: the same length, and another layer's keys
 two_launches the cost of a second launch: a program of two against one of one, where a kernel can split keys
 step         a step of training: forward and ``backward()`` of tensors that require grad
 sdpa         torch's own call, as a measure for the machine
@@ -86,6 +87,17 @@ class Host:
 
         return row
 
+    def new_layer(self) -> Row:
+        other = [self.tensor(*x.shape) for x in self.cache]
+
+        def row(i: int) -> Callable[[], Any]:
+            length = FIRST_KV_LEN + i
+            first, second = ([x[:, :length] for x in each] for each in (self.cache, other))
+            rawattn.attention(self.token, *first, causal=True)
+            return lambda: rawattn.attention(self.token, *second, causal=True)
+
+        return row
+
     def two_launches(self) -> Row:
         """The i-th call splits the keys in two where i is odd."""
         kernel, (k, v) = "attn_fwd_mma", (x[:, :FIRST_KV_LEN] for x in self.cache)
@@ -147,7 +159,7 @@ class Host:
         return found[1:]
 
 
-ROWS = ("eager", "plan", "new_pointers", "new_kv_len", "two_launches", "step", "sdpa", "sdpa_step", "empty_step")
+ROWS = ("eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step")
 COMPUTED = ("sdpa", "sdpa_step")  # not by us, so that without a GPU they would be computed here
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -26,9 +27,15 @@ from .variant.walk import lists
 
 MaskLike = Mask | Callable[..., Any]
 ScoreLike = Score | Callable[..., Any]
-KEPT_PLANS, KEPT_CALLS = 4096, 1024
+KEPT_PLANS, KEPT_CALLS, KEPT_ASKED = 4096, 1024, 1024
+OPTIONS = (
+    "causal", "window", "softcap", "scale", "mask", "score", "return_lse", "constant_time", "deterministic", "q_offset",
+    "kv_offset", "dropout",
+)  # fmt: skip
+NO_LENGTHS = (None, None)
 _plans: dict[Any, Plan] = {}
 _families: dict[Any, Plan] = {}
+_layouts: dict[Any, GpuCall] = {}
 _calls: dict[Any, GpuCall] = {}
 _logged: set[Any] = set()
 _torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
@@ -87,13 +94,13 @@ def attention(
     """
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = {
-        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset, "dropout": dropout,
-    }  # fmt: skip
-    given = _given(q, k, v, None, None, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
-    return _run(given, options, (None, None), kernel, config, out)
+    options = (
+        causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset, dropout,
+    )  # fmt: skip
+    seed, given = _seed(q, dropout, seed), (q, k, v)
+    if sinks is not None or seed is not None or q_lens is not None or kv_lens is not None:
+        given = _given(q, k, v, None, None, sinks, q_lens, kv_lens, seed)
+    return _run(given, options, NO_LENGTHS, kernel, config, out)
 
 
 def attention_varlen(
@@ -124,11 +131,9 @@ def attention_varlen(
     """
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = {
-        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset, "dropout": dropout,
-    }  # fmt: skip
+    options = (
+        causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset, dropout,
+    )  # fmt: skip
     given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
@@ -208,7 +213,7 @@ def plan_backward(
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
     found, asked = _named(Backward, given, options, wrt)
-    return _plan(Backward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
+    return _plan(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
 def explain_backward(
@@ -240,7 +245,7 @@ def plan(
     """
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
     found, asked = _named(Forward, given, options)
-    return _plan(Forward, found, asked, (max_seqlen_q, max_seqlen_kv), kernel, config, on_compile)
+    return _plan(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
 def explain(
@@ -398,13 +403,53 @@ def options_of(
     }  # fmt: skip
 
 
-def key_of(options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any) -> Any:
-    """A key for options, with their types: True, 1 and 1.0 are equal, but not all of them are right."""
-    window = options.get("window")
-    if isinstance(window, (tuple, list)):
-        options = {**options, "window": (*window, *map(type, window))}
-    values = (*options.values(), *lengths, kernel, config)
-    return (*values, *map(type, values))
+class Asked:
+    """What a call asks for beside its arrays. Calls that ask for the same share one object, which is found and compared quickly.
+    ``is_kept`` is False for one that nothing else finds. ``followed`` is what ``torch_op`` makes of it where autograd follows, by
+    the captured arrays to which it does."""
+
+    def __init__(
+        self, operation: type[Operation], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any,
+        is_kept: bool = True,
+    ) -> None:  # fmt: skip
+        self.operation, self.options, self.lengths, self.kernel, self.config = operation, options, lengths, kernel, config
+        self.is_kept, self.has_functions = is_kept, bool(functions.among(options))
+        self.followed: dict[tuple[str, ...], Any] = {}
+
+    def of_family(self) -> Asked:
+        """What calls of one family ask for."""
+        coarse = self.operation.coarse(self.options)
+        return self if coarse is self.options else asked_of(self.operation, coarse, self.lengths, self.kernel, self.config)
+
+
+def asked_of(
+    operation: type[Operation], options: Mapping[str, Any] | tuple[Any, ...], lengths: tuple[Any, ...] = NO_LENGTHS,
+    kernel: str | None = None, config: Any = None,
+) -> Asked:  # fmt: skip
+    """What a call asks for, by its options in the order of ``OPTIONS``, and for gradients ``wrt`` behind them. Their types count
+    too: True, 1 and 1.0 are equal, but not all of them are right. So do the names in functions, which errors say."""
+    values: tuple[Any, ...] = options if type(options) is tuple else tuple(options.values())  # type: ignore[union-attr]
+    types: tuple[Any, ...] = ()
+    if lengths is not NO_LENGTHS or not values[1] is values[4] is values[5] is None:
+        types = tuple(map(type, lengths))
+        if isinstance(window := values[1] if values else None, (tuple, list)):
+            values = (values[0], tuple(window), *values[2:])
+            types = (*types, *map(type, window))
+        types = (*types, *[x.traced.labels for x in values[4:6] if type(x) is functions.Function])
+    try:
+        return _asked(operation, kernel, config, lengths, types, *values)
+    except TypeError:  # what cannot be hashed is wrong
+        return Asked(operation, dict(zip((*OPTIONS, "wrt"), values, strict=False)), lengths, kernel, config, is_kept=False)
+
+
+@functools.lru_cache(maxsize=KEPT_ASKED, typed=True)
+def _asked(
+    operation: type[Operation], kernel: str | None, config: Any, lengths: tuple[Any, ...], types: Any, *values: Any
+) -> Asked:
+    """Raises TypeError where something is an array, which may not be kept: a number is needed in its place."""
+    if any(hasattr(value, "__dlpack__") for value in (kernel, config, *lengths, *values)):
+        raise TypeError
+    return Asked(operation, dict(zip((*OPTIONS, "wrt"), values, strict=False)), lengths, kernel, config)
 
 
 def _given(*arrays: Any) -> tuple[Any, ...]:
@@ -446,18 +491,32 @@ def _stand_in(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
 
 
 def _run(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
+    given: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
     captured: tuple[Any, ...] = ()
-    if options["mask"] is not None or options["score"] is not None:
-        options, captured = functions.taken(options)
-    compute = _torch_op.way(given + captured) if _load_torch_op() else None
-    if compute is not None and any(x is not None for x in given[6:8]):
-        raise ProblemError(
-            "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there is no "
-            "operator and no gradient with them yet."
-        )
-    return (compute or run)(given, options, lengths, kernel, config, out, captured=captured)
+    key = asked = None
+    if values[4] is not None or values[5] is not None:  # the mask, the score
+        options, captured = functions.taken(dict(zip(OPTIONS, values, strict=True)))
+        values = tuple(options.values())
+    if _load_torch_op():
+        is_plain = _torch_op.is_plain()
+        if is_plain and (key := _key(given, captured)) is not None:
+            asked = asked_of(Forward, values, lengths, kernel, config)
+            call = _calls.get((asked, key))
+            if call is not None:
+                return one_or_all(call(given[0], out, captured))
+        compute = (_torch_op.way_of_tensors if is_plain else _torch_op.way)(given + captured)
+        if compute is not None:
+            if any(x is not None for x in given[6:8]):
+                raise ProblemError(
+                    "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there "
+                    "is no operator and no gradient with them yet."
+                )
+            if compute is _torch_op.differentiable:
+                return compute(given, asked_of(Forward, values, lengths, kernel, config), out, captured)
+            return compute(given, dict(zip(OPTIONS, values, strict=True)), lengths, kernel, config, out, captured=captured)
+    asked = asked or asked_of(Forward, values, lengths, kernel, config)
+    return _first(given, captured, key if key is not None else _key(given, captured), asked, out)
 
 
 def _named(
@@ -486,78 +545,105 @@ _load_torch_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def run(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None = None, config: Any = None,
-    out: Any = None, operation: type[Operation] = Forward, asked: Any = None, captured: tuple[Any, ...] = (),
+    out: Any = None, operation: type[Operation] = Forward, asked: Asked | None = None, captured: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
     """Computes a call on arrays that have memory, which are those of ``operation.input_names``, and ``captured``, those of the
     functions among its options; ``options`` and ``lengths`` are what its ``of_call`` takes, for attention what ``options_of``
-    gives, with functions ``taken``. ``asked`` is an object that is the same for the same
-    options, lengths, kernel and config, where the caller keeps one: a key is then not made of them."""
-    signatures, forms = arrays.signatures(given), arrays.forms(captured) if captured else ()
-    try:
-        asked = asked or key_of(options, lengths, kernel, config)
-        call = _calls.get((signatures, asked, operation, forms))
-    except TypeError:  # an option that cannot be hashed is a wrong one
-        asked = call = None
-    if call is None and (dense := operation.dense(given)) is not given:
-        given, signatures = dense, arrays.signatures(dense)
-        call = asked and _calls.get((signatures, asked, operation, forms))
+    gives, with functions ``taken``. ``asked`` is what ``asked_of`` gives for all this, where the caller keeps it."""
+    asked, key = asked or asked_of(operation, options, lengths, kernel, config), _key(given, captured)
+    call = None if key is None else _calls.get((asked, key))
+    return _first(given, captured, key, asked, out) if call is None else one_or_all(call(given[0], out, captured))
+
+
+def _key(given: tuple[Any, ...], captured: tuple[Any, ...]) -> Any:
+    """All of a call's torch tensors that it depends on, (signatures, forms of what functions captured); None for other arrays,
+    and for tensors that must be looked at."""
+    signatures = arrays.signatures(given)
+    forms = arrays.forms(captured) if captured else ()
+    return None if signatures is None or forms is None else (signatures, forms)
+
+
+def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked, out: Any) -> Any:
+    """Computes a call on arrays that it was not made for yet. The first of these that applies serves it: a call of a copy that is
+    made, a call on arrays that lie so in other places, the plan of a family, and a plan of its own."""
+    dense = asked.operation.dense(given)
+    if dense is not given:
+        given, key = dense, _key(dense, captured)
+    call: Any = None if key is None else _calls.get((asked, key)) or _known(given, key, asked)
     if call is None:
-        # What is proved of functions is proved for their lengths, and a family has others.
-        family = None if asked is None or functions.among(options) else operation.family(signatures, options)
-        family = family and (family, key_of(operation.coarse(options), lengths, kernel, config), operation)
-        plan = _families.get(family)
-        if plan is None:
-            found = arrays.named(operation.input_names(len(given)), given)
-            found |= functions.read(options, captured)
-            plan = _plan(operation, found, options, lengths, kernel, config)
-            bound = plan.bind(found)
-            if family is not None and not plan.device.is_cpu:
+        found = arrays.named(asked.operation.input_names(len(given)), given) | functions.read(asked.options, captured)
+        plan = _plan(asked, found)
+        call = plan.bind(found)
+        captured = tuple([found[each.name].object for each in plan.op.captured])
+        if isinstance(call, GpuCall) and key is not None:
+            family = _family(key, asked)
+            if family is not None:
                 cache_put(_families, family, plan, KEPT_PLANS)
-        else:
-            bound = _resized(plan, signatures, options)
-            captured = tuple(found[each.name].object for each in plan.op.captured)
-        if isinstance(bound, GpuCall) and asked is not None and None not in signatures and None not in forms:
-            cache_put(_calls, (signatures, asked, operation, forms), bound, KEPT_CALLS)
-        return one_or_all(bound(given[0], out, captured))
+            _keep(key, (asked, _layout(key)), asked, call)
     return one_or_all(call(given[0], out, captured))
 
 
-def _resized(plan: Plan, signatures: tuple[Any, ...], options: dict[str, Any]) -> GpuCall:
-    """The call of a plan of the same family on arrays of other lengths or in other places, or with other offsets."""
-    names = plan.op.input_names(len(signatures))
-    found = dict(zip(names, map(arrays.of_signature, signatures), strict=False))
-    op = plan.op.resized_to(found, options)
+def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
+    if asked.is_kept:
+        cache_put(_calls, (asked, key), call, KEPT_CALLS)
+        cache_put(_layouts, layout, call, KEPT_CALLS)
+
+
+def _layout(key: Any) -> tuple[Any, ...]:
+    """A key of tensors that lie so, wherever: how they are aligned is all of their addresses that a plan depends on."""
+    return (*[(x[0] % 16, *x[1:]) if x else x for x in key[0]], key[1])
+
+
+def _family(key: Any, asked: Asked) -> Any:
+    """The key of a family of calls; None where there is none. What is proved of functions is proved for their lengths, and a
+    family has others."""
+    if asked.has_functions or not asked.is_kept:
+        return None
+    family = asked.operation.family(key[0], asked.options)
+    return family and (family, asked.of_family())
+
+
+def _known(given: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
+    """The call on tensors that lie as those of another call in other places, or whose lengths or offsets are others: a plan of
+    the same family is resized."""
+    if not arrays.have_memory(given):
+        return None
+    like = _layouts.get(layout := (asked, _layout(key)))
+    if like is not None:
+        call = like.moved([x[0] for x in key[0] if x])
+        cache_put(_calls, (asked, key), call, KEPT_CALLS)
+        return call
+    plan = _families.get(_family(key, asked))
+    if plan is None:
+        return None
+    found = dict(zip(plan.op.input_names(len(given)), map(arrays.of_signature, key[0]), strict=False))
+    op = plan.op.resized_to(found, asked.options)
     if op is not plan.op:
         plan = plan.resized(op)
         _log(op)
-    return GpuCall(plan, found)
+    call = GpuCall(plan, found)
+    _keep(key, layout, asked, call)
+    return call
 
 
-def _plan(
-    operation: type[Operation], found: dict[str, Array], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None,
-    config: Any, on_compile: Callable[[], None] | None = None,
-) -> Plan:  # fmt: skip
+def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] | None = None) -> Plan:
     """The plan for these arrays, found or made."""
     if arrays.requires_grad(*(array.object for array in found.values())):
         raise ProblemError(NO_GRAD)
-    try:
-        # All that a plan depends on: strides and alignment decide whether a kernel refuses.
-        places = [(*array[:5], array.pointer % 16) for array in found.values()]
-        key: Any = (operation, key_of(options, lengths, kernel, config), *places, *found)
-        plan = _plans.get(key)
-    except TypeError:
-        key = plan = None
+    # All that a plan depends on: strides and alignment decide whether a kernel refuses.
+    key = (asked, *[(*array[:5], array.pointer % 16) for array in found.values()], *found)
+    plan = _plans.get(key)
     if plan is None:
         first = next(iter(found.values()), None)
-        op = operation.of_call(found, options, lengths)
+        op = asked.operation.of_call(found, asked.options, asked.lengths)
         assert first is not None, "of_call raises where there is no array"
         device = device_of(first)
-        selection = select(op, device, kernel, config)
+        selection = select(op, device, asked.kernel, asked.config)
         if selection.slow is not None:
             warn_once(selection.slow)
         _log(op)
         plan = Plan(op, device, selection, first.library, on_compile)
-        if key is not None:
+        if asked.is_kept:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan
 

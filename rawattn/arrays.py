@@ -7,6 +7,8 @@ Nothing is ever copied.
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -151,14 +153,15 @@ _readers: dict[type, Callable[[Any, str], Array]] = {}
 _plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the first tensor on
 _forward_ad: Any = None  # torch.autograd.forward_ad, likewise
 _grad_enabled: Any = None  # torch.is_grad_enabled, likewise
+_increment_version: Any = None  # torch.autograd.graph.increment_version, likewise
 
 
-def _reader(cls: type) -> Callable[[Any, str], Array]:
+def reader(cls: type) -> Callable[[Any, str], Array]:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and issubclass(cls, torch.Tensor):
-        global _tensor, _plain_tensors, _forward_ad, _grad_enabled
+        global _tensor, _plain_tensors, _forward_ad, _grad_enabled, _increment_version
         _tensor, _plain_tensors, _forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
-        _grad_enabled = torch.is_grad_enabled
+        _grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.graph.increment_version
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -168,10 +171,10 @@ def _reader(cls: type) -> Callable[[Any, str], Array]:
 def read(x: Any, name: str) -> Array:
     """Returns ``x``, the argument ``name``, as an Array. Raises ProblemError where it is no array that can be read in place."""
     cls = type(x)
-    reader = _readers.get(cls)
-    if reader is None:
-        reader = _readers[cls] = _reader(cls)
-    found = reader(x, name)
+    read_it = _readers.get(cls)
+    if read_it is None:
+        read_it = _readers[cls] = reader(cls)
+    found = read_it(x, name)
     if found.pointer == 0 and 0 not in found.shape:
         raise ProblemError(f"{name} is a {cls.__name__} of shape {tuple(found.shape)} that has no memory; give a real array.")
     return found
@@ -183,13 +186,13 @@ _tensor: Any = ()  # torch.Tensor, from the first tensor on
 def signature(x: Any) -> tuple[Any, ...] | None:
     """All of a torch tensor that a call on a GPU depends on: a tensor with the signature of one that passed every check passes
     them. Read at half the price of ``read``. None for a tensor that autograd would follow or that has no plain memory, and for
-    other arrays.
+    other arrays; () for None.
     """
     if type(x) not in _plain_tensors or (x.requires_grad and _grad_enabled()) or x.is_neg():
         return () if x is None else None
     try:
         pointer = x.data_ptr()
-        return (pointer, x.dtype, x.shape, x.stride(), x.get_device(), x.is_cuda) if pointer else None
+        return (pointer, x.dtype, x.size(), x.stride(), x.get_device(), x.is_cuda) if pointer else None
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -199,24 +202,29 @@ def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
     return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
 
 
-def signatures(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The signature of each array; None for one that has none, and () where there is no array."""
+def signatures(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...] | None:
+    """The signature of each array; None where one of them has none."""
     if _forward_ad is not None and _forward_ad._current_level >= 0:  # each is read whole, which finds tangents
-        return (None,) * len(given)
-    return tuple(map(signature, given))
+        return None
+    found: list[tuple[Any, ...]] = []
+    for x in given:
+        each = signature(x)
+        if each is None:
+            return None
+        found.append(each)
+    return tuple(found)
 
 
-def forms(captured: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The signature of each array but for its address, of arrays that functions captured."""
-    if _forward_ad is not None and _forward_ad._current_level >= 0:
-        return (None,) * len(captured)
-    return tuple(map(form, captured))
+def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The signature of each array but for its address, of arrays that functions captured; None where one has none."""
+    found = signatures(captured)
+    return None if found is None else tuple([each[1:] for each in found])
 
 
-def form(x: Any) -> tuple[Any, ...] | None:
-    """The signature of an array but for its address."""
-    found = signature(x)
-    return found and found[1:]
+def have_memory(given: tuple[Any, ...]) -> bool:
+    """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
+    FSDP does, the address is the offset."""
+    return all(x is None or x.untyped_storage().nbytes() >= x.nbytes for x in given)
 
 
 def address(x: Any) -> int:
@@ -250,10 +258,17 @@ def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], An
         torch, torch_dtype = sys.modules["torch"], _torch_tables["dtypes"][dtype]
         if like.dtype == dtype and like.shape == shape and tuple(like.strides) == contiguous_strides(shape):
             return torch.empty_like  # takes half as long as torch.empty
+        if like.dtype == dtype:
+            return operator.methodcaller("new_empty", shape)  # to name the dtype takes half as long again
         return lambda beside: beside.new_empty(shape, dtype=torch_dtype)
     if like.library == "cupy":
         return lambda beside: _cupy_empty(like.device, shape, DTYPES[dtype])
     return lambda beside: np.empty(shape, DTYPES[dtype])
+
+
+def scratch_maker(like: Array, size: int) -> Callable[[Any], Any]:
+    """A function that makes ``size`` bytes or a few more, given an array that lies there, of whose dtype they are."""
+    return maker(like, (-(-size // DTYPES[like.dtype].itemsize),), like.dtype)
 
 
 def one_int64(beside: Any, number: int) -> Any:
@@ -274,9 +289,10 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def made(x: Any, shape: tuple[int, ...], dtype: str) -> Array:
-    """An array that ``maker`` made, of which only the address is not known."""
-    return Array("", CPU, dtype, shape, contiguous_strides(shape), address(x), None)
+@functools.lru_cache(maxsize=1024)
+def made(shape: tuple[int, ...], dtype: str) -> Array:
+    """How an array lies that ``maker`` makes."""
+    return Array("", CPU, dtype, shape, contiguous_strides(shape), 0, None)
 
 
 def of_signature(signature: tuple[Any, ...]) -> Array:
@@ -319,7 +335,7 @@ def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
 def written(out: Any) -> None:
     """Tells autograd that a tensor was changed in place, so that a backward that needs its old numbers fails in words."""
     if isinstance(out, _tensor):
-        sys.modules["torch"].autograd.graph.increment_version(out)
+        _increment_version(out)
 
 
 def stream_of(library: str) -> Callable[[int], int]:

@@ -15,7 +15,7 @@ import functools
 import importlib
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .device import Device, arch_of
@@ -175,6 +175,11 @@ def _pdl() -> list[Any]:
     return [attribute]
 
 
+@functools.cache
+def _block_type(size: int) -> Any:
+    return ctypes.c_char * size
+
+
 _address = struct.Struct("<Q").pack_into
 _ARGS = 16  # bytes before the arguments of a launch, which begin with their address
 
@@ -193,7 +198,7 @@ class Launch:
         if facts.uses_pdl:
             config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
         self._index, self._handle, self._config = function.index, function.handle, config
-        self._block = ctypes.create_string_buffer(bytes(_ARGS) + args, _ARGS + len(args))
+        self._block = _block_type(_ARGS + len(args)).from_buffer_copy(bytes(_ARGS) + args)
         place = ctypes.addressof(self._block)
         _address(self._block, 0, place + _ARGS)
         self._issue = functools.partial(cuda.cuLaunchKernelEx, config, function.handle, place, 0)
@@ -446,10 +451,13 @@ def take_violations(index: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _geometry(
-    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool
-) -> tuple[Any, ...]:
-    """The arguments of cuTensorMapEncodeTiled before the pointer, and those after it."""
+def tensor_maps(
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
+) -> Callable[[int], bytes]:
+    """Returns a function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
+    strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16
+    numbers. ``read_once`` says that no other block will find it in L2, which then fetches pieces of 128 bytes, not of 256
+    (perf/notes/attn_decode.md)."""
     cuda = library()
     formats, promotions = cuda.CUtensorMapDataType, cuda.CUtensorMapL2promotion
     kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
@@ -457,21 +465,18 @@ def _geometry(
     width = box[0] if dtype in ("e4m3", "e5m2") else 2 * box[0]
     swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B")
     extents = [*map(cuda.cuuint64_t, sizes)], [*map(cuda.cuuint64_t, strides)]
-    return (kinds[dtype], len(sizes)), (
+    before = kinds[dtype], len(sizes)
+    after = (
         *extents, [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(sizes),
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
 
+    def encoded(pointer: int) -> bytes:
+        code, found = cuda.cuTensorMapEncodeTiled(*before, pointer, *after)
+        if code:
+            check("cuTensorMapEncodeTiled", code)
+        return ctypes.string_at(found.getPtr(), 128)
 
-@functools.lru_cache(maxsize=1024)
-def tensor_map(
-    pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
-) -> bytes:
-    """Returns the 128 bytes that describe a tensor to TMA: sizes (elements, fastest first), strides (bytes, of all dimensions
-    but the first) and the box that one copy brings, swizzled over its columns: 128, 64 or 32 bytes. ``read_once`` says that no
-    other block will find it in L2, which then fetches pieces of 128 bytes, not of 256 (perf/notes/attn_decode.md)."""
-    before, after = _geometry(dtype, sizes, strides, box, read_once)
-    encoded = call("cuTensorMapEncodeTiled", *before, pointer, *after)
-    return ctypes.string_at(encoded.getPtr(), 128)
+    return encoded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,6 @@ from .program import (
     AxisStride,
     Counter,
     Dim,
-    Field,
     Fields,
     Launch,
     PackedHeads,
@@ -67,7 +67,7 @@ class Plan:
         self.program: Program | None = None
         self._kernel, self._selection = selection.kernel, selection
         self._calls: dict[Any, GpuCall] = {}
-        self._loaded: list[_Loaded] = []
+        self._captured, self._loaded = len(op.captured), list[_Loaded]()
         if not device.is_cpu:
             self.program = selection.kernel.lower(op, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
@@ -92,16 +92,19 @@ class Plan:
         """
         if named:
             given = self._in_order(given, named)
-        own = len(self.op.inputs) - len(self.op.captured)
-        key = arrays.signatures(given[:own]), arrays.forms(given[own:])
-        call = self._calls.get(key)
+        captured: tuple[Any, ...] = ()
+        if self._captured:
+            own = len(self.op.inputs) - self._captured
+            given, captured = given[:own], given[own:]
+        signatures, forms = arrays.signatures(given), arrays.forms(captured) if captured else ()
+        call = self._calls.get((signatures, forms))
         if call is None:
-            found = self._read(given)
+            found = self._read((*given, *captured))
             bound = self.bind(found)
-            if isinstance(bound, GpuCall) and None not in key[0] and None not in key[1]:
-                cache_put(self._calls, key, bound, KEPT_CALLS)
-            return one_or_all(bound(given[0], out, tuple(found[each.name].object for each in self.op.captured)))
-        return one_or_all(call(given[0], out, given[own:]))
+            if isinstance(bound, GpuCall) and signatures is not None and forms is not None:
+                cache_put(self._calls, (signatures, forms), bound, KEPT_CALLS)
+            return one_or_all(bound(given[0], out, tuple([found[each.name].object for each in self.op.captured])))
+        return one_or_all(call(given[0], out, captured))
 
     def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
         """The plan on arrays that were checked, by name."""
@@ -163,33 +166,76 @@ def load_all(op: Operation, selection: Selection, device: Device) -> None:
             _load(launch, op, selection, device, None)
 
 
+Place = tuple[str, int]  # what lies at an address, and the offset of the address in struct Args
+Form = tuple[Any, Callable[..., None], int]  # a fill, how its value is written, and the offset
+
+
 class _Loaded(NamedTuple):
-    """A kernel on a device, how its arguments lie in memory, and which of them are open until a launch is issued."""
+    """A kernel on a device, and where the values of its arguments lie in memory, by what they depend on: the operation alone, how
+    inputs and outputs lie, or addresses. ``late`` addresses, of outputs, scratch memory and captured arrays, are known when a
+    launch is issued, as counters are."""
 
     binary: compiler.Binary
     function: driver.Function
     fields: Fields
     layout: render.ArgsLayout
-    open: tuple[tuple[Field, str, int], ...]  # with format and offset
+    values: Callable[[Mapping[str, float]], tuple[float, ...]]  # those that ``only_values`` packs, in order
+    only_values: struct.Struct  # all of memory, with nothing else in it
+    inputs: tuple[Form, ...]
+    outputs: tuple[Form, ...]
+    maps: tuple[tuple[Any, int], ...]
+    places: tuple[Place, ...]
+    late: tuple[Place, ...]
+    counters: tuple[tuple[int, int], ...]  # bytes, offset
 
     @classmethod
     def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Operation) -> _Loaded:
         layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
-        captured = {Pointer(operand.name) for operand in op.captured}
-        late = [f for f in launch.fields if _is_late(f.fill, outputs, captured)]
+        later = outputs | {operand.name for operand in op.captured}
+        at = [(field.fill, layout.offsets[field.name]) for field in launch.fields]
+        names = tuple(field.name for field in launch.fields if type(field.fill) is Value)
+        forms = [
+            (field.fill, struct.Struct(layout.formats[field.name]).pack_into, layout.offsets[field.name])
+            for field in launch.fields
+            if type(field.fill) not in (Value, Counter, Scratch, Pointer) and not _is_map(field.fill)
+        ]
+        places = [(name, offset + more) for fill, offset in at for name, more in _addresses(fill)]
         return cls(
-            binary, function, launch.fields, layout, tuple((f, layout.formats[f.name], layout.offsets[f.name]) for f in late)
-        )
+            binary, function, launch.fields, layout, _taker(names), layout.only(names),
+            tuple(form for form in forms if getattr(form[0], "operand", None) not in outputs),
+            tuple(form for form in forms if getattr(form[0], "operand", None) in outputs),
+            tuple((fill, offset) for fill, offset in at if _is_map(fill)),
+            tuple(place for place in places if not _is_late(place[0], later)),
+            tuple(place for place in places if _is_late(place[0], later)),
+            tuple((fill.bytes, offset) for fill, offset in at if isinstance(fill, Counter)),
+        )  # fmt: skip
 
-    def places_of(self, captured: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-        """Where the addresses of captured arrays lie: the number of each, and an offset."""
-        fills = {Pointer(name): i for i, name in enumerate(captured)}
-        return tuple((fills[field.fill], offset) for field, _, offset in self.open if field.fill in fills)
+
+def _taker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """A function that takes these values, in order, from all."""
+    return operator.itemgetter(*names) if len(names) > 1 else lambda values: tuple([values[name] for name in names])
 
 
-def _is_late(fill: Any, outputs: set[str], captured: set[Pointer]) -> bool:
-    """Says whether the value of a field is not known before a launch."""
-    return isinstance(fill, (Counter, Scratch)) or getattr(fill, "operand", None) in outputs or fill in captured
+_SCRATCH = "scratch "  # before the name of a buffer, where it stands among operands
+
+
+def _is_late(name: str, later: set[str]) -> bool:
+    """Says whether an address is not known before a launch."""
+    return name in later or name.startswith(_SCRATCH)
+
+
+def _is_map(fill: Any) -> bool:
+    """Says whether a field begins with a tensor map."""
+    return isinstance(fill, (TensorMap, PageRows, PackedHeads)) or (isinstance(fill, Pages) and fill.page_rows > 0)
+
+
+def _addresses(fill: Any) -> list[Place]:
+    """The addresses in a field, but for those in a tensor map."""
+    if isinstance(fill, Scratch):
+        return [(_SCRATCH + fill.name, 0)]
+    if isinstance(fill, Parts):
+        return [(f"{name}_{i}", 64 * i + at) for i in range(fill.number) for name, at in (("o", 0), ("lse", 8))]
+    return [(fill.operand, 0)] if isinstance(fill, (Pointer, View, Pages)) and not _is_map(fill) else []
 
 
 _kernels: dict[tuple[str, int], _Loaded] = {}
@@ -238,32 +284,44 @@ def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple
         return binary, driver.Function(binary.cubin, launch.entry, device.index)
 
 
+_address = struct.Struct("<Q").pack_into
+
+
 class GpuCall:
     """A plan on arrays of a GPU: all is known but where the results go, and the stream.
 
     It may be kept, and called from several threads at once, for any arrays that lie as these did. Captured arrays may lie
-    anywhere.
+    anywhere; ``moved`` gives the call for others that lie elsewhere.
     """
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         assert plan.program is not None
-        like = next(iter(given.values()))
+        like, op = next(iter(given.values())), plan.op
         self._given = {name: array.without_memory() for name, array in given.items()}
         self._plan, self._device = plan, like.device
-        self._captured = tuple(operand.name for operand in plan.op.captured)
-        self._places = tuple(loaded.places_of(self._captured) for loaded in plan._loaded)
+        self._captured = tuple([operand.name for operand in op.captured])
+        self._late = (*[operand.name for operand in op.outputs], *self._captured)
         self._program: Program = plan.program
         self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
-        self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
-        scratch = plan.program.scratch_bytes
-        self._new_scratch = arrays.maker(like, (scratch,), "uint8") if scratch else None
+        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in op.outputs])
+        begins, scratch = offsets(plan.program.scratch)
+        self._scratch = [(_SCRATCH + name, begin) for name, begin in begins.items()]
+        self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
-        with driver.current(self._device):  # which the driver wants for tensor maps
-            self._args = [
-                loaded.layout.pack.pack(*self._filled(launch))
-                for launch, loaded in zip(plan.program.launches, plan._loaded, strict=True)
-            ]
+        self._maps: list[list[tuple[str, int, Callable[[int], bytes]]]] = []
+        self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
+        self._args = self._placed({name: array.pointer for name, array in given.items()})
+
+    def moved(self, pointers: Sequence[int]) -> GpuCall:
+        """The call for arrays that lie as these did in other places, which are given in order; those that functions captured are
+        not among them."""
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        places = dict(zip(self._given, pointers, strict=False))
+        found._given = self._given | {name: self._given[name]._replace(pointer=place) for name, place in places.items()}
+        found._launches, found._args = {}, self._placed(places)
+        return found
 
     def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library.
@@ -271,7 +329,7 @@ class GpuCall:
         given: tuple[Any, ...] = ()
         if out is None:
             results = tuple([make(like) for make in self._makers])
-            places = [x.data_ptr() for x in results] if self._is_torch else list(map(arrays.address, results))
+            places = [x.data_ptr() for x in results] if self._is_torch else [*map(arrays.address, results)]
         elif len(self._makers) == 1 and not isinstance(out, tuple):
             results = given = (out,)
             places = [self._place(out)]
@@ -285,7 +343,8 @@ class GpuCall:
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
             places.append(arrays.address(scratch))
-        key, addresses = (stream_id, *places), (*map(arrays.address, captured),)
+        addresses = tuple(map(arrays.address, captured)) if captured else ()
+        key = (stream_id, *places)
         launches, of = self._launches.get(key, (None, ()))
         if launches is None or capturing or of != addresses:
             if launches is None or capturing or given:
@@ -298,128 +357,137 @@ class GpuCall:
             launch()
         for x in given:
             arrays.written(x)
-        if self._is_torch:
-            return results
-        return to_libraries(results, given, like)
+        return results if self._is_torch else to_libraries(results, given, like)
 
     def _place(self, out: Any) -> Any:
         """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
-        return arrays.signatures((out,))[0] if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
+        return arrays.signature(out) if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
 
     def _prepare(
         self, results: Sequence[Any], given: Sequence[Any], captured: Sequence[int], scratch: Any, stream: int, stream_id: int,
         capturing: bool,
     ) -> tuple[driver.Launch, ...]:  # fmt: skip
         """The launches on a stream, with all that was open filled in. ``captured`` are the addresses of captured arrays."""
-        outputs = self._plan.op.outputs
-        found = {each.name: arrays.made(x, each.shape, each.element) for each, x in zip(outputs, results, strict=True)}
-        moved = {name: self._given[name]._replace(pointer=x) for name, x in zip(self._captured, captured, strict=True)}
+        places = dict(zip(self._late, (*map(arrays.address, results), *captured), strict=True))
+        found: dict[str, Array] = {}
         if given:
+            moved = {name: self._given[name]._replace(pointer=x) for name, x in zip(self._captured, captured, strict=True)}
             inputs = {**self._given, **moved}
-            found |= read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
-        found |= moved
+            found = read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
+        first = None if scratch is None else arrays.address(scratch)  # None: nothing is there to be written
+        for name, begin in self._scratch:
+            places[name] = 0 if first is None else first + begin
         launches = []
         for launch, loaded, args in zip(self._program.launches, self._plan._loaded, self._args, strict=True):
             memory = bytearray(args)
-            for field, form, offset in loaded.open:
-                value = self._opened(field.fill, found, scratch, stream_id, capturing)
-                struct.pack_into(form, memory, offset, value)
+            for fill, write, offset in loaded.outputs if found else ():
+                if fill.operand in found:
+                    write(memory, offset, _form(fill, found[fill.operand]))
+            for name, offset in loaded.late:
+                _address(memory, offset, places[name])
+            for size, offset in loaded.counters:
+                _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
             launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
         return tuple(launches)
 
     def _moved(self, launches: tuple[driver.Launch, ...], addresses: tuple[int, ...]) -> tuple[driver.Launch, ...]:
         """The launches with captured arrays at other addresses."""
-        found = []
-        for launch, places in zip(launches, self._places, strict=True):
+        numbers, found = {name: i for i, name in enumerate(self._captured)}, []
+        for launch, loaded in zip(launches, self._plan._loaded, strict=True):
+            places = [(numbers[name], offset) for name, offset in loaded.late if name in numbers]
             found.append(launch.moved(places, addresses) if places else launch)
         return tuple(found)
 
-    def _opened(self, fill: Any, outputs: Mapping[str, Array], scratch: Any, stream_id: int, capturing: bool) -> int | bytes:
-        """Returns the value of a field that depends on the outputs or on the stream."""
-        if isinstance(fill, Counter):
-            return driver.counters(self._device, fill.bytes).take(stream_id, capturing)
-        if isinstance(fill, Scratch):
-            if scratch is None:  # nothing is there to be written
-                return 0
-            return arrays.address(scratch) + offsets(self._program.scratch)[0][fill.name]
-        return _of_array(fill, outputs[fill.operand])
+    def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
+        """The arguments of a launch but for the addresses, with outputs that are made."""
+        block, maps = bytearray(loaded.only_values.pack(*loaded.values(launch.values))), []
+        for fill, write, offset in loaded.inputs:
+            write(block, offset, self._of_input(fill))
+        if loaded.outputs:
+            made = {each.name: arrays.made(each.shape, each.element) for each in self._plan.op.outputs}
+            for fill, write, offset in loaded.outputs:
+                write(block, offset, _form(fill, made[fill.operand]))
+        for fill, offset in loaded.maps:
+            name, encode, rest = _map(fill, self._given)
+            block[offset + 128 : offset + 128 + len(rest)] = rest
+            maps.append((name, offset, encode))
+        self._maps.append(maps)
+        return block
 
-    def _filled(self, launch: Launch) -> list[Any]:
-        """Returns the values of the fields that follow from the operation and its inputs, and placeholders for open fields."""
-        values, of_input = launch.values, self._of_input
-        return [values[name] if type(fill) is Value else of_input(fill) for name, _, fill in launch.fields]
+    def _placed(self, pointers: Mapping[str, int]) -> list[bytearray]:
+        """The blocks with the inputs' addresses in them. An input that is not given has none."""
+        found = []
+        for block, loaded, maps in zip(self._blocks, self._plan._loaded, self._maps, strict=True):
+            memory = bytearray(block)
+            for name, offset in loaded.places:
+                if name in pointers:
+                    _address(memory, offset, pointers[name])
+            if maps:
+                with driver.current(self._device):  # which the driver wants
+                    for name, offset, encode in maps:
+                        memory[offset : offset + 128] = encode(pointers[name])
+            found.append(memory)
+        return found
 
     def _of_input(self, fill: Any) -> Any:
         if type(fill) is Violations:
             return driver.violations(self._device)
         if type(fill) is Parts:
-            return b"".join(_part(self._given[f"o_{i}"], self._given[f"lse_{i}"]) for i in range(fill.number))
-        array = self._given.get(getattr(fill, "operand", ""))
+            return b"".join([_part(self._given[f"o_{i}"], self._given[f"lse_{i}"]) for i in range(fill.number)])
+        array = self._given.get(fill.operand)
         if array is None:
             return b"" if type(fill) is View else 0
-        if type(fill) is Pages:
-            return _pages(fill, array)
-        if type(fill) is PageRows:
-            return self._page_rows(fill, array)
-        if type(fill) is PackedHeads:
-            return _packed_heads(fill, array)
-        return self._tensor_map(fill, array) if type(fill) is TensorMap else _of_array(fill, array)
-
-    def _tensor_map(self, fill: TensorMap, array: Array) -> bytes:
-        if 0 in array.shape:  # it is never read, but a map must be of something
-            array = next(x for x in self._given.values() if x.dtype == array.dtype and 0 not in x.shape)
-        shape = tma.geometry(array.shape, array.strides, KV_ELEMENTS[array.dtype].itemsize, fill.box_rows)
-        encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
-        return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)
-
-    def _page_rows(self, fill: PageRows, pool: Array) -> bytes:
-        if 0 in pool.shape:  # it is never read, but a map must be of something
-            like = next(x for x in self._given.values() if x.dtype == pool.dtype and 0 not in x.shape)
-            pool = like._replace(shape=(1, 1, 1, like.shape[-1]), strides=(0, 0, 0, 1))
-            return self._page_rows(fill, pool)[:128] + bytes(64)
-        shape = tma.page_rows_geometry(fill.operand, pool.shape, pool.strides, KV_ELEMENTS[pool.dtype].itemsize, fill.box_rows)
-        encoded = driver.tensor_map(pool.pointer, pool.dtype, shape.sizes, shape.strides, shape.box)
-        return encoded + struct.pack("<4i48x", pool.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
+        return _form(fill, array)
 
 
-def _of_array(fill: Any, array: Array) -> int | bytes:
-    """The address, a length, a stride, or address and strides of an array; packed sequences have no batch stride."""
-    if isinstance(fill, Pointer):
-        return array.pointer
-    if isinstance(fill, Stride):
+def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], bytes], bytes]:
+    """The tensor map of an input: the array that it is of, the function that makes it for an address, and what follows it. One of
+    an empty array, which is never read, is of another array, as it must be of something."""
+    name, array, rest = fill.operand, given[fill.operand], bytes(8)
+    if 0 in array.shape:
+        name, like = next((name, x) for name, x in given.items() if x.dtype == array.dtype and 0 not in x.shape)
+        array = like._replace(shape=(1, 1, 1, like.shape[-1]), strides=(0, 0, 0, 1)) if isinstance(fill, PageRows) else like
+    size, read_once = KV_ELEMENTS[array.dtype].itemsize, False
+    shape: Any
+    if isinstance(fill, TensorMap):
+        shape = tma.geometry(array.shape, array.strides, size, fill.box_rows)
+        rest = struct.pack("<2i", shape.head_step, shape.batch_step)
+    elif isinstance(fill, PageRows):
+        shape = tma.page_rows_geometry(fill.operand, array.shape, array.strides, size, fill.box_rows)
+        if name == fill.operand:
+            rest = struct.pack("<4i", array.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
+    elif isinstance(fill, Pages):
+        shape, read_once = tma.page_geometry(array.shape, array.strides, size, fill.page_rows), True
+        rest = struct.pack("<i", array.shape[0])
+    else:
+        shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
+        rest = struct.pack("<2i", fill.heads, shape.batch_step)
+    return name, driver.tensor_maps(array.dtype, shape.sizes, shape.strides, shape.box, read_once), rest
+
+
+def _form(fill: Any, array: Array) -> int | bytes:
+    """How an array lies: a length, a stride, or strides behind the room for an address, which are in bytes; packed sequences have
+    no batch stride."""
+    if type(fill) is Stride:
         axis = _AXES[fill.axis]
         return array.strides[axis] if -axis <= len(array.strides) else 0
-    if isinstance(fill, (Dim, AxisStride)):
-        return (array.shape if isinstance(fill, Dim) else array.strides)[fill.axis]
-    size = KV_ELEMENTS[array.dtype].itemsize
+    if type(fill) is Dim:
+        return array.shape[fill.axis]
+    if type(fill) is AxisStride:
+        return array.strides[fill.axis]
+    size = arrays.DTYPES[array.dtype].itemsize
+    if type(fill) is Pages:
+        return struct.pack("<5q", 0, *[stride * size for stride in array.strides[:3]], array.shape[0])
     batch = array.strides[-4] if len(array.strides) == 4 else 0
-    return struct.pack("<4q", array.pointer, batch * size, array.strides[-3] * size, array.strides[-2] * size)
-
-
-def _pages(fill: Pages, pool: Array) -> bytes:
-    """Returns what tells a kernel how to read a pool of pages."""
-    size = KV_ELEMENTS[pool.dtype].itemsize
-    if not fill.page_rows:
-        return struct.pack("<5q", pool.pointer, *(stride * size for stride in pool.strides[:3]), pool.shape[0])
-    shape = tma.page_geometry(pool.shape, pool.strides, size, fill.page_rows)
-    return driver.tensor_map(pool.pointer, pool.dtype, *shape, read_once=True) + struct.pack("<i60x", pool.shape[0])
-
-
-def _packed_heads(fill: PackedHeads, array: Array) -> bytes:
-    """A TmaHeads: a tensor map, the heads of a box, and the step from batch to batch."""
-    size = KV_ELEMENTS[array.dtype].itemsize
-    shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
-    encoded = driver.tensor_map(array.pointer, array.dtype, shape.sizes, shape.strides, shape.box)
-    return encoded + struct.pack("<2i56x", fill.heads, shape.batch_step)
+    return struct.pack("<4q", 0, batch * size, array.strides[-3] * size, array.strides[-2] * size)
 
 
 def _part(o: Array, lse: Array) -> bytes:
-    """A Part: where o and lse lie, and their strides from batch to batch, row to row and head to head."""
+    """A Part: room for two addresses, and the strides of o and lse from batch to batch, row to row and head to head."""
     batch = (o.strides[0], lse.strides[0]) if len(o.shape) == 4 else (0, 0)
-    steps = batch[0], o.strides[-3], o.strides[-2], batch[1], lse.strides[-1], lse.strides[-2]
-    return struct.pack("<8q", o.pointer, lse.pointer, *steps)
+    return struct.pack("<16x6q", batch[0], o.strides[-3], o.strides[-2], batch[1], lse.strides[-1], lse.strides[-2])
 
 
 class CpuCall:

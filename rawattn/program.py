@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -175,7 +174,6 @@ class Program(NamedTuple):
         return offsets(self.scratch)[1]
 
 
-@functools.lru_cache(maxsize=1024)
 def offsets(scratch: tuple[Buffer, ...], alignment: int = 256) -> tuple[dict[str, int], int]:
     """Returns where each buffer begins in one allocation, and the bytes of all."""
     found, end = {}, 0

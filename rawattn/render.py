@@ -104,6 +104,14 @@ class ArgsLayout(NamedTuple):
     offsets: dict[str, int]
     formats: dict[str, str]
 
+    def only(self, names: Sequence[str]) -> struct.Struct:
+        """The same memory with nothing but these fields, in order, in it."""
+        text, end = "<", 0
+        for name in names:
+            text += f"{self.offsets[name] - end}x{self.formats[name][1:]}"
+            end = struct.calcsize(text)
+        return struct.Struct(f"{text}{self.pack.size - end}x")
+
 
 @functools.lru_cache(maxsize=1024)
 def layout(fields: Fields, number: str = "fp32") -> ArgsLayout:

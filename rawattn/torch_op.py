@@ -27,12 +27,11 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from . import api, functions, torch_sharding
+from . import api, arrays, functions, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
 from .operation.forward import check_arrays, check_has_seed, limits
-from .plans import cache_put
 from .spec import Spec, is_int
 from .variant import Option
 from .variant.element import ELEMENTS
@@ -72,6 +71,8 @@ _library.define(
 _CAPTURED = torch.ops.rawattn.attention_backward_captured.default
 _ATTENTION, _BACKWARD = torch.ops.rawattn.attention.default, torch.ops.rawattn.attention_backward.default
 
+
+arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of all is kept
 
 # ---- which calls go through the operators
 
@@ -117,24 +118,44 @@ def way(given: Sequence[Any]) -> Callable[..., Any] | None:
     would cast, and for tensors without memory. It takes half a microsecond for plain tensors."""
     if _is_compiling():
         return attention
-    q, requires_grad = given[0], False
+    q = given[0]
     if type(q) is not _tensor and not isinstance(q, _tensor):
         return None
     if _dispatch_modes() or _functorch_level() is not None or _jit_trace() is not None:
         return attention
     if _function_modes() and _seen_by_function_mode():
         return attention
+    return attention if _any_autocast() and not q.is_meta and _is_cast(given) else way_of_tensors(given)
+
+
+def way_of_tensors(given: Sequence[Any]) -> Callable[..., Any] | None:
+    """Does as ``way`` where ``is_plain``: the first of these is a tensor, or none is."""
+    q, requires_grad = given[0], False
+    if type(q) is not _tensor and not isinstance(q, _tensor):
+        return None
     for x in given:
         if type(x) is _tensor or type(x) is _parameter:
             if x.requires_grad:
                 requires_grad = True
         elif isinstance(x, _tensor):
             return attention
-    if q.is_meta or (_any_autocast() and _is_cast(given)):
+    if q.is_meta:
         return attention
     if requires_grad and _grad_enabled():
         return differentiable if forward_ad._current_level < 0 else attention
     return None
+
+
+def is_plain() -> bool:
+    """Tells whether torch neither traces, transforms nor casts here, whatever the tensors are."""
+    return not (
+        _is_compiling()
+        or _dispatch_modes()
+        or _functorch_level() is not None
+        or _jit_trace() is not None
+        or (_function_modes() and _seen_by_function_mode())
+        or _any_autocast()
+    )
 
 
 def _is_seen(do: Any, dlse: Any, given: Sequence[Any]) -> bool:
@@ -372,22 +393,18 @@ def _described(x: Any) -> Array:
 
 
 class Asked:
-    """This is what a call asks for beside its tensors: options, as a dict or as text, and bounds on lengths, whether lse is a
-    result, and the forward's kernel and configuration. ``wrt`` are the names of captured tensors to which autograd follows. Calls
-    that ask for the same share one object, which forward and backward take for their key: to make one takes longer than to look
-    one up."""
+    """This is what a call that autograd follows asks for beside its tensors: options, as a dict or as text, bounds on lengths,
+    whether lse is a result, and ``wrt``, the names of captured tensors to which autograd follows. With a dict it has what the
+    forward asks for, and the backward."""
 
     def __init__(
-        self, options: dict[str, Any] | str, lengths: tuple[Any, Any], both: bool, kernel: str | None = None, config: Any = None,
+        self, options: dict[str, Any] | str, lengths: tuple[Any, ...], both: bool, kernel: str | None = None, config: Any = None,
         wrt: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        self.options, self.lengths, self.both, self.kernel, self.config = options, lengths, both, kernel, config
-        self.wrt = wrt
-        self.backward_options = {**options, "wrt": wrt} if wrt and not isinstance(options, str) else options
-
-
-_asked: dict[Any, Asked] = {}
-KEPT_ASKED = 1024
+        self.options, self.lengths, self.both, self.wrt = options, lengths, both, wrt
+        if not isinstance(options, str):
+            self.forward = api.asked_of(Forward, options, lengths, kernel, config)
+            self.backward = api.asked_of(Backward, {**options, "wrt": wrt} if wrt else options, lengths)
 
 
 class Attention(torch.autograd.Function):
@@ -405,7 +422,7 @@ class Attention(torch.autograd.Function):
             more = (*given[3:5], *lengths, options, given[8], captured or None)
             o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *more)
         else:
-            o, lse = api.run(given, options, lengths, asked.kernel, asked.config, None, Forward, asked, captured)
+            o, lse = api.run(given, options, lengths, None, None, None, Forward, asked.forward, captured)
         ctx.save_for_backward(*given, *captured, o, lse)
         ctx.asked, ctx.count = asked, len(given)
         if not asked.both:
@@ -440,7 +457,7 @@ class Attention(torch.autograd.Function):
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
                 every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
-            found = api.run(every, asked.backward_options, asked.lengths, None, None, None, Backward, asked, captured)
+            found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked.backward, captured)
         of_captured = found[3 + (is_seen or sinks is not None) :] if asked.wrt else ()
         return (*found[:3], None if sinks is None else found[3], None, None, None, *of_captured)
 
@@ -489,33 +506,23 @@ def _followed(apply: Any, *args: Any) -> Any:
         return apply(*args)
 
 
-def differentiable(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
-    captured: tuple[Any, ...] = (),
-) -> Any:  # fmt: skip
+def differentiable(given: tuple[Any, ...], asked: api.Asked, out: Any, captured: tuple[Any, ...]) -> Any:
     """Computes ``api.attention`` so that autograd can follow."""
     if out is not None:
         raise ProblemError(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
-    wrt = functions.followed(options, captured) if captured else ()
-    try:
-        key = api.key_of(options, lengths, kernel, config)
-        key = (*key, wrt) if wrt else key
-        asked = _asked.get(key)
-    except TypeError:  # an option that cannot be hashed is a wrong one
-        key = asked = None
-    if asked is None:
-        asked = _ask(options, lengths, kernel, config, wrt)
-        if key is not None:
-            cache_put(_asked, key, asked, KEPT_ASKED)
-    followed = [x for name, x in zip(functions.names(options), captured, strict=True) if name in wrt] if wrt else ()
-    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, asked, *followed)
+    wrt = functions.followed(asked.options, captured) if captured else ()
+    if wrt not in asked.followed:
+        asked.followed[wrt] = _ask(asked.options, asked.lengths, asked.kernel, asked.config, wrt)
+    found = asked.followed[wrt]
+    own = [x for name, x in zip(functions.names(asked.options), captured, strict=True) if name in wrt] if wrt else ()
+    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, found, *own)
 
 
 def _ask(
-    options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, wrt: tuple[str, ...] = ()
+    options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any, wrt: tuple[str, ...] = ()
 ) -> Asked:  # fmt: skip
     """Makes what a call asks for. Raises ProblemError where that has no gradient."""
     if type(options["return_lse"]) is not bool or options["constant_time"]:
@@ -523,8 +530,6 @@ def _ask(
         if options["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
     both, options = options["return_lse"], {**options, "return_lse": True}
-    if isinstance(options["window"], list):  # which may be another one until the backward
-        options["window"] = tuple(options["window"])
     return Asked(options, lengths, both, kernel, config, wrt)
 
 

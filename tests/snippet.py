@@ -60,5 +60,5 @@ def tensor(x: Any, box_rows: int) -> bytes:
     """The TmaTensor of a CuPy array of 16-bit numbers, (batch, rows, heads, columns) or (rows, heads, columns)."""
     shape = tma.geometry(x.shape, tuple(s // 2 for s in x.strides), 2, box_rows)
     with driver.current(0):
-        encoded = driver.tensor_map(x.data.ptr, "fp16", shape.sizes, shape.strides, shape.box)
+        encoded = driver.tensor_maps("fp16", shape.sizes, shape.strides, shape.box)(x.data.ptr)
     return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)

@@ -49,8 +49,8 @@ def score_of(op: Forward) -> FunctionScore:
 
 
 def launches(own: Any, op: Backward, device: Device, first: backward.FirstPass) -> tuple[list[Launch], list[Buffer]]:
-    """The launches for the arrays in ``op.wrt``, and their scratch memory; ``own`` is the kernel that they follow, and ``first`` its
-    first pass."""
+    """The launches for the arrays in ``op.wrt``, and their scratch memory; ``own`` is the kernel that they follow, and ``first``
+    its first pass."""
     found: list[Launch] = []
     buffers: list[Buffer] = []
     for i, array in enumerate(score_of(op.forward).arrays if op.wrt else ()):

@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
-from ..tma import ALIGNMENT, readable
+from ..tma import readable
 from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
@@ -113,22 +113,24 @@ class Forward(OverKeys):
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
         """The operation with other lengths and offsets, which are not checked again; for dense sequences."""
-        found = object.__new__(Forward)
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
-        sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "total_q": batch * q_len, "total_kv": batch * kv_len}
+        found = self._with(batch=batch, q_len=q_len, kv_len=kv_len, total_q=batch * q_len, total_kv=batch * kv_len)
         if offsets != self.spec.offsets:
-            kept["spec"] = self.spec.at(offsets)
-        found.__dict__.update(kept | sizes)
+            found.__dict__["spec"] = self.spec.at(offsets)
+        return found
+
+    def _with(self, **sizes: int) -> Forward:
+        """The operation with other sizes, which are not checked; its kind is the same."""
+        found = object.__new__(Forward)
+        found.__dict__.update(self.__dict__, **sizes)
+        for name in ("inputs", "outputs", "pairs", "packed"):
+            found.__dict__.pop(name, None)
         return found
 
     @functools.cached_property
     def packed(self) -> Forward:
         """The operation as tiles see it whose rows are the queries of all heads that share a key head."""
-        found = object.__new__(Forward)
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("inputs", "outputs", "pairs", "packed")}
         q_len = self.q_len * self.heads_per_kv
-        found.__dict__.update(kept | {"q_len": q_len, "total_q": self.batch * q_len, "heads": self.kv_heads})
-        return found
+        return self._with(q_len=q_len, total_q=self.batch * q_len, heads=self.kv_heads)
 
     # ---- its arrays
 
@@ -227,18 +229,20 @@ class Forward(OverKeys):
         offsets = make_offsets(options["q_offset"], options["kv_offset"])
         if len(signatures) != 3 or not all(signatures) or (offsets is not None and max(offsets) >= FEW_ROWS):
             return None
-        (_, dtype, (*q_sizes, heads, head_dim), *_), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
-        for _, dtype_each, shape, strides, device, _ in signatures:
-            plain = len(shape) == 4 and 0 not in shape and strides[3] == 1 and dtype_each == dtype and device == signatures[0][4]
-            if not plain or not readable(shape, strides, dtype.itemsize, 0):
+        (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
+        size = dtype.itemsize
+        for pointer, dtype_each, shape, strides, *place_each in signatures:
+            if len(shape) != 4 or 0 in shape or strides[3] != 1 or dtype_each != dtype or place_each != place:
                 return None
-        (batch, q_len), kv_len = q_sizes, k_shape[1]
-        if k_shape[:3] != v_shape[:3] or k_shape[0] != batch or k_shape[3] != head_dim:
+            if not readable(shape, strides, size, pointer):
+                return None
+        (batch, q_len, heads, head_dim), (kv_batch, kv_len, kv_heads, k_dim) = q_shape, k_shape
+        if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim:
             return None
-        if any(each[0] % ALIGNMENT for each in signatures) or max(batch * q_len * heads, kv_len) >= FEW_ROWS:
+        if batch * q_len * heads >= FEW_ROWS or kv_len >= FEW_ROWS:
             return None
-        sizes = *map(three_bits, (batch, q_len, kv_len)), heads, k_shape[2], head_dim, v_shape[3]
-        return (dtype, signatures[0][4:], sizes)
+        lengths = three_bits(batch), three_bits(q_len), three_bits(kv_len)
+        return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])
 
     def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward:
         """The operation on q, k and v of the same family: itself where their lengths and offsets are its own."""

@@ -17,6 +17,7 @@ from .. import api, arrays
 from ..errors import ProblemError
 from ..operation import Forward
 from ..operation.forward import check_arrays
+from ..plans import cache_put
 from ..serving.api import merge_states
 from ..spec import Spec, Window
 from ..variant.mask import Mask
@@ -80,23 +81,42 @@ def context_attention(
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "deterministic": deterministic,
     }  # fmt: skip
-    spec = Spec.of(**options)
     group = group_of(group)
-    count = dist.get_world_size(group)
-    _check(q, k, v, sinks, layout, method)
-    if count == 1:
+    found = _prepared(q, k, v, sinks, options, group, layout, method)
+    if found is None:
         return api.attention(q, k, v, sinks=sinks, **options)
-    call = _Call(spec, _schedule(q, k, v, spec, group, layout, method), group)
-    o, lse = _Context.apply(q, k, v, sinks, call)
+    o, lse = _Context.apply(q, k, v, sinks, _Call(*found, group))
     return (o, lse) if return_lse else o
 
 
-def _check(q: Any, k: Any, v: Any, sinks: Any, layout: Any, method: Any) -> None:
-    """Raises ProblemError for wrong arguments: before anything is sent, since the other ranks would wait for the rest."""
+KEPT = 256  # specs and schedules of a group
+_kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by group
+
+
+def _prepared(
+    q: Any, k: Any, v: Any, sinks: Any, options: dict[str, Any], group: Any, layout: Any, method: Any
+) -> tuple[Spec, Schedule] | None:
+    """The spec and the schedule, which calls of a group share that have such tensors and options; None where a rank is alone.
+
+    Raises ProblemError for wrong arguments: before anything is sent, since the other ranks would wait for the rest."""
     check_layout(layout)
     if method not in METHODS:
         raise ProblemError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}.")
+    with torch.no_grad():
+        forms = arrays.forms((q, k, v, sinks))
+    asked = api.asked_of(Forward, api.options_of(**options))
+    key, kept = (asked, forms, layout, method), _kept.setdefault(group, {})
+    found: tuple[Spec, Schedule] | None = kept.get(key)
+    if found is not None:
+        return found
+    spec = Spec.of(**options)
     check_tensors(q, k, v, sinks, layout)
+    if dist.get_world_size(group) == 1:
+        return None
+    found = spec, _schedule(q, k, v, spec, group, layout, method)
+    if forms is not None and asked.is_kept:
+        cache_put(kept, key, found, KEPT)
+    return found
 
 
 def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:

@@ -124,7 +124,7 @@ def attend(
     if call is None:
         op, found = _attention_of(q, cache, step, asked, split_keys, sinks)
         call = _call_of(op, found, cache.layout, kernel, config)
-        if isinstance(call, GpuCall) and None not in signatures and None not in forms:
+        if isinstance(call, GpuCall) and signatures is not None and forms is not None:
             cache_put(_calls, key, call, KEPT_CALLS)
         captured = tuple(found[each.name].object for each in op.captured)
     return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out, captured)
@@ -228,7 +228,7 @@ def write(
     if call is None:
         op, found = _append_of(cache, step, rotary, given)
         call = _call_of(op, found, cache.layout)
-        if isinstance(call, GpuCall) and None not in signatures:
+        if isinstance(call, GpuCall) and signatures is not None:
             cache_put(_calls, key, call, KEPT_CALLS)
     in_place = q is not None and q_out is q
     results = call(k, None if in_place else q_out)
@@ -308,7 +308,7 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
     call: GpuCall | CpuCall | None = _merges.get(key)
     if call is None:
         call = _merge_of(given, sinks)
-        if isinstance(call, GpuCall) and None not in key:
+        if isinstance(call, GpuCall) and key is not None:
             cache_put(_merges, key, call, KEPT_CALLS)
     o, lse = call(given[0], None if out is None else (out, None))
     return o, lse

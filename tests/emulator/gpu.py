@@ -46,12 +46,12 @@ class _Counters:
         return self._zeros.ctypes.data
 
 
-def _tensor_map(pointer: int, dtype: str, sizes: Any, strides: Any, box: Any, read_once: bool = False) -> bytes:
-    """A map of 4 or of 5 dimensions, as ``threads.hpp`` reads it."""
+def _tensor_maps(dtype: str, sizes: Any, strides: Any, box: Any, read_once: bool = False) -> Any:
+    """Makes maps of 4 or of 5 dimensions, as ``threads.hpp`` reads them."""
     words = (
         [*strides, *sizes[:2], box[1], *[0] * 9] if len(sizes) == 4 else [*strides, *sizes, *box, arrays.DTYPES[dtype].itemsize]
     )
-    return np.array([pointer, *words], np.int64).tobytes()
+    return lambda pointer: np.array([pointer, *words], np.int64).tobytes()
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: int = 132) -> npt.NDArray[np.uint32]:
@@ -65,7 +65,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
     for owner, name, value in (
         (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
         (driver, "Launch", _Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
-        (driver, "counters", functools.cache(lambda index, size: _Counters(size))), (driver, "tensor_map", _tensor_map),
+        (driver, "counters", functools.cache(lambda index, size: _Counters(size))), (driver, "tensor_maps", _tensor_maps),
         (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)

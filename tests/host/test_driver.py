@@ -185,7 +185,7 @@ class Bindings(types.ModuleType):
 
 def forget() -> None:
     for cached in (driver.library, driver.device, driver._primary_context, driver._side_stream, driver._pdl, driver._counters,
-                   driver._geometry, driver.tensor_map):  # fmt: skip
+                   driver.tensor_maps):  # fmt: skip
         cached.cache_clear()
     driver._kept.clear()
     gc.collect()
@@ -300,7 +300,7 @@ def test_launch(cuda: Bindings) -> None:
 def test_tensor_map(cuda: Bindings) -> None:
     shape = (64, 128, 2), (256, 32768), (64, 96, 1)
     for pointer in (1 << 20, 1 << 21):
-        assert driver.tensor_map(pointer, "bf16", *shape) == b"map".ljust(128)
+        assert driver.tensor_maps("bf16", *shape)(pointer) == b"map".ljust(128)
     first, second = cuda.calls("cuTensorMapEncodeTiled")
     assert [first[3], second[3]] == [1 << 20, 1 << 21]
     assert [[x.value for x in each] for each in first[4:8]] == [[*shape[0]], [*shape[1]], [*shape[2]], [1, 1, 1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import gc
 import itertools
 import os
 import subprocess
@@ -408,6 +409,42 @@ def test_wrong_arguments(among_four: None) -> None:
     refused("x requires grad, and join has no gradient", parallel.join, q.clone().requires_grad_())
     other = dist.new_group([0, 2])
     refused("group does not have this process|group is .*; it must be", parallel.context_attention, q, q, q, other)
+
+
+def test_what_is_kept_for_calls_of_one_shape(among_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shape, option, type of an option, layout, method or group has its own; what is wrong stays wrong; a group that is
+    gone is forgotten."""
+    q, group = torch.zeros(1, 8, 4, 8), dist.group.WORLD
+    plain = {"causal": True, "window": None, "scale": None}
+
+    def found(x: Any = q, layout: str = "zigzag", method: str = "ring", among: Any = group, **options: Any) -> Any:
+        return context._prepared(x, x, x, None, plain | options, among, layout, method)
+
+    found()  # a library's first call of all is not kept
+    made = found()
+    assert found(torch.zeros(1, 8, 4, 8)) is made and found(q.clone().requires_grad_()) is made
+    own = dist.new_group([0, 1, 2, 3])
+    others = (
+        {"x": torch.zeros(1, 16, 4, 8)},
+        {"layout": "contiguous"},
+        {"method": "all_gather"},
+        {"causal": False},
+        {"among": own},
+    )
+    for other in (*others, {"scale": 2.0}, {"window": (3, 0)}, {"mask": masks.Causal("top_left"), "causal": False}):
+        assert found(**other) is not made and found(**other) is found(**other), other
+    refused("causal is 1", found, causal=1)
+    refused("7 rows on this rank", found, q[:, :7])
+    refused("a pending negation", found, torch._neg_view(q))
+    monkeypatch.setattr(context, "KEPT", 4)
+    for rows in range(2, 40, 2):
+        found(torch.zeros(1, rows, 4, 8))
+        assert 0 < len(context._kept[group]) <= 4
+    count = len(context._kept)
+    dist.destroy_process_group(own)
+    del own, others, other
+    gc.collect()
+    assert len(context._kept) == count - 1
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (driver, "device", lambda index: GPU),
         (driver, "Launch", Launch),
         (driver, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
-        (driver, "tensor_map", lambda *args: repr(args).encode().ljust(128)[-128:]),
+        (driver, "tensor_maps", lambda *args: lambda pointer: repr((pointer, *args)).encode().ljust(128)[-128:]),
         (plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, None, launch, op)),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -65,7 +65,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cache in (api._plans, api._calls, api._families):
+    for cache in (api._plans, api._calls, api._layouts, api._families):
         cache.clear()
 
 
@@ -153,6 +153,15 @@ def test_no_memory_is_kept_alive() -> None:
     assert not any(each() is not None for each in watched)
 
 
+def freed() -> Any:
+    """A tensor whose address is its offset, as FSDP leaves a parameter's."""
+    memory = torch.randn(2 * 80 * 4 * 64 + 64).bfloat16()
+    found = memory[64:].view(2, 80, 4, 64)
+    memory.untyped_storage().resize_(0)
+    assert found.data_ptr()
+    return found
+
+
 WRONG: dict[str, Any] = {
     "k of another dtype": lambda x: {"k": x["k"].half()},
     "k of another length": lambda x: {"k": torch.cat([x["k"]] * 2, 1)},
@@ -164,6 +173,8 @@ WRONG: dict[str, Any] = {
     "out of another shape": lambda x: {"out": torch.empty_like(x["q"][:1])},
     "out of another dtype": lambda x: {"out": torch.empty_like(x["q"], dtype=torch.float16)},
     "a row stride that is no multiple of 16 bytes": lambda x: {"k": torch.randn(2, 80, 4, 65).bfloat16()[..., :64]},
+    "q begins at an odd address": lambda x: {"q": torch.randn(2 * 80 * 4 * 64 + 1).bfloat16()[1:].view(2, 80, 4, 64)},
+    "a storage that was freed": lambda x: {"q": freed()},
     "sparse": lambda x: {"v": x["v"].to_sparse()},
     "meta": lambda x: {"v": x["v"].to("meta")},
 }
@@ -199,6 +210,51 @@ def test_a_call_that_autograd_follows_is_kept(monkeypatch: pytest.MonkeyPatch) -
     kept = [rawattn.attention(**good, causal=True, return_lse=True) for _ in range(2)]  # the first of all finds torch
     monkeypatch.setattr(api, "_plan", lambda *_: pytest.fail("it was planned anew"))
     assert rawattn.attention(**good, causal=True).requires_grad and all(o.requires_grad for o, _ in kept)
+
+
+def test_outputs_are_compared_with_inputs_that_moved() -> None:
+    """A call that lies as another one has arrays of its own, and so has what it may not write to."""
+    good, other = tensors(), tensors()
+    rawattn.attention(**good)
+    rawattn.attention(**good | {"q": other["q"], "out": good["q"]})
+    with pytest.raises(ProblemError, match="out overlaps q in memory"):
+        rawattn.attention(**good | {"q": other["q"], "out": other["q"]})
+
+
+def test_what_is_kept_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "KEPT_CALLS", 4)
+    for length in (*range(80, 86), *[80] * 6):
+        rawattn.attention(**tensors(length))
+        assert 0 < len(api._calls) <= 4 and 0 < len(api._layouts) <= 4
+    assert api._asked.cache_info().maxsize == api.KEPT_ASKED
+
+
+def test_an_array_among_the_options_is_not_kept() -> None:
+    """It is refused, and nothing remembers it."""
+    call, starts = tensors(), torch.tensor([0, 80], dtype=torch.int32)
+    for name in ("softcap", "scale", "q_offset", "max_seqlen_q"):
+        wrong = torch.ones(())
+        packed = {each: x[0] for each, x in call.items()} | {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, name: wrong}
+        with pytest.raises(ProblemError, match=name):
+            rawattn.attention_varlen(**packed)
+        watched = weakref.ref(wrong)
+        del wrong, packed
+        gc.collect()
+        assert watched() is None
+
+
+def test_torch_sees_a_call_that_was_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = tensors()
+    rawattn.attention(**call), rawattn.attention(**call)
+    monkeypatch.setattr(api._torch_op, "attention", lambda *_, **__: "seen")
+    dispatch, function = torch.utils._python_dispatch.TorchDispatchMode, torch.overrides.TorchFunctionMode
+    for mode in (type("Dispatch", (dispatch,), {})(), type("Function", (function,), {})(), torch.autocast("cpu", torch.float16)):
+        with mode:
+            assert rawattn.attention(**call) == "seen"
+    seen: list[Any] = []
+    torch.func.vmap(lambda q: (seen.append(rawattn.attention(**call | {"q": q})), q)[1])(call["q"][None])
+    assert seen == ["seen"]
+    assert rawattn.attention(**call).shape == call["q"].shape
 
 
 EQUAL: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -182,7 +182,7 @@ def test_wrong_outputs(out: Any, message: str) -> None:
 def test_plan() -> None:
     parts = [torch.randn(2, 3, 4, 8) for _ in range(2)]
     found = {f"parts[{i}]": api.arrays.read(x, "x") for i, x in enumerate(parts)}
-    plan = api._plan(Extremes, found, {}, (), None, None)
+    plan = api._plan(api.asked_of(Extremes, {}, ()), found)
     plan.run(*parts), plan.run(**{"parts[1]": parts[1], "parts[0]": parts[0]})
     assert LAUNCHED[0][0][:64] == LAUNCHED[2][0][:64]
     for given, message in (((*parts, parts[0]), r"parts\[2\] was given"), (parts[:1], r"parts\[1\] is missing")):
@@ -206,13 +206,8 @@ def gradients(length: int = 80, sinks: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_backward_is_the_same_cold_and_warm(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same launches for the same addresses, whether the call, its plan or its family was met before."""
-    memory, maker = torch.empty(1 << 23, dtype=torch.uint8), api.arrays.maker
-
-    def make(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
-        """Scratch memory is in one place."""
-        return (lambda beside: memory[: shape[0]]) if dtype == "uint8" else maker(like, shape, dtype)
-
-    monkeypatch.setattr(api.arrays, "maker", make)
+    memory = torch.empty(1 << 23, dtype=torch.uint8)
+    monkeypatch.setattr(api.arrays, "scratch_maker", lambda like, size: lambda beside: memory[:size])
     given = []
     for length in (80, 80, 79, 78):
         call = gradients(length, sinks)

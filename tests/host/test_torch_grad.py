@@ -61,13 +61,13 @@ def same(found: Tensors, wanted: Tensors) -> bool:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists what was computed: "forward" and "backward"."""
     found: list[str] = []
-    run = api.run
+    first = api._first  # without a GPU each call is a first one
 
-    def counted(*args: Any, **captured: Any) -> Any:
-        found.append("backward" if Backward in args else "forward")
-        return run(*args, **captured)
+    def counted(given: Any, captured: Any, key: Any, asked: api.Asked, out: Any) -> Any:
+        found.append("backward" if asked.operation is Backward else "forward")
+        return first(given, captured, key, asked, out)
 
-    monkeypatch.setattr(api, "run", counted)
+    monkeypatch.setattr(api, "_first", counted)
     return found
 
 
@@ -219,13 +219,13 @@ def test_kernel_and_config_are_the_forward_s() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, compile_it: bool, deterministic: bool) -> None:
     """The kernel that gives the gradients may be chosen by it."""
-    seen, own = [], api.run
+    seen, own = [], api._first
 
-    def run(given: Any, options: Any, lengths: Any, *rest: Any, **captured: Any) -> Any:
-        seen.append((Backward in rest, options["deterministic"]))
-        return own(given, options, lengths, *rest, **captured)
+    def first(given: Any, captured: Any, key: Any, asked: api.Asked, out: Any) -> Any:
+        seen.append((asked.operation is Backward, asked.options["deterministic"]))
+        return own(given, captured, key, asked, out)
 
-    monkeypatch.setattr(api, "run", run)
+    monkeypatch.setattr(api, "_first", first)
     function = functools.partial(rawattn.attention, deterministic=deterministic)
     gradients(lambda *given: loss((compiled(function)[0] if compile_it else function)(*given)), make())
     assert seen == [(False, deterministic), (True, deterministic)]

@@ -314,7 +314,7 @@ def test_forward_mode_duals() -> None:
     plan = rawattn.plan(good, good, good)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(good, good)
-        assert arrays.signatures((dual, good)) == (None, None)
+        assert arrays.signatures((dual, good)) is None
         for run in (rawattn.attention, plan.run, OP):
             assert torch.equal(run(good, good, good)[0], good if run is OP else good[0])
             with pytest.raises(ProblemError, match="forward-mode tangent"):
@@ -505,8 +505,8 @@ def test_jit_trace() -> None:
 
 def test_selective_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    real = api.run
-    monkeypatch.setattr(api, "run", lambda *args, **options: (runs.append(None), real(*args, **options))[1])
+    real = api._first
+    monkeypatch.setattr(api, "_first", lambda *args: (runs.append(None), real(*args))[1])
     policies = checkpointing.CheckpointPolicy
     q, k, v = make()
 

@@ -61,10 +61,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[driver.Counters]:
     monkeypatch.setattr(driver, "COUNTERS", 8)
     counters = driver.Counters(0)
     monkeypatch.setattr(driver, "counters", lambda index, size: counters)
-    for cache in (api._plans, api._calls):
+    for cache in (api._plans, api._calls, api._layouts):
         cache.clear()
     yield counters
-    for cache in (api._plans, api._calls):
+    for cache in (api._plans, api._calls, api._layouts):
         cache.clear()
 
 
@@ -264,7 +264,7 @@ def test_errors_have_the_drivers_name() -> None:
         driver.call("cuMemAlloc", 1 << 50)
     assert caught.value.code == 2
     with pytest.raises(DeviceError, match="cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE"):
-        driver.tensor_map(0, "bf16", (64, 0, 1, 1), (128, 128, 128), (64, 128, 1, 1))
+        driver.tensor_maps("bf16", (64, 0, 1, 1), (128, 128, 128), (64, 128, 1, 1))(0)
 
 
 def test_machine_code_that_cannot_be_loaded_is_told_apart(cubin: bytes) -> None:
@@ -277,6 +277,5 @@ def test_machine_code_that_cannot_be_loaded_is_told_apart(cubin: bytes) -> None:
 
 def test_a_tensor_map_does_not_depend_on_where_it_was_made() -> None:
     """CUDA wants 64 bytes of alignment for it, and the bindings give it 16."""
-    encode = driver.tensor_map.__wrapped__
-    shape = (64, 700, 4, 2), (512, 128, 358400), (64, 128, 1, 1)
-    assert len({encode(1 << 20, "bf16", *shape) for _ in range(100)}) == 1
+    encode = driver.tensor_maps("bf16", (64, 700, 4, 2), (512, 128, 358400), (64, 128, 1, 1))
+    assert len({encode(1 << 20) for _ in range(100)}) == 1

@@ -32,7 +32,7 @@ def counting(owner, name, what):
         return original(*given)
     setattr(owner, name, counted)
 
-counting(driver, "tensor_map", "maps")
+counting(driver.library(), "cuTensorMapEncodeTiled", "maps")
 counting(driver.Launch, "__init__", "launches")
 counting(driver.Launch, "__call__", "issued")
 counting(plans.Plan, "__init__", "plans")
