@@ -14,7 +14,8 @@ from rawattn.reference import Formula, Tile, make_formula
 
 Array = npt.NDArray[Any]
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-LEAST = {"float64": 0.0, "float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+# A weight below 2^-126 is 0 in float32, and with it a gradient up to 2^6 times as large.
+LEAST = {"float64": 0.0, "float32": 2.0**-120, "float16": 2.0**-24, "bfloat16": 2.0**-120}
 
 
 def dtype_of(x: Any) -> str:

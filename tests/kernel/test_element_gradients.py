@@ -18,7 +18,8 @@ from tests.element_gradients import expect, floats
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
 
-SCORES = [maker.__name__ for maker in zoo.SCORES if floats(maker(np.random.default_rng(0), 9, 9))]
+# t5_buckets takes the floor of a logarithm, which at a few distances is another one in float32.
+SCORES = [x.__name__ for x in zoo.SCORES if x is not zoo.t5_buckets and floats(x(np.random.default_rng(0), 9, 9))]
 CASE = Case("bf16", 2, 333, 470, 2, 1, 64, 64)  # the zoo's arrays are of two sequences and two heads
 ANY = [None, "attn_bwd_mma", "attn_bwd_simt"]
 

@@ -165,7 +165,8 @@ def test_every_number_of_eight_bits_is_read_exactly(kv_dtype: str) -> None:
     some = exact.isfinite()
     torch.testing.assert_close(lse[some, 0, 0].double() * 2.0**10, exact[some], rtol=2e-7, atol=0.0)
     wanted = v[0, 0, 0].view(dtype).to(torch.float16)
-    assert all(torch.equal(o[i, 0, 0], wanted) for i in some.nonzero().flatten().tolist())
+    small = some & (exact.abs() <= 512)  # a larger logit's weight is not quite 1: an exponent has 24 bits
+    assert all(torch.equal(o[i, 0, 0], wanted) for i in small.nonzero().flatten().tolist())
 
 
 @pytest.mark.gpu
