@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 24200,  # caches in eight bits, and gradients of captured arrays
+    "rawattn": 24500,  # caches in eight bits, and gradients of captured arrays
     "perf": 5200,
-    "cuda_src": 9500,
-    "tests": 28000,
+    "cuda_src": 10200,
+    "tests": 28900,
 }
 FUNCTION_LINES = 60
 
