@@ -21,10 +21,12 @@ from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Backward
+from rawattn.select import select
 from rawattn.variant.element import BF16, FP16, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.host.test_compile_matrix import pairwise
+from tests.host.test_trace_compile import option
 from tests.operations import backward
 
 SIZES = [(d, d) for d in range(8, 129, 8)] + [(128, 64), (64, 128), (8, 128), (128, 8), (96, 72)]
@@ -177,6 +179,18 @@ def test_dq_a_step_later() -> None:
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         for source, binary in zip(found, pool.map(compiler.compile, found), strict=True):
             assert not binary.spill_bytes and not binary.advisories, dict(source.headers)["config.cuh"]
+
+
+LISTED = [("documents_causal", (128, 128)), ("streaming", (128, 128)), ("natten_2d", (128, 128))]
+
+
+@pytest.mark.parametrize(("name", "size"), LISTED)
+def test_lists_of_wide_heads(name: str, size: tuple[int, int]) -> None:
+    """The chosen configuration keeps all in registers; which one that is only compiling tells."""
+    op = backward(size, mask=option(name))
+    selection = select(op, TYPICAL["sm_90a"], "attn_bwd")
+    binary = compiler.compile(lowered(op, selection.config)["attn_bwd"])
+    assert not binary.spill_bytes and not binary.advisories
 
 
 def test_a_step_later_needs_plain_weights() -> None:
