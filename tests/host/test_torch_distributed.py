@@ -177,5 +177,18 @@ def test_placements_of_gradients_of_varlen(world: None) -> None:
     assert [list(x.placements) for x in found[:3]] == [[Shard(1)]] * 3 and found[0].to_local().shape == (20, 2, 8)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_captured_tensors_are_refused(world: None) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    q = distribute_tensor(torch.randn(2, 8, 4, 8), mesh, [Shard(2)])
+    bias = distribute_tensor(torch.randn(8, 8), mesh, [Replicate()])
+    wanted = rawattn.attention(q, q, q, bias=bias)
+    assert wanted.shape == q.shape
+    with pytest.raises(rawattn.ProblemError, match="which score captured, requires grad, and q is a DTensor"):
+        rawattn.attention(q, q, q, bias=bias.requires_grad_())
+
+
 if __name__ == "__main__":
     work(int(sys.argv[1]), sys.argv[2])
