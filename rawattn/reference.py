@@ -545,6 +545,11 @@ def append(
     assert new_k is not None
     element = ELEMENTS[read(k, "k").dtype]
     q_out = None if new_q is None else np.full(new_q.shape, np.nan)
+    owners = (
+        [0] * len(new_k) if step is None else [step.batch - 1] * len(new_k)
+    )  # the sequence of each row, where they are ragged
+    for owner, (own, _) in enumerate(() if step is None or step.cu_seqlens_q is None else _step_rows(step)):
+        owners[own] = [owner] * (own.stop - own.start)
     in_sequences = {} if step is None else _new_rows(cache, step, new_k.shape[:-2])
     for at in np.ndindex(new_k.shape[:-2]):
         i, place = in_sequences.get(at, (-1, -1))
@@ -561,7 +566,7 @@ def append(
             page, row = divmod(int(_numpy(slots)[at]), cache.page_size)
         elif step is not None and place >= 0:
             page, row = _pages(cache, step, i)[1](place)
-        owner = i if step is not None else at[0] if len(new_k.shape) == 4 else 0
+        owner = at[0] if len(at) == 2 else owners[at[0]]
         for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=True):
             if x is not None and page >= 0:
                 _row(pool, cache.layout, page, row)[...] = _stored(cache, name, x, owner, element)

@@ -155,7 +155,8 @@ def append(op: Append, views: Views) -> None:
     k, size = views["k"], op.page_size
     rows = k.shape[:-2]
     positions, slots = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64)
-    owners = np.zeros(rows, np.int64) if op.ragged else np.arange(rows[0])[:, None].repeat(rows[1], 1)  # the rows' sequences
+    last = op.batch - 1 if op.lengths else 0  # whose rows of no sequence are
+    owners = np.full(rows, last) if op.ragged else np.arange(rows[0])[:, None].repeat(rows[1], 1)  # the sequence of each row
     if op.lengths:
         for i, place in enumerate(_places(op, views, 0 if op.ragged else rows[1])):
             owners[place.rows] = i
