@@ -28,12 +28,17 @@ constexpr float minus_inf = -__builtin_inff();
 #define __log2f ::log2f
 #define __fmaf_rn ::fmaf
 #define __fma_rn ::fma
-#define __ldg(pointer) (*(pointer))
 #define __fsqrt_rn ::sqrtf
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
+
+template <class T>
+static T __ldg(const T* p) {
+    if (reinterpret_cast<u64>(p) % sizeof(T) != 0) __builtin_trap();  // as a GPU does
+    return *p;
+}
 
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
