@@ -75,7 +75,7 @@ def test_curve() -> None:
 @pytest.mark.parametrize("fault", ["", "causal", "scale", "empty"])
 def test_fuzz_kernel(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It finds each fault, and shrinks it to a case of a few numbers; what is right passes."""
-    settings = ["--examples", "300", "--fault", fault] if fault else ["--examples", "40"]
+    settings = ["--examples", "2000", "--fault", fault] if fault else ["--examples", "40"]
     found = example("fuzz_kernel").main(["--device", "cpu", *settings])
     assert (found is not None) is bool(fault)
     if found is not None:
