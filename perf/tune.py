@@ -64,11 +64,11 @@ class Group:
 
 
 def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> list[Group]:
-    """The cases by what the library would run them in; those that the kernel does not compute are left away, and gradients, whose
-    configurations follow from the kind."""
+    """The cases by what the library would run them in; those that the kernel does not compute are left away, and those
+    that no record is for."""
     found: dict[Kind, Group] = {}
     for case in cases:
-        if sets.is_backward(case):
+        if not sets.is_tuned(case):
             continue
         op = sets.operation(case)
         with contextlib.suppress(UnsupportedError):

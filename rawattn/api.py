@@ -14,6 +14,7 @@ from typing import Any
 from . import arrays, driver, functions
 from .arrays import Array
 from .device import Device
+from .eager import eager
 from .errors import ProblemError
 from .operation import Backward, Forward, Operation, from_json
 from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
@@ -446,9 +447,11 @@ def asked_of(
 def _asked(
     operation: type[Operation], kernel: str | None, config: Any, lengths: tuple[Any, ...], types: Any, *values: Any
 ) -> Asked:
-    """Raises TypeError where something is an array, which may not be kept: a number is needed in its place."""
-    if any(hasattr(value, "__dlpack__") for value in (kernel, config, *lengths, *values)):
-        raise TypeError
+    """Raises TypeError where something is an array, or a function that may hold some, which may not be kept."""
+    window = values[1] if len(values) > 1 and isinstance(values[1], tuple) else ()
+    for value in (kernel, config, *lengths, *values, *window):
+        if hasattr(value, "__dlpack__") or (value is not None and functions.is_function(value)):
+            raise TypeError
     return Asked(operation, dict(zip((*OPTIONS, "wrt"), values, strict=False)), lengths, kernel, config)
 
 
@@ -563,6 +566,7 @@ def _key(given: tuple[Any, ...], captured: tuple[Any, ...]) -> Any:
     return None if signatures is None or forms is None else (signatures, forms)
 
 
+@eager
 def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked, out: Any) -> Any:
     """Computes a call on arrays that it was not made for yet. The first of these that applies serves it: a call of a copy that is
     made, a call on arrays that lie so in other places, the plan of a family, and a plan of its own."""

@@ -55,16 +55,21 @@ def _read_torch(x: Any, name: str) -> Array:
     dtype = _torch_names().get(x.dtype)
     try:
         found = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
-        last = x.storage_offset() + sum((n - 1) * s for n, s in zip(found.shape, found.strides, strict=True))
-        fits = (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
+        fits = _fits(x)
     except (RuntimeError, NotImplementedError) as error:
         raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
-    if not fits and 0 not in found.shape:  # the pointer alone does not tell: in a freed storage it is the offset
+    if not fits:  # the pointer alone does not tell: in a freed storage it is the offset
         raise ProblemError(
             f"{name} is a {type(x).__name__} of shape {tuple(x.shape)} that has no memory for its elements (a storage that was "
             "freed, as FSDP does?); give a real tensor."
         )
     return found
+
+
+def _fits(x: Any) -> bool:
+    """Says whether a torch tensor's storage has room for its elements."""
+    last = x.storage_offset() + sum([(n - 1) * s for n, s in zip(x.size(), x.stride(), strict=True)])
+    return bool((last + 1) * x.element_size() <= x.untyped_storage().nbytes() or 0 in x.size())
 
 
 def _pending(x: Any) -> str | None:
@@ -224,7 +229,7 @@ def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def have_memory(given: tuple[Any, ...]) -> bool:
     """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
     FSDP does, the address is the offset."""
-    return all(x is None or x.untyped_storage().nbytes() >= x.nbytes for x in given)
+    return all(x is None or _fits(x) for x in given)
 
 
 def address(x: Any) -> int:

@@ -199,7 +199,9 @@ def warn_uncached(error: OSError) -> None:
             return
         warned.set()
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_globals.get("__name__", "").startswith("torch._dynamo")
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(
         f"the cache folder cannot be used ({error}): kernels stay in memory, and each process compiles its own, which takes "

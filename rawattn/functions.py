@@ -323,6 +323,9 @@ def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
             wanted = describe(q.library, q.device, q.dtype, q.shape)
             raise ProblemError(f"{words} is {found} but q is {wanted}; give all arrays from one library, on one device.")
         check_contiguous(words, array)
+        if array.pointer % arrays.DTYPES[array.dtype].itemsize:
+            size = arrays.DTYPES[array.dtype].itemsize
+            raise ProblemError(f"{words} begins at an address that is no multiple of {size} bytes, its elements' size; copy it.")
 
 
 def check_sizes(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> None:
@@ -372,7 +375,12 @@ def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> t
     known = {name: x for name, x in zip(names(options), captured, strict=True) if name.startswith("score")}
     found = []
     for i, x in enumerate(wrt):
-        name = next((name for name, y in known.items() if y is x or _same_place(x, y)), None)
+        name = next((name for name, y in known.items() if y is x), None)
+        if name is None:
+            alike = [name for name, y in known.items() if _same_place(x, y)]
+            if len(alike) > 1:
+                raise ProblemError(f"wrt[{i}] lies where {len(alike)} of the captured arrays lie; give the object that is meant.")
+            name = alike[0] if alike else None
         if name is None:
             words = ", ".join(labels(options)[each].partition(",")[0] for each in known) or "no arrays"
             raise ProblemError(f"wrt[{i}] is none of the arrays that score captured; it captured {words}.")
@@ -386,7 +394,8 @@ def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> t
 
 def _same_place(x: Any, y: Any) -> bool:
     """Says whether two arrays are one, of two objects."""
-    return arrays.read(x, "wrt")[:-1] == arrays.read(y, "wrt")[:-1]
+    found = arrays.read(x, "wrt")
+    return 0 not in found.shape and found[:-1] == arrays.read(y, "wrt")[:-1]
 
 
 def operands(*options: Any) -> tuple[Operand, ...]:

@@ -296,8 +296,8 @@ class GpuCall:
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         assert plan.program is not None
-        like, op = next(iter(given.values())), plan.op
         self._given = {name: array.without_memory() for name, array in given.items()}
+        like, op = next(iter(self._given.values())), plan.op  # makers keep it
         self._plan, self._device = plan, like.device
         self._captured = tuple([operand.name for operand in op.captured])
         self._late = (*[operand.name for operand in op.outputs], *self._captured)

@@ -151,7 +151,7 @@ def rounded_backward(
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    return x.detach().to(dtype) if hasattr(x, "detach") else x.astype(dtype)
+    return x.astype(dtype) if isinstance(x, np.ndarray) or not hasattr(x, "detach") else x.detach().to(dtype)
 
 
 def _rounding(q: Any) -> Callable[[Any], Any]:

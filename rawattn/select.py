@@ -193,6 +193,6 @@ def nearest(kernel: Any, members: tuple[Tuned, ...], op: Any, device: Device) ->
 def warn_once(message: str) -> None:
     """Warns of a slow kernel, once for each message, at the line that called rawattn."""
     frame, level = sys._getframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith((f"{__package__}.", "torch._dynamo.")):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     warnings.warn(message, SlowKernelWarning, stacklevel=level)

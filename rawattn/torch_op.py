@@ -80,6 +80,7 @@ functions.is_compiling = torch.compiler.is_compiling
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
+_is_mapped = torch._C._functorch.is_batchedtensor  # by torch.vmap
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by torch.autograd.grad(is_grads_batched=True)
 _grad_enabled = torch.is_grad_enabled
 
@@ -199,6 +200,12 @@ def attention(
     if not torch.compiler.is_dynamo_compiling():
         _check_tensors(Forward.names, given)
         _check_tensors(tuple(functions.labels(options).values()), captured)
+        if captured and _functorch_level() is not None and not any(map(_is_mapped, given[:3])):
+            for words, x in zip(functions.labels(options).values(), captured, strict=True):
+                if _is_mapped(x):  # torch finds no batch in a list of tensors alone
+                    raise ProblemError(
+                        f"{words} is mapped by torch.vmap, and neither q, k nor v is; map one of them, expanded, too."
+                    )
         _register_sharding()
     text = _text_of(options)
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
@@ -442,7 +449,7 @@ class Attention(torch.autograd.Function):
             if dlse is None:
                 return (None,) * (7 + len(asked.wrt))
             do = torch.zeros_like(o)
-        is_seen = isinstance(asked.options, str) or _is_seen(do, dlse, given)
+        is_seen = isinstance(asked.options, str) or _is_seen(do, dlse, (*given, *captured))
         if is_seen:
             text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
             more = (dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text, seed, captured or None)

@@ -47,6 +47,7 @@ using i32 = int;
 using i64 = long long;
 using std::max, std::min;
 constexpr float minus_inf = __builtin_bit_cast(float, 0xff800000u);
+struct alignas(8) uint2 { u32 x, y; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { u32 x, y, z, w; };

@@ -110,7 +110,8 @@ def _gather(
         groups = forward.batch * forward.heads // max(1, values["shared_batches"] * values["shared_heads"])
         grid = int(values["q_tiles"] * groups)
     else:
-        grid = forward.heads * backward.q_blocks(forward, tile_q) if forward.total_q else 0
+        grid = forward.heads * backward.q_blocks(forward, tile_q)
+    grid = grid if forward.total_q and forward.total_kv else 0  # indices are proved for pairs that there are
     name = "attn_bwd_captured_mma" if config.tensor_cores else "attn_bwd_captured"
     found: Launch = own.launch(op, config, device, name, values, grid, _captured)
     return found

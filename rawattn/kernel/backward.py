@@ -22,7 +22,7 @@ from ..variant.mask import Full
 from ..variant.offset import OffsetScore
 from ..variant.statistics import StatisticsByRows
 from ..variant.store import DQ, DQ_SUM
-from ..variant.walk import IntervalSum, IntervalTurn, ListSum, ListTurn, lists
+from ..variant.walk import IntervalSum, IntervalTurn, ListSum, ListTurn, SinksListSum, lists
 from . import pyramid, tiling
 from .base import Kernel
 
@@ -245,7 +245,8 @@ def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
         "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
-    there = ListSum() if lists(op.mask) else IntervalSum()
+    of_list = SinksListSum() if op.sinks else ListSum()
+    there = of_list if lists(op.mask) else IntervalSum()
     every = options(op, Sum=there, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch))
     fields = (DQ, DQ_SUM._replace(ctype="const float*"), *counts)
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .. import api, arrays
+from ..eager import eager
 from ..errors import ProblemError
 from ..operation import Forward
 from ..operation.forward import check_arrays
@@ -23,7 +24,7 @@ from ..spec import Spec, Window
 from ..variant.mask import Mask
 from ..variant.score import Scale, Score, Softcap
 from . import schedule
-from .layout import check_layout, eager, group_of
+from .layout import check_layout, group_of
 from .schedule import Piece, Schedule, Step, Task, Whole
 
 METHODS = ("auto", "ring", "all_gather")

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from .. import api
+from ..eager import eager
 from ..errors import ProblemError
 from ..spec import Spec, Window
 from ..variant.mask import Mask
 from ..variant.score import Score
 from .context import check_tensors, sees_positions
-from .layout import check_layout, eager, group_of
+from .layout import check_layout, group_of
 
 
 @eager

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ProblemError
 from .schedule import LAYOUTS, Whole
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def eager(function: F) -> F:
-    """Makes torch.compile leave its graph for this function, as ``torch.compiler.disable`` does; but that imports dynamo, which
-    takes a second, where nobody compiles."""
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def called(*args: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **options)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **options)
-
-    called._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return called  # type: ignore[return-value]  # of the same signature
 
 
 def group_of(group: Any) -> Any:

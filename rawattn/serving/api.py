@@ -137,7 +137,7 @@ def _attention_of(
     found = {"q": arrays.read(q, "q"), **cache.arrays_of(step.batch), **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
-    if arrays.requires_grad(q, cache.k, cache.v, sinks, *asked.captured):
+    if arrays.requires_grad(q, cache.k, cache.v, cache.k_scale, cache.v_scale, sinks, *asked.captured):
         raise ProblemError(NO_GRAD)
     spec, own = asked.spec, dict(asked.own)
     if own:
@@ -245,7 +245,7 @@ def _append_of(
         raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
     if not cache.v_in_k and given["v"] is None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
-    if arrays.requires_grad(cache.k, cache.v, *given.values()):
+    if arrays.requires_grad(cache.k, cache.v, cache.k_scale, cache.v_scale, *given.values()):
         raise ProblemError(NO_GRAD)
     found = arrays.named(tuple(given), tuple(given.values()))
     if step is not None:
@@ -384,7 +384,7 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
             raise ProblemError(f"the cache's {name} is read-only; make the cache of a writable array.")
         if memory.overlap(array, array):
             raise ProblemError(f"several elements of the cache's {name} share one place in memory; make it of a whole array.")
-        for other in ("k", "v", "q", "q_out"):
+        for other in ("k", "v", "q", "q_out", "k_scale", "v_scale"):
             if other in found and memory.overlap(array, found[other]):
                 raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
 

@@ -154,7 +154,9 @@ def _is_part(v: Array, k: Array) -> bool:
 def _scale(name: str, given: Any, k: Array) -> float | Array:
     """A scale of a cache as a float, or as an array (batch or 1, kv_heads or 1). Raises ProblemError for a wrong one."""
     if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
-        return check_scale(name, float(np.float32(given)), k.dtype)
+        with np.errstate(over="ignore"):
+            number = np.float32(given) if abs(given) < 1e300 else np.inf
+        return check_scale(name, float(number), k.dtype)
     if not hasattr(given, "shape"):
         need = "a float above 0, or a float32 array that broadcasts to (batch, kv_heads)"
         raise ProblemError(f"{name} is {given!r}; it must be {need}.")

@@ -153,6 +153,14 @@ class IntervalSum(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class SinksListSum(Option):
+    """The mask says whether a tile of dq has a sum, where rows have sinks."""
+
+    type: ClassVar[str] = "SinksListSum"
+    source: ClassVar[str] = "variant/walk/sum_list_sinks.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class ListSum(Option):
     """The rows of a tile of dq say whether it has a sum."""
 

@@ -20,7 +20,7 @@ from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import Layout
-from rawattn.plans import _of_array
+from rawattn.plans import _form
 from rawattn.program import (
     AxisStride,
     Buffer,
@@ -64,8 +64,8 @@ def test_fills_of_different_types_differ() -> None:
 
 def test_lengths_and_strides_of_any_array() -> None:
     array = Array("numpy", CPU, "int32", (2, 3, 4), (100, 20, 1), 64, None)
-    assert [_of_array(Dim("x", axis), array) for axis in range(3)] == [2, 3, 4]
-    assert [_of_array(AxisStride("x", axis), array) for axis in range(3)] == [100, 20, 1]
+    assert [_form(Dim("x", axis), array) for axis in range(3)] == [2, 3, 4]
+    assert [_form(AxisStride("x", axis), array) for axis in range(3)] == [100, 20, 1]
 
 
 def test_scratch() -> None:

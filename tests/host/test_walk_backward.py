@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import rawattn
 from rawattn.variant.element import FP64
 from tests import lists
+from tests.emulator import gpu
 from tests.host import test_backward as plain
 from tests.host.test_backward import FOURS, LONE, ONE_STAGE, PAIRS, Array, Case
 
@@ -38,6 +42,7 @@ CASES = {
     "128, final, heads of a group": Case((128, 128), {}, ((200, 300),), (2, 1), store="final", chains=2, dlse=True),
     "128, later": Case((128, 128), {}, ((130, 300),), (3, 1), order="step_later", sinks=True, grid=3),
     "112": Case((112, 112), {}, ((70, 200),), dlse=True),
+    "128, sinks": Case((128, 128), {}, ((130, 200),), (2, 1), sinks=True),
     "64, unordered": Case((64, 64), {}, LENGTHS, (2, 2), store="unordered"),
     "64, packed": Case((64, 40), {}, ((0, 5), (70, 64)), varlen=True),
     "256": Case((256, 256), {}, ((150, 200),), (1, 1)),
@@ -72,3 +77,28 @@ def test_dropout(name: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(("name", "mask"), PAIRED)
 def test_gradients(name: str, mask: str, tmp_path: pathlib.Path) -> None:
     plain.check(Call(CASES[name], mask), tmp_path)
+
+
+@pytest.mark.parametrize("kernel", ["attn_bwd", "attn_bwd_mma"])
+def test_no_key_but_a_sink(kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Queries that keep no key have finite logarithms, but their tile has no sum: its dq is 0, whatever lies in scratch."""
+    q, k, v, do = (torch.randn(1, n, 1, 128).bfloat16() for n in (128, 64, 64, 128))
+    keep, sinks = torch.arange(128) >= 64, torch.tensor([0.5])
+    options = {"mask": lambda b, h, q, kv: keep[q], "sinks": sinks}
+    o, lse = rawattn.attention(q, k, v, **options, return_lse=True)
+    emulated, passes = gpu.emulated, ("pyramid", "attn_bwd_delta", "attn_bwd_convert")
+    monkeypatch.setattr(gpu, "emulated", lambda launch, *more: emulated(launch, *more) if launch.entry in passes else Nothing())
+    gpu.stand_in(monkeypatch, tmp_path, sm_count=3)
+    torch.use_deterministic_algorithms(True)  # so new memory is NaN
+    try:
+        dq = rawattn.attention_backward(do, q, k, v, o, lse, **options, kernel=kernel)[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not dq[0, :64].any() and dq[0, 64:].isnan().all()
+
+
+class Nothing:
+    """A launch that does nothing."""
+
+    def launch(self, *given: Any) -> None:
+        pass

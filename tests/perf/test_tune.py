@@ -240,7 +240,7 @@ def test_groups_follow_the_choice() -> None:
     assert [len(group.cases) for group in paper] == [6] * 6 and len({group.kind for group in paper}) == 6
     for name in sets.SETS:
         found = tune.groups(sets.SETS[name], DEVICE)
-        assert sum(len(group.cases) for group in found) == sum(not sets.is_backward(case) for case in sets.SETS[name])
+        assert sum(len(group.cases) for group in found) == sum(sets.is_tuned(case) for case in sets.SETS[name])
         for group in found:
             configs = {select.select(sets.operation(case), DEVICE).config for case in group.cases}
             assert configs == {group.member.config}
