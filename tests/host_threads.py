@@ -20,6 +20,7 @@ import pytest
 from rawattn import render, tma
 from rawattn.compiler import Source
 from rawattn.program import Counter, Launch, TensorMap, Value, View
+from tests.emulator import precompiled
 
 BASE = r"""
 #pragma once
@@ -401,7 +402,9 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
             content = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;\n', "d = u64(0x40000040) << 32 | low_word;\n", content)
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         (own / path).write_text(content)
-    command = [compiler, "-std=c++20", "-O2", "-w", "-pthread", "-shared", "-fPIC", "-I.", "-o", "host.so", "host.cpp"]
+    flags = ("-std=c++20", "-O1", "-w", "-pthread", "-fPIC")
+    prelude = precompiled(compiler, flags, "".join(re.findall(r"#include <.*\n", BASE)))
+    command = [compiler, *flags, "-include", f"{prelude}/threads.hpp", "-shared", "-I.", "-o", "host.so", "host.cpp"]
     ran = subprocess.run(command, cwd=own, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[:3000]
     return ctypes.CDLL(str(own / "host.so"))

@@ -9,11 +9,13 @@ rounding; most races are not seen.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import pathlib
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,31 +53,32 @@ def compiled(text: str, files: dict[str, str], folder: pathlib.Path) -> ctypes.C
         missing = pytest.fail if os.environ.get("CI") else pytest.skip
         missing("needs a C++ compiler for the host: c++ or g++")
     files |= {f"ptx/{name}.cuh": '#pragma once\n#include "threads.hpp"\n' for name in PTX} | {"host.cpp": text}
-    files |= {"threads.hpp": (HERE / "threads.hpp").read_text()}
     files |= {f"variant/element/{name}.cuh": (HERE / f"{name}.hpp").read_text() for name in ("bf16", "fp16")}
     files |= {path: (render.FOLDER / path).read_text() for path in ("variant/element/word_operands.cuh",)}
     for path, content in files.items():
         to = folder / path.replace("../", "up/")
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(content.replace('"../', '"up/'))
-    command = [
-        compiler,
-        "-std=c++20",
-        "-O1",
-        "-w",
-        "-fno-strict-aliasing",
-        "-shared",
-        "-fPIC",
-        "-I.",
-        "-o",
-        "host.so",
-        "host.cpp",
-    ]
+    flags = ("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC")
+    prelude = precompiled(compiler, flags, (HERE / "threads.hpp").read_text())
+    command = [compiler, *flags, "-shared", "-I.", f"-I{prelude}", "-o", "host.so", "host.cpp"]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[:4000]
     return ctypes.CDLL(str(folder / "host.so"))
 
 
+@functools.cache
+def precompiled(compiler: str, flags: tuple[str, ...], prelude: str) -> str:
+    """A folder with the prelude and what the compiler made of it, which saves it a second in each kernel."""
+    folder = tempfile.TemporaryDirectory(prefix="rawattn-prelude-", ignore_cleanup_errors=True)
+    _folders.append(folder)
+    to = pathlib.Path(folder.name) / "threads.hpp"
+    to.write_text(prelude)
+    subprocess.run([compiler, *flags, "-x", "c++-header", str(to), "-o", f"{to}.gch"], check=True, capture_output=True)
+    return folder.name
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # which go with the process
 ENTRY = """
 extern "C" int run(const Args* args, int blocks) {
     return emulate(blocks, facts.threads, facts.smem_bytes, facts.uses_pdl, [=] { KERNEL(*args); });

@@ -279,7 +279,17 @@ class Call:
         return program
 
 
-@pytest.mark.parametrize("name", CASES)
+# Every kernel with every option, once.
+CORE = (
+    "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
+    "128, later, final", "120, later, packed", "192 and 128, packed", "256", "256, no keys", "40, packed, final",
+    "mma, 64", "mma, 64, window, softcap", "mma, 64, dropout", "mma, 96 and 128, packed", "mma, 128, small tiles",
+    "mma, 192 and 136, softcap", "simt, packed", "simt, fp64, wide", "simt, no keys, sinks", "simt, window, softcap",
+    "simt, dropout",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in CASES])
 def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
 

@@ -351,6 +351,7 @@ def test_both_classes_of_rows_give_the_same_bits() -> None:
     same(run(packed), wanted, len(LENGTHS))
 
 
+@pytest.mark.slow
 def test_bits_in_eight_bits_follow_from_the_sequence() -> None:
     """Likewise, on any grid, from pages and alone; and with q times any power of two that the scale takes back."""
     case = Case(dataclasses.replace(EIGHT, page=16, q_len=3), (1500, 7, 300), grid=1)
@@ -389,7 +390,7 @@ def test_what_is_no_number_in_eight_bits_stays_in_its_rows(monkeypatch: pytest.M
     np.testing.assert_allclose(lse.T[~bad], wanted_lse.T[~bad], rtol=2e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_step_in_eight_bits(data: Any) -> None:
     """Any lengths, queries, windows, scales and grids over pools full of NaN; of few kinds."""

@@ -74,7 +74,12 @@ def test_dropout(name: str, tmp_path: pathlib.Path) -> None:
     plain.check(Call(DROPOUT[name], "documents"), tmp_path)
 
 
-@pytest.mark.parametrize(("name", "mask"), PAIRED)
+SLOW = ("256", "64, packed", "mma, one stage", "mma, fours, unordered")  # alike others with other sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"), [pytest.param(*each, marks=pytest.mark.slow if each[0] in SLOW else ()) for each in PAIRED]
+)
 def test_gradients(name: str, mask: str, tmp_path: pathlib.Path) -> None:
     plain.check(Call(CASES[name], mask), tmp_path)
 
