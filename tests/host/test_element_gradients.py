@@ -171,6 +171,42 @@ def test_wrong_wrt() -> None:
     assert np.array_equal(found[3], ask((slopes,))[3])
 
 
+def test_two_arrays_in_one_place() -> None:
+    """Each object that a score captured is one of its own, also where another lies in the same memory."""
+    torch = pytest.importorskip("torch")
+    q, k, v, do = (torch.randn(1, n, 2, 8, dtype=torch.float64) for n in (5, 7, 7, 5))
+    x = torch.randn(2, dtype=torch.float64)
+    y = x.view_as(x)
+    score = lambda s, b, h, q, kv: s + x[h] * q + y[h] * y[h] * kv  # noqa: E731
+    o, lse = rawattn.attention(q, k, v, score=score, return_lse=True)
+    dx, dy = (rawattn.attention_backward(do, q, k, v, o, lse, score=score, wrt=(each,))[-1] for each in (x, y))
+    both = rawattn.attention_backward(do, q, k, v, o, lse, score=score, wrt=(x, y))[-2:]
+    assert torch.equal(both[0], dx) and torch.equal(both[1], dy) and not torch.allclose(dx, dy)
+    leaves = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    found = rawattn.attention(q, k, v, score=lambda s, b, h, q, kv: s + leaves[0][h] * q + leaves[1][h] * leaves[1][h] * kv)
+    for own, wanted in zip((dx, dy), torch.autograd.grad((found * do).sum(), leaves), strict=True):
+        torch.testing.assert_close(own, wanted)
+    with pytest.raises(ProblemError, match=r"wrt\[0\] lies where 2 of the captured arrays lie; give the object that is meant"):
+        rawattn.attention_backward(do, q, k, v, o, lse, score=score, wrt=(x.view_as(x),))
+
+
+def test_a_graph_of_captured_tensors_alone() -> None:
+    """create_graph=True, where nothing but what was captured requires grad."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    bias = torch.randn(5, 5, requires_grad=True)
+    wanted = torch.autograd.grad(rawattn.attention(q, k, v, bias=bias).sum(), bias)
+    found = torch.autograd.grad(rawattn.attention(q, k, v, bias=bias).sum(), bias, create_graph=True)
+    torch.testing.assert_close(found[0].detach(), wanted[0])
+
+
+def test_a_mapped_array_alone_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v, many = (torch.randn(1, 5, 2, 8), *torch.randn(2, 1, 5, 2, 8), torch.randn(3, 5, 5))
+    with pytest.raises(ProblemError, match=r"is mapped by torch\.vmap, and neither q, k nor v is"):
+        torch.vmap(lambda bias: rawattn.attention(q, k, v, bias=bias))(many)
+
+
 def test_operation() -> None:
     """A plan, an explanation and text have the gradients, too."""
     rng = np.random.default_rng(0)

@@ -153,6 +153,25 @@ def test_no_memory_is_kept_alive() -> None:
     assert not any(each() is not None for each in watched)
 
 
+def test_a_refused_call_keeps_nothing() -> None:
+    """Neither a tensor in the place of a number nor what a function captured."""
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    side = torch.tensor(3)
+    with pytest.raises(ProblemError):
+        rawattn.attention(q, k, v, window=(side, 0))
+    watched = weakref.ref(side)
+    del side
+    gc.collect()
+    assert watched() is None
+
+
+def test_storages_are_looked_at_whole() -> None:
+    x = torch.randn(2, 80, 4, 64)[:, 40:]
+    assert arrays.have_memory((x, None))
+    x.untyped_storage().resize_(x.nbytes)  # enough for as many numbers, but these lie behind
+    assert not arrays.have_memory((x, None))
+
+
 def freed() -> Any:
     """A tensor whose address is its offset, as FSDP leaves a parameter's."""
     memory = torch.randn(2 * 80 * 4 * 64 + 64).bfloat16()

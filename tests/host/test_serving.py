@@ -413,6 +413,16 @@ def test_torch_refuses() -> None:
         rawattn.append(KVCache(k[:, :, :1].expand(2, 4, 2, 8), k.clone()), step, q[:, :, :2], q[:, :, :2])
     with pytest.raises(ProblemError, match="kv_lens has dtype int64"):
         Step(torch.tensor([1, 2]))
+    small = k.to(torch.float8_e4m3fn)
+    scaled = KVCache(small, small.clone(), k_scale=torch.ones(2, requires_grad=True))
+    for call in (
+        lambda: rawattn.attention_kvcache(q, scaled, step),
+        lambda: rawattn.append(scaled, step, q[:, :, :2], q[:, :, :2]),
+    ):
+        with pytest.raises(ProblemError, match="requires grad"):
+            call()
+    with pytest.raises(ProblemError, match="k_scale is inf; it must be above 0, and finite"):
+        KVCache(small, small.clone(), k_scale=10**400)
 
 
 def test_what_a_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
