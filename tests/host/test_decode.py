@@ -311,6 +311,7 @@ def same(found: tuple[Any, ...], wanted: tuple[Any, ...], count: int) -> None:
             assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.slow
 def test_bits_follow_from_the_sequence() -> None:
     """A row has the same bits alone and among others, on any grid, from a dense cache and from pages, by TMA and by threads."""
     case = Case(dataclasses.replace(OP, kv_heads=1, mask=Window(6000, 0)), kv_lens=(4500, 7, 8200, 0, 1000), grid=1)

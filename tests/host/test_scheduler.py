@@ -112,7 +112,7 @@ def check(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("kv_len", [1, 1 << 14, 1 << 20])
-@pytest.mark.parametrize("heads", [1, 3, 40])
+@pytest.mark.parametrize("heads", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_equal_lengths(cuda: ctypes.CDLL, heads: int, kv_len: int) -> None:
     for batch, q_len in itertools.product((1, 7), (1, 128, 700)):
         check(cuda, forward(BF16, batch, q_len, kv_len, heads, 1, 128, 128), [q_len] * batch)
