@@ -45,6 +45,7 @@ IMPORTERS = {
         "flash_attn.py",
         "sdpa.py",
         "transformers.py",
+        "transformers_paged.py",
     },
     r"jax(\..*)?": {"jax.py"},
     r"transformers(\..*)?": {"transformers.py"},
