@@ -5,9 +5,8 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rawattn")
 
 transformers says by a Python function which pairs count. Causal masks, windows, padding and packed sequences are recognised and
-become options of rawattn; nothing of q_len x kv_len is made. Any other function goes to ``rawattn.mask.function`` where that is
-there, and is refused else. A padding mask or packed positions are read by the host, once a forward pass. ``continuous_batching``
-serves ``generate_batch``.
+become options of rawattn; nothing of q_len x kv_len is made. Any other function goes to ``rawattn.mask.function``. A padding mask
+or packed positions are read by the host, once a forward pass. ``continuous_batching`` serves ``generate_batch``.
 """
 
 from __future__ import annotations
@@ -55,7 +54,12 @@ def attention(
     if isinstance(attention_mask, Kept):
         return attention_mask.attend(q, k, v, options), None
     if attention_mask is not None:
-        return api.attention(q, k, v, **sdpa.kept(attention_mask, False), **options), None
+        kept = sdpa.kept(attention_mask, False)
+        if not kept.keys().isdisjoint(options):
+            raise UnsupportedError(
+                "position_bias was given beside a mask that is a tensor of floats; add them, and give the sum."
+            )
+        return api.attention(q, k, v, **kept, **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return api.attention(q, k, v, causal=bool(causal), **options), None
 
@@ -273,11 +277,6 @@ class Kept(BlockMask):
                 return self._end_to_end(q, k[:, : self.used], v[:, : self.used], self.parts, options)
             if not self.has_parts and _NO_CACHE.isdisjoint(options) and not arrays.requires_grad(q, k, v):
                 return self._over_cache(q, k, v, options)
-        if not hasattr(mask, "function"):
-            raise UnsupportedError(
-                "the model's mask is none of causal, window, padding on one side and packed sequences, or a gradient through a "
-                "cache was asked for; rawattn takes no mask function yet: choose another attn_implementation."
-            )
         if self._option is None:
             self._option = mask.function(self.function())
         return api.attention(q, k, v, mask=self._option, **options)

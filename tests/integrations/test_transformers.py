@@ -17,7 +17,6 @@ from transformers import masking_utils  # noqa: E402
 from rawattn.errors import UnsupportedError  # noqa: E402
 from rawattn.integrations import transformers as door  # noqa: E402
 
-has_functions = hasattr(door.mask, "function")
 transformers.logging.set_verbosity_error()
 SMALL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -34,7 +33,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 3": ("Qwen3Config", {}),
     "Llama 4": ("Llama4TextConfig", {"attention_chunk_size": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}),
 }
-FUNCTIONS = {"Llama 4"}  # whose masks only a function says
 IDS = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(0))
 LEFT = torch.ones(2, 40, dtype=torch.long)
 LEFT[1, :13] = 0
@@ -72,8 +70,6 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
-    if request.param in FUNCTIONS and not has_functions:
-        pytest.skip("needs rawattn.mask.function")
     return make(request.param)
 
 
@@ -265,6 +261,12 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert tokens == wanted.tolist()
 
 
+def test_position_bias_beside_floats() -> None:
+    q = torch.ones(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match="position_bias was given beside a mask"):
+        door.attention(torch.nn.Module(), q, q, q, q[..., :4], position_bias=q[..., :4])
+
+
 def test_continuous_batching_refuses() -> None:
     q = torch.ones(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="cache is None; rawattn_flash serves continuous batching alone"):
@@ -371,12 +373,8 @@ def test_mask_as_a_tensor() -> None:
     found = []
     for implementation in ("sdpa", "rawattn"):
         model.set_attn_implementation(implementation)
-        try:
-            with torch.no_grad():
-                found.append(model(**given).logits)
-        except UnsupportedError as error:
-            assert "attn_mask is a Tensor" in str(error) and not has_functions
-            return
+        with torch.no_grad():
+            found.append(model(**given).logits)
     assert (found[0] - found[1]).abs().max() < 2e-6
 
 
@@ -423,10 +421,6 @@ def test_masks_in_pieces() -> None:
     assert door.make_mask(2, 4, 10, 2, mask_function=wide).band is None
     assert door.make_mask(2, 1, 10, torch.tensor(2), mask_function=wide).band is None
     assert door.make_mask(2, 10, 10, mask_function=wide, attention_mask=holes.flip(1)).parts is None
-    if not has_functions:
-        q = torch.ones(2, 10, 1, 8)
-        with pytest.raises(UnsupportedError, match="rawattn takes no mask function yet"):
-            kept.attend(q, q, q, {})
 
 
 def test_parts() -> None:
