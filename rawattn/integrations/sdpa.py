@@ -39,9 +39,7 @@ def scaled_dot_product_attention(
         raise ProblemError(
             f"query has {query.dim()} dimensions, {tuple(query.shape)}; it must have 4 or 3, (batch, heads, length, d)."
         )
-    if not enable_gqa and query.shape[-3] != key.shape[-3]:
-        found = f"query has {query.shape[-3]} heads but key has {key.shape[-3]}"
-        raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
+    check_heads(query.shape[-3], key.shape[-3], enable_gqa)
     if query.dim() == 3:
         given = (query[None], key[None], value[None])
         return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
@@ -51,6 +49,13 @@ def scaled_dot_product_attention(
     if not 0 < heads <= rows and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
         options["out"] = torch.empty_like(query).transpose(1, 2)
     return api.attention(q, k, v, scale=scale, **options).transpose(1, 2)
+
+
+def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    """Raises ProblemError where keys would be shared by heads that do not ask for it."""
+    if not enable_gqa and heads != kv_heads:
+        found = f"query has {heads} heads but key has {kv_heads}"
+        raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
 
 
 _CAUSAL = mask.Causal("top_left")

@@ -49,6 +49,7 @@ IMPORTERS = {
     },
     r"jax(\..*)?": {"jax.py"},
     r"transformers(\..*)?": {"transformers.py"},
+    r"diffusers(\..*)?": {"diffusers.py"},
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))
