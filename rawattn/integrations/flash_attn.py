@@ -133,7 +133,7 @@ def ignore(**given: tuple[Any, ...]) -> None:
     for name, (value, *defaults) in given.items():
         if name not in _ignored and not any(value is x or (type(value) is type(x) and value == x) for x in defaults):
             _ignored.add(name)
-            warnings.warn(f"{name} is a hint to flash-attn's kernels; rawattn ignores it.", stacklevel=3)
+            warnings.warn(f"{name} is a hint to other kernels; rawattn ignores it.", stacklevel=3)
 
 
 def options_of(

@@ -46,6 +46,7 @@ IMPORTERS = {
         "sdpa.py",
         "transformers.py",
         "transformers_paged.py",
+        "xformers.py",
     },
     r"jax(\..*)?": {"jax.py"},
     r"transformers(\..*)?": {"transformers.py"},
