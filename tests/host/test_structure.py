@@ -46,11 +46,13 @@ IMPORTERS = {
         "sdpa.py",
         "transformers.py",
         "transformers_paged.py",
+        "vllm_backend.py",
         "xformers.py",
     },
     r"jax(\..*)?": {"jax.py"},
     r"transformers(\..*)?": {"transformers.py"},
     r"diffusers(\..*)?": {"diffusers.py"},
+    r"vllm(\..*)?": {"vllm.py", "vllm_backend.py"},
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))
