@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 25400,  # the doors of diffusers, xformers, vLLM and SGLang
     "perf": 5200,
     "cuda_src": 10200,
-    "tests": 29700,
+    "tests": 30000,
 }
 FUNCTION_LINES = 60
 
@@ -44,6 +44,7 @@ IMPORTERS = {
         "layout.py",
         "flash_attn.py",
         "sdpa.py",
+        "sglang_backend.py",
         "transformers.py",
         "transformers_paged.py",
         "vllm_backend.py",
@@ -52,6 +53,7 @@ IMPORTERS = {
     r"jax(\..*)?": {"jax.py"},
     r"transformers(\..*)?": {"transformers.py"},
     r"diffusers(\..*)?": {"diffusers.py"},
+    r"sglang(\..*)?": {"sglang.py", "sglang_backend.py"},
     r"vllm(\..*)?": {"vllm.py", "vllm_backend.py"},
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
