@@ -1,7 +1,7 @@
 """The class that SGLang asks for attention, over the pool of tokens that its requests have, by ``attention_kvcache``.
 
 New keys and values are written by SGLang's pool. Served are decoders with one pool; what else a model asks for is refused by
-name: MLA, pools of their own for sliding windows, speculative decoding, attention over encoders, and options that rawattn has not.
+name: MLA, pools for sliding windows, speculative decoding, attention over encoders, and options that rawattn has not.
 """
 
 from __future__ import annotations
