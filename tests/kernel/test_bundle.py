@@ -20,7 +20,7 @@ import torch
 class Absent:
     \"""Finds nothing where CuPy and NVRTC would be.\"""
 
-    NAMES = ("cupy", "cupyx", "cupy_backends", "cuda.bindings.nvrtc", "nvidia.cuda_nvrtc", "nvidia.cu13", "cuda.pathfinder")
+    NAMES = ("cupy", "cupyx", "cupy_backends", "cuda.bindings.nvrtc", "nvidia.cuda_nvrtc")
     asked = set()
 
     def find_spec(self, name, path=None, target=None):
