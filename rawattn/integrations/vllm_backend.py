@@ -24,6 +24,7 @@ from ..errors import UnsupportedError
 from ..serving import api as caches
 
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+KEPT_STEPS = 256
 
 
 class RawattnBackend(AttentionBackend):
@@ -94,20 +95,27 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._steps: dict[Any, serving.Step] = {}
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RawattnMetadata:
-        return self._build(common_attn_metadata, common_attn_metadata.max_seq_len)
+        longest = common_attn_metadata.max_seq_len
+        return self._build(common_attn_metadata, 1 << max(0, longest - 1).bit_length())  # a bound that few steps change
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RawattnMetadata:
         return self._build(common_attn_metadata, None)  # a graph is replayed with other lengths
 
-    def _build(self, common: Any, max_kv_len: int | None) -> RawattnMetadata:
-        causal, rows = common.causal, common.num_actual_tokens
-        step = serving.Step(
-            common.seq_lens, common.block_table_tensor, common.query_start_loc, max_q_len=common.max_query_len,
-            max_kv_len=max_kv_len, causal=causal.int() if isinstance(causal, torch.Tensor) else bool(causal),
-        )  # fmt: skip
-        return RawattnMetadata(step, common.slot_mapping[:rows], rows)
+    def _build(self, common: Any, longest: int | None) -> RawattnMetadata:
+        arrays = common.seq_lens, common.block_table_tensor, common.query_start_loc
+        bounds = {"max_q_len": common.max_query_len, "max_kv_len": longest}
+        slots, rows = common.slot_mapping[: common.num_actual_tokens], common.num_actual_tokens
+        if isinstance(common.causal, torch.Tensor):
+            return RawattnMetadata(serving.Step(*arrays, causal=common.causal.int(), **bounds), slots, rows)
+        key = (*((x.data_ptr(), x.shape, x.stride()) for x in arrays), *bounds.values(), bool(common.causal))
+        if key not in self._steps:  # a step that is known costs the layers less
+            if len(self._steps) >= KEPT_STEPS:
+                self._steps.clear()
+            self._steps[key] = serving.Step(*arrays, causal=bool(common.causal), **bounds)
+        return RawattnMetadata(self._steps[key], slots, rows)
 
 
 class RawattnImpl(AttentionImpl[RawattnMetadata]):
