@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .. import arrays, driver, functions, memory
-from ..api import Explanation, MaskLike, ScoreLike, explain_operation
+from ..api import Explanation, MaskLike, ScoreLike, explain_operation, log
 from ..arrays import Array
 from ..errors import ProblemError, UnsupportedError
 from ..operand import check_output
@@ -399,6 +399,7 @@ def _call_of(
     op: AttentionKVCache | Append | Combine, found: dict[str, Array], layout: str, kernel: str | None = None, config: Any = None
 ) -> GpuCall | CpuCall:
     """The operation on arrays that were checked."""
+    log(op)
     first = next(iter(found.values()))
     device = device_of(first)
     if device.is_cpu:
