@@ -624,7 +624,7 @@ def _known(given: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
     op = plan.op.resized_to(found, asked.options)
     if op is not plan.op:
         plan = plan.resized(op)
-        _log(op)
+        log_operation(op)
     call = GpuCall(plan, found)
     _keep(key, layout, asked, call)
     return call
@@ -645,21 +645,22 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
         selection = select(op, device, asked.kernel, asked.config)
         if selection.slow is not None:
             warn_once(selection.slow)
-        _log(op)
+        log_operation(op)
         plan = Plan(op, device, selection, first.library, on_compile)
         if asked.is_kept:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan
 
 
-def _log(op: Operation) -> None:
-    """Appends the operation to the file that the environment variable RAWATTN_LOG names, once."""
+def log_operation(op: Operation, key: Any = None) -> None:
+    """Appends the operation to the file that the environment variable RAWATTN_LOG names: once, or the first of those with this
+    ``key``."""
     path = os.environ.get("RAWATTN_LOG")
-    if not path:
+    if not path or (key is not None and (path, key) in _logged):
         return
     line = json.dumps(op.to_json())
-    if (path, line) not in _logged:
-        _logged.add((path, line))
+    if (path, key or line) not in _logged:
+        _logged.add((path, key or line))
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
