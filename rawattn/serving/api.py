@@ -28,7 +28,7 @@ from .step import Step
 def attention_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto", out: Any = None,
-    return_lse: bool = False, lse: Any = None, kernel: str | None = None, config: Any = None,
+    return_lse: bool = False, lse: Any = None, invariant: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
 
@@ -47,7 +47,7 @@ def attention_kvcache(
             differ in their rounding alone.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
-        kernel, config: instead of what would be chosen.
+        invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
 
     Returns:
         o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
@@ -62,17 +62,22 @@ def attention_kvcache(
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
     ``attn_fwd`` computes all sequences of the call, those with few rows too, on Hopper over pages of 8 keys or more;
     ``attn_fwd_mma`` does so elsewhere. It is one launch each time, which a graph replays with any lengths. With ``attn_decode`` a
-    row has the same bits in any batch; with the others they also follow from the configuration, which shapes and bounds choose.
+    row has the same bits in any batch whose bound is as its own, up to 16 rows or above; with the others they follow from the
+    configuration too, which shapes and bounds choose.
+
+    With ``invariant=True`` a row's bits follow from its q, its sequence's keys and numbers of keys and rows, the heads, the
+    options and the GPU, not from batch, neighbours, bounds, pages or grid. Each sequence goes to the kernel of its own rows, in
+    two launches where some may have up to 256 and others more. So bits differ between a sequence of up to 256 rows and one of
+    more, and those of ``attention`` are others again: a token decoded is not bit by bit that of a long prefill.
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are
             on the device, where nothing beyond the cache is read.
         UnsupportedError: no kernel computes this on the arrays' device.
 
-    The pages are those of PagedAttention (arXiv 2309.06180, section 4.1); the specification in array operations is
-    ``rawattn.reference.attention_kvcache``.
+    The pages are those of PagedAttention (arXiv 2309.06180, section 4.1). ``rawattn.reference.attention_kvcache`` specifies it.
     """
-    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
+    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
         o, total = _torch_serving.attention_kvcache(q, cache, step, options, sinks, split)
@@ -198,7 +203,7 @@ def max_kv_len(found: dict[str, Array], step: Step) -> int:
 def explain_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto",
-    return_lse: bool = False, kernel: str | None = None, config: Any = None,
+    return_lse: bool = False, invariant: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
     result.
@@ -207,7 +212,7 @@ def explain_kvcache(
 
     Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
     """
-    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
+    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
     op, found = attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)
     if found["q"].is_cpu:

@@ -27,7 +27,8 @@ _WORDS = {"q_len": "max_q_len of the step", "kv_len": "max_kv_len of the step", 
 def plan_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto",
-    return_lse: bool = False, kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None,
+    return_lse: bool = False, invariant: bool = False, kernel: str | None = None, config: Any = None,
+    on_compile: Callable[[], None] | None = None,
 ) -> KVCachePlan:  # fmt: skip
     """Makes the plan of ``attention_kvcache`` for arrays like these, compiled and loaded: ``plan.run(q, cache, step)`` then
     costs the least a call can cost, with the cache of any layer and the step of any time.
@@ -38,7 +39,9 @@ def plan_kvcache(
     Arguments as in ``attention_kvcache``. ``on_compile`` is called before NVRTC runs.
     """
     check_objects(cache, step)
-    options, captured = functions.taken({"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score})
+    options, captured = functions.taken(
+        {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
+    )
     asks = Asks(options, return_lse, split_keys_of(split))
     op, found = attention_of(q, cache, step, asked_with(step, options, captured, return_lse), asks.split_keys, sinks)
     device = device_of(found["q"])
