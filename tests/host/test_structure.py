@@ -17,7 +17,7 @@ from rawattn import compiler
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 25000,  # caches in eight bits, gradients of captured arrays, plans over caches, invariant bits
-    "perf": 5200,
+    "perf": 5350,  # sets over caches, and what the gate knows of them
     "cuda_src": 10200,
     "tests": 29500,
 }
