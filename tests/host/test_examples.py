@@ -49,7 +49,7 @@ def test_generate_is_checked() -> None:
 
 
 def test_generate_gives_pages_back_early() -> None:
-    """A window's pages go to others while a request still runs; places of a step that nobody takes are left alone."""
+    """A window's pages go to others while a request still runs."""
     generate, shape = example("generate"), example("llama").Shape(layers=1)
     model = generate.Model(shape, shape.random(), "cpu", torch.float32)
     server = generate.Server(model, 8, 4, 16, 32, 6)
@@ -63,8 +63,7 @@ def test_generate_gives_pages_back_early() -> None:
     assert len(server.free) == 8 and 2 in running, "the first request takes all pages at its beginning"
     for request in requests:
         generate.check(model, request, 6, 1e-3)
-    graph = server.graph(3)
-    assert graph.size == 4 and graph.run([]) == [] and not server.graphs[4].kv_lens.any()
+    assert server.graph(3) is server.graph(4) and server.graph(4).size == 4 and {*server.graphs} == {1, 2, 4}
 
 
 def test_generate_from_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
