@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import ProblemError, UnsupportedError
+from rawattn import ProblemError, UnsupportedError, compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
 from rawattn.operation import Forward
@@ -170,6 +170,14 @@ def test_kernels_over_caches() -> None:
     assert over_caches("sm_90a", q_len=65, head_dim=40, head_dim_v=40)[0].name == "attn_fwd", "attn_decode takes none of them"
     with pytest.raises(UnsupportedError, match=r"attn_decode\+attn_fwd: it is for invariant=True, where sequences may have more"):
         select(Decode(page=16, q_len=300).operation, TYPICAL["sm_90a"], "attn_decode+attn_fwd")
+
+
+def test_both_launches_compile() -> None:
+    _, _, program = over_caches("sm_90a", q_len=100, head_dim=64, head_dim_v=64)
+    for launch in program.launches:
+        binary = compiler.compile(launch.source)
+        assert not binary.spill_bytes and not binary.advisories, (launch.entry, binary.spill_bytes, binary.advisories)
+    assert [launch.entry for launch in program.launches] == ["attn_decode", "attn_fwd"]
 
 
 CHUNK = Cached(
