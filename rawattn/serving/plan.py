@@ -63,8 +63,8 @@ class Asks(NamedTuple):
 class KVCachePlan(Plan):
     """Attention over caches on a device, by one kernel in one configuration, compiled and loaded.
 
-    ``rawattn.plan_kvcache`` makes it. ``run`` takes any q, cache and step of the shapes, dtypes, library, device, bounds and
-    scales that it was made for, whatever their strides and pointers, from several threads at once. Attributes as of ``Plan``.
+    ``rawattn.plan_kvcache`` makes it. ``run`` takes any q, cache and step of the shapes, dtypes, library, device and bounds that
+    it was made for, whatever their strides, pointers and scales, from several threads at once. Attributes as of ``Plan``.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class KVCachePlan(Plan):
         self._check(op, found)
         if self.device.is_cpu:
             return CpuCall(op, found, cache.layout), ()
-        call = GpuCall(self, found)
+        same = (op.k_scale, op.v_scale) == (self.op.k_scale, self.op.v_scale)  # type: ignore[attr-defined]
+        call = GpuCall(self if same else self.resized(op), found)
         if not op.captured:
             cache_put(self._layouts, layout, call, KEPT_CALLS)
         return call, tuple([found[each.name].object for each in op.captured])
@@ -121,7 +122,7 @@ class KVCachePlan(Plan):
             raise ProblemError(f"{extra} was given; this plan was made without it: make another by rawattn.plan_kvcache.")
         for field in dataclasses.fields(op):
             given, own = getattr(op, field.name), getattr(self.op, field.name)
-            if given != own and field.name != "layout":
+            if given != own and field.name not in ("layout", "k_scale", "v_scale"):
                 what = _WORDS.get(field.name, field.name)
                 raise ProblemError(
                     f"{what} gives {given}, and this plan was made for {own}; make another by rawattn.plan_kvcache."

@@ -53,6 +53,12 @@ def test_on_the_cpu(library: str) -> None:
         assert bits(found) == bits(wanted)
         o, lse = (x * 0 for x in wanted)
         assert plan.run(q, cache, step, sinks=sinks, out=o, lse=lse)[0] is o and bits((o, lse)) == bits(wanted)
+    eight = dataclasses.replace(CASE, kv_dtype="e4m3", scales=("number", "each"), sinks=False)
+    plan = rawattn.plan_kvcache(q, eight.cache(library), eight.step(library))
+    other = dataclasses.replace(eight, seed=9)
+    assert eight.cache(library).scales != other.cache(library).scales
+    wanted = rawattn.attention_kvcache(q, other.cache(library), other.step(library))
+    assert bits([plan.run(q, other.cache(library), other.step(library))]) == bits([wanted])
     assert plan.kernel == "cpu" and "AttentionKVCache" in repr(plan)
 
 
@@ -145,6 +151,24 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert plan.kernel == "attn_decode" and len(compiled) == count == len(plan.binaries)
     with pytest.raises(ProblemError, match="q has an address or a stride that is no multiple of 16 bytes"):
         plan.run(torch.zeros(1 + q.numel(), dtype=q.dtype)[1:].view(q.shape), cache, step)
+
+
+def test_scales_of_a_layer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that differ from layer to layer are values of the launch."""
+    torch, launched = pytest.importorskip("torch"), list[Any]()
+    compilations(monkeypatch, tmp_path, launched)
+    scratch = torch.zeros(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    case = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("number", "number"))
+    q, step, caches = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch"), []
+    for seed in (0, 1, 2):
+        caches.append(dataclasses.replace(case, seed=seed).cache("torch"))
+    plan, out = rawattn.plan_kvcache(q, caches[0], step), torch.empty_like(q)
+    for cache in (*caches, *caches):
+        launched.clear()
+        rawattn.attention_kvcache(q, cache, step, out=out)
+        plan.run(q, cache, step, out=out)
+        assert len(launched) == 2 and launched[0] == launched[1]
 
 
 def serve(cases: list[Cached]) -> None:

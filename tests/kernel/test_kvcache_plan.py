@@ -1,4 +1,4 @@
-"""Plans over caches on a GPU: the bits of the call, for other caches and steps and in graphs. Nothing compiles after a warm-up."""
+"""Plans over caches on a GPU: the bits of the call, for other caches and steps, in graphs; and what compiles after a warm-up."""
 
 from __future__ import annotations
 
