@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import rawattn
 from rawattn import ProblemError, UnsupportedError, compiler
 from rawattn.device import TYPICAL
+from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
 from rawattn.operation import Forward
 from rawattn.select import select
@@ -142,6 +143,35 @@ def test_one_kernel_and_configuration_for_all_lengths(arch: str, changes: dict[s
             assert len(program.launches) == 1, "keys are not split"
             assert "SpeculativeMax" not in dict(program.launches[0].source.headers)["config.cuh"]
     assert len(found) == 1, found
+
+
+def differing_rows(invariant: bool, kernel: str, config: Any) -> int:
+    """Rows of a batch whose bits are others than those that they have alone, by an emulated kernel."""
+    torch = pytest.importorskip("torch")
+    (n, m), generator = (100, 170), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, *shape, 32, generator=generator) for shape in ((n, 2), (m, 1), (m, 1)))
+    q, k, v = q.bfloat16(), (k * torch.linspace(0, 40, m)[:, None, None]).bfloat16(), v.bfloat16()
+    options: dict[str, Any] = {"causal": True, "window": (90, 0), "softcap": 20.0, "return_lse": True, "kernel": kernel}
+    options |= {"config": config, "invariant": invariant}
+    (o, lse), count = rawattn.attention(q, k, v, **options), 0
+    for at in (0, 1, 15, 16, 17, 49, 63, 64, 99):
+        end = m - n + at + 1
+        one = q[1:2, at : at + 1].clone(), k[1:2, :end].clone(), v[1:2, :end].clone()
+        alone = rawattn.attention(*one, **options)
+        count += not (torch.equal(alone[0][0, 0], o[1, at]) and torch.equal(alone[1][0, :, 0], lse[1, :, at]))
+    return count
+
+
+def test_rows_alone_by_attn_fwd_mma(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, tmp_path, sm_count=3)
+    config = attn_fwd_mma.Config(64, 32, 2, 1, 0, 2)
+    assert differing_rows(True, "attn_fwd_mma", config) == 0 < differing_rows(False, "attn_fwd_mma", config)
+
+
+@pytest.mark.slow
+def test_rows_alone_by_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, tmp_path, sm_count=3)
+    assert differing_rows(True, "attn_fwd", attn_fwd.Config(128, 48, 2, 1)) == 0
 
 
 def over_caches(arch: str, **changes: Any) -> tuple[Any, Any, Any]:
