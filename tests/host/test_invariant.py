@@ -162,6 +162,7 @@ def differing_rows(invariant: bool, kernel: str, config: Any) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_rows_alone_by_attn_fwd_mma(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, tmp_path, sm_count=3)
     config = attn_fwd_mma.Config(64, 32, 2, 1, 0, 2)

@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 25000,  # caches in eight bits, gradients of captured arrays, plans over caches, invariant bits
     "perf": 5350,  # sets over caches, and what the gate knows of them
     "cuda_src": 10200,
-    "tests": 29500,
+    "tests": 29700,  # plans over caches, invariant bits, graphs of decoding
 }
 FUNCTION_LINES = 60
 
