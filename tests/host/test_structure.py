@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 25400,  # the doors of diffusers, xformers, vLLM and SGLang
-    "perf": 5200,
-    "cuda_src": 10200,
-    "tests": 30000,
+    "rawattn": 26000,  # doors of diffusers, xformers, vLLM and SGLang; plans over caches, invariant bits
+    "perf": 5350,  # sets over caches, and what the gate knows of them
+    "cuda_src": 10300,
+    "tests": 30800,  # doors, plans over caches, invariant bits, graphs of decoding
 }
 FUNCTION_LINES = 60
 
