@@ -19,6 +19,7 @@ import numpy as np
 
 from . import arrays, trace
 from .arrays import Array
+from .eager import eager
 from .errors import ProblemError
 from .operand import Operand, check_contiguous, describe
 from .trace import Traced
@@ -358,6 +359,7 @@ def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any], reason: s
             )
 
 
+@eager  # where a graph broke, dynamo would trace what follows
 def followed(options: Mapping[str, Any], captured: Sequence[Any]) -> tuple[str, ...]:
     """The names of the captured arrays to which autograd must follow. Raises ProblemError where a mask captured one."""
     found = tuple(name for name, x in zip(names(options), captured, strict=True) if arrays.requires_grad(x))

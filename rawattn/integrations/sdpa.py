@@ -37,18 +37,31 @@ def scaled_dot_product_attention(
         raise ProblemError(
             f"query has {query.dim()} dimensions, {tuple(query.shape)}; it must have 4 or 3, (batch, heads, length, d)."
         )
-    if not enable_gqa and query.shape[-3] != key.shape[-3]:
-        found = f"query has {query.shape[-3]} heads but key has {key.shape[-3]}"
-        raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
+    check_heads(query, key, enable_gqa)
     if query.dim() == 3:
         given = (query[None], key[None], value[None])
         return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+    options = kept(attn_mask, is_causal) | {"dropout": dropout_p, "scale": scale}
+    return attended(query, key, value, options).transpose(1, 2)
+
+
+def check_heads(query: Any, key: Any, enable_gqa: bool) -> None:
+    """Raises ProblemError where heads share key heads, and nobody said that they may."""
+    if not enable_gqa and query.shape[-3] != key.shape[-3]:
+        found = f"query has {query.shape[-3]} heads but key has {key.shape[-3]}"
+        raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
+
+
+def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    """``rawattn.attention`` of tensors (batch, heads, length, head_dim), into memory that lies as query does where it may."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options = kept(attn_mask, is_causal) | {"dropout": dropout_p}
     _, heads, rows, _ = query.stride()
     if not 0 < heads <= rows and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
-        options["out"] = torch.empty_like(query).transpose(1, 2)
-    return api.attention(q, k, v, scale=scale, **options).transpose(1, 2)
+        if "score" in options:
+            options["score"] = score.function(options["score"])
+        if torch_op.way((q, *getattr(options.get("score"), "arrays", ()))) is None:  # autograd follows what a score captured, too
+            options["out"] = torch.empty_like(query).transpose(1, 2)
+    return api.attention(q, k, v, **options)
 
 
 _CAUSAL = mask.Causal("top_left")

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 24500,  # caches in eight bits, and gradients of captured arrays
+    "rawattn": 25000,  # FlexAttention as a door, gradients of captured arrays in JAX, functions over several GPUs
     "perf": 5200,
     "cuda_src": 10200,
-    "tests": 28900,
+    "tests": 29500,
 }
 FUNCTION_LINES = 60
 
@@ -43,6 +43,7 @@ IMPORTERS = {
         "heads.py",
         "layout.py",
         "flash_attn.py",
+        "flex_attention.py",
         "sdpa.py",
         "transformers.py",
     },
