@@ -224,11 +224,8 @@ def check_packed() -> None:
         o, lse = parallel.join(found[0][None], layout=layout), parallel.join(found[1][None], layout=layout, dim=2)
         dsinks = found[5].clone()
         dist.all_reduce(dsinks)
-        for x, y in zip(
-            (o[:, kept], lse[..., kept], *found[2:5], dsinks),
-            (want[0][:, kept], want[1][..., kept], *map(part, want[2:5]), want[5]),
-            strict=True,
-        ):
+        wanted = want[0][:, kept], want[1][..., kept], *map(part, want[2:5]), want[5]
+        for x, y in zip((o[:, kept], lse[..., kept], *found[2:5], dsinks), wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 
 

@@ -42,6 +42,7 @@ IMPORTERS = {
         "context.py",  # of parallel/
         "heads.py",
         "layout.py",
+        "packed.py",
         "flash_attn.py",
         "flex_attention.py",
         "sdpa.py",
