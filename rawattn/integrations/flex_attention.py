@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn.attention import flex_attention as flex
 
 from .. import functions, mask
@@ -140,6 +141,9 @@ def _mask_of(given: Any, query: Any, key: Any) -> Any:
 
 def _check_shapes(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor) or x.is_nested:
+            kind = "nested tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ProblemError(f"{name} is a {kind}; it must be a torch tensor of 4 dimensions, (batch, heads, length, d).")
         if x.dim() != 4:
             raise ProblemError(f"{name} has {x.dim()} dimensions, {tuple(x.shape)}; it must have 4, (batch, heads, length, d).")
     sdpa.check_heads(query, key, enable_gqa)
