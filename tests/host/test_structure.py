@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 25000,  # FlexAttention as a door, gradients of captured arrays in JAX, functions over several GPUs
     "perf": 5200,
     "cuda_src": 10200,
-    "tests": 29500,
+    "tests": 29800,
 }
 FUNCTION_LINES = 60
 
