@@ -86,7 +86,8 @@ def attention(
             raise ProblemError(f"seed is None, and dropout is {dropout}; give an int, an array of one integer, or a key.")
         given["seed"] = drawn
     given |= dict(zip(functions.names(options), captured, strict=True))
-    Forward.of_call({name: _described(x) for name, x in given.items()}, options, (None, None))
+    found = {name: _SEED if name == "seed" else _described(x) for name, x in given.items()}
+    Forward.of_call(found, options, (None, None))
     o, lse = _attention(tuple(options.items()), _varying(given, _axes(given)))
     return (o, lse) if return_lse else o
 
@@ -151,6 +152,9 @@ def _of_table(mask: Any, sizes: tuple[int, ...], is_causal: bool, sides: tuple[i
     return kept
 
 
+_SEED = Array("jax", arrays.CPU, "int64", (1,), (1,), 0, None)
+
+
 def _words(seed: Any) -> Any:
     """The 64 bits of a seed as two uint32, the lower ones first: JAX has no int64 unless it is asked for."""
     if not isinstance(seed, jax.Array):
@@ -176,9 +180,7 @@ def _words(seed: Any) -> Any:
 
 
 def _described(x: Any) -> Array:
-    """Describes a traced array, as far as checks of shapes read one; two uint32 are a seed."""
-    if x.dtype == jnp.uint32:
-        return Array("jax", arrays.CPU, "int64", (1,), (1,), 0, None)
+    """Describes a traced array, as far as checks of shapes read one."""
     name = _NAMES.get(np.dtype(x.dtype), str(x.dtype))
     return Array("jax", arrays.CPU, name, tuple(x.shape), arrays.contiguous_strides(x.shape), 0, None)
 
@@ -318,5 +320,5 @@ def _arrays(context: Any, buffers: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _of_bits(module: Any, buffers: dict[str, Any]) -> dict[str, Any]:
     views = {name: module.asarray(x) for name, x in buffers.items()}
-    kinds = {np.dtype(np.uint16): _BF16, np.dtype(np.uint32): np.dtype(np.int64)}  # two uint32 are a seed
-    return {name: x.view(kinds.get(x.dtype, x.dtype)) for name, x in views.items()}
+    views = {name: x.view(_BF16) if x.dtype == np.uint16 else x for name, x in views.items()}
+    return {name: x.view(np.int64) if name == "seed" else x for name, x in views.items()}

@@ -340,7 +340,8 @@ def _contents(f: types.FunctionType) -> Iterator[Any]:
     """What a function closed over, as torch's and_masks over masks, but for names that were never bound."""
     for cell in f.__closure__ or ():
         with contextlib.suppress(ValueError):
-            yield cell.cell_contents
+            if cell.cell_contents is not f:  # it may call itself
+                yield cell.cell_contents
 
 
 def _is_constant(x: Any) -> bool:

@@ -243,6 +243,9 @@ def test_refusals() -> None:
             rawattn.jax.attention(q, k, v, dropout=0.5, seed=seed)
     with pytest.raises(ProblemError, match="implementation is 'cudnn'"):
         rawattn.jax.dot_product_attention(q, k, k, implementation="cudnn")
+    with pytest.raises(ProblemError, match="words holds uint32; its dtype must be one of"):
+        words = jnp.ones(24, jnp.uint32)
+        rawattn.jax.attention(q, k, v, score=lambda s, b, h, i, j: s + words[j])
     wide = jnp.ones((1, 2, 1, 1100))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)UnsupportedError.*head_dim is 1100"):
         jax.block_until_ready(rawattn.jax.attention(wide, wide, wide))
