@@ -165,16 +165,20 @@ struct Consumer {
         release(smem.v_empty[at.stage]);
     }
 
-    // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key.
-    __device__ void mask_and_score(const Work& work, bool full, i32 first) {
-        map_fragment(work.score, s, work.row, first);
-        if (!full) mask_fragment(work.mask, s, work.row, first);
+    __device__ i32 first_key(KeyTile tile) const { return tile.index * cfg::tile_kv + lane % 4 * 2; }  // of this thread
+    // Asked before a tile's dot products are awaited: which of them the mask keeps.
+    __device__ auto kept_of(const Work& work, KeyTile tile) const {
+        return kept_ahead<QkMma::accumulators>(work.mask, !tile.full, work.row, first_key(tile));
     }
     // From dot products to weights; true, in the whole warp, when o must be rescaled. `again` makes the dot products once more.
-    template <class Again>
-    __device__ bool weigh(Work& work, KeyTile tile, Again again) {
-        const i32 first = tile.index * cfg::tile_kv + lane % 4 * 2;
-        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, tile.full, [&] { mask_and_score(work, tile.full, first); }, again);
+    template <class Kept, class Again>
+    __device__ bool weigh(Work& work, KeyTile tile, const Kept& kept, Again again) {
+        const i32 first = first_key(tile);
+        const auto logits = [&] {  // -inf where the mask keeps no key
+            map_fragment(work.score, s, work.row, first);
+            if (!tile.full) kept.apply(work.mask, s, work.row, first);
+        };
+        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, tile.full, logits, again);
         map_fragment(work.weight, s, work.row, first);
         return moved;
     }
@@ -197,10 +201,11 @@ struct Consumer {
     __device__ void first_step(Work& work, KeyTile tile) {
         start_qk();
         order.pass_turn();
+        const auto kept = kept_of(work, tile);
         ptx::wgmma_wait<0>();
         release(smem.k_empty[kv.stage]);
         kv.advance();
-        weigh(work, tile, [] {});
+        weigh(work, tile, kept, [] {});
         pack_p();
     }
 
@@ -233,8 +238,10 @@ struct Consumer {
         if constexpr (pending) start_pv(kv.previous());
         order.pass_turn();
         const KeyTile tile = arrive();
+        const auto kept = kept_of(work, tile);
+        prefetch_tile(work.score, work.row, first_key(tile) - cfg::tile_kv);  // of the tile that most often comes next
         ptx::wgmma_wait<pending>();
-        const bool moved = weigh(work, tile, [&] { multiply_qk_again(); });
+        const bool moved = weigh(work, tile, kept, [&] { multiply_qk_again(); });
         release(smem.k_empty[kv.stage]);
         if constexpr (pending) {
             ptx::wgmma_wait<0>();

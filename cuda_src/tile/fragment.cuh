@@ -2,7 +2,7 @@
 // Accumulators of a warp's product. They are made of blocks of 16 x 8, of which a thread has four registers: rows lane / 4 and
 // + 8, columns 2 * (lane % 4) and the next. A row's columns lie in the four lanes of a quad. A warp has cfg::m_tiles_per_warp blocks below
 // each other, then as many of the next eight columns, and so on; a warpgroup's product has one slab in each warp.
-#include "ptx/base.cuh"
+#include "ptx/prefetch.cuh"
 
 constexpr int rows_each = 2 * cfg::m_tiles_per_warp;  // rows of a thread: eight apart
 
@@ -23,6 +23,18 @@ __device__ void map_row(const Row& own, float (&s)[n], int r) {
 #pragma unroll
     for (int i = 0; i < n; ++i)
         if (fragment_row(i) == r) s[i] = own.value(s[i], fragment_column(i));
+}
+// Asks L2 for what f reads of a tile to come, of a warp's 16 rows; `row` and `first` are this thread's, as in map_fragment.
+template <class F>
+__device__ void prefetch_tile(const F& f, i32 row, i32 first) {
+    if constexpr (requires { f.row(row, first).at(0); }) {
+        const i32 lane = threadIdx.x % 32, key = first - lane % 4 * 2;
+        if (key < 0) return;
+        const auto own = f.row(row - lane / 4 + lane / 2, key);
+        constexpr i32 each = 32 / sizeof(*own.at(0));  // bytes that are asked for at once
+#pragma unroll
+        for (i32 i = 0; i < cfg::tile_kv; i += 2 * each) ptx::prefetch_to_l2(own.at(min(i + lane % 2 * each, own.last)));
+    }
 }
 // Replaces each element by f(element, row, key); the thread's first element is that of row `row` and key `first`. Where f.row(row, first)
 // has what the keys of a row share, its value(element, offset) is asked. What knows blocks of 16 x 16 gets the four registers of each
@@ -56,18 +68,19 @@ struct KeptElements {
 
     __device__ bool operator()(int i) const { return (fragment_row(i) % 2 ? lower : upper).keep(fragment_column(i)); }
 };
-// ... else, with few registers and little code, in a loop that makes a bit for each of 32, of blocks that follow each other.
+// ... else, with few registers, a bit is made for each of 32, of blocks that follow each other; their loads run together.
 template <int n>
 struct KeptBits {
     static constexpr int blocks = n / (4 * cfg::m_tiles_per_warp);
-    u32 words[(blocks + 7) / 8];
+    u32 words[(blocks + 7) / 8] = {};
 
+    KeptBits() = default;
     template <class Row>
     __device__ KeptBits(const Row& upper, const Row& lower) {
 #pragma unroll
         for (int begin = 0; begin < blocks; begin += 8) {
             u32 bits = 0;
-#pragma unroll 4
+#pragma unroll
             for (int i = 0; i < min(8, blocks - begin); ++i) {
                 const i32 x = (begin + i) * 8;
                 bits |= (u32(upper.keep(x)) | u32(upper.keep(x + 1)) << 1 | u32(lower.keep(x)) << 2 | u32(lower.keep(x + 1)) << 3) << 4 * i;
@@ -96,6 +109,32 @@ __device__ void mask_fragment(const M& mask, float (&s)[n], i32 row, i32 first) 
         for (int i = 0; i < n; ++i)
             if (fragment_row(i) / 2 * 2 == r && !kept(i)) s[i] = minus_inf;
     }
+}
+// The same, where the mask may be asked ahead, while the product is made: what is not cheap is asked there, and its bits are kept.
+template <class M, int n>
+struct KeptAfter {
+    __device__ KeptAfter(const M&, bool, i32, i32) {}
+
+    __device__ void apply(const M& mask, float (&s)[n], i32 row, i32 first) const { mask_fragment(mask, s, row, first); }
+};
+template <class M, int n>
+struct KeptAhead {
+    static_assert(rows_each == 2);
+    KeptBits<n> kept;
+
+    __device__ KeptAhead(const M& mask, bool asked, i32 row, i32 first) {
+        if (asked) kept = KeptBits<n>(mask.row(row, first), mask.row(row + 8, first));
+    }
+    __device__ void apply(const M&, float (&s)[n], i32, i32) const {
+#pragma unroll
+        for (int i = 0; i < n; ++i)
+            if (!kept(i)) s[i] = minus_inf;
+    }
+};
+template <int n, class M>
+__device__ auto kept_ahead(const M& mask, bool asked, i32 row, i32 first) {
+    if constexpr (requires { requires !M::cheap; }) return KeptAhead<M, n>(mask, asked, row, first);
+    else return KeptAfter<M, n>(mask, asked, row, first);
 }
 // The same of a transposed product of one block of rows, whose rows are keys, `key` the upmost, and columns queries from `q` on; likewise.
 template <class M>

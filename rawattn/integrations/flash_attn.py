@@ -5,9 +5,9 @@
 
 ``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
 ``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator; return_attn_probs gives no mask
-of it. Refused are dropout_p and alibi_slopes over caches, and alibi_slopes where there is no ``rawattn.score.function``. A
-``deterministic`` of False allows other bits from run to run in gradients, as it does there. num_splits, pack_gqa, sm_margin and
-scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
+of it. Refused are dropout_p and alibi_slopes over caches. A ``deterministic`` of False allows other bits from run to run in
+gradients, as it does there. num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A
+query without a key gives 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .. import api, score, serving
+from .. import api, serving
 from ..errors import ProblemError, UnsupportedError
 from ..serving import api as caches
 
@@ -35,7 +35,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse, None)."""
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
     options["dropout"] = dropout_p
     return _with_probs(api.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
 
@@ -69,7 +69,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
 ) -> Any:  # fmt: skip
     """Computes attention of sequences that lie end to end; with block_table k and v are pages of a cache, without gradients."""
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
     options["dropout"] = dropout_p
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     found = varlen(q, k, v, starts, longest, options, return_attn_probs, block_table)
@@ -133,27 +133,15 @@ def ignore(**given: tuple[Any, ...]) -> None:
     for name, (value, *defaults) in given.items():
         if name not in _ignored and not any(value is x or (type(value) is type(x) and value == x) for x in defaults):
             _ignored.add(name)
-            warnings.warn(f"{name} is a hint to flash-attn's kernels; rawattn ignores it.", stacklevel=3)
+            warnings.warn(f"{name} is a hint to other kernels; rawattn ignores it.", stacklevel=3)
 
 
-def options_of(scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True) -> dict[str, Any]:
+def options_of(
+    scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True, slopes: Any = None
+) -> dict[str, Any]:
     """flash-attn's options as those of ``rawattn.attention``."""
-    return {"scale": scale, "causal": causal, "window": tuple(window), "softcap": softcap, "deterministic": deterministic}
-
-
-def alibi(slopes: Any) -> dict[str, Any]:
-    """The score that slopes, (heads,) or (batch, heads), mean: -slope * distance, the last query standing at the last key."""
-    if slopes is None:
-        return {}
-    if not hasattr(score, "function"):
-        refuse(alibi_slopes=(slopes, None))
-        return {}
-    of_batch = slopes.dim() == 2
-
-    def biased(s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
-        return s - (slopes[b, h] if of_batch else slopes[h]) * abs(q + (kv_len - q_len) - kv)
-
-    return {"score": score.function(biased)}
+    options = {"scale": scale, "causal": causal, "window": tuple(window), "softcap": softcap, "deterministic": deterministic}
+    return options if slopes is None else {**options, "alibi": slopes}
 
 
 def _with_probs(found: Any, wanted: bool) -> Any:
@@ -168,7 +156,7 @@ def varlen(
     if pages is None:
         used = {"q_lens": lens[0], "kv_lens": lens[1], "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
         return api.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
-    refuse(seqused_q=(lens[0], None), dropout_p=(options.get("dropout", 0.0), 0.0))
+    refuse(seqused_q=(lens[0], None), dropout_p=(options.get("dropout", 0.0), 0.0), alibi_slopes=(options.get("alibi"), None))
     kv_lens = torch.diff(starts[1]) if lens[1] is None else lens[1]
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
     return caches.attention_kvcache(q, serving.KVCache(k, v), step, return_lse=return_lse, **_without_step(options))

@@ -146,6 +146,6 @@ def _check_shapes(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
             raise ProblemError(f"{name} is a {kind}; it must be a torch tensor of 4 dimensions, (batch, heads, length, d).")
         if x.dim() != 4:
             raise ProblemError(f"{name} has {x.dim()} dimensions, {tuple(x.shape)}; it must have 4, (batch, heads, length, d).")
-    sdpa.check_heads(query, key, enable_gqa)
+    sdpa.check_heads(query.shape[1], key.shape[1], enable_gqa)
     if key.shape[0] not in (1, query.shape[0]):
         raise ProblemError(f"key has {key.shape[0]} sequences but query {query.shape[0]}; give as many, or one for all.")

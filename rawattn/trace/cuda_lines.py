@@ -47,6 +47,12 @@ _PAIRS = """
         const i32 inside = offset;{body}
         return {result};
     }}"""
+_AT = """
+    // The element that a key reads, and before that of the next key.
+    __device__ auto at(i32 offset) const {{
+        const i32 inside = offset;{known}
+        return {place};
+    }}"""
 
 
 def _needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
@@ -215,11 +221,12 @@ class Writer:
         body = self.body()
         for word, text in zip(words, self.neighbours, strict=True):
             body = body.replace(text, f"function::get<n>({word})")
-        return _PAIRS.format(
+        found = _PAIRS.format(
             known=known, loads=loads, body=body, result=result, words=", ".join(words),
             aligned=" && ".join(f"function::is_two({place})" for place in places),
             parameters=", ".join(f"auto {word}" for word in words),
         )  # fmt: skip
+        return found + _AT.format(known=known, place=places[0]) if len(places) == 1 else found
 
     def step(self, x: Expr, axis: int) -> str:
         index, stride = self.index(x, axis), self.stride(x.args[0], axis)

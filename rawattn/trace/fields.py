@@ -68,12 +68,10 @@ class Divisor(Made):
     """A number that is divided by: itself, and the multiplier and shift that do it; see Hacker's Delight, 10-9."""
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> bytes:
-        """x // d is x * multiplier >> 32 + shift for every x from 0 to 2^31 - 1; other divisors divide the long way."""
+        """x // |d| is 2 x * multiplier >> 32 + shift for every x from 0 to 2^31 - 1; what 0 divides is 0."""
         d = Number(self.of).value(shapes, numbers)
-        if d <= 1:
-            return struct.pack("<iIi", d, 0, -1 if d == 1 else -2)
-        bits = (d - 1).bit_length()
-        return struct.pack("<iIi", d, -(-(1 << 31 + bits) // d), bits - 1)
+        bits = max(0, abs(d) - 1).bit_length()
+        return struct.pack("<iIi", d, -(-(1 << 31 + bits) // abs(d)) if d else 0, bits)
 
 
 What = Array | Size | Step | Blocks | Made

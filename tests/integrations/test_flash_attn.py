@@ -256,12 +256,11 @@ def test_scales_of_caches() -> None:
 
 def test_refusals() -> None:
     q = make(1, 4, 2, 16)
-    if not hasattr(fa2.score, "function"):
-        with pytest.raises(UnsupportedError, match=r"alibi_slopes is .*rawattn does not have it yet"):
-            fa2.flash_attn_func(q, q, q, alibi_slopes=torch.ones(2))
     starts, pages = torch.tensor([0, 4], dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
     with pytest.raises(UnsupportedError, match=r"dropout_p is 0.1; rawattn does not have it yet"):
         fa2.flash_attn_varlen_func(q[0], q, q, starts, starts, 4, 4, dropout_p=0.1, block_table=pages)
+    with pytest.raises(UnsupportedError, match="alibi_slopes is a Tensor"):
+        fa2.flash_attn_varlen_func(q[0], q, q, starts, starts, 4, 4, alibi_slopes=torch.ones(2), block_table=pages)
     with pytest.raises(UnsupportedError, match="alibi_slopes is a Tensor; rawattn does not have it yet"):
         fa2.flash_attn_with_kvcache(q, q, q, alibi_slopes=torch.ones(2))
     for name, value in {"qv": q, "q_descale": torch.ones(1), "attention_chunk": 4}.items():
@@ -290,13 +289,13 @@ def test_dropout() -> None:
     assert not torch.equal(results[0], fa2.flash_attn_func(q, q, q))
 
 
-@pytest.mark.skipif(not hasattr(fa2.score, "function"), reason="needs rawattn.score.function")
 @pytest.mark.parametrize("slopes", [torch.tensor([0.5, 0.1]), torch.tensor([[0.5, 0.1], [0.0, 1.0]])], ids=["heads", "batch"])
 def test_alibi(slopes: Any) -> None:
     q, k, v = make(2, 15, 2, 32), make(2, 20, 2, 32, seed=1), make(2, 20, 2, 32, seed=2)
     bias = -slopes.expand(2, 2)[:, :, None, None] * (torch.arange(15)[:, None] + 5 - torch.arange(20)).abs()
     wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias)
     check([fa2.flash_attn_func(q, k, v, alibi_slopes=slopes)], [wanted.transpose(1, 2)])
+    check([fa2.flash_attn_func(q, k, v, alibi_slopes=slopes, softcap=1e4)], [wanted.transpose(1, 2)])
     starts_q, starts_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (15, 20))
     packed = (x.flatten(0, 1) for x in (q, k, v))
     o = fa2.flash_attn_varlen_func(*packed, starts_q, starts_k, 15, 20, alibi_slopes=slopes)
