@@ -74,7 +74,8 @@ def moved(recorded: dict[str, Ratios], found: dict[str, Ratios], share: float = 
         old, new = recorded.get(label, {}), found.get(label, {})
         for peer in dict.fromkeys([*new, *old]):
             a, b = old.get(peer, NONE), new.get(peer, NONE)
-            worse = b[0] < WORSE * share * a[0] and b[2] < share * a[1]
+            allowed = 1.0 if peer == "matmul" else share
+            worse = b[0] < WORSE * allowed * a[0] and b[2] < allowed * a[1]
             what = "new" if peer not in old else "missing" if peer not in new else "worse" if worse else ""
             by = f"{b[0] / a[0] - 1:+.1%}" if peer in old and peer in new else "-"
             rows.append([label, peer, f"{a[0]:.3f}", f"{b[0]:.3f}", by, what])
