@@ -48,7 +48,7 @@ def attention(
     >>> o, lse = jax.jit(functools.partial(rawattn.jax.attention, causal=True, return_lse=True))(q, k, v)
 
     Arguments and results are those of ``rawattn.attention``; ``dot_product_attention`` has the names of ``jax.nn``. Gradients of
-    q, k, v and sinks, by o and by lse, come by ``jax.custom_vjp``: reverse mode, once. With q_lens or kv_lens there is none yet.
+    q, k, v and sinks, by o and by lse, come by ``jax.custom_vjp``: reverse mode, once.
     Options are Python values: what is traced may be an array, but not a window or a scale.
 
     What functions captured may be traced, too; it gets no gradient yet.
@@ -144,9 +144,6 @@ def _attention_fwd(options: Options, primals: dict[str, Any]) -> tuple[tuple[Any
             raise UnsupportedError(
                 f"{words} is differentiated, and captured arrays get no gradients yet; use stop_gradient on it."
             )
-    for name in ("q_lens", "kv_lens"):
-        if name in given:
-            raise UnsupportedError(f"{name} was given and a gradient was asked for; there is none with lengths yet.")
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
     o, lse = _attention(options, given)
@@ -157,8 +154,8 @@ def _attention_bwd(options: Options, kept: tuple[Any, ...], cotangents: tuple[An
     """Computes the gradients of q, k, v and the sinks."""
     given, o, lse = kept
     do, dlse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    captured = functions.names(dict(options))
-    shapes = {f"d{name}": (x.shape, x.dtype) for name, x in given.items() if name not in captured}
+    others = {*functions.names(dict(options)), "q_lens", "kv_lens"}
+    shapes = {f"d{name}": (x.shape, x.dtype) for name, x in given.items() if name not in others}
     found = _called(_backward(options), shapes, {**given, "do": do, "o": o, "lse": lse, "dlse": dlse})
     return ({name: found.get(f"d{name}") for name in given},)
 

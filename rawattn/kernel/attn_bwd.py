@@ -241,7 +241,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
     )  # fmt: skip
-    loads = backward.loads(config.tile_q, config.tile_kv)
+    loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
 

@@ -131,7 +131,7 @@ def _products(op: Forward, n: int, **columns: int) -> list[str]:
 def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     registers = config.kv_producer_registers, config.kv_consumer_registers
     constants = _constants(op, config, *registers, tile_q=config.tile_q, tile_kv=KEYS)
-    fields = (*backward.loads(config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
+    fields = (*backward.loads(op, config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
     plan = backward.kv_scheduler(op, config.direction)
     walk = QListWalk() if lists(op.mask) else QIntervalWalk()
     every = backward.options(
@@ -144,7 +144,7 @@ def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
 def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     registers = config.q_producer_registers, config.q_consumer_registers
     constants = _constants(op, config, *registers, tile_q=config.q_block, tile_kv=config.tile_kv)
-    fields = (*backward.loads(config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)
+    fields = (*backward.loads(op, config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)
     plan = tiling.lpt_scheduler(op, persistent=True)
     walk = ListKeys() if lists(op.mask) else IntervalKeys()
     every = backward.options(op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=plan, Walk=walk)

@@ -23,6 +23,14 @@ class Dense(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class DenseSpan(Dense):
+    """The same, where ``CutKeys`` or ``CutQueries`` says that sequences end earlier."""
+
+    type: ClassVar[str] = "DenseSpan"
+    source: ClassVar[str] = "variant/rows/dense_span.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class PackGqa(Dense):
     """The same, the heads that share a key head side by side: a row for each query and each of them."""
 
@@ -156,3 +164,20 @@ class UsedQueries(Wrapper):
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("q_lens", "const i32*", Pointer("q_lens")))
+
+
+@dataclasses.dataclass(frozen=True)
+class CutKeys(UsedKeys):
+    """The same where the other rows of k and v are as if they were not there, whatever they hold: in the backward."""
+
+    type: ClassVar[str] = "CutKeys"
+    source: ClassVar[str] = "variant/rows/cut.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class CutQueries(UsedQueries):
+    """The same where the other rows of q are as if they were not there, whatever they hold: in the backward. The mask needs
+    nothing for it."""
+
+    type: ClassVar[str] = "CutQueries"
+    source: ClassVar[str] = "variant/rows/cut.cuh"
