@@ -37,12 +37,14 @@ class Config:
 
 def config_of(op: Forward) -> Config:
     """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare, and with dropout
-    smaller key tiles. A producer that asks a mask for its tiles can spare less."""
+    smaller key tiles. A producer that asks a mask for its tiles can spare less, or one that seeks sequences by the rows in use."""
     if lists(op.mask):
         return Config(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
     if op.head_dim <= 248:
         return Config()
-    return Config(tile_kv=48) if op.spec.dropout else Config(q_producer_registers=24, q_consumer_registers=240)
+    if op.spec.dropout or (op.varlen and any(op.lens)):
+        return Config(tile_kv=48)
+    return Config(q_producer_registers=24, q_consumer_registers=240)
 
 
 def smem_bytes(config: Config, op: Forward) -> int:

@@ -171,7 +171,7 @@ class CutKeys(UsedKeys):
     """The same where the other rows of k and v are as if they were not there, whatever they hold: in the backward."""
 
     type: ClassVar[str] = "CutKeys"
-    source: ClassVar[str] = "variant/rows/cut.cuh"
+    source: ClassVar[str] = "variant/rows/cut_keys.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,4 +180,4 @@ class CutQueries(UsedQueries):
     nothing for it."""
 
     type: ClassVar[str] = "CutQueries"
-    source: ClassVar[str] = "variant/rows/cut.cuh"
+    source: ClassVar[str] = "variant/rows/cut_queries.cuh"

@@ -1,15 +1,6 @@
 #pragma once
-// Sequences that are cut to the rows that they use, from the first on: args.q_lens and args.kv_lens hold how many. No tile has the rows
-// behind them, and where a tile ends later it holds zeros, as behind the end of a tensor: whatever lies there reaches no gradient. lse
-// and scratch have places for all rows.
+// The same for queries: args.q_lens holds how many. lse and scratch have places for all rows.
 #include "tile/sequence.cuh"
-
-template <class R>
-struct CutKeys : R {
-    __device__ CutKeys(const Args& args, i32 batch) : R(args, batch) {
-        this->kv_len = this->kv.length = max(0, min(args.kv_lens[batch], this->kv_len));
-    }
-};
 
 template <class R>
 struct CutQueries : R {
