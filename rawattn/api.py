@@ -178,9 +178,9 @@ def attention_backward(
         Keys and values that query heads share get the sum of the gradients, and so does an element that is read several times.
 
     A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. A key that no query keeps has
-    dk = dv = 0. Rows of no sequence, and those that q_lens and kv_lens leave unused, have gradients of 0: whatever do, q, k, v, o,
-    lse and dlse hold there reaches no other gradient, nor that of a sink. With a NaN or inf in an input, gradients of rows that lie near it in
-    a sequence may be NaN, even where the mask keeps them apart (0 x NaN is NaN).
+    dk = dv = 0. Rows of no sequence have gradients of 0. So have those that q_lens and kv_lens leave unused, and nothing that do,
+    q, k, v, o, lse and dlse hold there, NaN for instance, reaches another gradient or a sink's. With a NaN or inf in an input
+    elsewhere, gradients of rows that lie near it in a sequence may be NaN, even where the mask keeps them apart (0 x NaN is NaN).
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed.
@@ -196,7 +196,9 @@ def attention_backward(
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    more = given_of(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed, "give that of the forward"))
+    more = given_of(
+        dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed, "give that of the forward")
+    )
     given = (do, q, k, v, o, lse, *more)
     options, captured = functions.taken(options, wrt)
     lengths = (max_seqlen_q, max_seqlen_kv)

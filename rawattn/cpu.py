@@ -502,8 +502,9 @@ def run_backward(
     threads: int | None = None,
 ) -> None:  # fmt: skip
     """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
-    dq, dk, dv and dsinks in place. Rows of no sequence, and unused ones, get 0. ``captured`` are the gradients of arrays that the score captured,
-    by their numbers, which are written too; they are summed in float64, by one thread.
+    dq, dk, dv and dsinks in place. Rows of no sequence, and those that q_lens and kv_lens leave unused, get 0. ``captured``
+    are the gradients of arrays that the score captured, by their numbers, which are written too; they are summed in float64, by
+    one thread.
 
     ``threads`` are as many as pay unless given. Results are the same bits whatever their number, but for scores that the loops do
     not know. NaN or inf in a query, key or value may reach the gradients of rows that it is masked from.

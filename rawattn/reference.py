@@ -106,7 +106,8 @@ def attention_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, wrt: Any = (),
+    q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
+    seed: Any = None, wrt: Any = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v, the sinks and what a score captured in float64, slow and exact, to compare with.
 
@@ -137,7 +138,8 @@ def rounded_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, wrt: Any = (),
+    q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
+    seed: Any = None, wrt: Any = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """The plain formula in float32, its logits, probabilities, o and gradients of logits rounded to q's dtype: the yardstick for
     a kernel's error.

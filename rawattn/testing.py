@@ -544,9 +544,8 @@ def cases(
 ) -> SearchStrategy[Case]:  # fmt: skip
     """A Hypothesis strategy for cases over everything that attention takes: lengths from 0 to ``longest``, equal or not, grouped
     heads, all masks, softcap, scales of either sign, positions of the first rows. Each kind of mask and of score has an equal
-    share. ``packed`` says whether sequences are packed and ``sinks`` whether heads have sinks, None for both. With ``lens`` half of
-    the cases use a part of their rows. ``masks`` and
-    ``scores`` are of one's own, a strategy for each kind."""
+    share. ``packed`` says whether sequences are packed and ``sinks`` whether heads have sinks, None for both. With ``lens``
+    half of the cases use a part of their rows. ``masks`` and ``scores`` are of one's own, a strategy for each kind."""
     from hypothesis import strategies as st
 
     length = st.sampled_from(
@@ -572,7 +571,8 @@ def cases(
         batch = 1 if is_packed else draw(st.integers(1, 2))
         pairs = [(q_len, kv_len)] * batch if lengths is None else lengths
         return Case(
-            dtype=draw(st.sampled_from(dtypes)), batch=batch, lens=draw(parts(pairs)) if lens else (None, None), q_len=q_len, kv_len=kv_len,
+            dtype=draw(st.sampled_from(dtypes)), batch=batch, q_len=q_len, kv_len=kv_len,
+            lens=draw(parts(pairs)) if lens else (None, None),
             heads=kv_heads * draw(st.sampled_from((1, 1, 2, 3, 4))), kv_heads=kv_heads, head_dim=head_dim,
             head_dim_v=draw(st.sampled_from(head_dims)),
             scale=draw(st.none() | st.sampled_from((-1.0, -0.5, 0.0, 0.5)).map(lambda x: x / head_dim**0.5)),

@@ -37,7 +37,7 @@ class Config:
 
 def config_of(op: Forward) -> Config:
     """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare, and with dropout
-    smaller key tiles. A producer that asks a mask for its tiles can spare less, or one that seeks sequences by the rows in use."""
+    smaller key tiles. A producer can spare less that asks a mask for its tiles, or finds sequences by the rows in use."""
     if lists(op.mask):
         return Config(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
     if op.head_dim <= 248:

@@ -106,13 +106,17 @@ HOPPER |= {
     "64, lens": Case((64, 64), {"mask": Causal()}, ((150, 200),) * 4, dlse=True, sinks=True, lens=LENS),
     "128, later, lens": Case((128, 128), {}, ((150, 200),) * 3, order="step_later", lens=((150, 3, 130), (129, 200, 70)), grid=3),
     "128, final, kv_lens": Case((128, 128), {"mask": Window(60, 40)}, ((90, 150),) * 2, store="final", lens=(None, (150, 61))),
-    "40, packed, lens": Case((40, 24), {"mask": Causal()}, PACKED[1:5], varlen=True, sinks=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))),
+    "40, packed, lens": Case(
+        (40, 24), {"mask": Causal()}, PACKED[1:5], varlen=True, sinks=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))
+    ),
     "256, lens": Case((256, 256), {"mask": Causal()}, ((130, 150),) * 2, sinks=True, dlse=True, lens=((5, 99), (150, 70))),
     "192 and 128, packed, q_lens": Case((192, 128), {}, PACKED[1:5], varlen=True, lens=((33, 64, 0, 9), None)),
 }
 SIMT |= {
     "lens": Case((24, 17), {"element": FP64, "mask": Causal()}, ((90, 70),) * 4, (4, 2), dlse=True, sinks=True, lens=LENS),
-    "packed, lens": Case((8, 8), {"element": FP64}, PACKED[:5], varlen=True, lens=((0, 33, 64, 1, 9), (3, 64, 1, 0, 0)), dlse=True),
+    "packed, lens": Case(
+        (8, 8), {"element": FP64}, PACKED[:5], varlen=True, lens=((0, 33, 64, 1, 9), (3, 64, 1, 0, 0)), dlse=True
+    ),
 }
 LONE = Config(warps=4, sharing=1, ctas_per_sm=2)  # a warp has its keys alone
 PAIRS = Config()
