@@ -196,10 +196,8 @@ def attention_backward(
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset, "dropout": dropout,
     }  # fmt: skip
-    more = given_of(
-        dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed, "give that of the forward")
-    )
-    given = (do, q, k, v, o, lse, *more)
+    seed = _seed(q, dropout, seed, "give that of the forward")
+    given = (do, q, k, v, o, lse, *given_of(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed))
     options, captured = functions.taken(options, wrt)
     lengths = (max_seqlen_q, max_seqlen_kv)
     found: tuple[Any, ...] = run(given, options, lengths, kernel, config, out, Backward, captured=captured)

@@ -503,8 +503,7 @@ def run_backward(
 ) -> None:  # fmt: skip
     """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
     dq, dk, dv and dsinks in place. Rows of no sequence, and those that q_lens and kv_lens leave unused, get 0. ``captured``
-    are the gradients of arrays that the score captured, by their numbers, which are written too; they are summed in float64, by
-    one thread.
+    are the gradients of arrays that the score captured, by their numbers, which are written too, summed in float64 by one thread.
 
     ``threads`` are as many as pay unless given. Results are the same bits whatever their number, but for scores that the loops do
     not know. NaN or inf in a query, key or value may reach the gradients of rows that it is masked from.
@@ -520,6 +519,9 @@ def run_backward(
     sink_parts = np.zeros((len(sequences), heads), number)
     group, shared, units = heads // kv_heads, [], []
     cuts = max(1, BACKWARD_UNITS // max(1, len(sequences) * kv_heads)) if cap is not None else 1
+    for x, some in ((dq, (cu_seqlens_q, q_lens)), (dk, (cu_seqlens_kv, kv_lens)), (dv, (cu_seqlens_kv, kv_lens))):
+        if any(each is not None for each in some):
+            x[...] = 0
     for i, (rows, keys, at) in enumerate(sequences):
         n, m = (slice(len(x) if lens is None else int(lens[i])) for x, lens in ((q[rows], q_lens), (k[keys], kv_lens)))
         begin, end = interval(len(q[rows][n]), len(k[keys][m]))
@@ -532,8 +534,6 @@ def run_backward(
                 None if dlse is None else dlse[at][own, n], sink_logits[own], begin[:, own], end[:, own], delta[at][own, n],
                 dq[rows][n, own], dk[keys][m, h], dv[keys][m, h], sink_parts[i, own], parts,
             )  # fmt: skip
-            for x in (dq[rows][n.stop :, own], dk[keys][m.stop :, h], dv[keys][m.stop :, h]):
-                x[...] = 0
             shared.append(found)
             units += [_KeyUnit(found, j, span, _pairs(found.begin, found.end, span)) for j, span in enumerate(spans)]
     units.sort(key=lambda unit: -unit.pairs)
@@ -554,9 +554,6 @@ def run_backward(
         dsinks[...] = sink_parts.sum(0)
     for i, x in (captured or {}).items():
         x[...] = sums[i]
-    for x, ends in ((dq, cu_seqlens_q), (dk, cu_seqlens_kv), (dv, cu_seqlens_kv)):
-        if ends is not None:
-            x[int(ends[-1]) :] = 0
 
 
 def _backward_seconds(pairs: int, columns: int) -> float:
