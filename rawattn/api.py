@@ -69,7 +69,7 @@ def attention(
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
-            key, no query keeps a key behind them, and masks see these lengths. Gradients of all rows behind are 0.
+            key, no query keeps a key behind them, and masks see these lengths. Rows behind may hold NaN; their gradients are 0.
         out: receives the result; like o, apart from the inputs. Not where autograd follows, or torch traces, transforms or casts.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels in which no branch and no address depends on the numbers in q, k and v, for bf16, fp16 and

@@ -81,7 +81,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
     """The option on each axis that all kernels of the backward have, and a kernel's own."""
     where = all_rows(op)
     if op.kv_lens:
-        where = rows.CutKeys(where)
+        where = rows.UsedKeys(where)
     if op.q_lens:
         where = rows.CutQueries(where)
     where = where if op.spec.offsets is None else rows.WithOffset(where)

@@ -24,7 +24,7 @@ class Dense(Option):
 
 @dataclasses.dataclass(frozen=True)
 class DenseSpan(Dense):
-    """The same, where ``CutKeys`` or ``CutQueries`` says that sequences end earlier."""
+    """The same, where ``UsedKeys`` or ``CutQueries`` says that sequences end earlier, so that TMA brings zeros behind them."""
 
     type: ClassVar[str] = "DenseSpan"
     source: ClassVar[str] = "variant/rows/dense_span.cuh"
@@ -143,10 +143,10 @@ class StridedCacheRows(CacheRows):
 
 @dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
-    """Rows of sequences of which ``kv_lens`` says how many keys are there."""
+    """Rows of sequences of which ``kv_lens`` says how many keys are there, whatever lies behind them."""
 
     type: ClassVar[str] = "UsedKeys"
-    source: ClassVar[str] = "variant/rows/used.cuh"
+    source: ClassVar[str] = "variant/rows/used_keys.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -159,19 +159,11 @@ class UsedQueries(Wrapper):
     not."""
 
     type: ClassVar[str] = "UsedQueries"
-    source: ClassVar[str] = "variant/rows/used.cuh"
+    source: ClassVar[str] = "variant/rows/used_queries.cuh"
 
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("q_lens", "const i32*", Pointer("q_lens")))
-
-
-@dataclasses.dataclass(frozen=True)
-class CutKeys(UsedKeys):
-    """The same where the other rows of k and v are as if they were not there, whatever they hold: in the backward."""
-
-    type: ClassVar[str] = "CutKeys"
-    source: ClassVar[str] = "variant/rows/cut_keys.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,7 @@
 #pragma once
-// The same for queries: args.q_lens holds how many. lse and scratch have places for all rows.
+// Sequences that use a part of their queries, from the first on: args.q_lens holds how many. In the backward the others are as if they
+// were not there: no tile has them, and where one ends later it holds zeros, so that whatever lies there reaches no gradient. lse and
+// scratch have places for all rows.
 #include "tile/sequence.cuh"
 
 template <class R>
@@ -7,7 +9,7 @@ struct CutQueries : R {
     i32 q_len;  // R::q_len says where lse and scratch of the next sequence are
 
     __device__ CutQueries(const Args& args, i32 batch) : R(args, batch), q_len(max(0, min(args.q_lens[batch], R::q_len))) {
-        this->q.length = q_len;
+        cut(this->q, q_len);
     }
     __device__ Extent extent() const {
         Extent found = R::extent();

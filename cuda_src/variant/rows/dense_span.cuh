@@ -1,5 +1,5 @@
 #pragma once
-// The same as dense rows, where a sequence may be cut to its first rows (variant/rows/cut_keys.cuh, cut_queries.cuh).
+// The same as dense rows, where a sequence may be cut to its first rows (variant/rows/used_keys.cuh, cut_queries.cuh).
 #include "variant/rows/dense.cuh"
 
 struct DenseSpan : Dense {

@@ -1,5 +1,5 @@
 #pragma once
-// In each sequence, the rows behind those that it uses (variant/rows/cut_keys.cuh, cut_queries.cuh). As many blocks share a sequence as there are for each.
+// In each sequence, the rows behind those that it uses (variant/rows/used_keys.cuh, cut_queries.cuh). As many blocks share a sequence as there are for each.
 #include "variant/unused/share.cuh"
 
 struct BehindUsed {
