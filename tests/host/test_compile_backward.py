@@ -181,7 +181,7 @@ def test_dq_a_step_later() -> None:
             assert not binary.spill_bytes and not binary.advisories, dict(source.headers)["config.cuh"]
 
 
-LISTED = [("block_table", (128, 128)), ("streaming", (128, 128)), ("natten_2d", (128, 128))]
+LISTED = [("block_table", (128, 128)), ("streaming", (128, 128)), ("natten_2d", (128, 128)), ("documents_causal", (128, 128))]
 
 
 @pytest.mark.parametrize(("name", "size"), LISTED)
