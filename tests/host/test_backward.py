@@ -25,6 +25,7 @@ from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator, host_threads
 from tests.operations import backward
+from tests.options import Alibi, Fading
 
 torch = pytest.importorskip("torch")
 Array = npt.NDArray[Any]
@@ -101,6 +102,15 @@ HOPPER = {
     "120, later, packed": Case((120, 120), {"mask": Causal()}, PACKED, varlen=True, order="step_later", grid=3, sinks=True),
     "192 and 128, packed": Case((192, 128), {"mask": Window(40, 30), "score": Softcap(2.0)}, PACKED, varlen=True, dlse=True),
 }
+HOPPER |= {
+    "64, alibi, offsets": Case((64, 64), {"mask": Causal(), "score": Alibi(1.0), "q_offset": 41}, ((70, 140),), heads=(4, 2)),
+    "128, fading": Case((128, 128), {"score": Fading(0.1)}, ((70, 140),) * 2, heads=(4, 2), store="final"),
+    "192 and 128, fading, packed": Case((192, 128), {"mask": Causal(), "score": Fading(0.1)}, PACKED[1:4], varlen=True),
+}
+SIMT |= {
+    "fading": Case((24, 17), {"element": FP64, "mask": Causal(), "score": Fading(0.1)}, ((50, 70),) * 2, heads=(4, 2)),
+    "alibi, packed": Case((8, 9), {"element": FP64, "score": Alibi(1.0), "kv_offset": 7}, PACKED[:4], varlen=True),
+}
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
 HOPPER |= {
     "64, lens": Case((64, 64), {"mask": Causal()}, ((150, 200),) * 4, dlse=True, sinks=True, lens=LENS),
@@ -137,6 +147,7 @@ MMA: dict[str, tuple[Config, Case]] = {
     "64, offsets": (LONE, Case((64, 64), {"mask": Causal(), "q_offset": 40, "kv_offset": 9}, ((100, 140),), sinks=True)),
     "64, dropout": (LONE, Case((64, 64), {"mask": Causal(), "dropout": 0.3}, ((100, 140),), heads=(4, 2))),
     "96 and 128, dropout, packed": (PAIRS, Case((96, 128), {"dropout": 0.5, "kv_offset": 9}, PACKED[1:4], varlen=True)),
+    "64, fading": (LONE, Case((64, 64), {"mask": Causal(), "score": Fading(0.1)}, ((100, 140),), heads=(4, 2))),
     "64, lens": (LONE, Case((64, 64), {"mask": Causal()}, ((100, 140),) * 4, dlse=True, sinks=True, lens=LENS)),
     "96 and 128, packed, lens": (
         PAIRS, Case((96, 128), {}, PACKED[1:5], varlen=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))),
@@ -180,8 +191,9 @@ def formula(
     q, k, v, sinks = (x.requires_grad_() for x in (*(x.transpose(-2, -3) for x in (q, k, v)), sinks))
     group = q.shape[0] // k.shape[0]
     s = q @ k.repeat_interleave(group, 0).transpose(-1, -2) * op.scale
-    if isinstance(op.score, Softcap):
-        s = torch.tanh(s / op.score.cap) * op.score.cap
+    score: Any = op.spec.placed_score
+    rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None]
+    s = torch.stack([score.logit(torch, s[h], batch, h, rows, keys) for h in range(op.heads)])
     if kept is None:
         begin, end = op.spec.placed_mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
         keys = np.arange(k.shape[1])

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rawattn import ProblemError, UnsupportedError, cpu
-from rawattn.testing import Case, cases, expect_backward
+from rawattn.testing import Case, expect_backward
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Score
+from tests.options import cases
 
 Gradients = dict[str, npt.NDArray[Any]]
 

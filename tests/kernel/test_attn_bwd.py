@@ -26,9 +26,10 @@ from rawattn.operation import Backward
 from rawattn.plans import Plan
 from rawattn.program import Counter, Program
 from rawattn.select import Selection
-from rawattn.testing import Case, cases, expect_backward
+from rawattn.testing import Case, expect_backward
 from rawattn.variant.mask import Both, Causal, Window
 from tests.calls import far, much_memory, poisoned_memory
+from tests.options import SCORES, cases
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
@@ -162,6 +163,18 @@ def test_batches_and_heads(kernel: Any, case: Case, dlse: bool) -> None:
 )
 def test_scores(kernel: Any, case: Case, dlse: bool) -> None:
     check(case, kernel, dlse)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@listed(
+    (kernel, Case("bf16", 2, 200, 333, 4, 2, size, size, causal=True), True)
+    for kernel, size in ((ATTN_BWD, 64), (ATTN_BWD, 128), (ATTN_BWD_PAIR, 192), (ATTN_BWD_MMA, 64), (ATTN_BWD_SIMT, 40))
+)
+@hypothesis.settings(max_examples=4, derandomize=True)
+@hypothesis.given(data=st.data())
+def test_scores_of_ones_own(kernel: Any, case: Case, dlse: bool, name: str, data: Any) -> None:
+    """Their derivatives are files in CUDA, as the definitions say."""
+    check(dataclasses.replace(case, score=data.draw(SCORES[name])), kernel, dlse)
 
 
 @listed(
