@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rawattn.operation import Forward
 from rawattn.select import select
 from rawattn.spec import Spec
 from rawattn.testing import Case, cases, expect, expect_backward
+from tests.emulator import gpu
 from tests.operations import backward
 
 
@@ -194,3 +196,20 @@ def test_launches_of_gradients(size: int, varlen: bool) -> None:
     config = dict(launches[2 + varlen].source.headers)["config.cuh"]
     rows = "CutQueries<Varlen>" if varlen else "CutQueries<DenseSpan>"
     assert f"using Rows = {rows};" in config and ("TmaPageRows q;" in config) == (not varlen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_attn_fwd_emulated(packed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """NaN behind the keys and values in use reaches no result: TMA brings zeros."""
+    pytest.importorskip("torch")
+    lengths = ((130, 200), (70, 200)) if packed else None
+    case = Case(batch=2, q_len=130, kv_len=200, heads=2, kv_heads=1, causal=True, lengths=lengths, lens=((130, 61), (129, 70)))
+    (q, k, v, *starts), lens = case.inputs("torch", "cpu"), case.used("torch", "cpu")
+    call = rawattn.attention_varlen if packed else rawattn.attention
+    o, lse = call(q, k, v, *starts, **lens, causal=True, return_lse=True)
+    case.poison((q,), (k, v))
+    gpu.stand_in(monkeypatch, tmp_path, sm_count=3)
+    found = call(q, k, v, *starts, **lens, causal=True, return_lse=True, kernel="attn_fwd")
+    np.testing.assert_allclose(found[0].float().numpy(), o.float().numpy(), atol=2e-2)
+    np.testing.assert_allclose(found[1].numpy(), lse.numpy(), atol=1e-4)
