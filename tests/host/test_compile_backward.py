@@ -193,6 +193,24 @@ def test_lists_of_wide_heads(name: str, size: tuple[int, int]) -> None:
     assert not binary.spill_bytes and not binary.advisories
 
 
+CUT: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((64, 64), {"mask": Window(64, 64), "varlen": True}),
+    ((128, 128), {"mask": Window(64, 64)}),
+    ((256, 256), {"mask": Causal(), "varlen": True}),
+]
+
+
+def test_rows_in_use() -> None:
+    """Where sequences use a part of their rows the configuration is another one, and keeps all in registers."""
+    for size, kinds in CUT:
+        op = backward(size, q_lens=True, kv_lens=True, **kinds)
+        kernel: Any = ATTN_BWD if max(size) <= 128 else ATTN_BWD_PAIR
+        launches = lowered(op, kernel.candidates(op, TYPICAL["sm_90a"])[0])
+        for name in launches.keys() & set(MAIN):
+            binary = compiler.compile(launches[name])
+            assert not binary.spill_bytes and not binary.advisories, (size, kinds)
+
+
 def test_a_step_later_needs_plain_weights() -> None:
     op = backward((128, 128), score=Softcap(2.0))
     config = dataclasses.replace(attn_bwd.config_of(op.forward), order="step_later")
