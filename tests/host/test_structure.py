@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 25400,  # the doors of diffusers, xformers, vLLM and SGLang
     "perf": 5200,
-    "cuda_src": 10200,
-    "tests": 30000,
+    "cuda_src": 10300,  # rows in use, and what clears the others
+    "tests": 30800,  # gradients with q_lens and kv_lens in every kernel; a watchdog
 }
 FUNCTION_LINES = 60
 
