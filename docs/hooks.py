@@ -65,6 +65,7 @@ ROWS = {
 OF_OPERATION: dict[str, dict[str, dict[str, Any]]] = {
     "Forward": OPTIONS | ROWS | {
         "`constant_time`": {"spec": Spec.of(constant_time=True)},
+        "`invariant`": {"spec": Spec.of(invariant=True)},
     },
     "Backward": OPTIONS | ROWS,
     "AttentionKVCache": OPTIONS | {
@@ -81,7 +82,8 @@ def support(operation: str) -> str:
     """A column for each kernel of an operation, a row for each property."""
     rows: dict[str, list[str]] = {}
     classes = {"Forward": Forward, "Backward": Backward, "AttentionKVCache": AttentionKVCache}
-    kernels = KERNELS_OF[classes[operation]]
+    devices = *TYPICAL.values(), this_cpu()
+    kernels = [x for x in KERNELS_OF[classes[operation]] if any(takes(x, plain(operation), each) for each in devices)]
     for kernel in kernels:
         for name, value in properties(kernel, operation):
             rows.setdefault(name, []).append(value)
