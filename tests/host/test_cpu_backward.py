@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rawattn import ProblemError, UnsupportedError, cpu
-from rawattn.testing import Case, expect_backward
+from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Score
-from tests.options import cases
+from tests.options import SCORES
 
 Gradients = dict[str, npt.NDArray[Any]]
 
@@ -70,7 +70,7 @@ def bits(found: Gradients) -> list[bytes]:
 
 
 @settings(max_examples=60)
-@given(cases(longest=150, head_dims=(1, 8, 17, 64, 72), sinks=None, lens=True), st.booleans())
+@given(cases(longest=150, head_dims=(1, 8, 17, 64, 72), sinks=None, lens=True, scores=SCORES), st.booleans())
 def test_reference(case: Case, dlse: bool) -> None:
     check(case, dlse=dlse)
 

@@ -26,10 +26,10 @@ from rawattn.operation import Backward
 from rawattn.plans import Plan
 from rawattn.program import Counter, Program
 from rawattn.select import Selection
-from rawattn.testing import Case, expect_backward
+from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.mask import Both, Causal, Window
 from tests.calls import far, much_memory, poisoned_memory
-from tests.options import SCORES, cases
+from tests.options import SCORES
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
@@ -671,7 +671,9 @@ def test_whatever_the_run_time_values(kernel: Any, case: Case, dlse: bool, data:
 
 
 @hypothesis.settings(max_examples=12, derandomize=True)  # most compile three kernels
-@hypothesis.given(case=cases(dtypes=("bf16", "fp16"), layouts=LAYOUTS, head_dims=(8, 40, 64, 128, 256), sinks=None, lens=True))
+@hypothesis.given(
+    case=cases(dtypes=("bf16", "fp16"), layouts=LAYOUTS, head_dims=(8, 40, 64, 128, 256), sinks=None, lens=True, scores=SCORES)
+)
 def test_whatever_the_kinds(case: Case) -> None:
     call = Call(case)
     call.check(call.run())
