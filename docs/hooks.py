@@ -60,10 +60,10 @@ ROWS = {
     "grouped heads": {"heads": 8, "kv_heads": 2},
     "packed sequences": {"varlen": True, "total_q": 700, "total_kv": 700},
     "`q_offset`, `kv_offset`": {"spec": Spec.of(causal=True, q_offset=512)},
+    "`q_lens`, `kv_lens`": {"q_lens": True, "kv_lens": True},
 }
 OF_OPERATION: dict[str, dict[str, dict[str, Any]]] = {
     "Forward": OPTIONS | ROWS | {
-        "`q_lens`, `kv_lens`": {"q_lens": True, "kv_lens": True},
         "`constant_time`": {"spec": Spec.of(constant_time=True)},
         "`invariant`": {"spec": Spec.of(invariant=True)},
     },

@@ -7,9 +7,9 @@ Some steps over caches are timed beside cuDNN and a kernel that reads as many by
 
 Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio to cuDNN or FlashAttention 2, or of a
 Python function to what is built-in, that is worse than the recorded one by more than 2 % and by more than the noise of both runs.
-A case that no other computes is compared by its rate over the matrix product's of its run. Where that product is slower than in
-the recorded run, as on a warmer GPU, a ratio may fall by as much: what the power bounds loses to what it does not. What was recorded
-and is missing now is a failure too.
+A case that no other computes is compared by its rate over the matrix product's of its run. Where that product is slower than
+recorded, as on a warm GPU, a ratio may fall by as much: what power bounds loses to what it does not. What was recorded and is
+missing now is a failure too.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def gate_steps(folder: pathlib.Path, update: bool) -> list[str]:
     rows, path = [steps.measure(case, ("ours", "cudnn"), ROUNDS) for case in steps.GATE], folder / "gate-caches.json"
     bad = [f"{row['label']}: ours: {row['failures']['ours']}" for row in rows if "ours" in row["failures"]]
     if path.exists():
-        table, worse = moved(*(ratios_of_steps(each) for each in (json.loads(path.read_text())["rows"], rows)))
+        table, worse = moved(ratios_of_steps(json.loads(path.read_text())["rows"]), ratios_of_steps(rows))
         bad += worse
         print(report.table(table))
     if update or not path.exists():

@@ -69,7 +69,7 @@ def attention(
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
             exponentials and lse but has no value (gpt-oss; arXiv 2309.17453, section 3.3). -inf is no sink.
         q_lens, kv_lens: int32, (batch,): how many rows each sequence uses, from its first one on. Queries behind them keep no
-            key, no query keeps a key behind them, and masks see these lengths. On a GPU there are no gradients with them yet.
+            key, no query keeps a key behind them, and masks see these lengths. Rows behind may hold NaN; their gradients are 0.
         out: receives the result; like o, apart from the inputs. Not where autograd follows, or torch traces, transforms or casts.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         constant_time: take kernels in which no branch and no address depends on the numbers in q, k and v, for bf16, fp16 and
@@ -100,7 +100,7 @@ def attention(
                dropout, invariant)  # fmt: skip
     seed, given = _seed(q, dropout, seed), (q, k, v)
     if sinks is not None or seed is not None or q_lens is not None or kv_lens is not None:
-        given = _given(q, k, v, None, None, sinks, q_lens, kv_lens, seed)
+        given = given_of(q, k, v, None, None, sinks, q_lens, kv_lens, seed)
     return _run(given, options, NO_LENGTHS, kernel, config, out)
 
 
@@ -134,7 +134,7 @@ def attention_varlen(
         score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
                dropout, invariant)  # fmt: skip
-    given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
+    given = given_of(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
@@ -143,11 +143,11 @@ def attention_varlen(
 
 def attention_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, causal: bool = False,
-    window: Window | None = None, softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None,
-    score: ScoreLike | None = None, alibi: Any = None, bias: Any = None, constant_time: bool = False, deterministic: bool = True,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, wrt: Any = (),
-    out: Any = None, kernel: str | None = None, config: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, q_lens: Any = None,
+    kv_lens: Any = None, causal: bool = False, window: Window | None = None, softcap: float | None = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
+    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    dropout: float = 0.0, seed: Any = None, wrt: Any = (), out: Any = None, kernel: str | None = None, config: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -157,7 +157,7 @@ def attention_backward(
     Args:
         do: the loss's gradient by o, in o's shape, dtype and library. Where its last dimension is not contiguous, or a dimension
             is expanded, as in what ``sum().backward()`` gives, do is copied first. No other array but dlse is ever copied.
-        q, k, v, sinks: what the forward was given.
+        q, k, v, sinks, q_lens, kv_lens: what the forward was given.
         o, lse: what it gave for them, with ``return_lse=True``: lse is contiguous, (batch, heads, q_len) or (heads, total_q), in
             float32 (float64 for fp64 inputs).
         dlse: the loss's gradient by lse, where it depends on lse; of lse's shape and dtype, copied where it is not contiguous.
@@ -177,8 +177,9 @@ def attention_backward(
         Keys and values that query heads share get the sum of the gradients, and so does an element that is read several times.
 
     A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. A key that no query keeps has
-    dk = dv = 0, and rows of no sequence have gradients of 0. With a NaN or inf in an input, gradients of rows that lie near it in
-    a sequence may be NaN, even where the mask keeps them apart (0 x NaN is NaN).
+    dk = dv = 0. Rows of no sequence have gradients of 0. So have those that q_lens and kv_lens leave unused, and nothing that do,
+    q, k, v, o, lse and dlse hold there, NaN for instance, reaches another gradient or a sink's. With a NaN or inf in an input
+    elsewhere, gradients of rows that lie near it in a sequence may be NaN, even where the mask keeps them apart (0 x NaN is NaN).
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed.
@@ -194,8 +195,8 @@ def attention_backward(
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset, "dropout": dropout, "invariant": False,
     }  # fmt: skip
-    more = _given(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _seed(q, dropout, seed, "give that of the forward"))
-    given = (do, q, k, v, o, lse, *more)
+    seed = _seed(q, dropout, seed, "give that of the forward")
+    given = (do, q, k, v, o, lse, *given_of(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed))
     options, captured = functions.taken(options, wrt)
     lengths = (max_seqlen_q, max_seqlen_kv)
     found: tuple[Any, ...] = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
@@ -204,25 +205,26 @@ def attention_backward(
 
 def plan_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None, wrt: Any = (),
-    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, q_lens: Any = None,
+    kv_lens: Any = None, seed: Any = None, wrt: Any = (), kernel: str | None = None, config: Any = None,
+    on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """``plan`` for ``attention_backward``: ``plan.run(do, q, k, v, o, lse)`` gives the gradients.
 
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
     found, asked = _named(Backward, given, options, wrt)
     return _plan(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
 def explain_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, seed: Any = None, wrt: Any = (),
-    kernel: str | None = None, config: Any = None, **options: Any,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, q_lens: Any = None,
+    kv_lens: Any = None, seed: Any = None, wrt: Any = (), kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """``explain`` for ``attention_backward``. It says what would be copied, too."""
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _stand_in(q, options, seed))
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
     dense = Backward.dense(given)
     found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config, wrt)
     copied = tuple(name for name, x, y in zip(Backward.names, given, dense, strict=True) if x is not y)
@@ -231,8 +233,8 @@ def explain_backward(
 
 def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, sinks: Any = None, seed: Any = None, kernel: str | None = None, config: Any = None,
-    on_compile: Callable[[], None] | None = None, **options: Any,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, seed: Any = None,
+    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """Makes the plan for arrays like these, compiled and loaded: ``plan.run(q, k, v)`` then costs the least a call can cost.
 
@@ -243,21 +245,21 @@ def plan(
     NVRTC runs, which takes about a second; a cached kernel does not need it. With ``dropout`` the last input of ``run`` is the
     seed, an array, before those that functions captured; here it may be left out.
     """
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
     found, asked = _named(Forward, given, options)
     return _plan(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
 def explain(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, sinks: Any = None, seed: Any = None, kernel: str | None = None, config: Any = None,
-    **options: Any,
+    max_seqlen_kv: int | None = None, *, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, seed: Any = None,
+    kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, _stand_in(q, options, seed))
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
     lengths = (max_seqlen_q, max_seqlen_kv)
     return _explain(Forward, given, options, lengths, kernel, config)
 
@@ -455,7 +457,7 @@ def _asked(
     return Asked(operation, dict(zip((*OPTIONS, "wrt"), values, strict=False)), lengths, kernel, config)
 
 
-def _given(*arrays: Any) -> tuple[Any, ...]:
+def given_of(*arrays: Any) -> tuple[Any, ...]:
     """The arrays of a call, without what is None at the end."""
     count = len(arrays)
     while count and arrays[count - 1] is None:
@@ -510,11 +512,6 @@ def _run(
                 return one_or_all(call(given[0], out, captured))
         compute = (_torch_op.way_of_tensors if is_plain else _torch_op.way)(given + captured)
         if compute is not None:
-            if any(x is not None for x in given[6:8]):
-                raise ProblemError(
-                    "q_lens or kv_lens was given where torch traces, transforms or casts, or where a tensor requires grad; there "
-                    "is no operator and no gradient with them yet."
-                )
             if compute is _torch_op.differentiable:
                 return compute(given, asked_of(Forward, values, lengths, kernel, config), out, captured)
             return compute(given, dict(zip(OPTIONS, values, strict=True)), lengths, kernel, config, out, captured=captured)

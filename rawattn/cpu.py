@@ -511,12 +511,13 @@ class _KeyUnit(NamedTuple):
 def run_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Pairs, score: Score,
     scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
-    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, dropped: Dropped | None = None,
-    captured: dict[int, Array] | None = None, *, threads: int | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, q_lens: Array | None = None,
+    kv_lens: Array | None = None, dropped: Dropped | None = None, captured: dict[int, Array] | None = None, *,
+    threads: int | None = None,
 ) -> None:  # fmt: skip
     """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
-    dq, dk, dv and dsinks in place. Rows of no sequence get 0. ``captured`` are the gradients of arrays that the score captured,
-    by their numbers, which are written too; they are summed in float64, by one thread.
+    dq, dk, dv and dsinks in place. Rows of no sequence, and those that q_lens and kv_lens leave unused, get 0. ``captured``
+    are the gradients of arrays that the score captured, by their numbers, which are written too, summed in float64 by one thread.
 
     ``threads`` are as many as pay unless given. Results are the same bits whatever their number, but for scores that the loops do
     not know. NaN or inf in a query, key or value may reach the gradients of rows that it is masked from.
@@ -532,16 +533,20 @@ def run_backward(
     sink_parts = np.zeros((len(sequences), heads), number)
     group, shared, units = heads // kv_heads, [], []
     cuts = max(1, BACKWARD_UNITS // max(1, len(sequences) * kv_heads)) if cap is not None else 1
+    for x, some in ((dq, (cu_seqlens_q, q_lens)), (dk, (cu_seqlens_kv, kv_lens)), (dv, (cu_seqlens_kv, kv_lens))):
+        if any(each is not None for each in some):
+            x[...] = 0
     for i, (rows, keys, at) in enumerate(sequences):
-        begin, end = interval(len(q[rows]), len(k[keys]))
+        n, m = (slice(len(x) if lens is None else int(lens[i])) for x, lens in ((q[rows], q_lens), (k[keys], kv_lens)))
+        begin, end = interval(len(q[rows][n]), len(k[keys][m]))
         for h in range(kv_heads):
             own = slice(h * group, (h + 1) * group)
-            spans = _spans(len(k[keys]), cuts)
-            parts = None if len(spans) == 1 else np.zeros((len(spans), *q[rows][:, own].shape), number)
+            spans = _spans(len(k[keys][m]), cuts)
+            parts = None if len(spans) == 1 else np.zeros((len(spans), *q[rows][n, own].shape), number)
             found = _Gradients(
-                (i, own.start), do[rows][:, own], q[rows][:, own], k[keys][:, h], v[keys][:, h], o[rows][:, own], lse[at][own],
-                None if dlse is None else dlse[at][own], sink_logits[own], begin[:, own], end[:, own], delta[at][own],
-                dq[rows][:, own], dk[keys][:, h], dv[keys][:, h], sink_parts[i, own], parts,
+                (i, own.start), do[rows][n, own], q[rows][n, own], k[keys][m, h], v[keys][m, h], o[rows][n, own], lse[at][own, n],
+                None if dlse is None else dlse[at][own, n], sink_logits[own], begin[:, own], end[:, own], delta[at][own, n],
+                dq[rows][n, own], dk[keys][m, h], dv[keys][m, h], sink_parts[i, own], parts,
             )  # fmt: skip
             shared.append(found)
             units += [_KeyUnit(found, j, span, _pairs(found.begin, found.end, span)) for j, span in enumerate(spans)]
@@ -563,9 +568,6 @@ def run_backward(
         dsinks[...] = sink_parts.sum(0)
     for i, x in (captured or {}).items():
         x[...] = sums[i]
-    for x, ends in ((dq, cu_seqlens_q), (dk, cu_seqlens_kv), (dv, cu_seqlens_kv)):
-        if ends is not None:
-            x[int(ends[-1]) :] = 0
 
 
 def _backward_seconds(pairs: int, columns: int) -> float:

@@ -49,7 +49,7 @@ def attention(
     >>> o, lse = jax.jit(functools.partial(rawattn.jax.attention, causal=True, return_lse=True))(q, k, v)
 
     Arguments and results are those of ``rawattn.attention``; ``dot_product_attention`` has the names of ``jax.nn``. Gradients of
-    q, k, v and sinks, by o and by lse, come by ``jax.custom_vjp``: reverse mode, once. With q_lens or kv_lens there is none yet.
+    q, k, v and sinks, by o and by lse, come by ``jax.custom_vjp``: reverse mode, once.
     Options are Python values: what is traced may be an array, but not a window or a scale.
 
     Arrays that a mask or a score captured, ``alibi`` and ``bias`` may be traced, too: they become operands of the callback,
@@ -207,9 +207,6 @@ def _attention_fwd(options: Options, primals: dict[str, Any]) -> tuple[tuple[Any
         if name.startswith("mask"):
             words = functions.labels(dict(options))[name]
             raise UnsupportedError(f"{words} is differentiated, and a mask has no gradient; use stop_gradient on it.")
-    for name in ("q_lens", "kv_lens"):
-        if name in given:
-            raise UnsupportedError(f"{name} was given and a gradient was asked for; there is none with lengths yet.")
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
     o, lse = _attention(options, given)

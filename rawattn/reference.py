@@ -86,8 +86,8 @@ def attention(
 def rounded(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_offset: int | None = None,
-    kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
+    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None, kv_lens: Any = None,
+    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
     rows: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
     """The plain formula in float32, its logits and probabilities rounded to q's dtype: the yardstick for a kernel's error.
@@ -98,7 +98,7 @@ def rounded(
         q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
-    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows)
+    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
     return (o, lse) if return_lse else o
 
 
@@ -106,7 +106,8 @@ def attention_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, wrt: Any = (),
+    q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
+    seed: Any = None, wrt: Any = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v, the sinks and what a score captured in float64, slow and exact, to compare with.
 
@@ -124,19 +125,21 @@ def attention_backward(
 
     A query that keeps no key has dq = 0 and adds nothing to dk and dv; its dlse reaches the sink. NaN or inf in a query reaches
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
+    Rows that q_lens and kv_lens leave unused have gradients of 0, and dlse of such a query reaches no sink.
     """
     formula = make_formula(
         q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
-    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt))
+    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt), (q_lens, kv_lens))
 
 
 def rounded_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, wrt: Any = (),
+    q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
+    seed: Any = None, wrt: Any = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """The plain formula in float32, its logits, probabilities, o and gradients of logits rounded to q's dtype: the yardstick for
     a kernel's error.
@@ -147,7 +150,7 @@ def rounded_backward(
         q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
         (cu_seqlens_q, cu_seqlens_kv),
     )  # fmt: skip
-    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt))
+    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt), (q_lens, kv_lens))
 
 
 def _cast(x: Any, dtype: Any) -> Any:
@@ -267,11 +270,12 @@ class Formula:
 
     def backward(
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: Any, cu_q: Any, cu_kv: Any,
-        wanted: tuple[Any, Sequence[Any]] = (None, ()),
+        wanted: tuple[Any, Sequence[Any]] = (None, ()), lens: tuple[Any, Any] = (None, None),
     ) -> tuple[Any, ...]:  # fmt: skip
-        """dq, dk, dv of all sequences, dsinks where there are sinks, and the gradients by the wanted arrays of a function."""
+        """dq, dk, dv of all sequences, dsinks where there are sinks, and the gradients by the wanted arrays of a function;
+        ``lens`` are the rows of q and of k that each sequence uses."""
         if wanted[1]:
-            return self._with_captured(*wanted, do, q, k, v, dlse, sinks, cu_q, cu_kv)
+            return self._with_captured(*wanted, do, q, k, v, dlse, sinks, cu_q, cu_kv, (None, ()), lens)
         with self._settings(q):
             found = [self.xp.zeros(x.shape, dtype=self.dtype, **self.place) for x in (q, k, v)]
             dsinks = self.xp.zeros(q.shape[-2], dtype=self.dtype, **self.place)
@@ -280,9 +284,10 @@ class Formula:
                 dlse = self.xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=self.dtype, **self.place)
             numbers = self._numbers(sinks, q.shape[-2])
             for batch, rows, keys in self._sequences(q, cu_q, cu_kv):
-                dlse_i = _cast(dlse[rows] if isinstance(rows, int) else dlse[:, rows], self.dtype)
-                given = (do[rows], q[rows], k[keys], v[keys], dlse_i, numbers)
-                self.backward_sequence((batch, 0), *given, dq[rows], dk[keys], dv[keys], dsinks)
+                n, m = (slice(None if each is None else int(each[batch])) for each in lens)
+                dlse_i = _cast((dlse[rows] if isinstance(rows, int) else dlse[:, rows])[:, n], self.dtype)
+                given = (do[rows][n], q[rows][n], k[keys][m], v[keys][m], dlse_i, numbers)
+                self.backward_sequence((batch, 0), *given, dq[rows][n], dk[keys][m], dv[keys][m], dsinks)
         return (*found, dsinks) if sinks is not None else tuple(found)
 
     def _with_captured(self, score: Any, wrt: Sequence[Any], *given: Any) -> tuple[Any, ...]:

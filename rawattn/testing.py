@@ -53,7 +53,8 @@ class Case:
     - expanded: all heads of k and v are one, repeated with a stride of 0
     - reversed: the rows backwards, with a negative stride; NumPy and CuPy only
 
-    ``sinks`` says whether each query head has one. ``seed`` is that of the data, and of dropout.
+    ``sinks`` says whether each query head has one. ``lens`` are q_lens and kv_lens, a number for each sequence, or None in place
+    of either. ``seed`` is that of the data, and of dropout.
     """
 
     dtype: str = "bf16"
@@ -77,6 +78,7 @@ class Case:
     lengths: tuple[tuple[int, int], ...] | None = None
     layout: str = "contiguous"
     seed: int = 0
+    lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
 
     @property
     def name(self) -> str:
@@ -87,11 +89,12 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``rawattn.attention``, ``attention_varlen`` and the reference; those that are not defaults. Sinks
-        are a NumPy array."""
+        and the rows in use are NumPy arrays."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         options["sinks"] = self.sink_logits() if self.sinks else None
         options |= {"dropout": self.dropout, "seed": self.seed} if self.dropout else {"dropout": None}
-        return {name: value for name, value in options.items() if value is not None and value is not False}
+        found = {name: value for name, value in options.items() if value is not None and value is not False}
+        return found | self.used()
 
     @property
     def op(self) -> Forward:
@@ -99,13 +102,14 @@ class Case:
         pairs = [(self.q_len, self.kv_len)] * self.batch if self.lengths is None else self.lengths
         q_lens, kv_lens = [q for q, _ in pairs], [kv for _, kv in pairs]
         packed = self.lengths is not None
-        options = {name: value for name, value in self.options.items() if name not in ("sinks", "seed")}
+        options = {name: value for name, value in self.options.items() if name in _OPTIONS}
         spec = Spec.of(**options, return_lse=True)
         return Forward(
             element=ELEMENTS[self.dtype], batch=len(pairs),
             q_len=max(q_lens, default=0) if packed else self.q_len, kv_len=max(kv_lens, default=0) if packed else self.kv_len,
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v, spec=spec,
             varlen=packed, total_q=sum(q_lens), total_kv=sum(kv_lens), sinks=self.sinks,
+            q_lens=self.lens[0] is not None, kv_lens=self.lens[1] is not None,
         )  # fmt: skip
 
     def inputs(self, library: str = "numpy", device: Any = None) -> tuple[Any, ...]:
@@ -132,6 +136,21 @@ class Case:
         """N(0, 1) for each head of q, (heads,), in the dtype of lse."""
         numbers = np.random.default_rng((self.seed, 1)).standard_normal(self.heads, np.float32)
         return _moved(numbers.astype(ELEMENTS[self.dtype].lse_dtype), library, device)
+
+    def used(self, library: str = "numpy", device: Any = None) -> dict[str, Any]:
+        """q_lens and kv_lens, int32, those that there are."""
+        named = zip(("q_lens", "kv_lens"), self.lens, strict=True)
+        return {name: _moved(np.array(x, np.int32), library, device) for name, x in named if x is not None}
+
+    def poison(self, of_q: Sequence[Any] = (), of_kv: Sequence[Any] = (), of_lse: Sequence[Any] = ()) -> None:
+        """Writes NaN to all rows that are not used, of arrays like q or o, like k, and like lse."""
+        pairs = [(self.q_len, self.kv_len)] * self.batch if self.lengths is None else self.lengths
+        for side, arrays in ((0, (*of_q, *(x.swapaxes(-1, -2) for x in of_lse))), (1, of_kv)):
+            for i, used in enumerate(self.lens[side] or ()):
+                start = 0 if self.lengths is None else sum(pair[side] for pair in pairs[:i])
+                rows = slice(start + used, start + pairs[i][side])
+                for x in arrays:
+                    (x[i] if self.lengths is None else x)[rows] = float("nan")
 
     def output_gradients(self, library: str = "numpy", device: Any = None) -> tuple[Any, Any]:
         """do in the layout of q, and dlse (batch, heads, q_len) or (heads, total_q) in the dtype of lse, both of N(0, 1)."""
@@ -401,13 +420,14 @@ def expect_backward(
     exact = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options)]
     plain = [_float64(x) for x in reference.rounded_backward(do, q, k, v, **options)]
     formula, names = _sizes(q, k, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
-    sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(do, q, k, v, dlse, *_given(options))]
+    given = (do, q, k, v, dlse, *_given(options), (None, ()), (options.get("q_lens"), options.get("kv_lens")))
+    sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(*given)]
     lost = [np.zeros(())] * 3
     if tolerance.is_fp16:
         subnormal = _Subnormal(**_fields(formula))
-        lost = [5 * np.sqrt(_float64(x)) for x in subnormal.backward(do, q, k, v, dlse, *_given(options))[:3]]
+        lost = [5 * np.sqrt(_float64(x)) for x in subnormal.backward(*given)[:3]]
     if tolerance.is_16_bit and formula.has_cap:
-        of_cap = dataclasses.replace(formula, of_cap=True).backward(do, q, k, v, dlse, *_given(options))
+        of_cap = dataclasses.replace(formula, of_cap=True).backward(*given)
         lost = [lost[i] + np.sqrt(_float64(of_cap[i])) for i in range(2)] + lost[2:]
     errors = {name: tolerance.rows(plain[i], exact[i], sizes[i], 0.5, lost[i]) for i, name in enumerate(names[:3])}
     if len(exact) > 3:
@@ -500,6 +520,19 @@ def _mask_kinds(side: SearchStrategy[int | None]) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+def parts(
+    pairs: Sequence[tuple[int, int]],
+) -> SearchStrategy[tuple[tuple[int, ...] | None, tuple[int, ...] | None]]:
+    """A Hypothesis strategy for ``Case.lens`` of sequences of these lengths: in half of the cases there are none."""
+    from hypothesis import strategies as st
+
+    each = [st.tuples(*(st.sampled_from((0, n)) | st.integers(0, n) for n in side)) for side in zip(*pairs, strict=True)]
+    q_lens, kv_lens = each or (st.just(()), st.just(()))
+    none: SearchStrategy[Any] = st.none()
+    some = st.tuples(q_lens, kv_lens) | st.tuples(q_lens, none) | st.tuples(none, kv_lens)
+    return st.booleans().flatmap(lambda is_cut: some if is_cut else st.just((None, None)))
+
+
 AWKWARD = (0, 1, 5, 31, 37, 61, 65, 97, 127, 131)  # they divide no tile
 
 
@@ -507,11 +540,12 @@ def cases(
     dtypes: Sequence[str] = tuple(ELEMENTS), longest: int = 300, layouts: Sequence[str] = LAYOUTS,
     head_dims: Sequence[int] = (1, 8, 17, 33, 64, 72, 80, 96, 112, 128, 192, 256), packed: bool | None = None,
     sinks: bool | None = False, masks: Mapping[str, SearchStrategy[Mask]] = {}, scores: Mapping[str, SearchStrategy[Score]] = {},
+    lens: bool = False,
 ) -> SearchStrategy[Case]:  # fmt: skip
     """A Hypothesis strategy for cases over everything that attention takes: lengths from 0 to ``longest``, equal or not, grouped
     heads, all masks, softcap, scales of either sign, positions of the first rows. Each kind of mask and of score has an equal
-    share. ``packed`` says whether sequences are packed and ``sinks`` whether heads have sinks, None for both. ``masks`` and
-    ``scores`` are of one's own, a strategy for each kind."""
+    share. ``packed`` says whether sequences are packed and ``sinks`` whether heads have sinks, None for both. With ``lens``
+    half of the cases use a part of their rows. ``masks`` and ``scores`` are of one's own, a strategy for each kind."""
     from hypothesis import strategies as st
 
     length = st.sampled_from(
@@ -534,8 +568,11 @@ def cases(
         lengths = tuple(draw(st.lists(pair, min_size=0, max_size=4))) if is_packed else None
         q_len, kv_len = (128, 128) if is_packed else draw(pair)
         kv_heads, head_dim = draw(st.sampled_from((1, 1, 2, 3))), draw(st.sampled_from(head_dims))
+        batch = 1 if is_packed else draw(st.integers(1, 2))
+        pairs = [(q_len, kv_len)] * batch if lengths is None else lengths
         return Case(
-            dtype=draw(st.sampled_from(dtypes)), batch=1 if is_packed else draw(st.integers(1, 2)), q_len=q_len, kv_len=kv_len,
+            dtype=draw(st.sampled_from(dtypes)), batch=batch, q_len=q_len, kv_len=kv_len,
+            lens=draw(parts(pairs)) if lens else (None, None),
             heads=kv_heads * draw(st.sampled_from((1, 1, 2, 3, 4))), kv_heads=kv_heads, head_dim=head_dim,
             head_dim_v=draw(st.sampled_from(head_dims)),
             scale=draw(st.none() | st.sampled_from((-1.0, -0.5, 0.0, 0.5)).map(lambda x: x / head_dim**0.5)),

@@ -52,7 +52,8 @@ NO_BATCH = (
 NO_GRADIENT_OF_PARTS = "q is a DTensor, which has no gradients of captured tensors: they would be parts of sums"
 _OPTIONS = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
-    'SymInt? max_seqlen_kv=None, str spec="{}", Tensor? seed=None, Tensor[]? captured=None'
+    'SymInt? max_seqlen_kv=None, str spec="{}", Tensor? seed=None, Tensor[]? captured=None, '
+    "Tensor? q_lens=None, Tensor? kv_lens=None"
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -197,7 +198,7 @@ def attention(
                 f"{name} was given where torch traces, transforms or casts the call; torch.ops.rawattn.attention has no {name}: "
                 "leave it out."
             )
-    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
+    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 6)[:9]
     if not torch.compiler.is_dynamo_compiling():
         _check_tensors(Forward.names, given)
         _check_tensors(tuple(functions.labels(options).values()), captured)
@@ -210,7 +211,8 @@ def attention(
         _register_sharding()
     text = _text_of(options)
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
-    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, text, seed, list(captured) or None)
+    more = text, seed, list(captured) or None, q_lens, kv_lens
+    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, *more)
     return (o, lse) if options["return_lse"] else o
 
 
@@ -305,26 +307,27 @@ def _option(value: Any) -> Any:
 
 def _named(tensors: Sequence[Any]) -> dict[str, Any]:
     """Returns the operator's tensors by name, in the order of ``Forward.names``."""
-    q, k, v, sinks, starts_q, starts_kv, seed = tensors
-    return dict(zip(Forward.names, (q, k, v, starts_q, starts_kv, sinks, None, None, seed), strict=True))
+    q, k, v, sinks, starts_q, starts_kv, seed, q_lens, kv_lens = tensors
+    return dict(zip(Forward.names, (q, k, v, starts_q, starts_kv, sinks, q_lens, kv_lens, seed), strict=True))
 
 
 def _compute(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None, q_lens: Any = None,
+    kv_lens: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Computes the operator on real tensors."""
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, *[None, None, seed] * (seed is not None))
+    given = api.given_of(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
     return api.run(given, _options(spec), (max_seqlen_q, max_seqlen_kv), captured=tuple(captured or ()))
 
 
 def _compute_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
-    captured: Sequence[Any] | None = None, wrt: Sequence[int] = (),
+    captured: Sequence[Any] | None = None, q_lens: Any = None, kv_lens: Any = None, wrt: Sequence[int] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
-    given = (do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
+    given = api.given_of(do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
     options, lengths = {**_options(spec), "return_lse": False}, (max_seqlen_q, max_seqlen_kv)
     options |= {"wrt": tuple(functions.names(options)[i] for i in wrt)} if wrt else {}
     found = api.run(given, options, lengths, None, None, None, Backward, captured=tuple(captured or ()))
@@ -345,10 +348,11 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("rawattn::attention", lib=_library)
 def _fake(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None, q_lens: Any = None,
+    kv_lens: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
-    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec, captured)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed, q_lens, kv_lens), max_seqlen_q, max_seqlen_kv, spec, captured)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 
@@ -357,18 +361,19 @@ def _fake(
 def _fake_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None, max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None,
-    captured: Sequence[Any] | None = None,
+    captured: Sequence[Any] | None = None, q_lens: Any = None, kv_lens: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """As ``_fake``, for the gradients."""
-    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed), max_seqlen_q, max_seqlen_kv, spec, captured)
+    _check((q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seed, q_lens, kv_lens), max_seqlen_q, max_seqlen_kv, spec, captured)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape[0]))
 
 
 @torch.library.register_fake("rawattn::attention_backward_captured", lib=_library)
 def _fake_captured(*args: Any, **named: Any) -> list[Any]:
     """As ``_fake_backward``, with gradients of captured tensors."""
-    *given, captured, wrt = (*args, *named.values())
-    return [*_fake_backward(*given, captured), *(captured[i].new_empty(captured[i].shape) for i in wrt)]
+    *given, captured, q_lens, kv_lens, wrt = (*args, *named.values())
+    found = _fake_backward(*given, captured, q_lens, kv_lens)
+    return [*found, *(captured[i].new_empty(captured[i].shape) for i in wrt)]
 
 
 def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: str, captured: Sequence[Any] | None) -> None:
@@ -427,7 +432,7 @@ class Attention(torch.autograd.Function):
         that functions captured; ``followed`` are those of these to which autograd follows."""
         options, lengths = asked.options, asked.lengths
         if isinstance(options, str):
-            more = (*given[3:5], *lengths, options, given[8], captured or None)
+            more = (*given[3:5], *lengths, options, given[8], captured or None, *given[6:8])
             o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *more)
         else:
             o, lse = api.run(given, options, lengths, None, None, None, Forward, asked.forward, captured)
@@ -445,7 +450,7 @@ class Attention(torch.autograd.Function):
         """Computes dq, dk, dv, dsinks and what captured tensors get, and None for what is no tensor."""
         (*saved, o, lse), asked = ctx.saved_tensors, ctx.asked
         given, captured = saved[: ctx.count], tuple(saved[ctx.count :])
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, seed = (*given, *(None,) * 6)[:9]
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 6)[:9]
         if do is None:
             if dlse is None:
                 return (None,) * (7 + len(asked.wrt))
@@ -453,7 +458,7 @@ class Attention(torch.autograd.Function):
         is_seen = isinstance(asked.options, str) or _is_seen(do, dlse, (*given, *captured))
         if is_seen:
             text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
-            more = (dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text, seed, captured or None)
+            more = (dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text, seed, captured or None, q_lens, kv_lens)
             if asked.wrt:
                 if any(x is not None and _is_batched(x) for x in (do, dlse)):
                     raise ProblemError(NO_BATCH)
@@ -464,7 +469,7 @@ class Attention(torch.autograd.Function):
         else:
             every: tuple[Any, ...] = (do, q, k, v, o, lse)
             if len(given) > 3 or dlse is not None:
-                every = (*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, *[seed] * (seed is not None))
+                every = api.given_of(*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
             found = api.run(every, asked.options, asked.lengths, None, None, None, Backward, asked.backward, captured)
         of_captured = found[3 + (is_seen or sinks is not None) :] if asked.wrt else ()
         return (*found[:3], None if sinks is None else found[3], None, None, None, *of_captured)
@@ -543,10 +548,11 @@ def _ask(
 
 def _autograd(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Sequence[Any] | None = None, q_lens: Any = None,
+    kv_lens: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Lets autograd follow where a tensor requires grad."""
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, None, None, seed)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
     lengths = (max_seqlen_q, max_seqlen_kv)
     _check_followed((*given, *(captured or ())))
     wrt = functions.followed(_options(spec), captured) if captured else ()
@@ -560,7 +566,7 @@ def _autograd(
         own = [x for name, x in zip(names, captured or (), strict=False) if name in wrt]
         return _followed(_apply, q, k, v, sinks, given, tuple(captured or ()), asked, *own)
     with torch._C._AutoDispatchBelowAutograd():
-        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, seed, captured)
+        return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, seed, captured, q_lens, kv_lens)
 
 
 def _autograd_backward(*args: Any) -> tuple[Any, ...]:
@@ -629,9 +635,18 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: An
         name = "seed" if len(in_dims) > 9 and in_dims[9] is not None else "sinks"
         raise ProblemError(f"{name} is mapped by vmap; it must be the same for every element of the batch.")
 
-    joined = (_joined(x, dim, info.batch_size) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
-    o, lse = (x.unflatten(0, (info.batch_size, -1)) for x in _ATTENTION(*joined, *rest))
+    args = _joined_batches((q, k, v, *rest), in_dims, info.batch_size, (0, 1, 2, 11, 12))
+    o, lse = (x.unflatten(0, (info.batch_size, -1)) for x in _ATTENTION(*args))
     return (o, lse), (0, 0)
+
+
+def _joined_batches(args: tuple[Any, ...], dims: tuple[Any, ...], count: int, numbers: Sequence[int]) -> list[Any]:
+    """Joins the mapped dimension to the batch in the arguments of these numbers, where they are given."""
+    found = list(args)
+    for i in numbers:
+        if i < len(found) and found[i] is not None:
+            found[i] = _joined(found[i], dims[i], count)
+    return found
 
 
 def _joined(x: Any, dim: int | None, count: int) -> Any:
@@ -651,8 +666,7 @@ def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tup
             "dropout and sinks were given under vmap, whose gradients are computed one by one; leave out one of them."
         )
     if others.get("sinks") is None and others.get("cu_seqlens_q") is None and not has_functions:
-        tensors = (None if x is None else _joined(x, dim, count) for x, dim in zip(args[:7], in_dims[:7], strict=True))
-        *found, dsinks = _BACKWARD(*tensors, *args[7:])
+        *found, dsinks = _BACKWARD(*_joined_batches(args, in_dims, count, (*range(7), 15, 16)))
         return (*(x.unflatten(0, (count, -1)) for x in found), dsinks.expand(count, 0)), (0,) * 4
     return _one_by_one(_BACKWARD, count, in_dims, args), (0,) * 4
 
@@ -699,9 +713,10 @@ def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any
 
 def _pairs(
     q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: Any = None,
-    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None, wrt: Any = None, **_: Any,
+    max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None, *_: Any, **__: Any,
 ) -> Any:  # fmt: skip
-    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes; all pairs of a function."""
+    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes, as if all rows were in use; all
+    pairs of a function."""
     varlen = cu_seqlens_q is not None
     if not all(isinstance(n, int) for shape in (q, k, v) for n in shape):  # symbolic: a sum over queries would fix the length
         return q[-2] * (q[-3] * k[-3] if varlen else q[0] * q[1] * k[1])

@@ -16,12 +16,14 @@ from . import functions
 
 
 class _Way(NamedTuple):
-    """Holds the placements along one axis of the mesh: of q, k, v and their like; of lse; of sinks; of the sinks' gradient."""
+    """Holds the placements along one axis of the mesh: of q, k, v and their like; of lse; of sinks; of the sinks' gradient;
+    of q_lens and kv_lens."""
 
     rows: Any
     lse: Any
     sinks: Any
     dsinks: Any
+    lens: Any
 
 
 @functools.cache
@@ -37,9 +39,9 @@ def register() -> None:
     def forward(
         q: Any, k: Any, v: Any, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *options: Any
     ) -> list[Any]:  # fmt: skip
-        varlen, found, (deps, more) = cu_seqlens_q is not None, [], _beside(*options)
+        varlen, found, (deps, more, lens) = cu_seqlens_q is not None, [], _beside(*options)
         for way in _ways((q, k, v), varlen, deps):
-            others = [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more)
+            others = [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more) + [way.lens] * lens
             found.append(([way.rows, way.lse], [way.rows] * 3 + others))
         return found
 
@@ -47,9 +49,10 @@ def register() -> None:
         do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None,
         cu_seqlens_kv: Any = None, *options: Any,
     ) -> list[Any]:  # fmt: skip
-        varlen, found, (deps, more) = cu_seqlens_q is not None, [], _beside(*options)
+        varlen, found, (deps, more, lens) = cu_seqlens_q is not None, [], _beside(*options)
         for way in _ways((q, k, v, do, o), varlen, deps):
             others = [way.lse] * (dlse is not None) + [way.sinks] * (sinks is not None) + [whole] * (2 * varlen + more)
+            others += [way.lens] * lens
             results = [way.rows] * 3 + [whole if sinks is None else way.dsinks]
             found.append((results, [way.rows] * 5 + [way.lse, *others]))
         return found
@@ -59,12 +62,14 @@ def register() -> None:
 
 
 def _beside(
-    max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None
-) -> tuple[frozenset[str], int]:  # fmt: skip
-    """What dropout and functions among an operator's last arguments depend on, and how many tensors are among these."""
+    max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None,
+    q_lens: Any = None, kv_lens: Any = None,
+) -> tuple[frozenset[str], int, int]:  # fmt: skip
+    """What dropout and functions among an operator's last arguments depend on, how many tensors are theirs, and how many say
+    which rows are used."""
     (_, own), drops = functions.from_json(json.loads(spec)), seed is not None
     deps = frozenset("bh" if drops else "").union(*(each.traced.code.root.deps for each in own.values()))
-    return deps, drops + len(captured or ())
+    return deps, drops + len(captured or ()), (q_lens is not None) + (kv_lens is not None)
 
 
 def _ways(specs: Sequence[Any], varlen: bool, deps: frozenset[str]) -> Iterator[_Way]:
@@ -72,13 +77,13 @@ def _ways(specs: Sequence[Any], varlen: bool, deps: frozenset[str]) -> Iterator[
     part counts its heads, and its sequences, from 0: where something depends on these numbers they are not split."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    yield _Way(Replicate(), Replicate(), Replicate(), Replicate())
+    yield _Way(*[Replicate()] * 5)
     # Evenly, or heads of q would meet others of k than their own.
     if "h" not in deps and specs[1].tensor_meta.shape[-2] % _head_parts(specs, not varlen) == 0:
         head = 1 if varlen else 2
-        yield _Way(Shard(head), Shard(head - 1), Shard(0), Shard(0))
+        yield _Way(Shard(head), Shard(head - 1), Shard(0), Shard(0), Replicate())
     if not varlen and "b" not in deps:
-        yield _Way(Shard(0), Shard(0), Replicate(), Partial())
+        yield _Way(Shard(0), Shard(0), Replicate(), Partial(), Shard(0))
 
 
 def _head_parts(specs: Sequence[Any], batched: bool) -> int:

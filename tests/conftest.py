@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-pytest_plugins = ["tests.record"]
+pytest_plugins = ["tests.record", "tests.watchdog"]
 CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 hypothesis.settings.register_profile("rawattn", hypothesis.settings(), deadline=None)  # a first call compiles

@@ -61,7 +61,7 @@ class Expected(NamedTuple):
 
 def expect(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, wrt: Sequence[Any], *, dlse: Any = None, cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None, score: Any = None, sinks: Any = None, **options: Any,
+    cu_seqlens_kv: Any = None, score: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, **options: Any,
 ) -> Expected:  # fmt: skip
     """What ``attention_backward`` must give for these arrays, from the o and lse that are given: these are rounded, but what is
     computed of them is not, so that an error is that of the sums and of the exponent."""
@@ -72,8 +72,9 @@ def expect(
     numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(own, captured, tuple(wrt))]
     exact, size = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(2))
     fields = {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
-    _add(dataclasses.replace(formula, sums=exact), do, q, k, v, o, lse, dlse, starts, abs_delta=False)
-    _add(Sizes(**fields | {"sums": size}), do, q, k, v, o, lse, dlse, starts, abs_delta=True)
+    given = do, q, k, v, o, lse, dlse, starts, (q_lens, kv_lens)
+    _add(dataclasses.replace(formula, sums=exact), *given, abs_delta=False)
+    _add(Sizes(**fields | {"sums": size}), *given, abs_delta=True)
     eps = EPS["float64" if dtype_of(q) == "float64" else "float32"]
     errors = [
         4 * eps * size[i] + EPS[dtype_of(x)] * abs(exact[i]) + LEAST[dtype_of(x)] for i, x in zip(numbers, wrt, strict=True)
@@ -82,7 +83,7 @@ def expect(
 
 
 def _add(
-    formula: Formula, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, starts: Any, *, abs_delta: bool
+    formula: Formula, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, starts: Any, lens: Any, *, abs_delta: bool
 ) -> None:  # fmt: skip
     """Adds to the formula's sums the gradients of all sequences."""
     numbers = [reference._cast(x, formula.dtype) for x in (do, o, lse)]
@@ -92,9 +93,10 @@ def _add(
     with np.errstate(all="ignore"):
         for batch, rows, keys in formula._sequences(q, *starts):
             at = rows if isinstance(rows, int) else (slice(None), rows)
-            inputs = do[rows], q[rows], k[keys], v[keys], own_dlse[at], [-reference.INF] * q.shape[-2]
-            outputs = [formula.xp.zeros(x.shape, dtype=formula.dtype, **formula.place) for x in (q[rows], k[keys], v[keys])]
-            formula.backward_sequence((batch, 0), *inputs, *outputs, None, (numbers[2][at], delta[at]))
+            n, m = (slice(None if each is None else int(each[batch])) for each in lens)
+            inputs = do[rows][n], q[rows][n], k[keys][m], v[keys][m], own_dlse[at][:, n], [-reference.INF] * q.shape[-2]
+            outputs = [formula.xp.zeros(x.shape, dtype=formula.dtype, **formula.place) for x in inputs[1:4]]
+            formula.backward_sequence((batch, 0), *inputs, *outputs, None, (numbers[2][at][:, n], delta[at][:, n]))
 
 
 def floats(function: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ import pytest
 
 from rawattn import render, tma
 from rawattn.compiler import Source
-from rawattn.program import Counter, Launch, TensorMap, Value, View
+from rawattn.program import Counter, Launch, PageRows, TensorMap, Value, View
 from tests.emulator import precompiled
 
 BASE = r"""
@@ -410,16 +410,19 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(own / "host.so"))
 
 
-def tensor_map(x: np.ndarray[Any, Any], box_rows: int) -> bytes:
-    """A TmaTensor, as the stub of ptx/tma.cuh reads it."""
-    made = tma.geometry(x.shape, tuple(step // 2 for step in x.strides), 2, box_rows)
+def tensor_map(x: np.ndarray[Any, Any], fill: TensorMap | PageRows) -> bytes:
+    """A TmaTensor or a TmaPageRows, as the stub of ptx/tma.cuh reads it."""
+    strides = tuple(step // 2 for step in x.strides)
+    made: Any
+    if isinstance(fill, TensorMap):
+        made = tma.geometry(x.shape, strides, 2, fill.box_rows)
+        rest = [made.head_step, made.batch_step]
+    else:
+        made = tma.page_rows_geometry(fill.operand, x.shape, strides, 2, fill.box_rows)
+        rest = [len(x), made.head_step, made.page_steps, made.row_steps]
     pad = 5 - len(made.sizes)
-    numbers = [x.ctypes.data, *made.sizes, *[1] * pad, 2, *made.strides, *[0] * pad, box_rows]
-    return (
-        np.array(numbers, np.uint64).tobytes().ljust(128, b"\0")
-        + np.array([made.head_step, made.batch_step], np.int32).tobytes()
-        + bytes(56)
-    )
+    numbers = [x.ctypes.data, *made.sizes, *[1] * pad, 2, *made.strides, *[0] * pad, fill.box_rows]
+    return np.array(numbers, np.uint64).tobytes().ljust(128, b"\0") + np.array(rest, np.int32).tobytes().ljust(64, b"\0")
 
 
 def run(
@@ -436,8 +439,8 @@ def run(
     for field in launch.fields:
         fill, at, form = field.fill, layout.offsets[field.name], layout.formats[field.name]
         name = getattr(fill, "name", None) or getattr(fill, "operand", "counter")
-        if isinstance(fill, TensorMap):
-            data = tensor_map(memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"], fill.box_rows)
+        if isinstance(fill, (TensorMap, PageRows)):
+            data = tensor_map(memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"], fill)
         elif isinstance(fill, View):
             steps = memory[name].strides if memory[name].ndim == 4 else (0, *memory[name].strides)
             data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()

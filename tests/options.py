@@ -43,6 +43,29 @@ class Alibi(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class Fading(Option):
+    """Dot products that fade with distance, faster in each head. The derivative is that of a pair."""
+
+    step: float
+    type: ClassVar[str] = "Fading"
+    source: ClassVar[str] = "../tests/host/fading.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("fading_step", "Number"),)
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {"fading_step": self.step}
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return s * self.slope(xp, s, batch, head, q, kv)
+
+    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return 1 / (1 + xp.asarray(self.step * (head + 1), dtype=s.dtype) * abs(q - kv))
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadWindow(Option):
     """A window to the left that is longer in each head: of first + step h keys before the query's own position."""
 
@@ -71,7 +94,10 @@ MASKS: dict[str, st.SearchStrategy[Mask]] = {
     "head window": HEAD_WINDOW,
     "head window, causal": st.builds(Both, HEAD_WINDOW, st.builds(Causal)),
 }
-SCORES: dict[str, st.SearchStrategy[Score]] = {"alibi": st.builds(Alibi, st.sampled_from([0.5, 1.0, 8 / 3]))}
+SCORES: dict[str, st.SearchStrategy[Score]] = {
+    "alibi": st.builds(Alibi, st.sampled_from([0.5, 1.0, 8 / 3])),
+    "fading": st.builds(Fading, st.sampled_from([0.01, 0.1])),
+}
 
 
 def cases(*given: Any, **options: Any) -> st.SearchStrategy[testing.Case]:

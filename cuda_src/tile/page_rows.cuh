@@ -1,6 +1,8 @@
 #pragma once
-// A pool of pages, (pages, rows of a page, heads, columns), which TMA reads in panels of 64 columns, a run of rows at a time.
+// A pool of pages, (pages, rows of a page, heads, columns), which TMA reads in panels of 64 columns, a run of rows at a time. A batch
+// whose sequences use a part of their rows is one, too: its sequences are the pages.
 #include "ptx/tma.cuh"
+#include "tile/sequence.cuh"
 
 struct TmaPageRows {
     TensorMap map;  // (columns, 2^30 rows, heads, a, b), as for packed sequences in tile/tma_tensor.cuh
@@ -12,5 +14,9 @@ struct TmaPageRows {
     __device__ void load(void* to, ptx::Mbarrier& full, i32 page, i32 row, i32 rows, i32 column, i32 head) const {
         constexpr i32 bound = 1 << 30;
         ptx::tma_load(to, map, full, column, bound - rows, head * head_step, bound, page * page_steps + (row + rows) * row_steps);
+    }
+    // The same for all rows of a sequence from `row` on.
+    __device__ void load(void* to, ptx::Mbarrier& full, BatchSpan at, i32 column, i32 row, i32 head) const {
+        load(to, full, at.index, row, at.length - row, column, head);
     }
 };

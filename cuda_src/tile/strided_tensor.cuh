@@ -8,6 +8,7 @@ struct StridedTensor {
 
     // A head's first row in a sequence.
     __device__ const unsigned char* rows(BatchEntry at, i32 head) const { return data + at.index * batch_bytes + head * head_bytes; }
+    __device__ const unsigned char* rows(BatchSpan at, i32 head) const { return rows(BatchEntry{at.index}, head); }
     __device__ const unsigned char* rows(RowSpan at, i32 head) const { return data + at.first * row_bytes + head * head_bytes; }
 };
 
@@ -17,6 +18,7 @@ struct StridedOutput {
     i64 batch_bytes, row_bytes, head_bytes;
 
     __device__ unsigned char* rows(BatchEntry at, i32 head) const { return data + at.index * batch_bytes + head * head_bytes; }
+    __device__ unsigned char* rows(BatchSpan at, i32 head) const { return rows(BatchEntry{at.index}, head); }
     __device__ unsigned char* rows(RowSpan at, i32 head) const { return data + at.first * row_bytes + head * head_bytes; }
 };
 

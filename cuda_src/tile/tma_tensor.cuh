@@ -23,8 +23,8 @@ struct TmaTensor {
 };
 
 // Starts the copies of all panels of a tile (tile/tile.cuh), from a row of a head on.
-template <class T, class At>
-__device__ void load_tile(const TmaTensor& tensor, T& tile, ptx::Mbarrier& full, At at, i32 row, i32 head) {
+template <class Tensor, class T, class At>
+__device__ void load_tile(const Tensor& tensor, T& tile, ptx::Mbarrier& full, At at, i32 row, i32 head) {
 #pragma unroll
     for (int panel = 0; panel < T::panels; ++panel) tensor.load(tile.data[panel], full, at, panel * 64, row, head);
 }

@@ -64,14 +64,17 @@ def widest(op: Forward) -> int:
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
-    window, to make dq themselves, or for dropout."""
-    size = widest(op)
+    window, to make dq themselves, or for dropout; nor for a window or a score where sequences use a part of their rows."""
+    size, is_cut = widest(op), any(op.lens)
     if lists(op.mask):
         return list_configs_of(op, store)[0]
-    tight = store == "final" or (isinstance(op.score, Softcap) and not isinstance(op.mask, (Full, Causal)))
-    if size <= (56 if tight else 64) and not op.spec.dropout:
+    has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
+    tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
+    if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut):
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
         return Config(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
+    if op.head_dim == WIDEST and is_cut and isinstance(op.mask, Window) and is_plain and not op.spec.dropout:
+        return Config(dq_parts=2, dq_columns=64, store=store, order="step_later", producer_registers=56, consumer_registers=224)
     if op.head_dim > 112:
         return Config(dq_parts=2, dq_columns=64, store=store)
     return Config(dq_columns=op.head_dim, store=store)
@@ -241,7 +244,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
     )  # fmt: skip
-    loads = backward.loads(config.tile_q, config.tile_kv)
+    loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
 

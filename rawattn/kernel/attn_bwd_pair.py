@@ -37,12 +37,14 @@ class Config:
 
 def config_of(op: Forward) -> Config:
     """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare, and with dropout
-    smaller key tiles. A producer that asks a mask for its tiles can spare less."""
+    smaller key tiles. A producer can spare less that asks a mask for its tiles, or finds sequences by the rows in use."""
     if lists(op.mask):
         return Config(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
     if op.head_dim <= 248:
         return Config()
-    return Config(tile_kv=48) if op.spec.dropout else Config(q_producer_registers=24, q_consumer_registers=240)
+    if op.spec.dropout or (op.varlen and any(op.lens)):
+        return Config(tile_kv=48)
+    return Config(q_producer_registers=24, q_consumer_registers=240)
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
@@ -131,7 +133,7 @@ def _products(op: Forward, n: int, **columns: int) -> list[str]:
 def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     registers = config.kv_producer_registers, config.kv_consumer_registers
     constants = _constants(op, config, *registers, tile_q=config.tile_q, tile_kv=KEYS)
-    fields = (*backward.loads(config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
+    fields = (*backward.loads(op, config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
     plan = backward.kv_scheduler(op, config.direction)
     walk = QListWalk() if lists(op.mask) else QIntervalWalk()
     every = backward.options(
@@ -144,7 +146,7 @@ def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
 def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     registers = config.q_producer_registers, config.q_consumer_registers
     constants = _constants(op, config, *registers, tile_q=config.q_block, tile_kv=config.tile_kv)
-    fields = (*backward.loads(config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)
+    fields = (*backward.loads(op, config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)
     plan = tiling.lpt_scheduler(op, persistent=True)
     walk = ListKeys() if lists(op.mask) else IntervalKeys()
     every = backward.options(op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=plan, Walk=walk)

@@ -12,9 +12,9 @@ from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import Forward
-from ..program import Field, Fields, TensorMap
+from ..program import Field, Fields, PageRows, TensorMap
 from ..render import config_header, source, wgmma
-from ..variant import Option, kv, order, softmax, store
+from ..variant import Option, kv, order, rows, softmax, store
 from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
@@ -101,6 +101,11 @@ def rendered(op: Forward, config: Config, arch: str, fields: Fields, options: di
         wgmma("PvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
     ]
     return source(FILE, config_header(constants, fields, products, options), arch)
+
+
+def _is_cut(op: Forward) -> bool:
+    """Says whether dense sequences end before their rows of k and v do: a map of such tensors knows one end for all of them."""
+    return op.kv_lens and not op.varlen
 
 
 class AttnFwd(OneLaunch):
@@ -190,9 +195,10 @@ class AttnFwd(OneLaunch):
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         scheduler = tiling.lpt_scheduler(op, persistent=True)
         walk = ListWalk() if lists(op.mask) else IntervalWalk()
+        own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
             op, Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out, Order=self.order(op, config),
-            Walk=walk,
+            Walk=walk, **own,
         )  # fmt: skip
 
     def order(self, op: Forward, config: Config) -> Option:
@@ -205,7 +211,8 @@ class AttnFwd(OneLaunch):
 
     def fields(self, op: Forward, config: Config) -> Fields:
         boxes = {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}
-        tensors = [Field(name, "TmaTensor", TensorMap(name, rows)) for name, rows in boxes.items()]
+        ctype, fill = ("TmaPageRows", PageRows) if _is_cut(op) else ("TmaTensor", TensorMap)
+        tensors = [Field(name, ctype, fill(name, box_rows)) for name, box_rows in boxes.items()]
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: Config, arch: str) -> Source:

@@ -13,7 +13,7 @@ from typing import Any
 from ..compiler import Source
 from ..device import Device
 from ..operation import Backward, Forward
-from ..program import Buffer, Field, Fields, Launch, Pointer, Program, Scratch, TensorMap, View
+from ..program import Buffer, Field, Fields, Launch, PageRows, Pointer, Program, Scratch, TensorMap, View
 from ..render import config_header, source
 from ..variant import Option, launch, rows, scheduler
 from ..variant.clear import ClearNothing
@@ -22,6 +22,7 @@ from ..variant.mask import Full
 from ..variant.offset import OffsetScore
 from ..variant.statistics import StatisticsByRows
 from ..variant.store import DQ, DQ_SUM
+from ..variant.unused import BehindLast, BehindUsed
 from ..variant.walk import IntervalSum, IntervalTurn, ListSum, ListTurn, SinksListSum, lists
 from . import pyramid, tiling
 from .base import Kernel
@@ -78,9 +79,18 @@ def exact_score(op: Forward) -> Option:
 
 def options(op: Forward, **own: Option) -> dict[str, Option]:
     """The option on each axis that all kernels of the backward have, and a kernel's own."""
-    where: Option = rows.Varlen() if op.varlen else rows.Dense()
+    where = all_rows(op)
+    if op.kv_lens:
+        where = rows.UsedKeys(where)
+    if op.q_lens:
+        where = rows.CutQueries(where)
     where = where if op.spec.offsets is None else rows.WithOffset(where)
     return {"Element": op.element, "Rows": where, "Mask": op.mask, **own}  # type: ignore[dict-item]
+
+
+def all_rows(op: Forward) -> Option:
+    """Says where all rows of sequences lie, used or not."""
+    return rows.Varlen() if op.varlen else rows.DenseSpan() if any(op.lens) else rows.Dense()
 
 
 def kv_scheduler(op: Forward, direction: str = "", persistent: bool = True) -> Option:
@@ -115,10 +125,12 @@ def rendered(
     return source(file, config_header({"m_tiles_per_warp": 1, **constants}, fields, products, options), arch), fields
 
 
-def loads(tile_q: int, tile_kv: int) -> Fields:
-    """Returns the fields of what TMA loads, in tiles of these rows."""
+def loads(op: Forward, tile_q: int, tile_kv: int) -> Fields:
+    """Returns the fields of what TMA loads, in tiles of these rows. A map of dense sequences knows one end for all of them."""
     boxes = {"q": tile_q, "k": tile_kv, "v": tile_kv, "do": tile_q}
-    return tuple(Field("d_o" if name == "do" else name, "TmaTensor", TensorMap(name, rows)) for name, rows in boxes.items())
+    is_cut = any(op.lens) and not op.varlen
+    ctype, fill = ("TmaPageRows", PageRows) if is_cut else ("TmaTensor", TensorMap)
+    return tuple(Field("d_o" if name == "do" else name, ctype, fill(name, rows)) for name, rows in boxes.items())
 
 
 # ---- values and launches
@@ -199,16 +211,16 @@ class BackwardKernel(Kernel[Backward]):
     def program(
         self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = ()
     ) -> Program:
-        """The launches of a backward, without those that have no block: the rows of no sequence, the first pass, ``own``, and the
+        """The launches of a backward, without those that have no block: the rows in no tile, the first pass, ``own``, and the
         sinks. ``scratch`` is what they need besides the statistics."""
         forward, size = op.forward, first.q_block
         shared = values(forward, size, first.tile_kv)
         of_rows = forward.heads * q_blocks(forward, size) if forward.total_q else 0
         first = dataclasses.replace(first, dlse=op.dlse)
         found = [self.launch(op, first, device, "attn_bwd_delta", shared | row_order(forward), of_rows, _delta), *own]
-        if forward.varlen:
-            grid = 2 * device.sm_count * (forward.total_q + forward.total_kv > 0)
-            found.insert(0, self.launch(op, None, device, "attn_bwd_padding", shared, grid, _padding))
+        unused: list[Option] = [BehindLast()] * forward.varlen + [BehindUsed()] * any(forward.lens)
+        grid = 2 * device.sm_count * (forward.total_q + forward.total_kv > 0)
+        found[:0] = [self.launch(op, each, device, "attn_bwd_padding", shared, grid, _padding) for each in unused]
         if forward.sinks:
             found.append(self.launch(op, first, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
         from . import attn_bwd_captured  # it imports this module
@@ -261,10 +273,11 @@ def _dsinks(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
     return rendered("attn_bwd_dsinks.cu", constants, (LSE, STATISTICS[1], *gradients, *counts), [], every, arch)
 
 
-def _padding(op: Forward, config: None, arch: str) -> tuple[Source, Fields]:
-    """The pass that clears the rows of no sequence."""
+def _padding(op: Forward, unused: Option, arch: str) -> tuple[Source, Fields]:
+    """The pass that clears the rows in no tile."""
     constants = {"threads": PADDING_THREADS, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     counts = tuple(Field(name, "i32") for name in ("heads", "heads_per_kv", "batches", "total_q", "total_kv"))
-    starts = rows.Varlen().fields[:2]
-    every: dict[str, Option] = {"Element": op.element, "Launch": launch_option(arch)}
-    return rendered("attn_bwd_padding.cu", constants, (*OUTPUTS, *starts, *counts), [], every, arch)
+    every = options(op)
+    del every["Mask"]
+    every |= {"AllRows": all_rows(op), "Unused": unused, "Launch": launch_option(arch)}
+    return rendered("attn_bwd_padding.cu", constants, (*OUTPUTS, *counts), [], every, arch)

@@ -21,7 +21,7 @@ from .forward import Forward, check_arrays, limits
 class Backward(Operation):
     """dq, dk, dv, and where there are sinks dsinks: the gradients of a loss by the inputs of ``forward``, from do, that by o, and
     dlse, that by lse, where the loss depends on it. ``wrt`` are names of arrays that the score captured, whose gradients are
-    wanted besides.
+    wanted besides. Rows that ``q_lens`` and ``kv_lens`` of the forward leave unused have gradients of 0, and are in no sum.
 
     It reads o and lse, which the forward gave. ``layout`` has what kernels may ask of how do, q, k, v and o lie in memory.
     """
@@ -33,7 +33,7 @@ class Backward(Operation):
 
     names: ClassVar[tuple[str, ...]] = (
         "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks",
-        "seed",
+        "q_lens", "kv_lens", "seed",
     )  # fmt: skip  # of all inputs, in the order in which they are given
 
     def __post_init__(self) -> None:

@@ -23,6 +23,14 @@ class Dense(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class DenseSpan(Dense):
+    """The same, where ``UsedKeys`` or ``CutQueries`` says that sequences end earlier, so that TMA brings zeros behind them."""
+
+    type: ClassVar[str] = "DenseSpan"
+    source: ClassVar[str] = "variant/rows/dense_span.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class PackGqa(Dense):
     """The same, the heads that share a key head side by side: a row for each query and each of them."""
 
@@ -152,10 +160,10 @@ class SomeRows(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
-    """Rows of sequences of which ``kv_lens`` says how many keys are there."""
+    """Rows of sequences of which ``kv_lens`` says how many keys are there, whatever lies behind them."""
 
     type: ClassVar[str] = "UsedKeys"
-    source: ClassVar[str] = "variant/rows/used.cuh"
+    source: ClassVar[str] = "variant/rows/used_keys.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -168,8 +176,17 @@ class UsedQueries(Wrapper):
     not."""
 
     type: ClassVar[str] = "UsedQueries"
-    source: ClassVar[str] = "variant/rows/used.cuh"
+    source: ClassVar[str] = "variant/rows/used_queries.cuh"
 
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("q_lens", "const i32*", Pointer("q_lens")))
+
+
+@dataclasses.dataclass(frozen=True)
+class CutQueries(UsedQueries):
+    """The same where the other rows of q are as if they were not there, whatever they hold: in the backward. The mask needs
+    nothing for it."""
+
+    type: ClassVar[str] = "CutQueries"
+    source: ClassVar[str] = "variant/rows/cut_queries.cuh"

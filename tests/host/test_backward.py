@@ -25,6 +25,7 @@ from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator, host_threads
 from tests.operations import backward
+from tests.options import Alibi, Fading
 
 torch = pytest.importorskip("torch")
 Array = npt.NDArray[Any]
@@ -48,6 +49,7 @@ class Case:
     grid: int = 2
     sinks: bool = False
     order: str = "at_once"
+    lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
 SEED = -(5 << 40) + 11
@@ -100,6 +102,32 @@ HOPPER = {
     "120, later, packed": Case((120, 120), {"mask": Causal()}, PACKED, varlen=True, order="step_later", grid=3, sinks=True),
     "192 and 128, packed": Case((192, 128), {"mask": Window(40, 30), "score": Softcap(2.0)}, PACKED, varlen=True, dlse=True),
 }
+HOPPER |= {
+    "64, alibi, offsets": Case((64, 64), {"mask": Causal(), "score": Alibi(1.0), "q_offset": 41}, ((70, 140),), heads=(4, 2)),
+    "128, fading": Case((128, 128), {"score": Fading(0.1)}, ((70, 140),) * 2, heads=(4, 2), store="final"),
+    "192 and 128, fading, packed": Case((192, 128), {"mask": Causal(), "score": Fading(0.1)}, PACKED[1:4], varlen=True),
+}
+SIMT |= {
+    "fading": Case((24, 17), {"element": FP64, "mask": Causal(), "score": Fading(0.1)}, ((50, 70),) * 2, heads=(4, 2)),
+    "alibi, packed": Case((8, 9), {"element": FP64, "score": Alibi(1.0), "kv_offset": 7}, PACKED[:4], varlen=True),
+}
+LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
+HOPPER |= {
+    "64, lens": Case((64, 64), {"mask": Causal()}, ((150, 200),) * 4, dlse=True, sinks=True, lens=LENS),
+    "128, later, lens": Case((128, 128), {}, ((150, 200),) * 3, order="step_later", lens=((150, 3, 130), (129, 200, 70)), grid=3),
+    "128, final, kv_lens": Case((128, 128), {"mask": Window(60, 40)}, ((90, 150),) * 2, store="final", lens=(None, (150, 61))),
+    "40, packed, lens": Case(
+        (40, 24), {"mask": Causal()}, PACKED[1:5], varlen=True, sinks=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))
+    ),
+    "256, lens": Case((256, 256), {"mask": Causal()}, ((130, 150),) * 2, sinks=True, dlse=True, lens=((5, 99), (150, 70))),
+    "192 and 128, packed, q_lens": Case((192, 128), {}, PACKED[1:5], varlen=True, lens=((33, 64, 0, 9), None)),
+}
+SIMT |= {
+    "lens": Case((24, 17), {"element": FP64, "mask": Causal()}, ((90, 70),) * 4, (4, 2), dlse=True, sinks=True, lens=LENS),
+    "packed, lens": Case(
+        (8, 8), {"element": FP64}, PACKED[:5], varlen=True, lens=((0, 33, 64, 1, 9), (3, 64, 1, 0, 0)), dlse=True
+    ),
+}
 LONE = Config(warps=4, sharing=1, ctas_per_sm=2)  # a warp has its keys alone
 PAIRS = Config()
 FOURS = Config(sharing=4, chunk_q=16)
@@ -119,6 +147,11 @@ MMA: dict[str, tuple[Config, Case]] = {
     "64, offsets": (LONE, Case((64, 64), {"mask": Causal(), "q_offset": 40, "kv_offset": 9}, ((100, 140),), sinks=True)),
     "64, dropout": (LONE, Case((64, 64), {"mask": Causal(), "dropout": 0.3}, ((100, 140),), heads=(4, 2))),
     "96 and 128, dropout, packed": (PAIRS, Case((96, 128), {"dropout": 0.5, "kv_offset": 9}, PACKED[1:4], varlen=True)),
+    "64, fading": (LONE, Case((64, 64), {"mask": Causal(), "score": Fading(0.1)}, ((100, 140),), heads=(4, 2))),
+    "64, lens": (LONE, Case((64, 64), {"mask": Causal()}, ((100, 140),) * 4, dlse=True, sinks=True, lens=LENS)),
+    "96 and 128, packed, lens": (
+        PAIRS, Case((96, 128), {}, PACKED[1:5], varlen=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))),
+    ),
     "64, no keys": (LONE, Case((64, 64), {}, ((70, 0),))),
     "64, no queries": (LONE, Case((64, 64), {}, ((0, 70),))),
     "128, causal": (PAIRS, Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((150, 260),))),
@@ -158,8 +191,9 @@ def formula(
     q, k, v, sinks = (x.requires_grad_() for x in (*(x.transpose(-2, -3) for x in (q, k, v)), sinks))
     group = q.shape[0] // k.shape[0]
     s = q @ k.repeat_interleave(group, 0).transpose(-1, -2) * op.scale
-    if isinstance(op.score, Softcap):
-        s = torch.tanh(s / op.score.cap) * op.score.cap
+    score: Any = op.spec.placed_score
+    rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None]
+    s = torch.stack([score.logit(torch, s[h], batch, h, rows, keys) for h in range(op.heads)])
     if kept is None:
         begin, end = op.spec.placed_mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
         keys = np.arange(k.shape[1])
@@ -216,7 +250,12 @@ class Call:
         self.case, (heads, kv_heads) = case, case.heads
         self.q_lens, self.kv_lens = zip(*case.lengths, strict=True)
         kinds = {"mask": Full(), "score": Scale(), "scale": 0.3, **case.kinds}
-        shape = {"batch": len(case.lengths), "q_len": max(self.q_lens), "kv_len": max(self.kv_lens), "sinks": case.sinks}
+        self.used = [
+            lengths if lens is None else tuple(max(0, min(n, used)) for n, used in zip(lengths, lens, strict=True))
+            for lengths, lens in zip((self.q_lens, self.kv_lens), case.lens, strict=True)
+        ]
+        lens = {name: x is not None for name, x in zip(("q_lens", "kv_lens"), case.lens, strict=True)}
+        shape = {**lens, "batch": len(case.lengths), "q_len": max(self.q_lens), "kv_len": max(self.kv_lens), "sinks": case.sinks}
         if case.varlen:
             shape |= {"total_q": sum(self.q_lens) + PADDING, "total_kv": sum(self.kv_lens) + PADDING}
         self.op = backward(case.size, heads=heads, kv_heads=kv_heads, varlen=case.varlen, dlse=case.dlse, **shape, **kinds)
@@ -229,21 +268,28 @@ class Call:
         for name, lengths in (("cu_seqlens_q", self.q_lens), ("cu_seqlens_kv", self.kv_lens))[: 2 * case.varlen]:
             self.arrays[name][...] = np.cumsum([0, *lengths])
         self.arrays |= {"seed": np.array([SEED])}
+        for name, of_case in zip(lens, case.lens, strict=True):
+            if of_case is not None:
+                self.arrays[name] = np.array(of_case, np.int32)
         self.arrays |= {each.name: np.full(each.shape, np.nan, dtypes[each.element]) for each in self.op.outputs}
         self.arrays.setdefault("dlse", np.zeros_like(self.arrays["lse"]))
         self.arrays.setdefault("sinks", np.full(heads, -np.inf, self.number))
 
     def wanted(self) -> list[tuple[Array, ...]]:
-        """The gradients of each sequence; o and lse become those of the forward."""
+        """The gradients of each sequence; o and lse become those of the forward, and NaN is in all rows that are not used."""
         case, found = self.case, []
         lengths = {"q": self.q_lens, "k": self.kv_lens, "v": self.kv_lens, "do": self.q_lens, "o": self.q_lens}
         parts = [split(self.arrays[name], n, case.varlen) for name, n in lengths.items()]
         for name in ("lse", "dlse"):
-            x = self.arrays[name]
-            parts.append([y.swapaxes(0, 1) for y in split(x.swapaxes(0, 1), self.q_lens, True)] if case.varlen else list(x))
-        for batch, (q, k, v, do, o, lse, dlse) in enumerate(zip(*parts, strict=True)):
-            own = self.arrays["sinks"], self.op.forward, batch, self.kept(batch)
-            o[...], lse[...], *grads = formula(q, k, v, do, dlse, *own)
+            x = self.arrays[name].swapaxes(-1, -2)
+            parts.append(split(x, self.q_lens, case.varlen))
+        for batch, (n, m, *own) in enumerate(zip(*self.used, *parts, strict=True)):
+            for x, end in zip(own, (n, m, m, n, n, n, n), strict=True):
+                x[end:] = np.nan
+            q, k, v, do, o, lse, dlse = (x[:end] for x, end in zip(own, (n, m, m, n, n, n, n), strict=True))
+            rest = self.arrays["sinks"], self.op.forward, batch, self.kept(batch)
+            o[...], of_rows, *grads = formula(q, k, v, do, dlse.T, *rest)
+            lse[...] = of_rows.T
             found.append(tuple(grads))
         return found
 
@@ -304,8 +350,9 @@ def check(call: Call, tmp_path: pathlib.Path) -> None:
     for index, (which, lengths) in enumerate((("dq", call.q_lens), ("dk", call.kv_lens), ("dv", call.kv_lens))):
         found = call.arrays[which]
         for sequence, part in enumerate(split(found, lengths, case.varlen)):
-            truth = wanted[sequence][index]
-            error = np.abs(part.astype(np.float64) - truth).max(initial=0)
+            truth, used = wanted[sequence][index], call.used[index > 0][sequence]
+            assert not part[used:].any(), f"{which} of unused rows of sequence {sequence} is not 0"
+            error = np.abs(part[:used].astype(np.float64) - truth).max(initial=0)
             assert error <= bound * np.abs(truth).max(initial=1e-3), f"{which} of sequence {sequence}: {error}"
         if case.varlen:
             assert not found[sum(lengths) :].any() and len(found) == sum(lengths) + PADDING, "rows of no sequence are not 0"

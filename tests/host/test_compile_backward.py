@@ -181,7 +181,7 @@ def test_dq_a_step_later() -> None:
             assert not binary.spill_bytes and not binary.advisories, dict(source.headers)["config.cuh"]
 
 
-LISTED = [("block_table", (128, 128)), ("streaming", (128, 128)), ("natten_2d", (128, 128))]
+LISTED = [("block_table", (128, 128)), ("streaming", (128, 128)), ("natten_2d", (128, 128)), ("documents_causal", (128, 128))]
 
 
 @pytest.mark.parametrize(("name", "size"), LISTED)
@@ -191,6 +191,24 @@ def test_lists_of_wide_heads(name: str, size: tuple[int, int]) -> None:
     selection = select(op, TYPICAL["sm_90a"], "attn_bwd")
     binary = compiler.compile(lowered(op, selection.config)["attn_bwd"])
     assert not binary.spill_bytes and not binary.advisories
+
+
+CUT: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((64, 64), {"mask": Window(64, 64), "varlen": True}),
+    ((128, 128), {"mask": Window(64, 64)}),
+    ((256, 256), {"mask": Causal(), "varlen": True}),
+]
+
+
+def test_rows_in_use() -> None:
+    """Where sequences use a part of their rows the configuration is another one, and keeps all in registers."""
+    for size, kinds in CUT:
+        op = backward(size, q_lens=True, kv_lens=True, **kinds)
+        kernel: Any = ATTN_BWD if max(size) <= 128 else ATTN_BWD_PAIR
+        launches = lowered(op, kernel.candidates(op, TYPICAL["sm_90a"])[0])
+        for name in launches.keys() & set(MAIN):
+            binary = compiler.compile(launches[name])
+            assert not binary.spill_bytes and not binary.advisories, (size, kinds)
 
 
 def test_a_step_later_needs_plain_weights() -> None:

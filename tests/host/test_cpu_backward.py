@@ -18,6 +18,7 @@ from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Score
+from tests.options import SCORES
 
 Gradients = dict[str, npt.NDArray[Any]]
 
@@ -45,12 +46,14 @@ def run(case: Case, score: Score | None = None, dlse: bool = True, threads: int 
     score, spec = score or op.score, op.spec if score is None else dataclasses.replace(op.spec, score=score)
     places = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": op.scale}
     o, lse = case.out(), np.full_like(dlse_given, math.nan)
-    config, starts = cpu.Config(), dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=False))
+    config, starts = cpu.Config(), dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=False)) | case.used()
     cpu.run_forward(q, k, v, o, lse, **places, sinks=sinks, config=config, **starts)
     found = {name: np.full(x.shape, math.nan, x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     if sinks is not None:
         found["dsinks"] = np.full(sinks.shape, math.nan, lse.dtype)
     given = {"dlse": dlse_given if dlse else None, **starts}
+    if case.layout != "expanded":
+        case.poison((do, q, o), (k, v), (lse, dlse_given))
     cpu.run_backward(do, q, k, v, o, lse, **places, sinks=sinks, threads=threads, **found, **given)
     options = {**case.options, "score": score, **given}
     options.pop("softcap", None)
@@ -67,7 +70,7 @@ def bits(found: Gradients) -> list[bytes]:
 
 
 @settings(max_examples=60)
-@given(cases(longest=150, head_dims=(1, 8, 17, 64, 72), sinks=None), st.booleans())
+@given(cases(longest=150, head_dims=(1, 8, 17, 64, 72), sinks=None, lens=True, scores=SCORES), st.booleans())
 def test_reference(case: Case, dlse: bool) -> None:
     check(case, dlse=dlse)
 

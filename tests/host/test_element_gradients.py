@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import math
 import pathlib
@@ -21,6 +22,7 @@ from rawattn.device import TYPICAL
 from rawattn.operation import Backward, from_json
 from rawattn.render import FOLDER
 from rawattn.select import select
+from rawattn.testing import Case
 from rawattn.trace.gradients import by_elements
 from rawattn.variant.element import BF16
 from rawattn.variant.gather import EXACT_WORDS
@@ -406,6 +408,11 @@ def check_emulated(
     if packed:
         dlse[:, 2 * n - 4 :] = 0
     expected = expect(do, q, k, v, o, lse, wrt, dlse=dlse, score=score, **options)
+    if "q_lens" in options:
+        used = dataclasses.replace(
+            Case(batch=2, q_len=n, kv_len=m), lens=tuple(tuple(options[x].tolist()) for x in ("q_lens", "kv_lens"))
+        )
+        used.poison((do, q, o), (k, v), (lse, dlse))
     start()
     seed = options.pop("seed", None)
     options |= {"dlse": dlse, "score": score, "seed": seed}
@@ -431,6 +438,17 @@ def test_behind_tensor_cores_emulated(emulated: Any) -> None:
     import torch
 
     check_emulated(emulated, "attn_bwd", (34, 35, 2, 1), torch.bfloat16, window=(20, 9), scale=-0.3, q_offset=4, kv_offset=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["attn_bwd_simt", "attn_bwd"])
+def test_rows_in_use_emulated(emulated: Any, kernel: str) -> None:
+    """Elements that only other rows read get 0, and NaN that is there reaches none."""
+    import torch
+
+    lens = {"q_lens": torch.tensor([17, 34]).int(), "kv_lens": torch.tensor([43, 5]).int()}
+    dtype = torch.float32 if kernel == "attn_bwd_simt" else torch.bfloat16
+    check_emulated(emulated, kernel, (34, 43, 2, 1), dtype, causal=True, **lens)
 
 
 def test_launches() -> None:

@@ -194,7 +194,8 @@ def test_the_operator_of_gradients() -> None:
     q, k, v = make()
     score, lse = head_bias(SLOPES), torch.zeros(2, 4, 50)
     text = torch_op._text_of(options_of(score=score.function))
-    given = (q, q, k, v, q, lse, None, None, None, None, None, None, text, None, [SLOPES], [0])
+    lens = torch.tensor([50, 7], dtype=torch.int32)
+    given = (q, q, k, v, q, lse, None, None, None, None, None, None, text, None, [SLOPES], lens, None, [0])
     torch.library.opcheck(torch.ops.rawattn.attention_backward_captured.default, given)
 
 

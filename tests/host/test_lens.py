@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,9 @@ from rawattn.device import TYPICAL
 from rawattn.operation import Forward
 from rawattn.select import select
 from rawattn.spec import Spec
-from rawattn.testing import Case, cases, expect
+from rawattn.testing import Case, cases, expect, expect_backward
+from tests.emulator import gpu
+from tests.operations import backward
 
 
 @st.composite
@@ -103,11 +108,108 @@ def test_operation() -> None:
     assert "UsedQueries<Dense>" in config and "kv_lens" not in config
 
 
-def test_torch_traces_none() -> None:
+@pytest.mark.parametrize("way", ["eager", "compiled", "autocast", "operator"])
+def test_torch(way: str) -> None:
+    """Autograd gives the gradients of used rows, and 0 for the others, also through the operator."""
     torch = pytest.importorskip("torch")
-    q = torch.zeros(2, 5, 1, 8)
-    with (
-        pytest.raises(ProblemError, match="q_lens or kv_lens was given where torch traces"),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        rawattn.attention(q, q, q, q_lens=torch.tensor([1, 2], dtype=torch.int32))
+    case = Case("fp32", 3, 9, 12, 4, 2, head_dim=8, head_dim_v=8, causal=True, sinks=True, lens=((4, 9, 0), (12, 0, 5)))
+    inputs, lens = case.inputs("torch", "cpu"), case.used("torch", "cpu")
+    (do, dlse), sinks = case.output_gradients("torch", "cpu"), case.sink_logits("torch", "cpu")
+    q, k, v = inputs
+    case.poison((q,), (k, v))
+    given = [x.requires_grad_() for x in (q, k, v, sinks)]
+
+    def call(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return rawattn.attention(q, k, v, causal=True, sinks=sinks, **lens, return_lse=True)
+
+    if way == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    if way == "operator":
+        spec = json.dumps(Spec.of(causal=True).to_json())
+        call = functools.partial(torch.ops.rawattn.attention, spec=spec, **lens)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        o, lse = call(*given)
+    assert o.dtype == (torch.bfloat16 if way == "autocast" else torch.float32)
+    case.poison((do,), (), (dlse,))
+    found = torch.autograd.grad((o, lse), given, (do.to(o.dtype), dlse))
+    own = [x.detach().to(o.dtype) for x in (do, q, k, v)]
+    wanted = expect_backward(*own, dlse=dlse, causal=True, sinks=sinks.detach(), **lens)
+    wanted.check(*(x.to(o.dtype) for x in found[:3]), found[3])
+
+
+def test_vmap() -> None:
+    """A mapped dimension joins the batch, lengths too; those that are the same for all are repeated."""
+    torch = pytest.importorskip("torch")
+    q, k = torch.randn(3, 2, 5, 1, 8), torch.randn(3, 2, 7, 1, 8)
+    q_lens, kv_lens = torch.tensor([[1, 5], [0, 2], [3, 3]], dtype=torch.int32), torch.tensor([7, 4], dtype=torch.int32)
+
+    def loss(q: Any, k: Any, lens: Any) -> Any:
+        return (rawattn.attention(q, k, k, q_lens=lens, kv_lens=kv_lens) ** 2).sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, (0, 1)))(q, k, q_lens)
+    for i in range(3):
+        for x, y in zip(found, torch.func.grad(loss, (0, 1))(q[i], k[i], q_lens[i]), strict=True):
+            torch.testing.assert_close(x[i], y)
+
+
+def test_gradients_of_captured_arrays() -> None:
+    """Pairs of used rows alone are in their sums."""
+    case = Case("fp32", 2, 9, 12, 2, 1, head_dim=8, head_dim_v=8, lens=((4, 9), (12, 5)))
+    (q, k, v), (do, dlse), lens = case.inputs(), case.output_gradients(), case.used()
+    bias = np.random.default_rng(1).standard_normal((2, 2, 9, 12)).astype(np.float32)
+    o, lse = rawattn.attention(q, k, v, bias=bias, return_lse=True, **lens)
+    *wanted, wanted_bias = reference.attention_backward(
+        do, q, k, v, dlse=dlse, score=rawattn.score.function(lambda s, b, h, i, j: s + bias[b, h, i, j]), wrt=(bias,), **lens
+    )
+    case.poison((do, q, o), (k, v), (lse, dlse))
+    *found, found_bias = rawattn.attention_backward(do, q, k, v, o, lse, dlse=dlse, bias=bias, wrt=(bias,), **lens)
+    for x, y in zip((*found, found_bias), (*wanted, wanted_bias), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+    assert found_bias[0, :, :4].all() and not found_bias[0, :, 4:].any() and not found_bias[1, :, :, 5:].any()
+
+
+def test_plans_and_explanations() -> None:
+    case = Case("fp32", 2, 9, 12, lens=((4, 9), (12, 5)))
+    (q, k, v), (do, _), lens = case.inputs(), case.output_gradients(), case.used()
+    o, lse = rawattn.attention(q, k, v, return_lse=True, **lens)
+    forward = rawattn.plan(q, k, v, return_lse=True, **lens)
+    np.testing.assert_array_equal(forward.run(q, k, v, **lens)[0], o)
+    plan = rawattn.plan_backward(do, q, k, v, o, lse, **lens)
+    for x, y in zip(plan.run(do, q, k, v, o, lse, **lens), rawattn.attention_backward(do, q, k, v, o, lse, **lens), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert rawattn.operation.from_json(plan.op.to_json()) == plan.op and str(plan.op).endswith(", q_lens, kv_lens")
+    assert "q_lens, kv_lens" in str(rawattn.explain(q, k, v, **lens))
+    assert "q_lens, kv_lens" in str(rawattn.explain_backward(do, q, k, v, o, lse, **lens))
+    wrong = lens | {"q_lens": np.array([4, 10], np.int32)}
+    with pytest.raises(ProblemError, match=r"q_lens\[1\] is 10; it must be from 0 to 9, the sequence's rows of q."):
+        rawattn.attention_backward(do, q, k, v, o, lse, **wrong)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("size", [64, 256])
+def test_launches_of_gradients(size: int, varlen: bool) -> None:
+    """A pass clears the rows that are not used; TMA has maps with ends for each dense sequence."""
+    op = backward((size, size), varlen=varlen, q_lens=True)
+    launches = select(op, TYPICAL["sm_90a"]).kernel.lower(op, select(op, TYPICAL["sm_90a"]).config, TYPICAL["sm_90a"]).launches
+    assert [each.entry for each in launches[: 1 + varlen]] == ["attn_bwd_padding"] * (1 + varlen)
+    config = dict(launches[2 + varlen].source.headers)["config.cuh"]
+    rows = "CutQueries<Varlen>" if varlen else "CutQueries<DenseSpan>"
+    assert f"using Rows = {rows};" in config and ("TmaPageRows q;" in config) == (not varlen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_attn_fwd_emulated(packed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """NaN behind the keys and values in use reaches no result: TMA brings zeros."""
+    pytest.importorskip("torch")
+    lengths = ((130, 200), (70, 200)) if packed else None
+    case = Case(batch=2, q_len=130, kv_len=200, heads=2, kv_heads=1, causal=True, lengths=lengths, lens=((130, 61), (129, 70)))
+    (q, k, v, *starts), lens = case.inputs("torch", "cpu"), case.used("torch", "cpu")
+    call = rawattn.attention_varlen if packed else rawattn.attention
+    o, lse = call(q, k, v, *starts, **lens, causal=True, return_lse=True)
+    case.poison((q,), (k, v))
+    gpu.stand_in(monkeypatch, tmp_path, sm_count=3)
+    found = call(q, k, v, *starts, **lens, causal=True, return_lse=True, kernel="attn_fwd")
+    np.testing.assert_allclose(found[0].float().numpy(), o.float().numpy(), atol=2e-2)
+    np.testing.assert_allclose(found[1].numpy(), lse.numpy(), atol=1e-4)

@@ -93,13 +93,15 @@ def check_dtensor() -> None:
         whole = [x.requires_grad_() for x in (*whole, torch.randn(heads, dtype=torch.float64))]
         places = (place, place, place, sinks_place)
         parts = [distribute_tensor(x.detach(), mesh, [p]).requires_grad_() for x, p in zip(whole, places, strict=True)]
-        found, wanted = (gradients(*given) for given in (parts, whole))
+        lens = torch.tensor([16, 3, 0, 9], dtype=torch.int32)
+        of_batch = distribute_tensor(lens, mesh, [place if place == Shard(0) else Replicate()])
+        found, wanted = (gradients(*given, kv_lens=n) for given, n in ((parts, of_batch), (whole, lens)))
         for each, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(each.full_tensor(), want, rtol=0, atol=BOUND)
 
 
-def gradients(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-    o, lse = rawattn.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+def gradients(q: Any, k: Any, v: Any, sinks: Any, **lens: Any) -> Any:
+    o, lse = rawattn.attention(q, k, v, causal=True, sinks=sinks, return_lse=True, **lens)
     return torch.autograd.grad(o.sin().sum() + lse.cos().sum(), (q, k, v, sinks))
 
 

@@ -357,9 +357,10 @@ def test_opcheck(given: Tensors, sinks: Any, starts: Any) -> None:
     assert set(torch.library.opcheck(OP, args).values()) == {"SUCCESS"}
     plain = [x.detach() if torch.is_tensor(x) else x for x in args]
     o, lse = OP(*plain)
+    lens = {} if starts is not None else dict.fromkeys(("q_lens", "kv_lens"), torch.tensor([3, 0], dtype=torch.int32))
     for dlse in (None, torch.randn_like(lse)):
         backward = torch.randn_like(o), *plain[:3], o, lse, dlse, *plain[3:]
-        assert set(torch.library.opcheck(BACKWARD, backward).values()) == {"SUCCESS"}
+        assert set(torch.library.opcheck(BACKWARD, backward, {} if dlse is None else lens).values()) == {"SUCCESS"}
 
 
 def test_fake_and_meta_tensors() -> None:

@@ -30,7 +30,8 @@ class Call(plain.Call):
 
     def kept(self, sequence: int) -> Array | None:
         q_at, kv_at = self.op.forward.spec.offsets or (0, 0)
-        q, kv = np.arange(self.q_lens[sequence])[:, None] + q_at, np.arange(self.kv_lens[sequence])[None] + kv_at
+        q, kv = (np.arange(lens[sequence]) for lens in self.used)
+        q, kv = q[:, None] + q_at, kv[None] + kv_at
         return np.stack([self.mask.keep(self.held, sequence, head, q, kv) for head in range(self.case.heads[0])])
 
 
@@ -51,6 +52,8 @@ CASES = {
     "mma, one stage": Case((64, 64), {}, ((200, 200),), mma=ONE_STAGE),
     "mma, pairs": Case((128, 128), {}, ((150, 260),), mma=PAIRS),
     "mma, fours, unordered": Case((256, 200), {}, ((100, 150),), (1, 1), mma=FOURS, store="unordered"),
+    "128, lens": Case((128, 128), {}, ((150, 300),) * 2, (3, 1), sinks=True, lens=((150, 64), (130, 300)), grid=3),
+    "mma, packed, lens": Case((64, 40), {}, ((70, 64), (70, 200)), varlen=True, mma=LONE, lens=((70, 9), None)),
 }
 PAIRED = [(name, lists.MASKS[1 if case.varlen else i % 3]) for i, (name, case) in enumerate(CASES.items())]
 PAIRED += [
@@ -74,7 +77,14 @@ def test_dropout(name: str, tmp_path: pathlib.Path) -> None:
     plain.check(Call(DROPOUT[name], "documents"), tmp_path)
 
 
-SLOW = ("256", "64, packed", "mma, one stage", "mma, fours, unordered")  # alike others with other sizes
+SLOW = (
+    "256",
+    "64, packed",
+    "mma, one stage",
+    "mma, fours, unordered",
+    "128, lens",
+    "mma, packed, lens",
+)  # alike others with other sizes
 
 
 @pytest.mark.parametrize(

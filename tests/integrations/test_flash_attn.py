@@ -131,10 +131,19 @@ def test_varlen(module: Any, options: dict[str, Any], device: str) -> None:
 
 def test_varlen_of_used_rows() -> None:
     starts, used = torch.tensor([0, 7, 20], dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
+    lens = {"seqused_q": used, "seqused_k": used}
     q, k, v = (make(20, 2, 32, seed=i) for i in range(3))
-    o = fa3.flash_attn_varlen_func(q, k, v, starts, starts, 13, 13, seqused_q=used, seqused_k=used, causal=True)
+    o = fa3.flash_attn_varlen_func(q, k, v, starts, starts, 13, 13, **lens, causal=True)
+    given = [x.requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(
+        (fa3.flash_attn_varlen_func(*given, starts, starts, 13, 13, **lens, causal=True) ** 2).sum(), given
+    )
     for begin, n in ((0, 5), (7, 9)):
-        check([o[None, begin : begin + n]], formula(*(x[None, begin : begin + n] for x in (q, k, v)), causal=True)[:1])
+        part = [x[None, begin : begin + n] for x in given]
+        wanted = formula(*part, causal=True)[0]
+        check([o[None, begin : begin + n]], [wanted])
+        gradients = torch.autograd.grad((wanted**2).sum(), part)
+        check([x[None, begin : begin + n] for x in found], gradients)
 
 
 @pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])

@@ -208,9 +208,7 @@ def test_dot_product_attention_with_arrays(bias: Any, mask: Any) -> None:
         assert near(found, wanted)
 
 
-def test_lengths(device: Any) -> None:
-    if device.platform != "cpu":
-        pytest.skip("no kernel of a GPU takes q_lens and kv_lens yet")
+def test_lengths() -> None:
     q, k, _ = make(kv_len=20)
     lengths = {name: jnp.array(n, jnp.int32) for name, n in (("query_seq_lengths", [20, 7]), ("key_value_seq_lengths", [5, 20]))}
     options = {"is_causal": True, "local_window_size": (30, 0), "return_residual": True, **lengths}
@@ -219,8 +217,18 @@ def test_lengths(device: Any) -> None:
     kept = np.isfinite(np.asarray(found[1]))
     assert kept.sum() == 4 * (20 + 7)
     assert near([x[kept] for x in found], [x[kept] for x in wanted]) and not np.asarray(found[0])[~kept].any()
-    with pytest.raises(UnsupportedError, match="q_lens was given and a gradient was asked for"):
-        jax.grad(lambda q: rawattn.jax.attention(q, k, k, q_lens=lengths["query_seq_lengths"]).sum())(q)
+
+    def loss(attend: Any, q: Any, k: Any, v: Any) -> Any:
+        return (jnp.where(kept[..., None], attend(q, k, v, **{**options, "return_residual": False}), 0) ** 2).sum()
+
+    found, wanted = (
+        jax.grad(functools.partial(loss, each.dot_product_attention), (0, 1, 2))(q, k, k) for each in (rawattn.jax, jax.nn)
+    )
+    assert near(found, wanted) and not found[0][1, 7:].any() and not found[1][0, 5:].any()
+    lens = jnp.array([[3, 20], [0, 9]], jnp.int32)
+    mapped = jax.vmap(jax.grad(lambda q, n: (rawattn.jax.attention(q, k, k, q_lens=n) ** 2).sum()), (None, 0))(q, lens)
+    each = [jax.grad(lambda q, n=n: (rawattn.jax.attention(q, k, k, q_lens=n) ** 2).sum())(q) for n in lens]
+    assert near(mapped, each, 1e-6)
 
 
 def test_refusals() -> None:

@@ -29,6 +29,7 @@ from rawattn.select import Selection
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.mask import Both, Causal, Window
 from tests.calls import far, much_memory, poisoned_memory
+from tests.options import SCORES
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
@@ -81,11 +82,13 @@ class Call:
         self.q, self.k, self.v, *starts = inputs or case.inputs("torch", "cuda")
         self.do, lse_gradient = case.output_gradients("torch", "cuda")
         self.options: dict[str, Any] = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=False))
-        self.options |= {name: value for name, value in case.options.items() if name != "sinks"}
+        self.options |= case.options | case.used("torch", "cuda")
         self.options |= {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
         forward = rawattn.attention_varlen if starts else rawattn.attention
         self.o, self.lse = forward(self.q, self.k, self.v, **self.options, return_lse=True)
         self.dlse = {"dlse": lse_gradient} if dlse else {}
+        expanded = case.layout == "expanded"
+        case.poison((self.do, self.q, self.o), () if expanded else (self.k, self.v), (self.lse, lse_gradient))
 
     @property
     def given(self) -> dict[str, Any]:
@@ -160,6 +163,18 @@ def test_batches_and_heads(kernel: Any, case: Case, dlse: bool) -> None:
 )
 def test_scores(kernel: Any, case: Case, dlse: bool) -> None:
     check(case, kernel, dlse)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@listed(
+    (kernel, Case("bf16", 2, 200, 333, 4, 2, size, size, causal=True), True)
+    for kernel, size in ((ATTN_BWD, 64), (ATTN_BWD, 128), (ATTN_BWD_PAIR, 192), (ATTN_BWD_MMA, 64), (ATTN_BWD_SIMT, 40))
+)
+@hypothesis.settings(max_examples=4, derandomize=True)
+@hypothesis.given(data=st.data())
+def test_scores_of_ones_own(kernel: Any, case: Case, dlse: bool, name: str, data: Any) -> None:
+    """Their derivatives are files in CUDA, as the definitions say."""
+    check(dataclasses.replace(case, score=data.draw(SCORES[name])), kernel, dlse)
 
 
 @listed(
@@ -512,6 +527,54 @@ def test_rows_after_the_last_sequence(kernel: Any, case: Case, dlse: bool) -> No
     assert torch.equal(dsinks, wanted[3])
 
 
+SOME, NONE = (200, 64, 3, 0), None  # rows in use
+LENS = [
+    {"q_len": 200, "kv_len": 333, "lens": (SOME, (333, 1, 128, 70))},
+    {"q_len": 200, "kv_len": 333, "lens": (NONE, (0, 333, 65, 200)), "causal": True},
+    {"q_len": 200, "kv_len": 333, "lens": (SOME, NONE), "window": (100, 20)},
+    {"q_len": 333, "kv_len": 200, "lens": ((333, 130, 60, 200), SOME), "causal": True, "layout": "packed", "softcap": 9.0},
+    {"q_len": 200, "kv_len": 200, "lens": (SOME, SOME), "causal": True, "q_offset": 30, "layout": "heads_first"},
+    {"q_len": 200, "kv_len": 200, "lens": ((0, 0, 0, 0), SOME), "window": (0, 0)},
+    {"lengths": ((200, 333), (70, 64), (5, 200), (64, 0)), "lens": (SOME, (333, 0, 70, 0)), "causal": True},
+    {"lengths": ((200, 333), (70, 64), (5, 200), (64, 0)), "lens": (NONE, (128, 64, 65, 0))},
+]
+OF_KERNEL = [(ATTN_BWD, 64), (ATTN_BWD, 128), (ATTN_BWD, 40), (ATTN_BWD_PAIR, 256), *((ATTN_BWD_MMA, n) for n in (64, 128, 256))]
+
+
+@listed(
+    (kernel, Case("bf16", heads=4, kv_heads=2, head_dim=size, head_dim_v=size, sinks=True, **{"batch": 4, **kind}), True)
+    for (kernel, size), kind in itertools.product([*OF_KERNEL, (ATTN_BWD_SIMT, 64)], LENS)
+)
+def test_rows_in_use(kernel: Any, case: Case, dlse: bool) -> None:
+    """Gradients of the others are 0, and NaN that is there reaches nothing."""
+    call = Call(case, dlse)
+    wanted = call.run(kernel)
+    call.check(wanted)
+    assert all(equal(call.run(kernel), wanted) for _ in range(3))
+
+
+@listed(
+    (kernel, Case(batch=4, q_len=200, kv_len=333, heads=4, kv_heads=2, head_dim=size, causal=True), True)
+    for kernel, size in OF_KERNEL
+)
+def test_lengths_on_the_device(kernel: Any, case: Case, dlse: bool) -> None:
+    """They are cut to what there is, and a graph reads them when it runs. With all rows in use bits are those without lengths."""
+    call = Call(case, dlse)
+    whole = call.run(kernel)
+    call.options |= {name: torch.full((4,), 1 << 30, dtype=torch.int32, device="cuda") for name in ("q_lens", "kv_lens")}
+    found = call.run(kernel)
+    assert equal(found, whole)
+    call.options["q_lens"].fill_(-7)
+    assert not any(x.any() for x in call.run(kernel))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = rawattn.attention_backward(**call.given, **call.options, kernel=kernel.name)
+    call.options["q_lens"].fill_(150)
+    call.options["kv_lens"].copy_(torch.tensor([333, 0, 64, 200], dtype=torch.int32))
+    graph.replay()
+    call.check(found)
+
+
 @listed(
     (kernel, Case("bf16", heads=4, kv_heads=2, causal=True, lengths=((100, 100), (130, 270), (65, 200))), False)
     for kernel in (ATTN_BWD, ATTN_BWD_MMA)
@@ -564,6 +627,10 @@ KINDS = [
     (ATTN_BWD, Case("bf16", head_dim=128, head_dim_v=128, causal=True, lengths=(), sinks=True), True),
     (ATTN_BWD_PAIR, Case("fp16", head_dim=256, head_dim_v=256, mask=Both(Causal("top_left"), Window(0, 0)), lengths=()), False),
     (ATTN_BWD_SIMT, Case("fp32", causal=True, sinks=True), True),
+    (ATTN_BWD, Case("bf16", causal=True, sinks=True, lens=((1,), (1,))), True),
+    (ATTN_BWD, Case("fp16", head_dim=128, head_dim_v=128, lens=(None, (1,))), False),
+    (ATTN_BWD_PAIR, Case("bf16", head_dim=256, head_dim_v=192, causal=True, lens=((1,), (1,))), True),
+    (ATTN_BWD_MMA, Case("fp16", head_dim=128, head_dim_v=128, causal=True, lens=((1,), None)), True),
     (ATTN_BWD_MMA, Case("bf16", causal=True, sinks=True), True),
     (ATTN_BWD_MMA, Case("fp16", head_dim=128, head_dim_v=96, window=(0, 0), softcap=1.0, lengths=()), True),
     (ATTN_BWD_MMA, Case("bf16", head_dim=256, head_dim_v=256, mask=Causal("top_left")), False),
@@ -589,6 +656,10 @@ def varied(draw: Any, case: Case, longest: int = 400) -> Case:
     if case.softcap is not None:
         changes["softcap"] = draw(st.sampled_from((0.3, 4.0, 50.0)))
     changes["scale"] = draw(st.sampled_from((1e-3, 0.1, 0.3)))
+    if any(case.lens):
+        pairs = changes["lengths"] if "lengths" in changes else [(changes["q_len"], changes["kv_len"])] * changes["batch"]
+        each = [st.tuples(*(st.sampled_from((0, n)) | st.integers(0, n) for n in side)) for side in zip(*pairs, strict=True)]
+        changes["lens"] = tuple(draw(side) if lens is not None else None for side, lens in zip(each, case.lens, strict=True))
     return dataclasses.replace(case, layout=draw(st.sampled_from(LAYOUTS)), seed=draw(st.integers(0, 2**32 - 1)), **changes)
 
 
@@ -600,7 +671,9 @@ def test_whatever_the_run_time_values(kernel: Any, case: Case, dlse: bool, data:
 
 
 @hypothesis.settings(max_examples=12, derandomize=True)  # most compile three kernels
-@hypothesis.given(case=cases(dtypes=("bf16", "fp16"), layouts=LAYOUTS, head_dims=(8, 40, 64, 128, 256), sinks=None))
+@hypothesis.given(
+    case=cases(dtypes=("bf16", "fp16"), layouts=LAYOUTS, head_dims=(8, 40, 64, 128, 256), sinks=None, lens=True, scores=SCORES)
+)
 def test_whatever_the_kinds(case: Case) -> None:
     call = Call(case)
     call.check(call.run())

@@ -38,11 +38,12 @@ def check(case: Case, score: Any, kernel: str | None = None, **options: Any) -> 
     """Compares with the formula, where all new memory is NaN, and asks for the same bits once more."""
     inputs, (do, dlse), wrt = case.inputs("torch", "cuda"), case.output_gradients("torch", "cuda"), floats(score)
     q, k, v, *starts = inputs
-    options |= dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=False))
+    options |= dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=False)) | case.used("torch", "cuda")
     sinks = {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
     with poisoned_memory():
         call = rawattn.attention_varlen if starts else rawattn.attention
         o, lse = call(q, k, v, **options, **sinks, score=score, return_lse=True)
+        case.poison((do, q, o), (k, v), (lse, dlse))
         given = {"dlse": dlse, "score": score, "wrt": wrt, "kernel": kernel, **options, **sinks}
         found, again = (rawattn.attention_backward(do, q, k, v, o, lse, **given)[3 + len(sinks) :] for _ in range(2))
     expect(do, q, k, v, o, lse, wrt, dlse=dlse, score=score, **options).check(found)
@@ -75,6 +76,14 @@ def test_positions_packed_sequences_and_dropout(name: str) -> None:
     check(dataclasses.replace(CASE, heads=2, kv_heads=2, lengths=((300, 410), (0, 64))), score)
     check(CASE, score, dropout=0.3, seed=torch.tensor([11], device="cuda"), window=(100, 50))
     check(dataclasses.replace(CASE, scale=-0.2), score, scale=-0.2)
+
+
+@pytest.mark.parametrize("kernel", ANY)
+@pytest.mark.parametrize("name", ["alibi", "t5_table", "pair_bias", "key_bias", "forgetting"])
+def test_rows_in_use(name: str, kernel: str | None) -> None:
+    for lens in (((100, 333), (470, 65)), (None, (0, 300)), ((0, 129), None)):
+        check(dataclasses.replace(CASE, lens=lens), on_gpu(name, 333, 470), kernel, causal=True)
+    check(dataclasses.replace(CASE, lengths=((300, 410), (70, 64)), lens=((129, 70), (410, 3))), on_gpu(name, 900, 900), kernel)
 
 
 def test_large() -> None:

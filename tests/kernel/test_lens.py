@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -66,14 +67,17 @@ def test_against_the_reference(case: Case, kernel: Any, which: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_keys_behind_do_not_matter(kernel: Any) -> None:
-    """Keys that are not used may be NaN, and a graph reads the lengths when it runs."""
-    case = CASES[1]
+@pytest.mark.parametrize(
+    "case", [CASES[1], CASES[3], dataclasses.replace(CASES[0], layout="heads_first")], ids=lambda case: case.name
+)
+def test_keys_behind_do_not_matter(case: Case, kernel: Any) -> None:
+    """Keys and values that are not used may be NaN, and a graph reads the lengths when it runs."""
     q, k, v = case.inputs("torch", "cuda")
     lens = used(case, ("q_lens", "kv_lens"))
-    options = {**case.options, "sinks": case.sink_logits("torch", "cuda"), "kernel": kernel.name, **lens}
+    options = {**case.options, "kernel": kernel.name, **lens}
+    options |= {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
     for i, n in enumerate(lens["kv_lens"].tolist()):
-        k[i, n:] = float("nan")
+        k[i, n:] = v[i, n:] = float("nan")
     with poisoned_memory():
         wanted = rawattn.attention(q, k, v, **options)
     assert not wanted.isnan().any()

@@ -10,8 +10,8 @@ struct TmaKv {
 
     __device__ TmaKv(const Args& args, const Rows& rows, const WorkTile& work) : args(args), rows(rows), head(work.head / args.heads_per_kv) {}
 
-    template <class Tile>
-    __device__ void load(Tile& tile, const TmaTensor& tensor, ptx::Mbarrier& full, i32 index) const {
+    template <class Tile, class Tensor>
+    __device__ void load(Tile& tile, const Tensor& tensor, ptx::Mbarrier& full, i32 index) const {
         full.arrive_expect(Tile::bytes);
 #pragma unroll
         for (int panel = 0; panel < Tile::panels; ++panel)

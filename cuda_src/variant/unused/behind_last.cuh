@@ -1,0 +1,13 @@
+#pragma once
+// The rows behind the last one of sequences end to end.
+#include "tile/sequence.cuh"
+#include "variant/unused/share.cuh"
+
+struct BehindLast {
+    // Calls clear(q, first row, end, kv, first row, end, share) for rows of q and of k and v.
+    template <class Clear>
+    __device__ static void visit(const Args& args, Clear clear) {
+        const i32 q = args.cu_seqlens_q[args.batches], kv = args.cu_seqlens_kv[args.batches];
+        clear(RowSpan{q, 0}, 0, args.total_q - q, RowSpan{kv, 0}, 0, args.total_kv - kv, Share{i32(blockIdx.x), i32(gridDim.x)});
+    }
+};
