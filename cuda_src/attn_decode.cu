@@ -58,7 +58,8 @@ struct Ring {
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
-    i32 kv_len, rows;
+    Rows::Keys keys;
+    i32 rows;
     u32 ahead;  // tile t is tile t + `ahead` of the block's share, which is its place in the ring
 };
 struct Smem {
@@ -147,7 +148,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
         if (threadIdx.x == 0) {
             if (n > 0) smem.listed.arrive();
-            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin};
+            smem.next = {run, own, rows.keys(), min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin};
             smem.given.arrive();
         }
         if (run.is_last()) break;
@@ -317,7 +318,7 @@ struct Consumer {
     __device__ void attend(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 tile) {
         const u32 place = tile + smem.work.ahead, stage = ::stage(place), barrier = ::barrier(place);
         const bool full = smem.work.tiles.is_full(tile);
-        const i32 left = smem.work.kv_len - tile * cfg::tile_kv;
+        const Rows::Keys there = smem.work.keys.from(tile * cfg::tile_kv);
         smem.k_full[barrier].wait(parity(place));
 #pragma unroll 1
         for (int first = 0; first < Strand::steps; first += Strand::at_once) {
@@ -326,7 +327,7 @@ struct Consumer {
             for (int i = 0; i < Strand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0));
             if (first == 0) {
                 smem.v_full[barrier].wait(parity(place));
-                if (left < cfg::tile_kv) Kv::clear_past_end(smem.ring.v[stage], left);
+                if (!there.fill(cfg::tile_kv)) Kv::clear_others(smem.ring.v[stage], there);
             }
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {

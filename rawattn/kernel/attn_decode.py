@@ -153,7 +153,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
             tile = 32 if (not paging.is_fp8(op) and (wide or m_tiles == 2)) or (room < 110_000 and each > 256) else 64
             tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
-            kept = 0 if tight else op.head_dim // (16 * m_tiles)
+            kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
             blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2
             found, copies = Config(), must_copy(op, device)
             for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
@@ -186,8 +186,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "KvElement": op.kv_element,
             "OElement": op.element,
             "QOperand": operand,
-            "Rows": rows.CacheRows(op.ragged, paging.lengths_option(op)),
-            "Mask": rows.PackGqaMask(op.mask),  # type: ignore[arg-type]  # a Mask is an Option with an interval
+            "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
+            "Mask": rows.PackGqaMask(paging.mask_option(op)),
             "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),  # type: ignore[arg-type]
             "Softmax": sums,
             "Weight": weight.Identity(),
@@ -242,7 +242,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if not op.total_q * op.batch:
             return Program(())
         arch, options = device.arch, (op.form, page_rows(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind)
-        formats = op.element, op.kv_element, op.k_scales, op.v_scales
+        formats = op.element, op.kv_element, op.k_scales, op.v_scales, *paging.arrays_of(op)
         key = (formats, op.head_dim, op.head_dim_v, *options, config, arch)
         rendered = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
         grid = self.grid(op, config, device)

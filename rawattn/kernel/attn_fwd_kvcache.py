@@ -76,7 +76,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         like, packs = over_tensors(op), self.packs(op, config)
         own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": kv.PagedPanelsKv(paging.pages_option(op), page_rows(op, config)),
+            "Kv": (kv.PagedPanelsFromKv if op.kv_begin else kv.PagedPanelsKv)(paging.pages_option(op), page_rows(op, config)),
             "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(like, persistent=True)),
             "Order": ATTN_FWD.order(like, config),
             "Walk": PagedWalk(),
@@ -111,7 +111,8 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         if not op.total_q * op.batch:
             return Program(())
         arch, like = device.arch, over_tensors(op)
-        key = (like.kind, op.form, page_rows(op, config), self.packs(op, config) and op.heads_per_kv, config, arch)
+        pages = op.form, page_rows(op, config), paging.arrays_of(op)
+        key = (like.kind, *pages, self.packs(op, config) and op.heads_per_kv, config, arch)
         source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
         grid = ATTN_FWD.grid(self._tiled(op, config), config, device)
         return Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))

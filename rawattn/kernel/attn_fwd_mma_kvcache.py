@@ -91,7 +91,7 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
         """The launch; none where no row is computed."""
         if not op.total_q * op.batch:
             return Program(())
-        key = (over_tensors(op).kind, op.kv_element, op.form, config, device.arch)
+        key = (over_tensors(op).kind, paging.arrays_of(op), op.kv_element, op.form, config, device.arch)
         rendered = self._kept(key, lambda: (self.render(op, config, device.arch), self.fields(op, config)))
         grid = tiling.most_tiles(self._tiled(op, config), config.tile_q)
         return Program((Launch(self.name, *rendered, self.values(op, config, device), grid),))

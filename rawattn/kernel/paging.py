@@ -12,6 +12,7 @@ from ..operation import AttentionKVCache, Forward
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
+from ..variant.mask import KvBeginMask
 from ..variant.place import OnePage, PageList, PageTable
 from ..variant.scale import Scale
 from ..variant.walk import lists
@@ -41,8 +42,22 @@ def reasons(op: AttentionKVCache) -> list[str]:
     """The reasons why no kernel over caches computes the operation."""
     own = [name for name in ("mask", "score") if hasattr(getattr(op, name), "arrays")]
     found = [f"its {' and its '.join(own)} is a function, and over caches it takes none yet"] if own else []
-    found += ["it takes no kv_begin yet"] * op.kv_begin
     return found + ["causal is an array; it takes True and False"] * op.causal_each
+
+
+def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:
+    """Says which arrays of a step make another kernel."""
+    return (op.kv_begin,)
+
+
+def rows_option(op: AttentionKVCache, base: Option) -> Option:
+    """Where the rows of sequences lie, with what the step says of each of them."""
+    return rows.KvBeginRows(base) if op.kv_begin else base
+
+
+def mask_option(op: AttentionKVCache) -> Any:
+    """The mask, with what the step says of each sequence."""
+    return KvBeginMask(op.mask) if op.kv_begin else op.mask  # type: ignore[arg-type]  # Masks are Options
 
 
 def is_fp8(op: AttentionKVCache) -> bool:
@@ -100,9 +115,9 @@ def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[s
     found: dict[str, Option] = {
         "Element": op.element,
         "KvElement": op.kv_element,
-        "Rows": own["Rows"],
-        "Mask": rows.PackGqaMask(op.mask) if packs else op.mask,  # type: ignore[dict-item, arg-type]  # Masks are Options
-        "Score": rows.PackGqaScore(op.score) if packs else op.score,  # type: ignore[dict-item, arg-type]  # so are Scores
+        "Rows": rows_option(op, own.pop("Rows")),
+        "Mask": rows.PackGqaMask(mask_option(op)) if packs else mask_option(op),
+        "Score": rows.PackGqaScore(op.score) if packs else op.score,  # type: ignore[dict-item, arg-type]  # Scores are Options
         "Weight": weight.Identity(),
         "Softmax": softmax.WithVScale(sums, Scale("v_scale")) if is_fp8(op) else sums,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),

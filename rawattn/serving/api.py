@@ -477,6 +477,7 @@ VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
     "page": "a sequence has a page that is none of the cache's",
     "position": "a row has a position that cos and sin do not have",
     "slot": "a slot is none of the cache's",
+    "kv_begin": "the first key of a sequence that counts is none of its keys",
 }
 
 

@@ -109,9 +109,9 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
             mask = OffsetMask(mask, kv_len - q_len, 0) if hasattr(mask, "keep") else mask
             score = OffsetScore(score, kv_len - q_len, 0) if hasattr(score, "of_lengths") else score
         if first is not None:
-            if first[i] < 0:
-                raise ProblemError(f"kv_begin[{i}] is {first[i]}; it must be at least 0.")
-            mask = FromKey(mask, int(first[i]))
+            if kv_len and not 0 <= first[i] <= kv_len:
+                raise ProblemError(f"kv_begin[{i}] is {first[i]}; it must be from 0 to {kv_len}, the sequence's length.")
+            mask = FromKey(mask, max(0, int(first[i])))
         begin, end = interval(mask, op.heads, q_len, kv_len)
         some = begin < end
         if some.any():

@@ -265,6 +265,14 @@ class UsedQueriesMask(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
+class KvBeginMask(Wrapper):
+    """A mask that keeps no key before the first that counts, as rows of ``KvBeginRows`` have it."""
+
+    type: ClassVar[str] = "KvBeginMask"
+    source: ClassVar[str] = "variant/mask/kv_begin.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class FromKey(Option):
     """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
 

@@ -134,6 +134,18 @@ class StridedCacheRows(CacheRows):
 
 
 @dataclasses.dataclass(frozen=True)
+class KvBeginRows(Wrapper):
+    """A step's rows where ``kv_begin`` says which key of a sequence is the first that counts. ``KvBeginMask`` goes with it."""
+
+    type: ClassVar[str] = "KvBeginRows"
+    source: ClassVar[str] = "variant/rows/kv_begin.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("kv_begin", "const i32*", Pointer("kv_begin")))
+
+
+@dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
     """Rows of sequences of which ``kv_lens`` says how many keys are there."""
 

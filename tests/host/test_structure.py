@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 24500,  # caches in eight bits, and gradients of captured arrays
     "perf": 5200,
-    "cuda_src": 10200,
+    "cuda_src": 10550,  # first keys, causality of each sequence, and functions over caches
     "tests": 28900,
 }
 FUNCTION_LINES = 60

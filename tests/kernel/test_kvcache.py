@@ -17,6 +17,7 @@ from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Causal
 from tests.caches import NONSENSE, Cached
 from tests.calls import poisoned_memory
+from tests.conftest import missing_gpu
 
 pytestmark = pytest.mark.gpu("any")
 
@@ -44,6 +45,8 @@ def of(case: Cached, **changes: Any) -> Cached:
     return dataclasses.replace(case, **changes)
 
 
+E4M3 = of(STEP, kv_dtype="e4m3", scales=("each", "number"))
+BEGINS = (643, 7, 64, 0, 4097, 64, 128)  # the first keys that count; of a sequence without keys, of one without any that counts
 CASES = {
     "table": STEP,
     "dense": of(STEP, form="dense", page_size=5000),
@@ -60,6 +63,12 @@ CASES = {
     "full": of(DRAFT, causal=False),
     "window": of(DRAFT, window=(500, None)),
     "softcap and sinks": of(STEP, softcap=5.0, sinks=True),
+    "begins": of(DRAFT, begins=BEGINS, whole=False),
+    "begins, pages of 1": of(STEP, begins=BEGINS, whole=False, page_size=1),
+    "begins, packed": of(PACKED, begins=BEGINS, whole=False, form="indptr", page_size=64),
+    "begins, dense": of(DRAFT, begins=BEGINS, whole=False, form="dense", page_size=5000, sinks=True),
+    "begins, full": of(DRAFT, begins=BEGINS, whole=False, causal=False),
+    "begins, e4m3": of(E4M3, begins=BEGINS, whole=False),
     "fp16": of(DRAFT, dtype="fp16"),
     "one head": of(STEP, lengths=((1, 33000), (1, 9000)), heads=4, kv_heads=1),
     "long splits": of(STEP, lengths=((1, 33000), (1, 7)), heads=16, kv_heads=8),
@@ -67,7 +76,6 @@ CASES = {
     "columns 192 and 128": of(STEP, head_dim=192),
     "columns 256": of(STEP, head_dim=256, head_dim_v=256),
 }
-E4M3 = of(STEP, kv_dtype="e4m3", scales=("each", "number"))
 EIGHT_BITS = {
     "e4m3": E4M3,
     "e5m2": of(E4M3, kv_dtype="e5m2"),
@@ -102,6 +110,9 @@ CHUNKS = {
     "full": of(CHUNK, causal=False),
     "window": of(CHUNK, window=(500, None)),
     "softcap and sinks": of(CHUNK, softcap=5.0, sinks=True),
+    "begins": of(CHUNK, begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),
+    "begins, pages of 256": of(SAME, begins=(257, 510, 7, 100, 1024), whole=False, page_size=256, sinks=True),
+    "begins, dense": of(CHUNK, begins=(1, 4999, 0, 250, 64, 63, 3, 0), whole=False, form="dense", page_size=5000),
     "fp16": of(CHUNK, dtype="fp16"),
     "one head": of(CHUNK, heads=5, kv_heads=1),
     "columns 64": of(CHUNK, head_dim=64, head_dim_v=64),
@@ -220,7 +231,10 @@ def test_chunks_against_the_reference(name: str) -> None:
     assert rawattn.violations() == ()
 
 
-@pytest.mark.parametrize("name", ["table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72"])
+BY_MMA = "table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72", "begins"
+
+
+@pytest.mark.parametrize("name", BY_MMA)
 def test_chunks_by_mma(name: str) -> None:
     """By attn_fwd_mma, which takes pages of any size."""
     case = of(CHUNKS[name], page_size=1) if name == "window" else CHUNKS[name]
@@ -277,6 +291,24 @@ def test_any_step(data: Any) -> None:
     check(case, attend(case, mask=None))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_first_keys(data: Any) -> None:
+    """Any first keys of any sequences, over pools that hold NaN before them, by each kernel."""
+    kernel = data.draw(st.sampled_from(("attn_decode", "attn_fwd_mma", *("attn_fwd",) * (missing_gpu() is None))))
+    longest = 8 if kernel == "attn_decode" else 300
+    lengths = st.tuples(st.integers(0, longest), st.sampled_from((0, 1, 63, 64, 65, 128, 257, 2100)) | st.integers(0, 1200))
+    drawn = data.draw(st.lists(lengths, min_size=1, max_size=6))
+    ends = [st.integers(0, kv) | st.sampled_from((0, kv, max(0, kv - 1), kv // 64 * 64)) for _, kv in drawn]
+    case = of(
+        PACKED, lengths=tuple(drawn), begins=tuple(data.draw(st.tuples(*ends))), whole=False, kv_heads=2, heads=10,
+        form=data.draw(st.sampled_from(("table", "indptr"))), page_size=data.draw(st.sampled_from((16, 64, 256))),
+        head_dim=64, head_dim_v=64, sinks=data.draw(st.booleans()), seed=data.draw(st.integers(0, 2**32 - 1)),
+    )  # fmt: skip
+    check(case, attend(case, mask=None, kernel=kernel))
+    assert rawattn.violations() == ()
+
+
 @pytest.mark.gpu
 @settings(max_examples=40, deadline=None)
 @given(st.data())
@@ -302,10 +334,15 @@ def one_of(case: Cached, i: int) -> tuple[Any, Any, Any]:
     q = case.rows(case.heads, case.head_dim, 1)[i : i + 1]
     k, v = (x[None] if len(x) else np.zeros((1, 1, *x.shape[1:]), x.dtype) for x in case.keys(i))
     cache = rawattn.KVCache(_moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
-    return _moved(q, "torch", "cuda"), cache, rawattn.Step(_moved(np.array([case.lengths[i][1]], np.int32), "torch", "cuda"))
+    arrays = {"kv_lens": case.lengths[i][1]} | ({} if case.begins is None else {"kv_begin": case.begins[i]})
+    step = rawattn.Step(**{name: _moved(np.array([x], np.int32), "torch", "cuda") for name, x in arrays.items()})
+    return _moved(q, "torch", "cuda"), cache, step
 
 
-@pytest.mark.parametrize("case", [STEP, DRAFT, CASES["long splits"]], ids=("one query", "draft", "long"))
+BEGUN = of(DRAFT, begins=BEGINS, whole=False)
+
+
+@pytest.mark.parametrize("case", [STEP, DRAFT, CASES["long splits"], BEGUN], ids=("one query", "draft", "long", "begins"))
 def test_bits_follow_from_the_sequence(case: Cached) -> None:
     """A row has the same bits alone as in a batch, from a dense cache and from pages of any size, by TMA and by copies."""
     found = attend(case)
@@ -449,10 +486,11 @@ def test_what_is_wrong_on_the_device_is_said() -> None:
     arrays = STEP.step_arrays()
     arrays["page_table"][0, 3] = NONSENSE
     arrays["kv_lens"][3] = 1 << 29
+    arrays["kv_begin"] = np.array([0, -1, 0, -5, 0, 0, 0], np.int32)
     step = rawattn.Step(**{name: _moved(x, "torch", "cuda") for name, x in arrays.items()})
     rawattn.violations()
     found = attend(STEP, step=step)
-    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page"]
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page", "kv_begin"]
     for i in (1, 2, 4, 5, 6):
         assert rows_of(STEP, found, i) == rows_of(STEP, plain, i)
     assert np.isfinite(_float64(found[0])[0]).all()
@@ -470,7 +508,5 @@ def test_out_and_what_is_refused() -> None:
     with pytest.raises(rawattn.UnsupportedError, match="it takes up to 256"):
         rawattn.attention_kvcache(q.expand(1, 100, 8, 128).contiguous(), cache, step, kernel="attn_decode")
     begin = torch.zeros(1, dtype=torch.int32, device="cuda")
-    with pytest.raises(rawattn.UnsupportedError, match="kv_begin"):
-        rawattn.attention_kvcache(q, cache, rawattn.Step(step.kv_lens, kv_begin=begin))
     with pytest.raises(rawattn.UnsupportedError, match="causal is an array"):
         rawattn.attention_kvcache(q, cache, rawattn.Step(step.kv_lens, causal=begin))
