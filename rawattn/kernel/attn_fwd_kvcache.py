@@ -24,6 +24,11 @@ def page_rows(op: AttentionKVCache, config: Config) -> int:
     return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
 
 
+def is_plain(op: Any) -> bool:
+    """Says whether the mask of an operation, or of a tuning shape, is causal or full."""
+    return isinstance(op.mask, (Full, Causal)) and not getattr(op, "causal_each", False)
+
+
 class AttnFwdKVCache(Kernel[AttentionKVCache]):
     """The kernel. Configurations are those of the forward over plain tensors, by the same records."""
 
@@ -49,7 +54,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
 
     def legal(self, config: Config, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
-        if tight and not isinstance(op.mask, (Full, Causal)):
+        if tight and not is_plain(op):
             return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; it spills where the mask is neither causal nor full"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
@@ -61,7 +66,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         shapes = ATTN_FWD.tuning_shapes(over_tensors(op))
-        if isinstance(op.mask, (Full, Causal)):
+        if is_plain(op):
             return shapes
         return tuple(tiling.with_mask(each, Both(Causal(), Window())) for each in shapes)
 

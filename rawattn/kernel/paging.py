@@ -12,7 +12,7 @@ from ..operation import AttentionKVCache, Forward
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
-from ..variant.mask import KvBeginMask
+from ..variant.mask import CausalEachMask, KvBeginMask
 from ..variant.place import OnePage, PageList, PageTable
 from ..variant.scale import Scale
 from ..variant.walk import lists
@@ -41,23 +41,24 @@ def pages_option(op: AttentionKVCache) -> Option:
 def reasons(op: AttentionKVCache) -> list[str]:
     """The reasons why no kernel over caches computes the operation."""
     own = [name for name in ("mask", "score") if hasattr(getattr(op, name), "arrays")]
-    found = [f"its {' and its '.join(own)} is a function, and over caches it takes none yet"] if own else []
-    return found + ["causal is an array; it takes True and False"] * op.causal_each
+    return [f"its {' and its '.join(own)} is a function, and over caches it takes none yet"] if own else []
 
 
 def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:
     """Says which arrays of a step make another kernel."""
-    return (op.kv_begin,)
+    return op.kv_begin, op.causal_each
 
 
 def rows_option(op: AttentionKVCache, base: Option) -> Option:
     """Where the rows of sequences lie, with what the step says of each of them."""
-    return rows.KvBeginRows(base) if op.kv_begin else base
+    found = rows.CausalEachRows(base) if op.causal_each else base
+    return rows.KvBeginRows(found) if op.kv_begin else found
 
 
 def mask_option(op: AttentionKVCache) -> Any:
     """The mask, with what the step says of each sequence."""
-    return KvBeginMask(op.mask) if op.kv_begin else op.mask  # type: ignore[arg-type]  # Masks are Options
+    found: Any = CausalEachMask(op.mask) if op.causal_each else op.mask  # type: ignore[arg-type]  # Masks are Options
+    return KvBeginMask(found) if op.kv_begin else found
 
 
 def is_fp8(op: AttentionKVCache) -> bool:

@@ -265,6 +265,18 @@ class UsedQueriesMask(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
+class CausalEachMask(Wrapper):
+    """A mask that is causal besides, for the sequences of which rows of ``CausalEachRows`` say so."""
+
+    type: ClassVar[str] = "CausalEachMask"
+    source: ClassVar[str] = "variant/mask/causal_each.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {**self.base.constants, **Causal().constants}
+
+
+@dataclasses.dataclass(frozen=True)
 class KvBeginMask(Wrapper):
     """A mask that keeps no key before the first that counts, as rows of ``KvBeginRows`` have it."""
 

@@ -146,6 +146,18 @@ class KvBeginRows(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
+class CausalEachRows(Wrapper):
+    """A step's rows where ``causal`` says which sequences are causal. ``CausalEachMask`` goes with it."""
+
+    type: ClassVar[str] = "CausalEachRows"
+    source: ClassVar[str] = "variant/rows/causal_each.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("causal", "const i32*", Pointer("causal")))
+
+
+@dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
     """Rows of sequences of which ``kv_lens`` says how many keys are there."""
 

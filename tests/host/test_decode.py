@@ -20,7 +20,6 @@ from rawattn.device import TYPICAL
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.select import select
 from rawattn.serving import api
-from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Causal, Full, Window
@@ -471,6 +470,8 @@ CALLS = {
         GPU_CASE, kv_dtype="e5m2", scales=("number", "heads"), form="dense", page_size=310, layout="HND", window=(100, 0)
     ),
     "begins": dataclasses.replace(GPU_CASE, whole=False, begins=(197, 3, 9, 0, 66), sinks=True),
+    "causal for some": dataclasses.replace(GPU_CASE, causal=(0, 1, 5, 0, 1), window=(None, 1)),
+    "causal for some, begins": dataclasses.replace(GPU_CASE, causal=(1, 1, 0, 0, 0), whole=False, begins=(197, 3, 9, 0, 66)),
     "begins, copied": dataclasses.replace(GPU_CASE, page_size=1, whole=False, begins=(197, 3, -9, 1, 70)),
     "begins, e4m3": dataclasses.replace(
         GPU_CASE,
@@ -481,7 +482,7 @@ CALLS = {
         ragged=False,
         begins=(70, 65),
         whole=False,
-    ),  # fmt: skip
+    ),
     "copied": dataclasses.replace(GPU_CASE, page_size=2, lengths=((3, 300), (3, 0), (3, 70)), ragged=False),
 }
 
@@ -507,7 +508,6 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
 REFUSED = {
     "head_dim": ({"head_dim": 40}, "head_dim is 40; it takes multiples of 16"),
     "rows": ({"q_len": 100}, "are 400 rows; it takes up to 256"),
-    "causal": ({"causal_each": True, "spec": Spec()}, "causal is an array"),
     "format": ({"element": FP32, "kv_element": FP32}, "it takes bf16 and fp16, not fp32"),
     "cache": ({"kv_element": FP16}, "it takes caches in the format of q, bf16, e4m3 and e5m2, not fp16"),
     "columns in eight bits": (

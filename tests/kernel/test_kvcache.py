@@ -47,6 +47,7 @@ def of(case: Cached, **changes: Any) -> Cached:
 
 E4M3 = of(STEP, kv_dtype="e4m3", scales=("each", "number"))
 BEGINS = (643, 7, 64, 0, 4097, 64, 128)  # the first keys that count; of a sequence without keys, of one without any that counts
+SOME = (0, 1, 1, 0, 1, 0, 7)  # which sequences are causal
 CASES = {
     "table": STEP,
     "dense": of(STEP, form="dense", page_size=5000),
@@ -69,6 +70,9 @@ CASES = {
     "begins, dense": of(DRAFT, begins=BEGINS, whole=False, form="dense", page_size=5000, sinks=True),
     "begins, full": of(DRAFT, begins=BEGINS, whole=False, causal=False),
     "begins, e4m3": of(E4M3, begins=BEGINS, whole=False),
+    "causal for some": of(DRAFT, causal=SOME, sinks=True),
+    "causal for some, begins": of(PACKED, causal=SOME, begins=BEGINS, whole=False),
+    "causal for some, window": of(DRAFT, causal=SOME, window=(500, 1), page_size=1),
     "fp16": of(DRAFT, dtype="fp16"),
     "one head": of(STEP, lengths=((1, 33000), (1, 9000)), heads=4, kv_heads=1),
     "long splits": of(STEP, lengths=((1, 33000), (1, 7)), heads=16, kv_heads=8),
@@ -111,6 +115,8 @@ CHUNKS = {
     "window": of(CHUNK, window=(500, None)),
     "softcap and sinks": of(CHUNK, softcap=5.0, sinks=True),
     "begins": of(CHUNK, begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),
+    "causal for some": of(CHUNK, causal=(*SOME, 1), window=(1000, 1)),
+    "causal for some, begins": of(CHUNK, causal=(*SOME, 1), begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),
     "begins, pages of 256": of(SAME, begins=(257, 510, 7, 100, 1024), whole=False, page_size=256, sinks=True),
     "begins, dense": of(CHUNK, begins=(1, 4999, 0, 250, 64, 63, 3, 0), whole=False, form="dense", page_size=5000),
     "fp16": of(CHUNK, dtype="fp16"),
@@ -231,7 +237,7 @@ def test_chunks_against_the_reference(name: str) -> None:
     assert rawattn.violations() == ()
 
 
-BY_MMA = "table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72", "begins"
+BY_MMA = "table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72", "begins", "causal for some"
 
 
 @pytest.mark.parametrize("name", BY_MMA)
@@ -293,15 +299,16 @@ def test_any_step(data: Any) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_first_keys(data: Any) -> None:
-    """Any first keys of any sequences, over pools that hold NaN before them, by each kernel."""
+def test_any_first_keys_and_causal_arrays(data: Any) -> None:
+    """Any first keys of any sequences, over pools that hold NaN before them, causal or not, by each kernel."""
     kernel = data.draw(st.sampled_from(("attn_decode", "attn_fwd_mma", *("attn_fwd",) * (missing_gpu() is None))))
     longest = 8 if kernel == "attn_decode" else 300
     lengths = st.tuples(st.integers(0, longest), st.sampled_from((0, 1, 63, 64, 65, 128, 257, 2100)) | st.integers(0, 1200))
     drawn = data.draw(st.lists(lengths, min_size=1, max_size=6))
     ends = [st.integers(0, kv) | st.sampled_from((0, kv, max(0, kv - 1), kv // 64 * 64)) for _, kv in drawn]
+    causal = data.draw(st.booleans() | st.tuples(*[st.sampled_from((0, 1, -5))] * len(drawn)))
     case = of(
-        PACKED, lengths=tuple(drawn), begins=tuple(data.draw(st.tuples(*ends))), whole=False, kv_heads=2, heads=10,
+        PACKED, lengths=tuple(drawn), causal=causal, begins=tuple(data.draw(st.tuples(*ends))), whole=False, kv_heads=2, heads=10,
         form=data.draw(st.sampled_from(("table", "indptr"))), page_size=data.draw(st.sampled_from((16, 64, 256))),
         head_dim=64, head_dim_v=64, sinks=data.draw(st.booleans()), seed=data.draw(st.integers(0, 2**32 - 1)),
     )  # fmt: skip
@@ -334,15 +341,17 @@ def one_of(case: Cached, i: int) -> tuple[Any, Any, Any]:
     q = case.rows(case.heads, case.head_dim, 1)[i : i + 1]
     k, v = (x[None] if len(x) else np.zeros((1, 1, *x.shape[1:]), x.dtype) for x in case.keys(i))
     cache = rawattn.KVCache(_moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
-    arrays = {"kv_lens": case.lengths[i][1]} | ({} if case.begins is None else {"kv_begin": case.begins[i]})
+    arrays = {"kv_lens": case.lengths[i][1]} | ({} if case.begins is None else {"kv_begin": case.begins[i], "causal": SOME[i]})
     step = rawattn.Step(**{name: _moved(np.array([x], np.int32), "torch", "cuda") for name, x in arrays.items()})
     return _moved(q, "torch", "cuda"), cache, step
 
 
-BEGUN = of(DRAFT, begins=BEGINS, whole=False)
+BEGUN = of(DRAFT, causal=SOME, begins=BEGINS, whole=False)
 
 
-@pytest.mark.parametrize("case", [STEP, DRAFT, CASES["long splits"], BEGUN], ids=("one query", "draft", "long", "begins"))
+@pytest.mark.parametrize(
+    "case", [STEP, DRAFT, CASES["long splits"], BEGUN], ids=("one query", "draft", "long", "begins and causal")
+)
 def test_bits_follow_from_the_sequence(case: Cached) -> None:
     """A row has the same bits alone as in a batch, from a dense cache and from pages of any size, by TMA and by copies."""
     found = attend(case)
@@ -507,6 +516,3 @@ def test_out_and_what_is_refused() -> None:
     )
     with pytest.raises(rawattn.UnsupportedError, match="it takes up to 256"):
         rawattn.attention_kvcache(q.expand(1, 100, 8, 128).contiguous(), cache, step, kernel="attn_decode")
-    begin = torch.zeros(1, dtype=torch.int32, device="cuda")
-    with pytest.raises(rawattn.UnsupportedError, match="causal is an array"):
-        rawattn.attention_kvcache(q, cache, rawattn.Step(step.kv_lens, causal=begin))
