@@ -143,11 +143,22 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static typename K::Barrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
+    static_assert(requires { K::pass(full, full); }, "Kv: pass(k_full, v_full): a tile without its bytes");
     static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
     static_assert(requires { K::clear_others(v, rows.keys()); }, "Kv: clear_others(v, keys): no NaN but in these rows, by a warp");
 };
-// walk: the key tiles of a block, for warps that go along them by themselves, and of these what a warp's rows need.
+// walk: the key tiles of a block's splits, which producers load in their order; those that are left out pass without their bytes ...
+template <class W> struct SplitWalkOption : Given {
+    static const Mask& mask;
+    static W walk;
+    static typename W::Board& board;
+    static const TileRange& tiles;
+    static_assert(requires { W::span(args, rows, work, i).end; }, "Walk: span(args, rows, work, q_end): tiles of rows from work.q_begin on");
+    static_assert(requires { W(mask, rows, work), i32(walk.classify(i)), i32(W::where(i, i)); }, "Walk(mask, rows, work): classify(tile), where(tile, class), by a warp");
+    static_assert(requires { W::tell(board, u32(i), i), i32(W::told(board, u32(i), tiles, i)); }, "Walk: tell(board, stage, class), told(board, stage, tiles, tile)");
+};
+// ... walk: the key tiles of a block, for warps that go along them by themselves, and of these what a warp's rows need.
 template <class W, class M> struct CursorOption : Given {
     static const M& mask;
     static W walk;

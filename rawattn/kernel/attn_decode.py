@@ -11,8 +11,8 @@ from ..operation import AttentionKVCache
 from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
 from ..render import config_header, source
 from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
-from ..variant.walk import lists
-from . import paging, tiling
+from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
+from . import paging, pyramid, tiling
 from .base import Kernel
 from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, page_shift
 
@@ -114,8 +114,6 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if most_rows(op) > MOST_ROWS:
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
-        if lists(op.mask):
-            found.append("its mask may leave holes between the keys that it keeps")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
         return found + paging.reasons(op) + tiling.reasons(self.layout_reason(op.layout))
@@ -192,6 +190,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Softmax": sums,
             "Weight": weight.Identity(),
             "Kv": kv.PagedKv(paging.pages_option(op), page_rows(op, config), config.cp_async),
+            "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
@@ -247,7 +246,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         rendered = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
         grid = self.grid(op, config, device)
         partials = Buffer("partials", 4 * grid * slots(op) * state_floats(op, config))
-        return Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
+        program = Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
+        return pyramid.before(program, op.mask, device)
 
 
 def slots(op: AttentionKVCache) -> int:

@@ -81,6 +81,22 @@ class ListKeys(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class SplitIntervalWalk(Option):
+    """Key tiles of attn_decode, side by side."""
+
+    type: ClassVar[str] = "SplitIntervalWalk"
+    source: ClassVar[str] = "variant/walk/split_interval.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitListWalk(Option):
+    """Key tiles of attn_decode, a list."""
+
+    type: ClassVar[str] = "SplitListWalk"
+    source: ClassVar[str] = "variant/walk/split_list.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class QIntervalWalk(Option):
     """Query tiles of a key tile, side by side."""
 

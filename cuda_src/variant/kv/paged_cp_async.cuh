@@ -70,6 +70,8 @@ struct PagedCpAsyncKv {
         copy(v, args.v, tile, found);
         v_full.arrive_after_copies();
     }
+    // A tile without its bytes.
+    __device__ static void pass(Barrier& k_full, Barrier& v_full) { k_full.arrive(), v_full.arrive(); }
     __device__ static void fence_barriers() {}
     __device__ static void prefetch(const Args&) {}
     // No warp ends while copies of its are on their way.

@@ -18,7 +18,7 @@ struct Sequence {
 
     Sequence() = default;
     __device__ Sequence(const Args& args, const Rows& rows, i32 batch)
-        : splits(args, rows.kv_len, rows.q_len > 0 ? Mask(args, rows, WorkTile{batch, 0, 0, 0}).kv_tiles(0, rows.q_len) : TileRange{}),
+        : splits(args, rows.kv_len, rows.q_len > 0 ? Walk::span(args, rows, WorkTile{batch, 0, 0, 0}, rows.q_len) : TileRange{}),
           works(ceil_div(rows.q_len, cfg::tile_q) * args.heads), tiles(splits.last - splits.first + work_tiles) {}
 
     __device__ i64 line() const { return i64(works) * tiles; }
