@@ -116,10 +116,13 @@ class AttnDecode(Kernel[AttentionKVCache]):
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
-        return found + paging.reasons(op) + tiling.reasons(self.layout_reason(op.layout))
+        return found + tiling.reasons(self.layout_reason(op.layout))
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return self.runs_on(device) and most_rows(op) <= MOST_ROWS and not hasattr(op.mask, "of_head")
+
+    def is_tried(self, op: AttentionKVCache) -> bool:
+        return paging.has_functions(op)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
@@ -161,8 +164,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
                 if stages >= 4:
                     break
             if self.legal(found, op, device) is None:
-                return [found]
+                return [found, *self._lighter(found, op)] if self.is_tried(op) else [found]
         return []
+
+    def _lighter(self, config: Config, op: AttentionKVCache) -> list[Config]:
+        """The same with fewer registers, which functions may need, the fastest first."""
+        found = [dataclasses.replace(config, q_steps_in_registers=n) for n in range(config.q_steps_in_registers)[::-2]]
+        found = [dataclasses.replace(each, steps_at_once=1) for each in (config, *found)]
+        return [each for each in found if each != config]
 
     def cost(self, config: Config, op: AttentionKVCache, device: Device) -> float:
         return 8e-6 + op.bytes / 4e12
@@ -177,6 +186,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if paging.is_fp8(op):
             k_scale, v_scale = scale.scales(op.k_scales, op.v_scales)
             sums, operand = softmax.WithVScale(sums, v_scale), q_operand.ScaledQ(k_scale)
+        score = paging.score_option(op)
         assert op.kv_element is not None
         return {
             "Element": element.FP16 if paging.is_fp8(op) else op.element,
@@ -186,7 +196,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "QOperand": operand,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
             "Mask": rows.PackGqaMask(paging.mask_option(op)),
-            "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),  # type: ignore[arg-type]
+            "Score": rows.PackGqaScore(getattr(score, "constant_time", score)),
             "Softmax": sums,
             "Weight": weight.Identity(),
             "Kv": kv.PagedKv(paging.pages_option(op), page_rows(op, config), config.cp_async),

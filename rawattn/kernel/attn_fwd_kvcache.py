@@ -12,8 +12,8 @@ from ..operation import AttentionKVCache, Forward
 from ..program import Field, Fields, Launch, PackedHeads, PageRows, Program, TensorMap
 from ..variant import Option, kv, rows, scheduler
 from ..variant.mask import Both, Causal, Full, Window
-from ..variant.walk import PagedWalk
-from . import paging, tiling
+from ..variant.walk import PagedListWalk, PagedWalk, lists
+from . import paging, pyramid, tiling
 from .attn_fwd import ATTN_FWD, AttnFwd, Config, rendered
 from .base import Kernel
 from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, forward_of, in_rows, over_tensors, page_shift
@@ -49,6 +49,9 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             found.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         return found
 
+    def is_tried(self, op: Any) -> bool:
+        return paging.has_functions(op)
+
     def layout_reason(self, layout: Layout) -> str | None:
         return ATTN_FWD.layout_reason(layout)
 
@@ -65,6 +68,8 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         return ATTN_FWD.cost(config, forward_of(op), device)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
+        if paging.has_functions(op):
+            return (paging.tried_shape(op),)
         shapes = ATTN_FWD.tuning_shapes(over_tensors(op))
         if is_plain(op):
             return shapes
@@ -84,7 +89,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             "Kv": (kv.PagedPanelsFromKv if op.kv_begin else kv.PagedPanelsKv)(paging.pages_option(op), page_rows(op, config)),
             "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(like, persistent=True)),
             "Order": ATTN_FWD.order(like, config),
-            "Walk": PagedWalk(),
+            "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),
         }
         return paging.options(op, packs, own)
 
@@ -120,7 +125,8 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         key = (like.kind, *pages, self.packs(op, config) and op.heads_per_kv, config, arch)
         source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
         grid = ATTN_FWD.grid(self._tiled(op, config), config, device)
-        return Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
+        program = Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
+        return pyramid.before(program, op.mask, device)
 
 
 ATTN_FWD_KVCACHE = AttnFwdKVCache()

@@ -158,6 +158,14 @@ class CausalEachRows(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
+class AtPositionsRows(Wrapper):
+    """A step's rows where functions see positions. ``AtPositionsMask`` and ``AtPositionsScore`` go with it."""
+
+    type: ClassVar[str] = "AtPositionsRows"
+    source: ClassVar[str] = "variant/rows/at_positions.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
     """Rows of sequences of which ``kv_lens`` says how many keys are there."""
 

@@ -42,6 +42,14 @@ class ListWalk(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class PagedListWalk(ListWalk):
+    """The same over keys in pages."""
+
+    type: ClassVar[str] = "PagedListWalk"
+    source: ClassVar[str] = "variant/walk/paged_list.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class IntervalCursor(Option):
     """Key tiles side by side, for warps that go along them by themselves: ``up``, or the last one first."""
 
