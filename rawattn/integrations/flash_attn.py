@@ -5,9 +5,8 @@
 
 ``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
 ``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator; return_attn_probs gives no mask
-of it. Refused are dropout_p and alibi_slopes over caches, and alibi_slopes where there is no ``rawattn.score.function``. A
-``deterministic`` of False allows other bits from run to run in gradients, as it does there. num_splits, pack_gqa, sm_margin and
-scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
+of it, and is refused over caches. A ``deterministic`` of False allows other bits from run to run in gradients, as it does there.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .. import api, score, serving
+from .. import api, serving
 from ..errors import ProblemError, UnsupportedError
 from ..serving import api as caches
 
@@ -35,7 +34,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse, None)."""
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | {"alibi": alibi_slopes}
     options["dropout"] = dropout_p
     return _with_probs(api.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
 
@@ -69,7 +68,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
 ) -> Any:  # fmt: skip
     """Computes attention of sequences that lie end to end; with block_table k and v are pages of a cache, without gradients."""
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | alibi(alibi_slopes)
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | {"alibi": alibi_slopes}
     options["dropout"] = dropout_p
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     found = varlen(q, k, v, starts, longest, options, return_attn_probs, block_table)
@@ -109,11 +108,10 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Writes k and v into the cache behind cache_seqlens, and computes attention of q over all that is in it then."""
-    refuse(alibi_slopes=(alibi_slopes, None))
     ignore(num_splits=(num_splits, 0, 1))
     rotary = (rotary_cos, rotary_sin, rotary_interleaved)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    options = options_of(softmax_scale, causal, window_size, softcap)
+    options = options_of(softmax_scale, causal, window_size, softcap) | {"alibi": alibi_slopes}
     return with_kvcache(q, (k_cache, v_cache), (k, v), rotary, places, options, return_softmax_lse)
 
 
@@ -141,21 +139,6 @@ def options_of(scale: Any, causal: Any, window: Window, softcap: float, determin
     return {"scale": scale, "causal": causal, "window": tuple(window), "softcap": softcap, "deterministic": deterministic}
 
 
-def alibi(slopes: Any) -> dict[str, Any]:
-    """The score that slopes, (heads,) or (batch, heads), mean: -slope * distance, the last query standing at the last key."""
-    if slopes is None:
-        return {}
-    if not hasattr(score, "function"):
-        refuse(alibi_slopes=(slopes, None))
-        return {}
-    of_batch = slopes.dim() == 2
-
-    def biased(s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
-        return s - (slopes[b, h] if of_batch else slopes[h]) * abs(q + (kv_len - q_len) - kv)
-
-    return {"score": score.function(biased)}
-
-
 def _with_probs(found: Any, wanted: bool) -> Any:
     return (*found, None) if wanted else found
 
@@ -176,7 +159,8 @@ def varlen(
 
 def _without_step(options: dict[str, Any]) -> dict[str, Any]:
     """The options that a step does not have."""
-    return {name: options[name] for name in ("scale", "window", "softcap")}
+    names = "scale", "mask" if "mask" in options else "window", "softcap", "alibi"
+    return {name: options[name] for name in names if name in options}
 
 
 def with_kvcache(

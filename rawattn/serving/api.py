@@ -26,8 +26,9 @@ from .step import Step
 
 def attention_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto", out: Any = None,
-    return_lse: bool = False, lse: Any = None, kernel: str | None = None, config: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
+    split: str | int = "auto", out: Any = None, return_lse: bool = False, lse: Any = None, kernel: str | None = None,
+    config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
 
@@ -39,9 +40,8 @@ def attention_kvcache(
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
-        window, softcap, scale, score, sinks: as in ``rawattn.attention``.
-        mask: a mask instead of ``window``. Where the step is causal, a key counts that both keep. Functions see positions in the
-            sequence, whose last query stands at its last key. On the CPU so far.
+        window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``.
+        mask: a mask instead of ``window``. Where the step is causal, a key counts that both keep.
         split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length. Results
             differ in their rounding alone.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
@@ -51,6 +51,9 @@ def attention_kvcache(
     Returns:
         o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
         (heads, total_q). Rows of q that belong to no sequence are left as they are.
+
+    Masks and scores that are functions see positions in the sequence, whose last query stands at its last key: both lengths that
+    they may ask for are its number of keys. Beside a function a query before the first key keeps none.
 
     A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
     sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
@@ -71,6 +74,8 @@ def attention_kvcache(
     The pages are those of PagedAttention (arXiv 2309.06180, section 4.1); the specification in array operations is
     ``rawattn.reference.attention_kvcache``.
     """
+    if alibi is not None:
+        score, softcap = functions.biased(softcap, score, alibi, None), None
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
@@ -158,8 +163,8 @@ def max_kv_len(found: dict[str, Array], step: Step) -> int:
 
 def explain_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto",
-    return_lse: bool = False, kernel: str | None = None, config: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
+    split: str | int = "auto", return_lse: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
     result.
@@ -168,6 +173,8 @@ def explain_kvcache(
 
     Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
     """
+    if alibi is not None:
+        score, softcap = functions.biased(softcap, score, alibi, None), None
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
     check_objects(cache, step)
     op, found = _attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)

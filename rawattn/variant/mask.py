@@ -313,7 +313,7 @@ class FromKey(Option):
 class FromQuery(Option):
     """A mask that keeps no key for queries before ``first``: the CPU path's for those that stand before the first key."""
 
-    base: Mask
+    base: Pairs
     first: int
 
     @property

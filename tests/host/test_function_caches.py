@@ -73,6 +73,18 @@ def test_functions(functions: dict[str, Any], form: str, causal: Any) -> None:
     check(case, *reference.attention_kvcache(q, cache, step, **functions, return_lse=True), **functions)
 
 
+def test_alibi() -> None:
+    """As a score that captured the slopes, beside a cap; and under torch's operator."""
+    torch, (q, cache, step) = pytest.importorskip("torch"), (CASE.rows(4, 16, 1), CASE.cache(), CASE.step())
+    o, lse = rawattn.attention_kvcache(q, cache, step, alibi=SLOPES, softcap=3.0, return_lse=True)
+    check(CASE, o, lse, score=lambda s, b, h, q, kv: 3 * np.tanh(s / 3) - SLOPES[h] * abs(q - kv))
+    given = torch.from_numpy(q), CASE.cache("torch"), CASE.step("torch"), torch.from_numpy(SLOPES)
+    call = lambda q, alibi: rawattn.attention_kvcache(q, given[1], given[2], alibi=alibi, softcap=3.0)  # noqa: E731
+    assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(given[0], given[3]), torch.from_numpy(o))
+    with pytest.raises(ProblemError, match="alibi or bias was given beside score"):
+        rawattn.attention_kvcache(q, cache, step, alibi=SLOPES, score=SCORE)
+
+
 def test_by_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sequences are computed by machine code."""
     monkeypatch.setattr(cpu, "FEW_PAIRS", 0)

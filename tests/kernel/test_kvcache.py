@@ -277,6 +277,131 @@ def test_chunks_have_the_same_bits_in_any_pages(page_size: int) -> None:
         assert rows_of(SAME, other, i) == rows_of(SAME, found, i), i
 
 
+IDS = np.random.default_rng(0).integers(0, 4, (8, 340)).repeat(16, 1).astype(np.int32)  # the document of each position
+WORDS = np.random.default_rng(1).integers(0, 256, (8, 8)).astype(np.int32)  # the ancestors of each of 8 nodes, as bits
+SLOPES = np.linspace(-0.01, 0.2, 40).astype(np.float32)
+ANCESTORS = WORDS[:, :, None] >> np.arange(8) & 1 > 0
+
+
+def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
+    """A mask and a score by name, over what they captured, of any library."""
+    ids, words, ancestors, slopes = captured
+    found: dict[str, Any] = {
+        "documents": lambda b, h, q, kv, q_len, kv_len: ids[b, q] == ids[b, kv],
+        "holes": lambda b, h, q, kv, q_len, kv_len: ((q // 50 + kv // 100 + h) % 3 != 0) & (kv // 300 % 2 == 0),
+        "words": lambda b, h, q, kv, q_len, kv_len: (
+            (kv < kv_len - 8) | (words[b, q - kv_len + 8] >> (kv - kv_len + 8).clip(0, 7) & 1 > 0)
+        ),
+        "tree": rawattn.mask.Tree(ancestors),
+        "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
+        "alibi": lambda s, b, h, q, kv: 20 * (s / 20).tanh() - slopes[h] * abs(q - kv),
+        "capped": lambda s, b, h, q, kv: 20 * (s / 20).tanh() - slopes[h] * abs(q - kv) * (ids[b, kv] > 0),
+    }
+    return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
+
+
+def captured(first: int, last: int, device: str = "") -> list[Any]:
+    """What functions capture, for some of the sequences."""
+    found = [*(x[first:last] for x in (IDS, WORDS, ANCESTORS)), SLOPES]
+    return [_moved(x, "torch", device) for x in found] if device else found
+
+
+def check_functions(case: Cached, found: tuple[Any, Any], mask: str, score: str) -> None:
+    """Compares each sequence by itself; rows that stand before the first key keep none."""
+    q, (o, lse) = case.rows(case.heads, case.head_dim, 1), (_float64(x) for x in found)
+    for i, (q_len, kv_len) in enumerate(case.lengths):
+        first, (k, v) = max(0, q_len - kv_len), case.keys(i)
+        own_o, own_lse = case.of(o, i), case.of(lse.T, i).T if case.ragged else lse[i]
+        assert not own_o[:first].any() and np.isneginf(own_lse[:, :first]).all()
+        if first == q_len:
+            continue
+        functions = functions_of(mask, score, captured(i, i + 1))
+        begin, causal = 0 if case.begins is None else case.begins[i], case.causal
+        kept = functions.get("mask", lambda b, h, q, kv, q_len, kv_len: kv >= 0)
+        is_full = not (causal if isinstance(causal, bool) else causal[i])
+        functions["mask"] = lambda b, h, q, kv, q_len, kv_len, kept=kept, begin=begin, is_full=is_full: (
+            kept(b, h, q, kv, q_len, kv_len) & (kv >= begin) & ((kv <= q) | is_full)
+        )
+        wanted = expect(case.of(q, i)[None, first:], k[None], v[None], **functions, q_offset=max(0, kv_len - q_len), kv_offset=0)
+        wanted.check(own_o[None, first:], own_lse[None, :, first:])
+
+
+FUNCTIONS = [("documents", ""), ("holes", "slopes"), ("words", ""), ("tree", "capped"), ("", "slopes")]
+
+
+@pytest.mark.parametrize(("mask", "score"), FUNCTIONS)
+@pytest.mark.parametrize("kernel", ["attn_decode", "attn_fwd_mma", pytest.param("attn_fwd", marks=pytest.mark.gpu)])
+def test_functions(kernel: str, mask: str, score: str) -> None:
+    """Over pools full of NaN, with first keys and causal arrays, too."""
+    for case in (DRAFT, of(PACKED, causal=SOME, begins=BEGINS, whole=False)) if kernel == "attn_decode" else (SAME, CHUNK):
+        functions = functions_of(mask, score, captured(0, len(case.lengths), "cuda"))
+        check_functions(case, attend(case, kernel=kernel, **functions), mask, score)
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_functions_over_eight_bits_and_pages(page_size: int) -> None:
+    case = of(DRAFT, page_size=page_size, **({} if missing_gpu() else {"kv_dtype": "e4m3", "scales": ("each", "number")}))
+    check_functions(case, attend(case, **functions_of("words", "slopes", captured(0, 7, "cuda"))), "words", "slopes")
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_functions(data: Any) -> None:
+    """Any lengths, first keys and causal arrays, by each kernel; of few kinds, which are compiled once."""
+    kernel = data.draw(st.sampled_from(("attn_decode", "attn_fwd_mma", *("attn_fwd",) * (missing_gpu() is None))))
+    lengths = st.tuples(st.integers(0, 8 if kernel == "attn_decode" else 300), st.integers(0, 1200))
+    drawn = data.draw(st.lists(lengths, min_size=1, max_size=6))
+    begins = st.tuples(*[st.integers(0, kv) for _, kv in drawn])
+    case = of(
+        PACKED, lengths=tuple(drawn), begins=data.draw(st.none() | begins), whole=False, kv_heads=2, heads=10, head_dim=64,
+        head_dim_v=64, causal=data.draw(st.booleans() | st.tuples(*[st.sampled_from((0, 1))] * len(drawn))),
+        page_size=data.draw(st.sampled_from((16, 256))), seed=data.draw(st.integers(0, 2**32 - 1)),
+    )  # fmt: skip
+    mask, score = data.draw(st.sampled_from(FUNCTIONS))
+    functions = functions_of(mask, score, captured(0, len(drawn), "cuda"))
+    check_functions(case, attend(case, kernel=kernel, **functions), mask, score)
+
+
+def test_bits_of_functions_follow_from_the_sequence() -> None:
+    """Alone and in a batch, in any pages."""
+    functions = functions_of("documents", "slopes", captured(0, 7, "cuda"))
+    found = attend(DRAFT, **functions)
+    for page in (1, 64, 256):
+        other = attend(of(DRAFT, page_size=page), **functions)
+        assert all(rows_of(DRAFT, other, i) == rows_of(DRAFT, found, i) for i in range(7)), page
+    for i in range(7):
+        q, cache, step = one_of(DRAFT, i)
+        own = functions_of("documents", "slopes", captured(i, i + 1, "cuda"))
+        assert rows_of(DRAFT, rawattn.attention_kvcache(q, cache, step, return_lse=True, **own), 0) == rows_of(DRAFT, found, i)
+
+
+@pytest.mark.parametrize("case", [DRAFT, pytest.param(SAME, marks=pytest.mark.gpu)], ids=("draft", "chunks"))
+def test_graphs_read_what_functions_captured_anew(case: Cached) -> None:
+    """What ranges are made of, too."""
+    torch, arrays = pytest.importorskip("torch"), captured(0, len(case.lengths), "cuda")
+    functions, other = functions_of("documents", "slopes", arrays), arrays[0].roll(37, 1)
+    q, cache, step = _moved(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), case.step("torch")
+    ids, wanted = arrays[0].clone(), []
+    for x in (ids, other):
+        arrays[0].copy_(x)
+        wanted.append(rawattn.attention_kvcache(q, cache, step, **functions))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [rawattn.attention_kvcache(q, cache, step, **functions) for _ in range(10)]
+    for n in (0, 1, 0):
+        arrays[0].copy_((ids, other)[n])
+        graph.replay()
+        assert all(torch.equal(o, wanted[n]) for o in found), n
+
+
+def test_alibi() -> None:
+    slopes = _moved(SLOPES[:8], "torch", "cuda")
+    for case in (STEP, SAME):
+        check_functions(case, attend(case, alibi=slopes, softcap=20.0), "", "alibi")
+
+
 def test_arrays_of_cupy() -> None:
     case = of(STEP, dtype="fp16", device=0)
     check(case, attend(case, "cupy"))
