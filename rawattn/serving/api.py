@@ -52,13 +52,13 @@ def attention_kvcache(
         o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
         (heads, total_q). Rows of q that belong to no sequence are left as they are.
 
-    Masks and scores that are functions see positions in the sequence, whose last query stands at its last key: both lengths that
-    they may ask for are its number of keys. Beside a function a query before the first key keeps none.
+    Masks and scores that are functions see positions in the sequence (``docs/functions.md``).
 
     A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
     sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
     and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps, and up
-    to 127 where ``attn_fwd`` computes: those must still be the sequence's own.
+    to 127 where ``attn_fwd`` computes: those must still be the sequence's own. It begins with the first key itself where that is
+    ``kv_begin``; of keys that a function leaves out, whole tiles of 32 to 128 are not read.
 
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,

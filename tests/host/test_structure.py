@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 24500,  # caches in eight bits, and gradients of captured arrays
     "perf": 5200,
     "cuda_src": 10550,  # first keys, causality of each sequence, and functions over caches
-    "tests": 28900,
+    "tests": 29250,
 }
 FUNCTION_LINES = 60
 
