@@ -82,7 +82,7 @@ template struct ScoreOption<Score>;
 template struct SumOption<Softmax>;
 template struct WeightOption<Weight>;
 template struct PagedKvOption<Kv, KTile, VTile>;
-template struct SplitWalkOption<Walk>;
+template struct SplitWalkOption<Walk, Mask>;
 template struct SharesOption<Scheduler>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;

@@ -146,11 +146,11 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static_assert(requires { K::pass(full, full); }, "Kv: pass(k_full, v_full): a tile without its bytes");
     static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
-    static_assert(requires { K::clear_others(v, rows.keys()); }, "Kv: clear_others(v, keys): no NaN but in these rows, by a warp");
+    static_assert(requires { K::clear_others(v, kv.keys); }, "Kv: clear_others(v, keys): no NaN but in these rows, by a warp");
 };
 // walk: the key tiles of a block's splits, which producers load in their order; those that are left out pass without their bytes ...
-template <class W> struct SplitWalkOption : Given {
-    static const Mask& mask;
+template <class W, class M> struct SplitWalkOption : Given {
+    static const M& mask;
     static W walk;
     static typename W::Board& board;
     static const TileRange& tiles;
