@@ -199,6 +199,32 @@ def test_on_a_gpu(kernel: str, name: str, tmp_path: pathlib.Path, monkeypatch: p
     assert word[0] == 0
 
 
+@pytest.mark.slow
+def test_arrays_that_change_and_sequences_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept call takes other arrays and other contents, and a sequence has the same bits alone, from a dense cache."""
+    torch, _ = pytest.importorskip("torch"), stand_in(monkeypatch, tmp_path, sm_count=5)
+    case, begins, causal = LONG, (65, 3, 2, 0, 100), (1, 0, 1, 1, 0)
+    case = dataclasses.replace(case, begins=begins, causal=causal)
+    rows, cache, step = case.rows(4, 32, 1), case.cache("torch"), case.step("torch", max_q_len=7)
+    ids, other = torch.from_numpy(DOCUMENTS.copy()), torch.from_numpy(np.roll(DOCUMENTS, 11, 1).copy())
+
+    rows = _moved(rows, "torch", "cpu")
+
+    def call(ids: Any, q: Any = rows, cache: Any = cache, step: Any = step) -> Any:
+        return rawattn.attention_kvcache(q, cache, step, mask=lambda b, q, kv: ids[b, q] == ids[b, kv], return_lse=True)
+
+    first, (o, lse) = call(ids)[0], call(other)
+    assert not torch.equal(first, o)
+    ids.copy_(other)
+    assert torch.equal(call(ids)[0], o)
+    for i in (0, 1, 2, 4):
+        alone = rawattn.KVCache(*(_moved(x[None], "torch", "cpu") for x in case.keys(i)))
+        lengths = (torch.tensor([x], dtype=torch.int32) for x in (case.lengths[i][1], begins[i], causal[i]))
+        own = rawattn.Step(next(lengths), kv_begin=next(lengths), causal=next(lengths))
+        found = call(other[i : i + 1].contiguous(), case.of(rows, i)[None], alone, own)
+        assert torch.equal(found[0][0], case.of(o, i)) and torch.equal(found[1][0], case.of(lse.T, i).T), i
+
+
 def test_errors() -> None:
     q, cache, step = CASE.rows(4, 16, 1), CASE.cache(), CASE.step()
     with pytest.raises(ProblemError, match="mask was given beside window"):

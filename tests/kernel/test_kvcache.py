@@ -354,11 +354,11 @@ def test_any_functions(data: Any) -> None:
     drawn = data.draw(st.lists(lengths, min_size=1, max_size=6))
     begins = st.tuples(*[st.integers(0, kv) for _, kv in drawn])
     case = of(
-        PACKED, lengths=tuple(drawn), begins=data.draw(st.none() | begins), whole=False, kv_heads=2, heads=10, head_dim=64,
-        head_dim_v=64, causal=data.draw(st.booleans() | st.tuples(*[st.sampled_from((0, 1))] * len(drawn))),
-        page_size=data.draw(st.sampled_from((16, 256))), seed=data.draw(st.integers(0, 2**32 - 1)),
+        PACKED, lengths=tuple(drawn), begins=data.draw(begins), whole=False, kv_heads=2, heads=10, head_dim=64, head_dim_v=64,
+        causal=data.draw(st.tuples(*[st.sampled_from((0, 1))] * len(drawn))), page_size=data.draw(st.sampled_from((16, 256))),
+        seed=data.draw(st.integers(0, 2**32 - 1)),
     )  # fmt: skip
-    mask, score = data.draw(st.sampled_from(FUNCTIONS))
+    mask, score = data.draw(st.sampled_from((FUNCTIONS[0], FUNCTIONS[1], FUNCTIONS[4])))
     functions = functions_of(mask, score, captured(0, len(drawn), "cuda"))
     check_functions(case, attend(case, kernel=kernel, **functions), mask, score)
 
@@ -431,11 +431,11 @@ def test_any_first_keys_and_causal_arrays(data: Any) -> None:
     lengths = st.tuples(st.integers(0, longest), st.sampled_from((0, 1, 63, 64, 65, 128, 257, 2100)) | st.integers(0, 1200))
     drawn = data.draw(st.lists(lengths, min_size=1, max_size=6))
     ends = [st.integers(0, kv) | st.sampled_from((0, kv, max(0, kv - 1), kv // 64 * 64)) for _, kv in drawn]
-    causal = data.draw(st.booleans() | st.tuples(*[st.sampled_from((0, 1, -5))] * len(drawn)))
+    causal = data.draw(st.just(True) | st.tuples(*[st.sampled_from((0, 1, -5))] * len(drawn)))
     case = of(
-        PACKED, lengths=tuple(drawn), causal=causal, begins=tuple(data.draw(st.tuples(*ends))), whole=False, kv_heads=2, heads=10,
-        form=data.draw(st.sampled_from(("table", "indptr"))), page_size=data.draw(st.sampled_from((16, 64, 256))),
-        head_dim=64, head_dim_v=64, sinks=data.draw(st.booleans()), seed=data.draw(st.integers(0, 2**32 - 1)),
+        PACKED, lengths=tuple(drawn), causal=causal, begins=data.draw(st.tuples(*ends)), whole=False, kv_heads=2, heads=10,
+        page_size=data.draw(st.sampled_from((16, 256))), head_dim=64, head_dim_v=64, sinks=True,
+        seed=data.draw(st.integers(0, 2**32 - 1)),
     )  # fmt: skip
     check(case, attend(case, mask=None, kernel=kernel))
     assert rawattn.violations() == ()
