@@ -294,8 +294,8 @@ def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
         ),
         "tree": rawattn.mask.Tree(ancestors),
         "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
-        "alibi": lambda s, b, h, q, kv: 20 * (s / 20).tanh() - slopes[h] * abs(q - kv),
-        "capped": lambda s, b, h, q, kv: 20 * (s / 20).tanh() - slopes[h] * abs(q - kv) * (ids[b, kv] > 0),
+        "alibi": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv),
+        "capped": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv) * (ids[b, kv] > 0),
     }
     return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
 
@@ -399,7 +399,7 @@ def test_graphs_read_what_functions_captured_anew(case: Cached) -> None:
 def test_alibi() -> None:
     slopes = _moved(SLOPES[:8], "torch", "cuda")
     for case in (STEP, SAME):
-        check_functions(case, attend(case, alibi=slopes, softcap=20.0), "", "alibi")
+        check_functions(case, attend(case, alibi=slopes, softcap=2.0), "", "alibi")
 
 
 def test_arrays_of_cupy() -> None:
