@@ -142,7 +142,7 @@ DOCUMENTS = np.random.default_rng(0).integers(0, 3, (5, 10)).repeat(16, 1).astyp
 WORDS = np.random.default_rng(1).integers(0, 128, (5, 7)).astype(np.int32)  # the ancestors of each node of a draft, as bits
 ON_GPUS: dict[str, tuple[Cached, str, str]] = {  # sequences, mask, score
     "documents": (LONG, "documents", ""),
-    "documents of some, begins": (dataclasses.replace(LONG, causal=(1, 0, 1, 1, 0), begins=(65, 3, 2, 0, 100)), "documents", ""),
+    "documents of some, begins": (dataclasses.replace(LONG, causal=(1, 0, 0, 1, 1), begins=(65, 3, 1, 0, 100)), "documents", ""),
     "draft in bits, slopes": (dataclasses.replace(LONG, causal=False, lengths=((7, 150), (7, 70), (7, 7))), "words", "slopes"),
     "slopes": (dataclasses.replace(LONG, form="dense", page_size=160, causal=False), "", "slopes"),
     "copied": (dataclasses.replace(LONG, page_size=2), "documents", "slopes"),
