@@ -65,6 +65,7 @@ OF_OPERATION: dict[str, dict[str, dict[str, Any]]] = {
     "Forward": OPTIONS | ROWS | {
         "`q_lens`, `kv_lens`": {"q_lens": True, "kv_lens": True},
         "`constant_time`": {"spec": Spec.of(constant_time=True)},
+        "`invariant`": {"spec": Spec.of(invariant=True)},
     },
     "Backward": OPTIONS | ROWS,
     "AttentionKVCache": OPTIONS | {
@@ -82,7 +83,8 @@ def support(operation: str) -> str:
     """A column for each kernel of an operation, a row for each property."""
     rows: dict[str, list[str]] = {}
     classes = {"Forward": Forward, "Backward": Backward, "AttentionKVCache": AttentionKVCache}
-    kernels = KERNELS_OF[classes[operation]]
+    devices = *TYPICAL.values(), this_cpu()
+    kernels = [x for x in KERNELS_OF[classes[operation]] if any(takes(x, plain(operation), each) for each in devices)]
     for kernel in kernels:
         for name, value in properties(kernel, operation):
             rows.setdefault(name, []).append(value)

@@ -3,6 +3,8 @@
 python -m perf.gate              tests on the GPU, compile checks, timing; exit status 0 if nothing got worse
 python -m perf.gate --update     the same, and what it finds becomes the record
 
+Some steps over caches are timed beside cuDNN and a kernel that reads as many bytes (``perf.decode``), and compared likewise.
+
 Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio to cuDNN or FlashAttention 2, or of a
 Python function to what is built-in, that is worse than the recorded one by more than 2 % and by more than the noise of both runs.
 A case that no other computes is compared by its rate over the matrix product's of its run. What was recorded and is missing now
@@ -11,22 +13,26 @@ is a failure too.
 
 from __future__ import annotations
 
+import json
 import math
+import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
 from rawattn import compiler
 
-from .lib import benchmark, command, machine, report, sets
+from .lib import benchmark, command, machine, report, sets, steps
 from .lib.compiling import faults
 from .lib.ours import sources
 from .lib.report import NONE, Run
 
 PEERS = ("cudnn", "fa2")
 WORSE = 0.98
+ROUNDS = 21  # of a step over caches
 
 
 Ratios = dict[str, tuple[float, float, float]]  # peer -> value, low, high
@@ -44,17 +50,32 @@ def ratios(run: Run) -> dict[str, Ratios]:
     return found
 
 
+def ratios_of_steps(rows: Sequence[dict[str, Any]]) -> dict[str, Ratios]:
+    """Of each step over caches the ratio to cuDNN, or, where that does not compute it, to reading as many bytes."""
+    found = dict[str, Ratios]()
+    for row in rows:
+        of = row.get("ratios", {})
+        peer = "cudnn" if "cudnn" in of else "read"
+        found[f"caches: {row['label']}"] = {peer: tuple(of[peer])} if peer in of else {}
+    return found
+
+
 def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
     """The table of what moved, and the regressions in words."""
-    recorded, found, rows, bad = ratios(before), ratios(now), [["case", "peer", "recorded", "now", "moved", ""]], list[str]()
+    return moved(ratios(before), ratios(now))
+
+
+def moved(recorded: dict[str, Ratios], found: dict[str, Ratios]) -> tuple[list[list[str]], list[str]]:
+    """The same of ratios by case."""
+    rows, bad = [["case", "peer", "recorded", "now", "moved", ""]], list[str]()
     for label in dict.fromkeys([*found, *recorded]):
         old, new = recorded.get(label, {}), found.get(label, {})
         for peer in dict.fromkeys([*new, *old]):
             a, b = old.get(peer, NONE), new.get(peer, NONE)
             worse = b[0] < WORSE * a[0] and b[2] < a[1]
             what = "new" if peer not in old else "missing" if peer not in new else "worse" if worse else ""
-            moved = f"{b[0] / a[0] - 1:+.1%}" if peer in old and peer in new else "-"
-            rows.append([label, peer, f"{a[0]:.3f}", f"{b[0]:.3f}", moved, what])
+            by = f"{b[0] / a[0] - 1:+.1%}" if peer in old and peer in new else "-"
+            rows.append([label, peer, f"{a[0]:.3f}", f"{b[0]:.3f}", by, what])
             bad += [f"{label} against {peer}: {a[0]:.3f} -> {b[0]:.3f}"] * (what in ("worse", "missing"))
     return rows, bad
 
@@ -65,6 +86,19 @@ def run_tests() -> list[str]:
     ran = subprocess.run(words, cwd=machine.ROOT, capture_output=True, text=True)
     print(last := "tests: " + (ran.stdout + ran.stderr).strip().splitlines()[-1])
     return [last] if ran.returncode else []
+
+
+def gate_steps(folder: pathlib.Path, update: bool) -> list[str]:
+    """Times steps over caches; returns what got worse, in words, and records them where there is no record or it is asked for."""
+    rows, path = [steps.measure(case, ("ours", "cudnn"), ROUNDS) for case in steps.GATE], folder / "gate-caches.json"
+    bad = [f"{row['label']}: ours: {row['failures']['ours']}" for row in rows if "ours" in row["failures"]]
+    if path.exists():
+        table, worse = moved(*(ratios_of_steps(each) for each in (json.loads(path.read_text())["rows"], rows)))
+        bad += worse
+        print(report.table(table))
+    if update or not path.exists():
+        report.write(path, json.dumps({"machine": machine.facts(), "rows": rows}, indent=1) + "\n")
+    return bad
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad += [failure for failure in run.failures() if ": ours: " in failure]
     built = [compiler.compile(source) for source in sources({case: ["ours"] for case in cases}, device)]
     bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]
+    bad += gate_steps(folder, options.update)
     recorded = folder / "gate.json"
     if recorded.exists():
         rows, worse = compare(Run.read(recorded), run)

@@ -31,7 +31,7 @@ ScoreLike = Score | Callable[..., Any]
 KEPT_PLANS, KEPT_CALLS, KEPT_ASKED = 4096, 1024, 1024
 OPTIONS = (
     "causal", "window", "softcap", "scale", "mask", "score", "return_lse", "constant_time", "deterministic", "q_offset",
-    "kv_offset", "dropout",
+    "kv_offset", "dropout", "invariant",
 )  # fmt: skip
 NO_LENGTHS = (None, None)
 _plans: dict[Any, Plan] = {}
@@ -47,7 +47,7 @@ def attention(
     scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
     sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
+    dropout: float = 0, seed: Any = None, invariant: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1); ``rawattn.reference`` specifies it.
 
@@ -81,6 +81,8 @@ def attention(
             the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
         seed: an int of 64 bits, or one int64 in an array (1,), which kernels read when they run, also in a graph: with a pair's
             positions, head and sequence it says whether a weight is dropped. None: torch's generator of q's device gives one.
+        invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
+            from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     Returns:
@@ -90,14 +92,12 @@ def attention(
     A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
     the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in its tile keeps
     keys near it. Values are summed before they are divided: bf16 ones above 2^96, other ones near the largest / kv_len give inf.
-
     Raises ProblemError for a wrong argument, UnsupportedError where no kernel computes the call, with every kernel's reason.
     """
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = (
-        causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset, dropout,
-    )  # fmt: skip
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
+               dropout, invariant)  # fmt: skip
     seed, given = _seed(q, dropout, seed), (q, k, v)
     if sinks is not None or seed is not None or q_lens is not None or kv_lens is not None:
         given = _given(q, k, v, None, None, sinks, q_lens, kv_lens, seed)
@@ -110,7 +110,7 @@ def attention_varlen(
     scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
     sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    dropout: float = 0, seed: Any = None, kernel: str | None = None, config: Any = None,
+    dropout: float = 0, seed: Any = None, invariant: bool = False, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -132,9 +132,8 @@ def attention_varlen(
     """
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = (
-        causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset, dropout,
-    )  # fmt: skip
+    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
+               dropout, invariant)  # fmt: skip
     given = _given(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
@@ -193,7 +192,7 @@ def attention_backward(
     options: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset, "dropout": dropout,
+        "kv_offset": kv_offset, "dropout": dropout, "invariant": False,
     }  # fmt: skip
     more = _given(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, _seed(q, dropout, seed, "give that of the forward"))
     given = (do, q, k, v, o, lse, *more)
@@ -395,12 +394,13 @@ def options_of(
     *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, return_lse: bool = False, constant_time: bool = False,
     deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
+    invariant: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of a call by name, in one order."""
     return {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset, "dropout": dropout,
+        "kv_offset": kv_offset, "dropout": dropout, "invariant": invariant,
     }  # fmt: skip
 
 
@@ -624,7 +624,7 @@ def _known(given: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
     op = plan.op.resized_to(found, asked.options)
     if op is not plan.op:
         plan = plan.resized(op)
-        _log(op)
+        log_operation(op)
     call = GpuCall(plan, found)
     _keep(key, layout, asked, call)
     return call
@@ -645,21 +645,22 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
         selection = select(op, device, asked.kernel, asked.config)
         if selection.slow is not None:
             warn_once(selection.slow)
-        _log(op)
+        log_operation(op)
         plan = Plan(op, device, selection, first.library, on_compile)
         if asked.is_kept:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan
 
 
-def _log(op: Operation) -> None:
-    """Appends the operation to the file that the environment variable RAWATTN_LOG names, once."""
+def log_operation(op: Operation, key: Any = None) -> None:
+    """Appends the operation to the file that the environment variable RAWATTN_LOG names: once, or the first of those with this
+    ``key``."""
     path = os.environ.get("RAWATTN_LOG")
-    if not path:
+    if not path or (key is not None and (path, key) in _logged):
         return
     line = json.dumps(op.to_json())
-    if (path, line) not in _logged:
-        _logged.add((path, line))
+    if (path, key or line) not in _logged:
+        _logged.add((path, key or line))
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 

@@ -76,6 +76,17 @@ def _cap(score: Score) -> float | None:
     return score.cap if logit is Softcap.logit and hasattr(score, "cap") else None
 
 
+def has_loops(score: Score) -> bool:
+    """Says whether the loops know a score: a built-in one, or a Python function."""
+    return hasattr(score, "arrays") or _cap(score) is not None
+
+
+NOT_INVARIANT = (
+    "array operations compute a score of your own, whose bits follow from how many rows there are; invariant is for built-in "
+    "scores and Python functions"
+)
+
+
 class Kernel(NamedTuple):
     """The compiled loops, the seconds it took to get them, and whether they came from the cache folder."""
 
@@ -314,13 +325,13 @@ def _functions(sequence: Sequence, number: npt.DTypeLike, backward: bool = False
     return _Functions(compiled.address, context, own.mask, own.offsets, (compiled, kept))
 
 
-def _known(sequences: list[Sequence], heads: int) -> float | None:
+def _known(sequences: list[Sequence], heads: int, invariant: bool) -> float | None:
     """The cap of the loops for these sequences; None where they do not know the functions, or there is too little to compute for
     compiling them to pay."""
     own = functions.host_functions(sequences[0].mask, sequences[0].score)
     if own.mask is None and own.score is None:
         return _cap(sequences[0].score)
-    if sum(len(each.q) * each.kv_len for each in sequences) * heads < FEW_PAIRS:
+    if not invariant and sum(len(each.q) * each.kv_len for each in sequences) * heads < FEW_PAIRS:
         return None
     return 0.0 if own.score is not None else _cap(sequences[0].score)
 
@@ -340,6 +351,7 @@ def run_forward(
     q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, scale: float,
     sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None,
     q_lens: Array | None = None, kv_lens: Array | None = None, dropped: Dropped | None = None, *, config: Config,
+    invariant: bool = False,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
 
@@ -354,23 +366,25 @@ def run_forward(
         bounds, places = bounds_of(own, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
         own_score = functions.of_lengths(score, used, kv_len)
         sequences.append(Sequence(i, *places, ONE_PAGE, kv_len, *out, own, own_score, *bounds, used))
-    run_sequences(sequences, heads, scale, sinks, config, dropped)
+    run_sequences(sequences, heads, scale, sinks, config, dropped, invariant)
 
 
 ONE_PAGE = np.zeros(1, np.int32)
 
 
 def run_sequences(
-    sequences: list[Sequence], heads: int, scale: float, sinks: Array | None, config: Config, dropped: Dropped | None = None
-) -> None:
-    """Computes attention of sequences of one number format, each by its own mask, and by scores of one kind."""
+    sequences: list[Sequence], heads: int, scale: float, sinks: Array | None, config: Config, dropped: Dropped | None = None,
+    invariant: bool = False,
+) -> None:  # fmt: skip
+    """Computes attention of sequences of one number format, each by its own mask, and by scores of one kind; where ``invariant``,
+    by the loops, whose bits do not depend on what else there is to compute."""
     units: list[_Unit] = []
     if not sequences:
         return
     kv_heads = sequences[0].k.shape[-2]
     step = max(1, config.tile_q // (heads // kv_heads))
     element = _element(sequences[0].q)
-    cap = _known(sequences, heads)
+    cap = _known(sequences, heads, invariant)
     for sequence in sequences:
         own = NO_FUNCTIONS if cap is None else _functions(sequence, element.lse_dtype)
         for first in range(0, len(sequence.q), step):
@@ -646,6 +660,8 @@ class Cpu:
             found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
         if op.constant_time:
             found.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
+        if op.invariant and not has_loops(op.score):
+            found.append(NOT_INVARIANT)
         return found
 
     def meant_for(self, op: Any, device: Device) -> bool:
@@ -701,7 +717,21 @@ class Cpu:
         """Computes the operation on NumPy arrays of its shapes, ``own`` of which its functions captured: ``run_forward``."""
         lengths = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
         spec, dropped = functions.on_host(op.spec, own, lengths[:2]), Dropped.of(op.spec, seed)
-        run_forward(q, k, v, o, lse, spec.placed_mask, spec.placed_score, op.scale, sinks, *lengths, dropped, config=config)
+        run_forward(
+            q,
+            k,
+            v,
+            o,
+            lse,
+            spec.placed_mask,
+            spec.placed_score,
+            op.scale,
+            sinks,
+            *lengths,
+            dropped,
+            config=config,
+            invariant=op.invariant,
+        )
 
     def __repr__(self) -> str:
         return self.name

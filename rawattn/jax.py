@@ -42,6 +42,7 @@ def attention(
     scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None,
     bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, return_lse: bool = False,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
+    invariant: bool = False,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head, of JAX arrays.
 
@@ -67,6 +68,7 @@ def attention(
     options = api.options_of(
         causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=True,
         constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset,
+        invariant=invariant,
     )  # fmt: skip
     options, captured = functions.taken(options)
     for words, x in zip(functions.labels(options).values(), captured, strict=True):

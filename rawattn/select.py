@@ -19,6 +19,7 @@ from .kernel.attn_bwd_mma import ATTN_BWD_MMA
 from .kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from .kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from .kernel.attn_decode import ATTN_DECODE
+from .kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
 from .kernel.attn_fwd import ATTN_FWD
 from .kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
@@ -33,7 +34,9 @@ KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best 
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND,), Combine: (COMBINE,),
-    AttentionKVCache: (ATTN_DECODE, ATTN_FWD_KVCACHE, ATTN_FWD_MMA_KVCACHE),
+    AttentionKVCache: (
+        ATTN_DECODE, ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_KVCACHE, ATTN_FWD_MMA_KVCACHE,
+    ),
 }  # fmt: skip
 
 

@@ -35,15 +35,23 @@ class Spec:
     q_offset: int | None = None
     kv_offset: int | None = None
     dropout: float = 0.0
+    invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.invariant and self.dropout:
+            raise ProblemError(
+                f"invariant is True and dropout {self.dropout}: which weights are dropped follows from a sequence's place in the "
+                "batch; give one of them."
+            )
 
     @classmethod
     def of(
         cls, *, causal: Any = False, window: Any = None, softcap: Any = None, scale: Any = None, mask: Any = None,
         score: Any = None, return_lse: Any = False, constant_time: Any = False, deterministic: Any = True, q_offset: Any = None,
-        kv_offset: Any = None, dropout: Any = 0.0,
+        kv_offset: Any = None, dropout: Any = 0.0, invariant: Any = False,
     ) -> Spec:  # fmt: skip
         """The spec that the arguments of ``rawattn.attention`` mean. Raises ProblemError for a wrong one."""
-        flags = {"return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic}
+        flags = {"return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "invariant": invariant}
         return cls(
             make_mask(causal, window, mask),
             make_score(softcap, score),
@@ -64,13 +72,18 @@ class Spec:
                     "give it the class variables type and source (CONTRIBUTING.md has an example)."
                 )
         negative = self.scale is not None and self.scale < 0
-        flags = (negative, self.return_lse, self.constant_time, self.offsets is not None, self.dropout > 0)
+        flags = (negative, self.return_lse, self.constant_time, self.offsets is not None, self.dropout > 0, self.invariant)
         return (self.mask.kind, self.score.kind, *flags)
 
     @property
     def offsets(self) -> tuple[int, int] | None:
         """The positions of the first rows of q and of k; None where the mask's alignment places them."""
         return None if self.q_offset is None and self.kv_offset is None else (self.q_offset or 0, self.kv_offset or 0)
+
+    @property
+    def steady(self) -> bool:
+        """Says whether each row's maximum is sought in every tile, whatever its numbers are and those of the rows beside it."""
+        return self.constant_time or self.invariant
 
     @property
     def built_in(self) -> Spec:
@@ -120,7 +133,7 @@ class Spec:
         words += [f"scale {self.scale:.6g}"] if self.scale is not None else []
         words += [f"offsets {self.offsets[0]} and {self.offsets[1]}"] if self.offsets is not None else []
         words += [f"dropout {self.dropout:.6g}"] * (self.dropout > 0)
-        words += [name for name in ("return_lse", "constant_time") if getattr(self, name)]
+        words += [name for name in ("return_lse", "constant_time", "invariant") if getattr(self, name)]
         return ", ".join([*words, *["not deterministic"] * (not self.deterministic)])
 
 

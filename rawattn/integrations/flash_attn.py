@@ -34,7 +34,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse, None)."""
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | {"alibi": alibi_slopes}
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
     options["dropout"] = dropout_p
     return _with_probs(api.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
 
@@ -68,7 +68,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
 ) -> Any:  # fmt: skip
     """Computes attention of sequences that lie end to end; with block_table k and v are pages of a cache, without gradients."""
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | {"alibi": alibi_slopes}
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
     options["dropout"] = dropout_p
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     found = varlen(q, k, v, starts, longest, options, return_attn_probs, block_table)
@@ -111,7 +111,7 @@ def flash_attn_with_kvcache(
     ignore(num_splits=(num_splits, 0, 1))
     rotary = (rotary_cos, rotary_sin, rotary_interleaved)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    options = options_of(softmax_scale, causal, window_size, softcap) | {"alibi": alibi_slopes}
+    options = options_of(softmax_scale, causal, window_size, softcap, slopes=alibi_slopes)
     return with_kvcache(q, (k_cache, v_cache), (k, v), rotary, places, options, return_softmax_lse)
 
 
@@ -131,12 +131,15 @@ def ignore(**given: tuple[Any, ...]) -> None:
     for name, (value, *defaults) in given.items():
         if name not in _ignored and not any(value is x or (type(value) is type(x) and value == x) for x in defaults):
             _ignored.add(name)
-            warnings.warn(f"{name} is a hint to flash-attn's kernels; rawattn ignores it.", stacklevel=3)
+            warnings.warn(f"{name} is a hint to other kernels; rawattn ignores it.", stacklevel=3)
 
 
-def options_of(scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True) -> dict[str, Any]:
+def options_of(
+    scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True, slopes: Any = None
+) -> dict[str, Any]:
     """flash-attn's options as those of ``rawattn.attention``."""
-    return {"scale": scale, "causal": causal, "window": tuple(window), "softcap": softcap, "deterministic": deterministic}
+    options = {"scale": scale, "causal": causal, "window": tuple(window), "softcap": softcap, "deterministic": deterministic}
+    return options if slopes is None else {**options, "alibi": slopes}
 
 
 def _with_probs(found: Any, wanted: bool) -> Any:

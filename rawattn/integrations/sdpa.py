@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import api, mask, score, torch_op
+from .. import api, mask, torch_op
 from ..errors import ProblemError, UnsupportedError
 
 NAME = "RAWATTN"
@@ -29,6 +29,8 @@ def scaled_dot_product_attention(
     Nothing is copied. ``is_causal`` begins at the first key (top left). A query that keeps no key gives 0. The result lies in
     memory as query does; where autograd follows the call, or torch traces it, always as (batch, length, heads, head_dim).
 
+    ``attn_mask`` is read where it lies; a float one may need gradients. While ``torch.compile`` traces it must be float.
+
     Dropout follows torch's generator of the device, with other numbers than torch's own draws.
 
     Raises UnsupportedError where no kernel computes the call, ProblemError for a wrong argument.
@@ -37,9 +39,7 @@ def scaled_dot_product_attention(
         raise ProblemError(
             f"query has {query.dim()} dimensions, {tuple(query.shape)}; it must have 4 or 3, (batch, heads, length, d)."
         )
-    if not enable_gqa and query.shape[-3] != key.shape[-3]:
-        found = f"query has {query.shape[-3]} heads but key has {key.shape[-3]}"
-        raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
+    check_heads(query.shape[-3], key.shape[-3], enable_gqa)
     if query.dim() == 3:
         given = (query[None], key[None], value[None])
         return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
@@ -51,6 +51,13 @@ def scaled_dot_product_attention(
     return api.attention(q, k, v, scale=scale, **options).transpose(1, 2)
 
 
+def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    """Raises ProblemError where keys would be shared by heads that do not ask for it."""
+    if not enable_gqa and heads != kv_heads:
+        found = f"query has {heads} heads but key has {kv_heads}"
+        raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
+
+
 _CAUSAL = mask.Causal("top_left")
 
 
@@ -60,20 +67,21 @@ def kept(attn_mask: Any, is_causal: bool) -> dict[str, Any]:
         return {"mask": _CAUSAL} if is_causal else {}
     if is_causal:
         raise ProblemError("attn_mask was given beside is_causal=True; give one of them.")
-    if not hasattr(mask, "function") or not hasattr(score, "function"):
+    if attn_mask.dim() > 4:
+        raise ProblemError(f"attn_mask has {attn_mask.dim()} dimensions; it must broadcast to (batch, heads, q_len, kv_len).")
+    if attn_mask.dtype is torch.bool and torch.compiler.is_compiling():
         raise UnsupportedError(
-            f"attn_mask is a {type(attn_mask).__name__}; rawattn has no mask as a tensor yet: give None, or say what it keeps by "
-            "the options of rawattn.attention (causal, window, mask)."
+            "attn_mask is bool where torch traces; give a float one, 0 and -inf, or options of rawattn.attention."
         )
     table = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if attn_mask.dtype is not torch.bool:
+        return {"bias": table}
     b, h, q, kv = (size > 1 for size in table.shape)  # of the others all indices are 0
 
     def entry(batch: Any, head: Any, row: Any, column: Any) -> Any:
         return table[batch if b else 0, head if h else 0, row if q else 0, column if kv else 0]
 
-    if attn_mask.dtype is torch.bool:
-        return {"mask": mask.function(lambda b, h, q, kv: entry(b, h, q, kv))}
-    return {"score": score.function(lambda s, b, h, q, kv: s + entry(b, h, q, kv))}
+    return {"mask": mask.function(entry)}
 
 
 # ---- below torch's own

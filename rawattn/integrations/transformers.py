@@ -5,8 +5,8 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rawattn")
 
 transformers says by a Python function which pairs count. Causal masks, windows, padding and packed sequences are recognised and
-become options of rawattn; nothing of q_len x kv_len is made. Any other function goes to ``rawattn.mask.function`` where that is
-there, and is refused else. A padding mask or packed positions are read by the host, once a forward pass.
+become options of rawattn; nothing of q_len x kv_len is made. Any other function goes to ``rawattn.mask.function``. A padding mask
+or packed positions are read by the host, once a forward pass. ``continuous_batching`` serves ``generate_batch``.
 """
 
 from __future__ import annotations
@@ -24,38 +24,78 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from .. import api, arrays, mask, serving
 from ..errors import UnsupportedError
 from ..serving import api as caches
-from . import sdpa
+from . import sdpa, transformers_paged
+from .transformers_paged import continuous_batching as continuous_batching
 
 NAME = "rawattn"
 
 
 def enable(name: str = NAME) -> None:
-    """Registers rawattn's attention and masks, for ``attn_implementation=name``."""
+    """Registers rawattn's attention and masks, for ``attn_implementation=name``, and what ``continuous_batching`` needs."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)
+    AttentionInterface.register(transformers_paged.NAME, attention_paged)
 
 
 def attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0, scaling: float | None = None,
-    softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None, **others: Any,
+    softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None, position_bias: Any = None, **others: Any,
 ) -> tuple[Any, None]:  # fmt: skip
     """Computes a layer's attention, (batch, length, heads, head_dim), as transformers calls it. Sinks are given to the kernels in
-    float32, in which lse is, whatever the model's dtype."""
-    if dropout or not _REFUSED.isdisjoint(others):
-        _refuse(dropout=dropout, **{name: others.get(name) for name in _REFUSED})
+    float32, in which lse is, whatever the model's dtype. Dropout draws from torch's generator."""
+    if not _REFUSED.isdisjoint(others):
+        _refuse(**{name: others.get(name) for name in _REFUSED})
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
-    if s_aux is not None:
-        options["sinks"] = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    options = _options(q, scaling, softcap, s_aux)
+    if dropout:
+        options["dropout"] = dropout
+    if position_bias is not None:
+        options["bias"] = _in_rows(position_bias)
     if isinstance(attention_mask, Kept):
         return attention_mask.attend(q, k, v, options), None
     if attention_mask is not None:
-        return api.attention(q, k, v, **sdpa.kept(attention_mask, False), **options), None
+        kept = sdpa.kept(attention_mask, False)
+        if not kept.keys().isdisjoint(options):
+            raise UnsupportedError(
+                "position_bias was given beside a mask that is a tensor of floats; add them, and give the sum."
+            )
+        return api.attention(q, k, v, **kept, **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return api.attention(q, k, v, causal=bool(causal), **options), None
 
 
-_REFUSED = frozenset(("output_attentions", "position_bias", "cache"))
+def attention_paged(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0, scaling: float | None = None,
+    softcap: float | None = None, s_aux: Any = None, cache: Any = None, **others: Any,
+) -> tuple[Any, None]:  # fmt: skip
+    """Computes a layer's attention over the paged cache of continuous batching, all sequences end to end."""
+    if cache is None:
+        raise UnsupportedError(
+            f"cache is None; {transformers_paged.NAME} serves continuous batching alone: use {NAME} for other calls of a model."
+        )
+    refused = {name: others.get(name) for name in ("output_attentions", "position_bias")}
+    _refuse(attention_mask=attention_mask, dropout=dropout, **refused)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options = _options(q, scaling, softcap, s_aux)
+    return transformers_paged.attend(module, q, k, v, {"cache": cache, **others}, options), None
+
+
+def _in_rows(bias: Any) -> Any:
+    """A bias whose last dimension is contiguous: T5 looks one up with the heads there."""
+    if bias.stride(-1) == 1 or bias.shape[-1] == 1:
+        return bias
+    _warn_of_copies("position_bias is copied in each layer, as its last dimension is not contiguous in memory.")
+    return bias.contiguous()
+
+
+def _options(q: Any, scaling: float | None, softcap: float | None, s_aux: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    if s_aux is not None:
+        options["sinks"] = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return options
+
+
+_REFUSED = frozenset(("output_attentions", "cache"))
 
 
 def _refuse(**given: Any) -> None:
@@ -231,17 +271,12 @@ class Kept(BlockMask):
         if self.band is not None:
             if not self.has_parts and type(self.used) is int:
                 if k.shape[1] != self.used:
-                    k, v = k[:, : self.used], v[:, : self.used]
+                    k, v, options = k[:, : self.used], v[:, : self.used], _shortened(options, self.used)
                 return api.attention(q, k, v, **self.options, **options)
-            if self.parts is not None:
+            if self.parts is not None and "bias" not in options:
                 return self._end_to_end(q, k[:, : self.used], v[:, : self.used], self.parts, options)
-            if not self.has_parts and not arrays.requires_grad(q, k, v):
+            if not self.has_parts and _NO_CACHE.isdisjoint(options) and not arrays.requires_grad(q, k, v):
                 return self._over_cache(q, k, v, options)
-        if not hasattr(mask, "function"):
-            raise UnsupportedError(
-                "the model's mask is none of causal, window, padding on one side and packed sequences, or a gradient through a "
-                "cache was asked for; rawattn takes no mask function yet: choose another attn_implementation."
-            )
         if self._option is None:
             self._option = mask.function(self.function())
         return api.attention(q, k, v, mask=self._option, **options)
@@ -269,6 +304,14 @@ class Kept(BlockMask):
         options = {**options, **self.options, "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
         o = api.attention_varlen(flat, _rows(k, step), _rows(v, step), starts_q, starts_kv, **options)
         return o.unflatten(0, q.shape[:2])
+
+
+_NO_CACHE = frozenset(("bias", "dropout"))  # which attention over a cache does not have
+
+
+def _shortened(options: dict[str, Any], used: int) -> dict[str, Any]:
+    """The options for so many of the first keys."""
+    return {**options, "bias": options["bias"][..., :used]} if "bias" in options else options
 
 
 def _step(x: Any) -> int | None:
@@ -303,8 +346,10 @@ def _starts(parts: Parts, step: int, device: Any) -> tuple[Any, ...]:
     return (*(torch.tensor(x, dtype=torch.int32).to(device) for x in (q, kv)), *longest)
 
 
-def _warn_of_copies() -> None:
-    if "copied" not in _warned:
-        _warned.add("copied")
-        text = "rows with padding or several sequences are copied, as they do not lie end to end in memory."
+_ROWS_ARE_COPIED = "rows with padding or several sequences are copied, as they do not lie end to end in memory."
+
+
+def _warn_of_copies(text: str = _ROWS_ARE_COPIED) -> None:
+    if text not in _warned:
+        _warned.add(text)
         warnings.warn(text, stacklevel=2)

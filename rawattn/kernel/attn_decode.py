@@ -152,7 +152,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         dims, room, each = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op)
         wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
-            tile = 32 if (not paging.is_fp8(op) and (wide or m_tiles == 2)) or (room < 110_000 and each > 256) else 64
+            fewer = wide or (m_tiles == 2 and not op.spec.invariant)  # other tiles are other bits
+            tile = 32 if (not paging.is_fp8(op) and fewer) or (room < 110_000 and each > 256) else 64
             tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
             kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
             blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2

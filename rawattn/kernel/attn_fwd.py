@@ -114,7 +114,7 @@ class AttnFwd(OneLaunch):
         return device.arch == "sm_90a"
 
     def prefers(self, op: Forward) -> bool:
-        return not tiling.is_few(op)  # attn_fwd_mma has more blocks for each, and shares tiles among heads
+        return op.invariant or not tiling.is_few(op)  # attn_fwd_mma has more blocks for each, and shares tiles among heads
 
     def supports(self, op: Forward, device: Device) -> list[str]:
         found = []

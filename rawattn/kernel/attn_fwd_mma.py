@@ -87,7 +87,7 @@ def registers(config: Config, op: Forward) -> int:
     if op.head_dim % 16 or op.head_dim_v % 16:
         rest += 8 * plain + 12 * (config.m_tiles_per_warp - 1)
     elif op.varlen and config.m_tiles_per_warp == 2:
-        rest += 12 * op.constant_time if plain else 4
+        rest += 12 * op.spec.steady if plain else 4
     if op.spec.dropout:
         rest += 4 if config.m_tiles_per_warp == 1 and not plain else 8 * config.m_tiles_per_warp * (1 + 2 * config.pack_gqa)
     return config.m_tiles_per_warp * (config.tile_kv // 2 + op.head_dim_v // 2 + 4 * max(1, config.q_steps_in_registers)) + rest
@@ -157,7 +157,7 @@ class AttnFwdMma(OneLaunch):
         """Compares with a window where there is one: it takes registers. Where heads share tiles: one query and many keys, of
         sequences that fill a GPU and of one, and some queries."""
         found = tiling.tuning_shapes(op)
-        if packs(op) or tiling.is_few(op):
+        if not op.invariant and (packs(op) or tiling.is_few(op)):
             few = dataclasses.replace(found[0], kv_len=4096, heads=8 * op.heads_per_kv, kv_heads=8)
             found = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
         if isinstance(op.mask, (Full, Causal)) or lists(op.mask):

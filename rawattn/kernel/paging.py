@@ -136,7 +136,7 @@ def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[s
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
         **own,
     }
-    return constant_time(found) if op.spec.constant_time else found
+    return constant_time(found) if op.spec.steady else found
 
 
 def values(op: AttentionKVCache) -> dict[str, float]:

@@ -97,9 +97,11 @@ def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
     operation of this kind may ever run in is compiled together, and a new length, batch, window or number of heads compiles
     nothing."""
     mask = op.mask if isinstance(op.mask, Full) or lists(op.mask) else Causal()
-    sizes = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
+    sizes: tuple[tuple[int, int, int], ...] = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
     plain = with_mask(op, mask)
     plain = dataclasses.replace(plain, spec=plain.spec.at(op.spec.offsets and (0, 0)))
+    if op.invariant:  # one configuration for all lengths, and for packed sequences too
+        plain, sizes = dataclasses.replace(plain, varlen=True, q_lens=False, kv_lens=False), sizes[:1]
     return tuple(
         dataclasses.replace(plain, batch=b, q_len=n, kv_len=n, heads=h, kv_heads=h, total_q=b * n, total_kv=b * n)
         for b, n, h in sizes
@@ -129,7 +131,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         found["Rows"] = rows.WithOffset(found["Rows"])
     if op.sinks:
         found["Softmax"] = softmax.WithSink(found["Softmax"])
-    return constant_time(found) if op.constant_time else found
+    return constant_time(found) if op.spec.steady else found
 
 
 def cursor(op: Forward, up: bool = False) -> Option:

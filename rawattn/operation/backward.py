@@ -63,7 +63,8 @@ class Backward(Operation):
         if functions.among(options):
             check_arrays(arrays, *lengths)
             options = functions.resolved(options, arrays, limits(arrays, options))
-        found = cls.of(arrays, Spec.of(**options), *lengths)
+        spec = Spec.of(**{**options, "invariant": False})  # that is of the forward alone
+        found = cls.of(arrays, spec, *lengths)
         return dataclasses.replace(found, wrt=wrt) if wrt else found
 
     @classmethod

@@ -260,6 +260,10 @@ class Forward(OverKeys):
         return self.spec.constant_time
 
     @property
+    def invariant(self) -> bool:
+        return self.spec.invariant
+
+    @property
     def lens(self) -> tuple[bool, bool]:
         """Says whether sequences use a part of their rows of q, and of k and v; the lengths are on the device."""
         return self.q_lens, self.kv_lens

@@ -65,7 +65,7 @@ class Record:
 def code_hash(kernel: Any, shape: Forward, config: Any, device: Device) -> str:
     """Of the code that NVRTC is given for a configuration; lse, the scale's sign, constant time, offsets and packed sequences
     make no difference to a kind."""
-    spec = dataclasses.replace(shape.spec, return_lse=False, scale=None, constant_time=False).at(None)
+    spec = dataclasses.replace(shape.spec, return_lse=False, scale=None, constant_time=False, invariant=False).at(None)
     plain = dataclasses.replace(shape, spec=spec, varlen=False, sinks=False)
     key: str = kernel.render(plain, config, device.arch).code_key
     return key[:16]

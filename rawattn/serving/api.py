@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .. import arrays, driver, functions, memory
-from ..api import Explanation, MaskLike, ScoreLike, explain_operation
+from ..api import Explanation, MaskLike, ScoreLike, explain_operation, log_operation
 from ..arrays import Array
 from ..errors import ProblemError, UnsupportedError
 from ..operand import check_output
@@ -27,8 +28,8 @@ from .step import Step
 def attention_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
-    split: str | int = "auto", out: Any = None, return_lse: bool = False, lse: Any = None, kernel: str | None = None,
-    config: Any = None,
+    split: str | int = "auto", out: Any = None, return_lse: bool = False, lse: Any = None, invariant: bool = False,
+    kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
 
@@ -46,7 +47,7 @@ def attention_kvcache(
             differ in their rounding alone.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
-        kernel, config: instead of what would be chosen.
+        invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
 
     Returns:
         o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
@@ -64,19 +65,24 @@ def attention_kvcache(
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
     ``attn_fwd`` computes all sequences of the call, those with few rows too, on Hopper over pages of 8 keys or more;
     ``attn_fwd_mma`` does so elsewhere. It is one launch each time, which a graph replays with any lengths. With ``attn_decode`` a
-    row has the same bits in any batch; with the others they also follow from the configuration, which shapes and bounds choose.
+    row has the same bits in any batch whose bound is as its own, up to 16 rows or above; with the others they follow from the
+    configuration too, which shapes and bounds choose.
+
+    With ``invariant=True`` a row's bits follow from its q, its sequence's keys and numbers of keys and rows, the heads, the
+    options and the GPU, not from batch, neighbours, bounds, pages or grid. Each sequence goes to the kernel of its own rows, in
+    two launches where some may have up to 256 and others more. So bits differ between a sequence of up to 256 rows and one of
+    more, and those of ``attention`` are others again: a token decoded is not bit by bit that of a long prefill.
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are
             on the device, where nothing beyond the cache is read.
         UnsupportedError: no kernel computes this on the arrays' device.
 
-    The pages are those of PagedAttention (arXiv 2309.06180, section 4.1); the specification in array operations is
-    ``rawattn.reference.attention_kvcache``.
+    The pages are those of PagedAttention (arXiv 2309.06180, section 4.1). ``rawattn.reference.attention_kvcache`` specifies it.
     """
     if alibi is not None:
         score, softcap = functions.biased(softcap, score, alibi, None), None
-    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
+    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
         o, total = _torch_serving.attention_kvcache(q, cache, step, options, sinks, split)
@@ -96,7 +102,13 @@ class Asked(NamedTuple):
 
 def asked_of(step: Step, options: dict[str, Any], return_lse: bool) -> Asked:
     """What a call asks for. A mask that is a function has in it what the step says of its sequences."""
-    options, captured = functions.taken(options)
+    return asked_with(step, *functions.taken(options), return_lse)
+
+
+def asked_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> Asked:
+    """The same of options whose functions have no arrays, and of the arrays that they captured."""
+    if (needed := len(functions.names(options))) != len(captured):
+        raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
     causal = step.causal if "causal" in step.arrays else bool(step.causal)
     is_function = type(options["mask"]) is functions.Function
     if is_function and options["window"] is not None:
@@ -121,29 +133,61 @@ def attend(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes attention over a cache on arrays that have memory."""
     spec, own, captured = asked
-    if lse is not None and not spec.return_lse:
-        raise ProblemError("lse was given without return_lse=True.")
+    check_lse(lse, spec.return_lse)
     signatures, forms = arrays.signatures((q, sinks)), arrays.forms(captured) if captured else ()
     key = (signatures, cache.serial, step.serial, spec, split_keys, kernel, config, own, forms)
     call: GpuCall | CpuCall | None = _calls.get(key)
     if call is None:
-        op, found = _attention_of(q, cache, step, asked, split_keys, sinks)
-        call = _call_of(op, found, cache.layout, kernel, config)
+        call, captured = _first(q, cache, step, asked, split_keys, sinks, kernel, config)
         if isinstance(call, GpuCall) and signatures is not None and forms is not None:
             cache_put(_calls, key, call, KEPT_CALLS)
-        captured = tuple(found[each.name].object for each in op.captured)
     return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out, captured)
 
 
-def _attention_of(
-    q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any
-) -> tuple[AttentionKVCache, dict[str, Array]]:
-    """The operation and its arrays. Raises ProblemError for a wrong argument."""
+def _first(
+    q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any, kernel: str | None, config: Any
+) -> tuple[GpuCall | CpuCall, tuple[Any, ...]]:
+    """The call on arrays for which it was not made yet, and what functions captured: that of others which lie so, moved to these
+    places, or one of its own."""
+    found = arrays_of(q, cache, step, sinks, asked.captured)
+    layout = (layout_of(found, cache, step), asked.spec, split_keys, kernel, config)
+    like = None if asked.own else _layouts.get(layout)
+    if like is not None:
+        return like.moved([array.pointer for array in found.values()]), ()
+    op, found = attention_of(q, cache, step, asked, split_keys, sinks)
+    call = _call_of(op, found, cache.layout, kernel, config)
+    if isinstance(call, GpuCall) and not asked.own:
+        cache_put(_layouts, layout, call, KEPT_CALLS)
+    return call, tuple([found[each.name].object for each in op.captured])
+
+
+def layout_of(found: dict[str, Array], cache: KVCache, step: Step) -> tuple[Any, ...]:
+    """All that a plan depends on, of the arrays of a call: how they lie and are aligned, and the numbers beside them."""
+    numbers = (cache.scales, step.max_q_len, step.max_kv_len, "causal" in step.arrays or step.causal)
+    return (*found, *[(*array[:5], array.pointer % 16) for array in found.values()], *numbers)
+
+
+def check_lse(lse: Any, return_lse: bool) -> None:
+    """Raises ProblemError where an array for lse was given that nothing is written to."""
+    if lse is not None and not return_lse:
+        raise ProblemError("lse was given without return_lse=True.")
+
+
+def arrays_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...] = ()) -> dict[str, Array]:
+    """The arrays of a call by name, but for those ``captured`` ones. Raises ProblemError for one that autograd would follow."""
     found = {"q": arrays.read(q, "q"), **cache.arrays_of(step.batch), **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
-    if arrays.requires_grad(q, cache.k, cache.v, cache.k_scale, cache.v_scale, sinks, *asked.captured):
+    if arrays.requires_grad(q, cache.k, cache.v, cache.k_scale, cache.v_scale, sinks, *captured):
         raise ProblemError(NO_GRAD)
+    return found
+
+
+def attention_of(
+    q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any
+) -> tuple[AttentionKVCache, dict[str, Array]]:
+    """The operation and its arrays. Raises ProblemError for a wrong argument."""
+    found = arrays_of(q, cache, step, sinks, asked.captured)
     spec, own = asked.spec, dict(asked.own)
     if own:
         found |= functions.read(own, asked.captured)
@@ -164,7 +208,8 @@ def max_kv_len(found: dict[str, Array], step: Step) -> int:
 def explain_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
-    split: str | int = "auto", return_lse: bool = False, kernel: str | None = None, config: Any = None,
+    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, kernel: str | None = None,
+    config: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
     result.
@@ -175,9 +220,9 @@ def explain_kvcache(
     """
     if alibi is not None:
         score, softcap = functions.biased(softcap, score, alibi, None), None
-    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score}
+    options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
-    op, found = _attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)
+    op, found = attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)
     if found["q"].is_cpu:
         raise UnsupportedError(f"{op} is computed by the kernel cpu, without a choice; explain_kvcache is for arrays on a GPU.")
     return explain_operation(op, device_of(found["q"]), kernel, config)
@@ -398,6 +443,7 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
 
 KEPT_CALLS = 1024
 _calls: dict[Any, GpuCall] = {}
+_layouts: dict[Any, GpuCall] = {}
 _merges: dict[Any, GpuCall] = {}
 _plans: dict[Any, Plan] = {}
 
@@ -408,9 +454,9 @@ def _call_of(
     """The operation on arrays that were checked."""
     first = next(iter(found.values()))
     device = device_of(first)
+    log(op)
     if device.is_cpu:
-        if kernel not in (None, "cpu") or config is not None:
-            raise UnsupportedError(f"kernel={kernel!r}, config={config!r}: on the CPU there is the kernel cpu, without a choice.")
+        check_cpu(kernel, config)
         return CpuCall(op, found, layout)
     key = (op, device, first.library, kernel, config)
     plan = _plans.get(key)
@@ -418,6 +464,22 @@ def _call_of(
         plan = Plan(op, device, select(op, device, kernel, config), first.library)
         cache_put(_plans, key, plan, KEPT_CALLS)
     return plan.bind(found)  # type: ignore[return-value]
+
+
+def check_cpu(kernel: str | None, config: Any) -> None:
+    """Raises UnsupportedError where another kernel is asked for than there is on the CPU."""
+    if kernel not in (None, "cpu") or config is not None:
+        raise UnsupportedError(f"kernel={kernel!r}, config={config!r}: on the CPU there is the kernel cpu, without a choice.")
+
+
+def log(op: AttentionKVCache | Append | Combine) -> None:
+    """Records an operation where RAWATTN_LOG asks for it: one of all that need the same kernels, since lengths of a step, and how
+    many rows there are, change all the time. The bound on a sequence's rows counts by powers of two, which choose kernels."""
+    if not os.environ.get("RAWATTN_LOG"):
+        return
+    rows = op.q_len * op.heads_per_kv if isinstance(op, AttentionKVCache) else 0
+    heads = op.heads_per_kv if isinstance(op, AttentionKVCache) else 0
+    log_operation(op, (op.kind, op.layout, (rows - 1).bit_length(), heads))
 
 
 class CpuCall:

@@ -123,7 +123,7 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
         sequences.append(_widened(op, views, found) if is_fp8 else found)
     threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * cpu.SECONDS_PER_THREAD)))
     config = cpu.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
-    cpu.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config)
+    cpu.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config, invariant=op.spec.invariant)
     if is_fp8:
         for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
@@ -134,6 +134,8 @@ def _refusal(op: AttentionKVCache) -> str | None:
         return f"head_dim is {max(op.head_dim, op.head_dim_v)}; it takes up to 1024"
     if not hasattr(op.score, "logit"):
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
+    if op.spec.invariant and not cpu.has_loops(op.score):
+        return cpu.NOT_INVARIANT
     return None
 
 

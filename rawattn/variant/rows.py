@@ -166,6 +166,23 @@ class AtPositionsRows(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
+class SomeRows(Wrapper):
+    """Rows of the sequences of a step with up to ``few_queries`` queries, or of those with more. ``base`` is over caches."""
+
+    few: bool
+    type: ClassVar[str] = "SomeRows"
+    source: ClassVar[str] = "variant/rows/some.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.type}<{self.base.cuda_type}, {'Few' if self.few else 'Many'}>"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("few_queries", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
     """Rows of sequences of which ``kv_lens`` says how many keys are there."""
 

@@ -14,6 +14,7 @@ import pytest
 
 from rawattn import arrays, driver, plans, program
 from rawattn.device import TYPICAL
+from rawattn.serving import api
 from tests import emulator
 
 KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
@@ -66,6 +67,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
         (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
         (driver, "Launch", _Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
         (driver, "counters", functools.cache(lambda index, size: _Counters(size))), (driver, "tensor_maps", _tensor_maps),
+        (api, "_layouts", {}),
         (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)

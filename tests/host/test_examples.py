@@ -19,6 +19,8 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 
 
 def example(name: str) -> Any:
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))  # they import each other
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -36,14 +38,51 @@ def test_generate(window: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_generate_is_checked() -> None:
-    generate = example("generate")
-    model = generate.Model(generate.Shape(layers=1), "cpu", generate.torch.float32)
+    generate, shape = example("generate"), example("llama").Shape(layers=1)
+    model = generate.Model(shape, shape.random(), "cpu", generate.torch.float32)
     request = generate.Request([1, 2, 3], 2, 1)
     best = int(generate.eager(model, [1, 2], None)[-1].argmax())
     generate.check(model, generate.Request([1, 2, best], 2, 1), None, 1e-3)
     if best != 3:
         with pytest.raises(SystemExit, match="is behind the likeliest one"):
             generate.check(model, request, None, 1e-3)
+
+
+def test_generate_gives_pages_back_early() -> None:
+    """A window's pages go to others while a request still runs."""
+    generate, shape = example("generate"), example("llama").Shape(layers=1)
+    model = generate.Model(shape, shape.random(), "cpu", torch.float32)
+    server = generate.Server(model, 8, 4, 16, 32, 6)
+    requests, running = [generate.Request([*range(20)], 20, 12), generate.Request([5, 6, 7], 3, 4)], set[int]()
+    server.waiting.extend(requests)
+    while server.waiting or server.running:
+        server.step()
+        running.add(len(server.running))
+        for request in server.running:
+            assert request.pages.count(-1) == request.freed == max(0, (request.cached + 1 - 6) // 4)
+    assert len(server.free) == 8 and 2 in running, "the first request takes all pages at its beginning"
+    for request in requests:
+        generate.check(model, request, 6, 1e-3)
+    assert server.graph(3) is server.graph(4) and server.graph(4).size == 4 and {*server.graphs} == {1, 2, 4}
+
+
+def test_generate_from_a_folder(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that transformers saved, beside transformers' own generate."""
+    transformers, llama = pytest.importorskip("transformers"), example("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, max_position_embeddings=128, initializer_range=0.5,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert llama.load(tmp_path)[0] == llama.Shape(2, 32, 4, 2, 8, 48, 64, 128, 1e-6, 500.0)
+    sizes = ["--requests", "3", "--tokens", "5", "--prompt", "20", "--pages", "20", "--page-size", "4"]
+    for window in ([], ["--window", "9"]):
+        example("generate").main([*sizes, *window, "--model", str(tmp_path), "--transformers"])
+        assert "15 of 15 tokens are those of transformers" in capsys.readouterr().out
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="has biases, or scaled rotary embeddings"):
+        llama.load(tmp_path)
 
 
 def test_train_gpt(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import KVCache, ProblemError, Rotary, Step, UnsupportedError, reference
+from rawattn import KVCache, ProblemError, Rotary, Step, UnsupportedError, api, reference
 from rawattn.operation import Append, AttentionKVCache
 from rawattn.testing import expect
 from rawattn.variant.element import E4M3, E5M2, ELEMENTS, FP8
@@ -474,3 +476,20 @@ def test_operations_as_values() -> None:
             dataclasses.replace(op, **wrong)
     with pytest.raises(ProblemError, match="rotary is 'gptj'"):
         dataclasses.replace(new, rotary="gptj")
+
+
+def test_operations_are_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAWATTN_LOG gets those over caches too, each once, as a bundle reads them; also with a function as a mask."""
+    log = tmp_path / "operations.jsonl"
+    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setenv("RAWATTN_LOG", str(log))
+    pages, lens = np.zeros((2, 4, 8, 2, 16), np.float32), np.array([3, 8], np.int32)
+    q, k = np.ones((2, 1, 4, 16), np.float32), np.ones((2, 1, 2, 16), np.float32)
+    for _ in range(2):
+        step = Step(lens, np.array([[3], [1]], np.int32))
+        o = rawattn.attention_append(q, k, k, KVCache(*pages), step)
+        rawattn.merge_states([(o, np.zeros((2, 4, 1), np.float32))] * 2)
+        rawattn.attention_kvcache(q, KVCache(*pages), step, mask=lambda b, h, q, kv: kv > q - 3)
+    found = api.operations_of(log)
+    assert [type(op).__name__ for op in found] == ["Append", "AttentionKVCache", "Combine", "AttentionKVCache"]
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [op.to_json() for op in found]

@@ -295,6 +295,7 @@ def test_alibi(slopes: Any) -> None:
     bias = -slopes.expand(2, 2)[:, :, None, None] * (torch.arange(15)[:, None] + 5 - torch.arange(20)).abs()
     wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias)
     check([fa2.flash_attn_func(q, k, v, alibi_slopes=slopes)], [wanted.transpose(1, 2)])
+    check([fa2.flash_attn_func(q, k, v, alibi_slopes=slopes, softcap=1e4)], [wanted.transpose(1, 2)])
     starts_q, starts_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (15, 20))
     packed = (x.flatten(0, 1) for x in (q, k, v))
     o = fa2.flash_attn_varlen_func(*packed, starts_q, starts_k, 15, 20, alibi_slopes=slopes)

@@ -19,7 +19,7 @@ BLOCKS = [
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("page", "title", "block"), BLOCKS)
 def test_block(page: str, title: str, block: str) -> None:
-    for name in ("jax", "transformers"):
+    for name in ("jax", "transformers", "diffusers"):
         if re.search(rf"^import {name}(\.|$)", block, re.MULTILINE):
             pytest.importorskip(name)
     indent = len(block) - len(block.lstrip(" "))

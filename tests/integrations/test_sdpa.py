@@ -90,6 +90,8 @@ def test_refusals() -> None:
     q, k, v = make()
     with pytest.raises(ProblemError, match="attn_mask was given beside is_causal"):
         sdpa.scaled_dot_product_attention(q, k, v, q > 0, is_causal=True)
+    with pytest.raises(ProblemError, match="attn_mask has 5 dimensions"):
+        sdpa.scaled_dot_product_attention(q, k, v, q[None])
     with pytest.raises(ProblemError, match="query has 2 dimensions"):
         sdpa.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
 
@@ -100,13 +102,22 @@ def test_masks(dtype: Any, shape: tuple[int, ...]) -> None:
     given, random = make(kv_len=33), torch.Generator().manual_seed(1)
     table = torch.randn(shape, generator=random)
     table = table > -1 if dtype is torch.bool else table
-    try:
-        found = sdpa.scaled_dot_product_attention(*given, attn_mask=table)
-    except UnsupportedError as error:
-        assert "attn_mask is a Tensor; rawattn has no mask as a tensor yet" in str(error)
-        assert not hasattr(sdpa.mask, "function")
-    else:
-        near(found, F.scaled_dot_product_attention(*given, attn_mask=table))
+    near(sdpa.scaled_dot_product_attention(*given, attn_mask=table), F.scaled_dot_product_attention(*given, attn_mask=table))
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (2, 1, 1, 20)], ids=str)
+def test_gradients_of_masks(shape: tuple[int, ...], device: str) -> None:
+    """Of a float one, eager and compiled; a bool one is refused where torch.compile traces."""
+    given = [x.detach().requires_grad_() for x in (*make(device=device), torch.randn(shape).to(device))]
+    compiled = torch.compile(sdpa.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    wanted = torch.autograd.grad(
+        (F.scaled_dot_product_attention(*given[:3], given[3].to(given[0].dtype)).float() ** 2).sum(), given
+    )
+    for f in (sdpa.scaled_dot_product_attention, compiled):
+        for x, y in zip(torch.autograd.grad((f(*given).float() ** 2).sum(), given), wanted, strict=True):
+            (near if device == "cpu" else lambda x, y: torch.testing.assert_close(x, y, rtol=0.1, atol=0.1))(x, y)
+    with pytest.raises(Exception, match="attn_mask is bool where torch traces"):
+        compiled(*given[:3], given[3] > 0)
 
 
 # ---- below torch's own attention

@@ -262,6 +262,13 @@ def test_gate_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys:
         for result in run.results:
             result.case = sets.to_json(CASE)
 
+    def measure_step(case: Any, names: Any, rounds: int) -> dict[str, Any]:
+        assert names == ("ours", "cudnn")
+        found = {"read": step, "cudnn": (1.0, 0.9, 1.1)} if case is gate.steps.GATE[0] else {"read": step}
+        return {"label": case.label, "failures": failures, "ratios": found}
+
+    step, failures = (0.9, 0.89, 0.91), dict[str, str]()
+    monkeypatch.setattr(gate.steps, "measure", measure_step)
     monkeypatch.setattr(machine, "gpu", lambda tool: DEVICE)
     monkeypatch.setattr(benchmark, "measure", measure)
     monkeypatch.setitem(sets.SETS, "gate", [CASE])
@@ -271,6 +278,11 @@ def test_gate_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys:
     ratio[0] = 1.0
     assert gate.main(words) == 1 and "1.100 -> 1.000" in capsys.readouterr().out
     assert gate.main([*words, "--update"]) == 1 and gate.main(words) == 0
+    capsys.readouterr()
+    step = (0.8, 0.79, 0.81)
+    assert gate.main(words) == 1 and capsys.readouterr().out.count("against read: 0.900 -> 0.800") == len(gate.steps.GATE) - 1
+    step, failures = (0.9, 0.89, 0.91), {"ours": "ValueError: it errs by 0.2"}
+    assert gate.main(words) == 1 and "B1 4k: ours: ValueError: it errs" in capsys.readouterr().out
 
 
 def cycles(rng: np.random.Generator, launches: int, leak: dict[str, float], wider: dict[str, float]) -> tuple[Any, Any]:

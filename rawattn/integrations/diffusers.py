@@ -1,0 +1,52 @@
+"""rawattn as an attention backend of Hugging Face diffusers.
+
+>>> import rawattn.integrations.diffusers
+>>> rawattn.integrations.diffusers.enable()
+>>> pipeline.transformer.set_attention_backend("rawattn")  # or: with attention_backend("rawattn"):
+
+It serves models whose attention goes by diffusers' dispatcher, as those of Flux, Wan and Qwen-Image do. Older ones, and UNets,
+call torch's own attention: ``rawattn.integrations.sdpa.register`` is for these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+from .. import api
+from ..errors import UnsupportedError
+from . import sdpa
+
+NAME = "rawattn"
+
+
+def enable() -> None:
+    """Registers rawattn under the name "rawattn", for ``set_attention_backend`` and ``attention_backend``."""
+    _AttentionBackendRegistry.register(_member(NAME))(attention)
+
+
+def _member(value: str) -> Any:
+    """The backend's name as a member of diffusers' enumeration, which knows its own ones alone."""
+    names = AttentionBackendName
+    if value not in names._value2member_map_:
+        made = str.__new__(names, value)
+        made._name_, made._value_, made._sort_order_ = value.upper(), value, len(names)
+        names._member_names_.append(made._name_)
+        names._member_map_[made._name_] = names._value2member_map_[value] = made
+    return names(value)
+
+
+def attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
+) -> Any:  # fmt: skip
+    """Computes attention, (batch, length, heads, head_dim), as diffusers calls it: with the meaning of torch's own. diffusers
+    looks at the parameters' names, and leaves out what is not among them."""
+    if _parallel_config is not None:
+        raise UnsupportedError("a parallel_config was given; rawattn does not serve diffusers' context parallelism.")
+    sdpa.check_heads(query.shape[2], key.shape[2], enable_gqa)
+    if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None]  # which of each sequence's keys count, or what is added to their logits
+    options = sdpa.kept(attn_mask, is_causal)
+    return api.attention(query, key, value, scale=scale, dropout=dropout_p, return_lse=return_lse, **options)

@@ -1,0 +1,116 @@
+"""transformers' continuous batching over its paged cache, computed by rawattn.
+
+>>> from rawattn.integrations import transformers as door
+>>> door.enable()
+>>> with door.continuous_batching(model):
+...     outputs = model.generate_batch(prompts, generation_config)
+
+Pages are read and written where they lie, by ``rawattn.append`` and ``rawattn.attention_kvcache``; nothing is read by the host,
+and transformers may capture its steps in CUDA graphs. Layers with a sliding window keep a ring of keys, which transformers
+gathers for every step: a copy, of which a warning tells once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import api, serving
+from ..errors import UnsupportedError
+from ..serving import api as caches
+
+NAME = "rawattn_flash"  # transformers makes dense masks, or refuses, where an implementation's name has no "flash" in it
+
+
+@contextlib.contextmanager
+def continuous_batching(model: Any) -> Iterator[Any]:
+    """Has a model's ``generate_batch``, and managers of continuous batching made meanwhile, compute by rawattn.
+
+    >>> with continuous_batching(model):
+    ...     outputs = model.generate_batch(prompts, generation_config)
+
+    Other calls of the model are refused meanwhile; afterwards its implementation is what it was.
+    """
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    try:
+        yield model
+    finally:
+        model.config._attn_implementation = before
+
+
+class Pages:
+    """The pages of one kind of layers: a cache for each layer, and the step that is computed."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, serving.KVCache] = {}
+        self.step: serving.Step | None = None
+
+    def of_layer(self, allocator: Any, layer: int) -> serving.KVCache:
+        """The layer's keys and values. A block of transformers holds pages of all layers, keys and values in turn."""
+        if layer not in self.layers:
+            apart = allocator.block_physical_stride // allocator.tokens_per_page
+            self.layers[layer] = serving.KVCache(*(x[::apart] for x in allocator.get_cache_for_block_table(layer)))
+        return self.layers[layer]
+
+
+_pages: weakref.WeakKeyDictionary[Any, Pages] = weakref.WeakKeyDictionary()  # by transformers' allocator
+
+
+@torch.compiler.disable  # as transformers does, whose cache is aliased views of one tensor
+def attend(module: Any, q: Any, k: Any, v: Any, given: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Writes k and v, (1, total_q, kv_heads, head_dim), into the cache, and computes o over all that is in it then."""
+    cache, layer = given["cache"], module.layer_idx
+    if getattr(cache, "layer_to_allocator", None) is None:
+        raise UnsupportedError(f"cache is a {type(cache).__name__}; it must be the paged cache of continuous batching.")
+    if given.get("block_table") is not None:
+        raise UnsupportedError("block_table was given; rawattn reads read_index and write_index: use the name rawattn_flash.")
+    allocator, (q, k, v) = cache.layer_to_allocator[layer], (x[0] for x in (q, k, v))
+    used = given["read_index"][allocator.index]  # empty where all keys are those of this step
+    starts, longest = (given["cu_seq_lens_q"], given["cu_seq_lens_k"][allocator.layer_type]), _longest(given, allocator)
+    if given.get("sliding_window") is not None:
+        options = {**options, "window": (given["sliding_window"] - 1, 0)}
+    varlen = {"causal": True, "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1], **options}
+    if not allocator.supports_block_table:
+        k, v = _gathered(cache, k, v, layer, given)
+        return api.attention_varlen(q, k, v, *starts, **varlen)[None]
+    pages = _pages.setdefault(allocator, Pages())
+    if layer == allocator.layer_indices[0]:  # anew in each pass, since a graph may capture this one
+        index = used if used.numel() else given["write_index"][allocator.index]
+        pages.step = _step(index, starts, longest, allocator)
+    assert pages.step is not None
+    caches.append(pages.of_layer(allocator, layer), pages.step, k, v)
+    if not used.numel():
+        return api.attention_varlen(q, k, v, *starts, **varlen)[None]
+    return caches.attention_kvcache(q, pages.of_layer(allocator, layer), pages.step, **options)[None]
+
+
+def _longest(given: dict[str, Any], allocator: Any) -> tuple[int, int]:
+    return given["max_length_q"], given["max_length_k"][allocator.layer_type]
+
+
+def _step(index: Any, starts: tuple[Any, Any], longest: tuple[int, int], allocator: Any) -> serving.Step:
+    """The step of which ``index`` has the place of every key, sequences end to end: each page's first key says which it is."""
+    size = allocator.tokens_per_page
+    first = starts[1][:-1, None] + size * torch.arange(-(-longest[1] // size), device=index.device)
+    blocks = index[first.clamp(max=index.numel() - 1)] // allocator.block_physical_stride
+    return serving.Step(torch.diff(starts[1]), blocks.int(), starts[0], max_q_len=longest[0], max_kv_len=longest[1])
+
+
+_warned: set[str] = set()
+
+
+def _gathered(cache: Any, k: Any, v: Any, layer: int, given: dict[str, Any]) -> tuple[Any, Any]:
+    """All keys and values of a step, by transformers' own update of its cache."""
+    if "gathered" not in _warned:
+        _warned.add("gathered")
+        text = "keys and values of layers with a sliding window are copied out of transformers' cache, which is a ring."
+        warnings.warn(text, stacklevel=2)
+    heads_first = (x.transpose(0, 1)[None] for x in (k, v))
+    found = cache.update(*heads_first, layer_idx=layer, kwargs=dict(given))
+    return tuple(x[0].transpose(0, 1) for x in found)

@@ -1,0 +1,101 @@
+"""attn_decode.cu and a kernel of many rows, one after the other, in calls that are invariant: each sequence goes to the one that
+would take it alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..device import Device
+from ..operation import AttentionKVCache
+from ..program import Program
+from ..variant import Option, rows
+from . import attn_fwd, attn_fwd_mma
+from .attn_decode import MOST_ROWS, AttnDecode, Config, most_rows
+from .attn_fwd_kvcache import AttnFwdKVCache
+from .attn_fwd_mma_kvcache import AttnFwdMmaKVCache
+
+
+def few_queries(op: AttentionKVCache) -> int:
+    """The queries of a sequence that attn_decode takes at most."""
+    return MOST_ROWS // op.heads_per_kv
+
+
+class AttnDecodeOfFew(AttnDecode):
+    """attn_decode for the sequences that have few rows."""
+
+    def options(self, op: AttentionKVCache, config: Config, arch: str) -> dict[str, Option]:
+        found = super().options(op, config, arch)
+        return found | {"Rows": rows.SomeRows(found["Rows"], few=True)}
+
+    def values(self, op: AttentionKVCache) -> dict[str, float]:
+        return super().values(op) | {"few_queries": few_queries(op)}
+
+
+_FEW = AttnDecodeOfFew()
+
+
+def reasons(op: AttentionKVCache, device: Device) -> list[str]:
+    """The reasons why attn_decode does not go beside another kernel."""
+    if not op.spec.invariant or not op.ragged or most_rows(op) <= MOST_ROWS:
+        return [f"it is for invariant=True, where sequences may have more than {MOST_ROWS} rows, and others fewer"]
+    few = dataclasses.replace(op, q_len=few_queries(op))
+    return [f"attn_decode: {reason}" for reason in _FEW.supports(few, device)] or (
+        [] if few_queries(op) and _FEW.candidates(op, device) else ["attn_decode has no configuration"]
+    )
+
+
+def beside(op: AttentionKVCache, device: Device, many: Program, entry: str) -> Program:
+    """The launch of attn_decode, and those of the other kernel."""
+    if not many.launches:
+        return many
+    few = _FEW.lower(op, _FEW.candidates(op, device)[0], device)
+    launches = [each._replace(entry=entry) if "+" in each.entry else each for each in many.launches]  # others make pyramids
+    return Program((*few.launches, *launches), (*few.scratch, *many.scratch))
+
+
+class AttnDecodeAndFwd(AttnFwdKVCache):
+    """attn_fwd, in its configurations, with attn_decode before it."""
+
+    name = "attn_decode+attn_fwd"
+
+    def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
+        return reasons(op, device) or super().supports(op, device)
+
+    def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
+        return False
+
+    def options(self, op: AttentionKVCache, config: attn_fwd.Config) -> dict[str, Option]:
+        found = super().options(op, config)
+        return found | {"Rows": rows.SomeRows(found["Rows"], few=False)}
+
+    def values(self, op: AttentionKVCache, config: attn_fwd.Config, device: Device) -> dict[str, float]:
+        return super().values(op, config, device) | {"few_queries": few_queries(op)}
+
+    def lower(self, op: AttentionKVCache, config: attn_fwd.Config, device: Device) -> Program:
+        return beside(op, device, super().lower(op, config, device), super().name)
+
+
+class AttnDecodeAndFwdMma(AttnFwdMmaKVCache):
+    """attn_fwd_mma, in its configurations, with attn_decode before it."""
+
+    name = "attn_decode+attn_fwd_mma"
+
+    def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
+        return reasons(op, device) or super().supports(op, device)
+
+    def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
+        return False
+
+    def options(self, op: AttentionKVCache, config: attn_fwd_mma.Config) -> dict[str, Option]:
+        found = super().options(op, config)
+        return found | {"Rows": rows.SomeRows(found["Rows"], few=False)}
+
+    def values(self, op: AttentionKVCache, config: attn_fwd_mma.Config, device: Device) -> dict[str, float]:
+        return super().values(op, config, device) | {"few_queries": few_queries(op)}
+
+    def lower(self, op: AttentionKVCache, config: attn_fwd_mma.Config, device: Device) -> Program:
+        return beside(op, device, super().lower(op, config, device), super().name)
+
+
+ATTN_DECODE_AND_FWD = AttnDecodeAndFwd()
+ATTN_DECODE_AND_FWD_MMA = AttnDecodeAndFwdMma()

@@ -1,0 +1,133 @@
+"""Plans of attention over caches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import arrays, functions
+from ..api import MaskLike, ScoreLike
+from ..arrays import Array
+from ..cpu import CPU
+from ..device import Device
+from ..errors import ProblemError
+from ..operation import AttentionKVCache
+from ..plans import KEPT_CALLS, GpuCall, Plan, cache_put, device_of, one_or_all
+from ..select import Selection, select
+from ..spec import Window
+from .api import CpuCall, arrays_of, asked_with, attention_of, check_cpu, check_lse, check_objects, layout_of, log, split_keys_of
+from .cache import KVCache
+from .step import Step
+
+# Fields of the operation whose names callers do not know; an array of another shape is named before.
+_WORDS = {"q_len": "max_q_len of the step", "kv_len": "max_kv_len of the step", "spec": "causal of the step", "form": "the pages"}
+
+
+def plan_kvcache(
+    q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto",
+    return_lse: bool = False, invariant: bool = False, kernel: str | None = None, config: Any = None,
+    on_compile: Callable[[], None] | None = None,
+) -> KVCachePlan:  # fmt: skip
+    """Makes the plan of ``attention_kvcache`` for arrays like these, compiled and loaded: ``plan.run(q, cache, step)`` then
+    costs the least a call can cost, with the cache of any layer and the step of any time.
+
+    >>> p = rawattn.plan_kvcache(q, cache, step)
+    >>> o = p.run(q, cache, step)
+
+    Arguments as in ``attention_kvcache``. ``on_compile`` is called before NVRTC runs.
+    """
+    check_objects(cache, step)
+    options, captured = functions.taken(
+        {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
+    )
+    asks = Asks(options, return_lse, split_keys_of(split))
+    op, found = attention_of(q, cache, step, asked_with(step, options, captured, return_lse), asks.split_keys, sinks)
+    device = device_of(found["q"])
+    log(op)
+    if device.is_cpu:
+        check_cpu(kernel, config)
+    selection = Selection(CPU, None, "") if device.is_cpu else select(op, device, kernel, config)
+    return KVCachePlan(op, device, selection, found["q"].library, asks, on_compile)
+
+
+class Asks(NamedTuple):
+    """What a plan was asked for: options, in which functions have no arrays, and the keys of a split."""
+
+    options: dict[str, Any]
+    return_lse: bool
+    split_keys: int
+
+
+class KVCachePlan(Plan):
+    """Attention over caches on a device, by one kernel in one configuration, compiled and loaded.
+
+    ``rawattn.plan_kvcache`` makes it. ``run`` takes any q, cache and step of the shapes, dtypes, library, device and bounds that
+    it was made for, whatever their strides, pointers and scales, from several threads at once. Attributes as of ``Plan``.
+    """
+
+    def __init__(
+        self, op: AttentionKVCache, device: Device, selection: Selection, library: str, asks: Asks,
+        on_compile: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(op, device, selection, library, on_compile)
+        self._asks = asks
+        self._layouts: dict[Any, GpuCall] = {}
+
+    def run(  # type: ignore[override]  # its arrays come in a cache and a step
+        self, q: Any, cache: KVCache, step: Step, *captured: Any, sinks: Any = None, out: Any = None, lse: Any = None
+    ) -> Any:
+        """Computes o, or (o, lse) where the plan was made with ``return_lse=True``.
+
+        ``captured`` are the arrays that functions among the options captured, in order. ``out`` and ``lse`` receive the results.
+        Raises ProblemError where something is not what the plan was made for.
+        """
+        check_objects(cache, step)
+        check_lse(lse, self._asks.return_lse)
+        key = (arrays.signatures((q, sinks)), cache.serial, step.serial)
+        call: GpuCall | CpuCall | None = None if captured else self._calls.get(key)
+        if call is None:
+            call, captured = self._bound(q, cache, step, sinks, captured)
+            if isinstance(call, GpuCall) and key[0] is not None and not captured:
+                cache_put(self._calls, key, call, KEPT_CALLS)
+        return one_or_all(call(q, out if lse is None else (out, lse), captured))
+
+    def _bound(
+        self, q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]
+    ) -> tuple[GpuCall | CpuCall, tuple[Any, ...]]:
+        """The plan on these arrays, and the captured ones in the order of its kernel."""
+        found = arrays_of(q, cache, step, sinks)
+        layout = layout_of(found, cache, step)
+        call = None if captured else self._layouts.get(layout)
+        if call is not None:  # each array lies as one did that was checked
+            return call.moved([array.pointer for array in found.values()]), ()
+        asked = asked_with(step, self._asks.options, captured, self._asks.return_lse)
+        op, found = attention_of(q, cache, step, asked, self._asks.split_keys, sinks)
+        self._check(op, found)
+        if self.device.is_cpu:
+            return CpuCall(op, found, cache.layout), ()
+        same = (op.k_scale, op.v_scale) == (self.op.k_scale, self.op.v_scale)  # type: ignore[attr-defined]
+        call = GpuCall(self if same else self.resized(op), found)
+        if not op.captured:
+            cache_put(self._layouts, layout, call, KEPT_CALLS)
+        return call, tuple([found[each.name].object for each in op.captured])
+
+    def _check(self, op: AttentionKVCache, found: dict[str, Array]) -> None:
+        """Raises ProblemError where arrays are not what the plan was made for."""
+        place = arrays.CPU if self.device.is_cpu else self.device.index
+        for operand in self.op.inputs:
+            operand.check(found.get(operand.name), self.library, place)
+        for extra in found.keys() - {operand.name for operand in self.op.inputs}:
+            raise ProblemError(f"{extra} was given; this plan was made without it: make another by rawattn.plan_kvcache.")
+        for field in dataclasses.fields(op):
+            given, own = getattr(op, field.name), getattr(self.op, field.name)
+            if given != own and field.name not in ("layout", "k_scale", "v_scale"):
+                what = _WORDS.get(field.name, field.name)
+                raise ProblemError(
+                    f"{what} gives {given}, and this plan was made for {own}; make another by rawattn.plan_kvcache."
+                )
+        if not self.device.is_cpu:
+            reason = self._kernel.layout_reason(op.layout) or self._kernel.legal(self.config, op, self.device)
+            if reason is not None:
+                raise ProblemError(f"{reason}.")

@@ -1,0 +1,224 @@
+"""Plans over caches, and what is recorded of calls over caches and compiled ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import ProblemError, arrays, compiler, driver, plans
+from rawattn.api import operations_of
+from rawattn.serving import api
+from rawattn.serving import plan as planning
+from rawattn.testing import _moved
+from tests.caches import Cached
+from tests.emulator.gpu import stand_in
+
+CASE = Cached(((2, 30), (0, 5), (4, 0), (1, 1), (3, 17)), dtype="fp32", heads=4, kv_heads=2, sinks=True)
+SMALL = Cached(
+    ((2, 100), (0, 5), (4, 0), (1, 1)), page_size=16, dtype="bf16", heads=4, kv_heads=2, head_dim=32, head_dim_v=32, whole=True
+)
+
+
+def bits(found: Any) -> list[bytes]:
+    return [np.asarray(x.double() if hasattr(x, "double") else x, np.float64).tobytes() for x in found]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_on_the_cpu(library: str) -> None:
+    """One plan, another cache of the layer, and steps of other lengths."""
+    if library == "torch":
+        pytest.importorskip("torch")
+    other = dataclasses.replace(CASE, seed=3, lengths=((1, 30), (3, 7), (1, 2), (5, 9), (0, 1)), layout="HND")
+    pages = sum(CASE.counts())
+    other = dataclasses.replace(other, lengths=(*other.lengths[:4], (0, 1 + 4 * (pages - sum(other.counts())))))
+    assert sum(other.counts()) == pages
+    plan: Any = None
+    for case in (CASE, other, CASE):
+        q, cache, sinks = (
+            _moved(case.rows(4, 16, 1), library, "cpu"),
+            case.cache(library),
+            _moved(case.sink_logits(), library, "cpu"),
+        )
+        step = case.step(library)
+        if plan is None:
+            plan = rawattn.plan_kvcache(q, cache, step, sinks=sinks, return_lse=True)
+        wanted = rawattn.attention_kvcache(q, cache, step, sinks=sinks, return_lse=True)
+        found = plan.run(q, cache, step, sinks=sinks)
+        assert bits(found) == bits(wanted)
+        o, lse = (x * 0 for x in wanted)
+        assert plan.run(q, cache, step, sinks=sinks, out=o, lse=lse)[0] is o and bits((o, lse)) == bits(wanted)
+    eight = dataclasses.replace(CASE, kv_dtype="e4m3", scales=("number", "each"), sinks=False)
+    plan = rawattn.plan_kvcache(q, eight.cache(library), eight.step(library))
+    other = dataclasses.replace(eight, seed=9)
+    assert eight.cache(library).scales != other.cache(library).scales
+    wanted = rawattn.attention_kvcache(q, other.cache(library), other.step(library))
+    assert bits([plan.run(q, other.cache(library), other.step(library))]) == bits([wanted])
+    assert plan.kernel == "cpu" and "AttentionKVCache" in repr(plan)
+
+
+def test_functions() -> None:
+    case = dataclasses.replace(CASE, sinks=False)
+    q, cache, step, slopes = case.rows(4, 16, 1), case.cache(), case.step(), np.float32([0.5, 0.25, 0.1, 0.0])
+    plan = rawattn.plan_kvcache(q, cache, step, score=lambda s, b, h, q, kv: s + slopes[h] * (kv - q))
+    steep = 3 * slopes
+    wanted = rawattn.attention_kvcache(q, cache, step, score=lambda s, b, h, q, kv: s + steep[h] * (kv - q))
+    np.testing.assert_array_equal(plan.run(q, cache, step, steep), wanted)
+    assert not np.array_equal(plan.run(q, cache, step, slopes), wanted)
+    with pytest.raises(ProblemError, match="0 captured arrays were given; the functions among the options captured 1"):
+        plan.run(q, cache, step)
+
+
+def _longer(case: Cached) -> Cached:
+    return dataclasses.replace(case, lengths=(*case.lengths, (1, 1)))
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "q": (lambda q, cache, step: (q[:-1], cache, step), "q is a numpy fp32 array of shape (9, 4, 16)"),
+    "batch": (lambda q, cache, step: (q, cache, _longer(CASE).step()), "kv_lens is .* of shape \\(6,\\)"),
+    "begins": (lambda q, cache, step: (q, cache, CASE.step(kv_begin=step.kv_lens * 0)), "kv_begin was given"),
+    "bound": (lambda q, cache, step: (q, cache, CASE.step(max_q_len=4)), "max_q_len of the step gives 4, and this plan was"),
+    "causal": (lambda q, cache, step: (q, cache, CASE.step(causal=False)), "causal of the step gives Full"),
+    "form": (lambda q, cache, step: (q, cache, dataclasses.replace(CASE, form="indptr").step()), "kv_lens is missing"),
+    "cache": (lambda q, cache, step: (q, CASE, step), "cache is a Cached; it must be a rawattn.KVCache"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_arrays_are_refused(name: str) -> None:
+    q, cache, step = CASE.rows(4, 16, 1), CASE.cache(), CASE.step()
+    plan = rawattn.plan_kvcache(q, cache, step)
+    change, message = REFUSED[name]
+    with pytest.raises(ProblemError, match=message if "\\" in message else message.replace("(", r"\(").replace(")", r"\)")):
+        plan.run(*change(q, cache, step))
+    with pytest.raises(ProblemError, match="lse was given without return_lse"):
+        plan.run(q, cache, step, lse=q)
+    with pytest.raises(TypeError, match="holds kernels"):
+        json.loads(str(plan.__reduce__()))
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, launched: list[Any]) -> list[str]:
+    """The kernels that are compiled from now on, on a GPU that computes nothing, and notes what is ``launched``."""
+    load, found = plans._load, list[str]()
+    stand_in(monkeypatch, folder)
+
+    def together(source: Any, others: Any, on_compile: Any) -> compiler.Binary:
+        found.extend({source.key, *[each.key for each in others]} - set(found))
+        return compiler.Binary(b"", "", "", 0.0, "memory", source.key)
+
+    for owner, name, value in (
+        (plans, "_load", load), (plans, "_kernels", {}), (compiler, "compile_together", together),
+        (driver, "Function", lambda *_: None), (driver, "Launch", lambda *given: lambda: launched.append(given[1:])),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, value)
+    return found
+
+
+def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where arrays lie as others did nothing is looked up, neither an operation nor a kernel, by plans and by calls; what is
+    launched is the same."""
+    torch, launched = pytest.importorskip("torch"), list[Any]()
+    compiled, scratch = compilations(monkeypatch, tmp_path, launched), torch.zeros(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    q, cache, step = _moved(SMALL.rows(4, 32, 1), "torch", "cpu"), SMALL.cache("torch"), SMALL.step("torch", max_q_len=4)
+    plan = rawattn.plan_kvcache(q, cache, step, return_lse=True)
+    results = plan.run(q, cache, step)
+    given = [(q, cache, step), (q.clone(), SMALL.cache("torch"), SMALL.step("torch", max_q_len=4))]
+    wanted, count = list[Any](), len(compiled)
+    for each in given:
+        monkeypatch.setattr(api, "_layouts", {})
+        launched.clear()
+        rawattn.attention_kvcache(*each, return_lse=True, out=results[0], lse=results[1])
+        wanted += launched
+    with monkeypatch.context() as patch:
+        for owner in (api, planning):
+            patch.setattr(owner, "attention_of", None)
+            patch.setattr(owner, "select", None)
+        launched.clear()
+        for each in given:
+            plan.run(*each, out=results[0], lse=results[1])
+        assert launched == wanted and wanted[0] != wanted[1]
+        launched.clear()
+        third = (q, cache, SMALL.step("torch", max_q_len=4))
+        rawattn.attention_kvcache(*third, return_lse=True, out=results[0], lse=results[1])
+        plan.run(*third, out=results[0], lse=results[1])
+        assert launched[0] == launched[1] not in wanted
+    assert plan.kernel == "attn_decode" and len(compiled) == count == len(plan.binaries)
+    with pytest.raises(ProblemError, match="q has an address or a stride that is no multiple of 16 bytes"):
+        plan.run(torch.zeros(1 + q.numel(), dtype=q.dtype)[1:].view(q.shape), cache, step)
+
+
+def test_scales_of_a_layer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that differ from layer to layer are values of the launch."""
+    torch, launched = pytest.importorskip("torch"), list[Any]()
+    compilations(monkeypatch, tmp_path, launched)
+    scratch = torch.zeros(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    case = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("number", "number"))
+    q, step, caches = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch"), []
+    for seed in (0, 1, 2):
+        caches.append(dataclasses.replace(case, seed=seed).cache("torch"))
+    plan, out = rawattn.plan_kvcache(q, caches[0], step), torch.empty_like(q)
+    for cache in (*caches, *caches):
+        launched.clear()
+        rawattn.attention_kvcache(q, cache, step, out=out)
+        plan.run(q, cache, step, out=out)
+        assert len(launched) == 2 and launched[0] == launched[1]
+
+
+def serve(cases: list[Cached]) -> None:
+    """Calls over caches: new keys with rotation, attention, and two results that are merged."""
+    torch = pytest.importorskip("torch")
+    for case in cases:
+        cos = torch.zeros(4096, 16)
+        q, k, v = (_moved(case.rows(heads, 32, 1), "torch", "cpu") for heads in (4, 2, 2))
+        step = case.step("torch", max_q_len=max(n for n, _ in case.lengths))
+        cache, rotary = case.cache("torch"), rawattn.Rotary(cos, cos)
+        part = rawattn.attention_append(q, k, v, cache, step, rotary=rotary, return_lse=True)
+        rawattn.merge_states([part, part])
+
+
+def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process records another compiles ahead: then steps of other sizes compile nothing."""
+    log = tmp_path / "operations.jsonl"
+    few, many = SMALL, dataclasses.replace(SMALL, lengths=((300, 400), (1, 2)))
+    monkeypatch.setenv("RAWATTN_LOG", str(log))
+    compiled = compilations(monkeypatch, tmp_path, [])
+    for name in ("_plans", "_calls", "_layouts", "_merges"):
+        monkeypatch.setattr(api, name, {})
+    serve([few, many])
+    recorded, lines = [*compiled], log.read_text().splitlines()
+    assert len(recorded) >= 4, "attn_decode, attn_fwd, append, combine"
+    others = [dataclasses.replace(case, lengths=(*case.lengths, *case.lengths[:1] * n)) for case in (few, many) for n in (1, 2)]
+    serve(others)
+    assert log.read_text().splitlines() == lines, "lengths of a step make no new line"
+    monkeypatch.delenv("RAWATTN_LOG")
+    operations = operations_of(log)
+    assert {type(op).__name__ for op in operations} == {"AttentionKVCache", "Append", "Combine"}
+    for name in ("_plans", "_calls", "_layouts", "_merges"):
+        monkeypatch.setattr(api, name, {})
+    monkeypatch.setattr(plans, "_kernels", {})
+    compiled.clear()
+    assert rawattn.warm_up(log) == len(operations)
+    warm = [*compiled]
+    serve([few, many, *others])
+    assert compiled == warm and set(recorded) <= set(warm)
+
+
+def test_a_bundle_takes_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded on the CPU, too: one line for each kind."""
+    log, made = tmp_path / "operations.jsonl", set[str]()
+    monkeypatch.setenv("RAWATTN_LOG", str(log))
+    case = dataclasses.replace(SMALL, lengths=((1, 20),))
+    for lengths in (((1, 20),), ((1, 9), (1, 20)), ((1, 3),) * 3):
+        serve([dataclasses.replace(case, lengths=lengths)])
+    assert len(operations_of(log)) == 3, "attention, append, combine"
+    compile_ = lambda source, on_compile: made.add(source.name) or compiler.Binary(b"", "", "", 0.0, "", source.key)  # noqa: E731
+    monkeypatch.setattr(rawattn.bundle.compiler, "compile", compile_)
+    assert rawattn.save_bundle(log, tmp_path / "kernels.zip", ["sm_90a"]) >= 3
+    assert {name.partition(".")[0] for name in made} >= {"attn_decode", "append", "combine"}, made

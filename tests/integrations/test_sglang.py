@@ -1,0 +1,177 @@
+"""The backend for SGLang, driven as its runner does, with classes of its form; their signatures are compared where SGLang is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+
+from rawattn.errors import UnsupportedError  # noqa: E402
+from rawattn.integrations import sglang as plugin  # noqa: E402
+from tests.integrations import sglang_like as like  # noqa: E402
+
+DOOR = "rawattn.integrations.sglang_backend"
+HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 32, 96
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu("any"))])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, module in like.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, DOOR, raising=False)
+    plugin.register()
+    plugin.register()
+    assert like.CHOICES.count("rawattn") == 1
+    yield like.BACKENDS["rawattn"]
+    sys.modules.pop(DOOR, None)
+
+
+def runner(device: str, page_size: int = 1) -> Any:
+    """Requests whose tokens lie in pages in a random order, in a pool full of other numbers."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    pages = torch.randperm(TOKENS // page_size, generator=torch.Generator().manual_seed(3))[: 3 * 32 // page_size]
+    places = (pages[:, None] * page_size + torch.arange(page_size)).reshape(3, 32).int().to(device)
+    pool, config = like.Pool(TOKENS, KV_HEADS, DIM, device, dtype), types.SimpleNamespace(context_len=32)
+    requests = types.SimpleNamespace(req_to_token=places)
+    return types.SimpleNamespace(
+        token_to_kv_pool=pool, req_to_token_pool=requests, page_size=page_size, device=device, model_config=config
+    )
+
+
+def layer(**more: Any) -> Any:
+    given = {
+        "layer_id": 0,
+        "tp_q_head_num": HEADS,
+        "tp_k_head_num": KV_HEADS,
+        "qk_head_dim": DIM,
+        "v_head_dim": DIM,
+        "scaling": 0.25,
+    }
+    given |= {"logit_cap": 0.0, "logit_capping_method": "tanh", "sliding_window_size": -1, "is_cross_attention": False}
+    given |= {"attn_type": types.SimpleNamespace(value="decoder"), "k_scale": None, "v_scale": None}
+    return types.SimpleNamespace(**given | {"k_scale_float": None, "v_scale_float": None} | more)
+
+
+def batch(run: Any, new: list[int], lens: list[int], mode: Any) -> Any:
+    """Requests 2, 0 and 1, with so many new tokens."""
+    rows = [2, 0, 1][: len(lens)]
+    places = run.req_to_token_pool.req_to_token
+    out = torch.cat([places[row, n - x : n] for row, x, n in zip(rows, new, lens, strict=True)]).long()
+    counts = {"extend_seq_lens": torch.tensor(new, device=run.device), "extend_seq_lens_cpu": new}
+    given = {"seq_lens": torch.tensor(lens, device=run.device), "seq_lens_cpu": torch.tensor(lens), "out_cache_loc": out}
+    indices = torch.tensor(rows, device=run.device)
+    return types.SimpleNamespace(
+        batch_size=len(lens), forward_mode=mode, req_pool_indices=indices, spec_info=None, **given, **counts
+    )
+
+
+def expected(q: Any, k: list[Any], v: list[Any], new: list[int], window: int = 99) -> Any:
+    found, first = [], 0
+    for rows, keys, values in zip(new, k, v, strict=True):
+        distance = torch.arange(len(keys) - rows, len(keys))[:, None] - torch.arange(len(keys))
+        given = [x.float().cpu().transpose(0, 1) for x in (q[first : first + rows], keys, values)]
+        kept = (distance >= 0) & (distance <= window)
+        found.append(F.scaled_dot_product_attention(*given, attn_mask=kept, scale=0.25, enable_gqa=True).transpose(0, 1))
+        first += rows
+    return torch.cat(found).flatten(1)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("window", [-1, 4])
+def test_steps(window: int, page_size: int, make: Any, device: str) -> None:
+    """Prompts, then decoding: eagerly, and as a graph is captured and replayed with other lengths."""
+    run = runner(device, page_size)
+    backend, random = make(run), torch.Generator().manual_seed(0)
+    one = layer(sliding_window_size=window)
+    dtype = run.token_to_kv_pool.k.dtype
+    keys: list[Any] = [torch.empty(0, KV_HEADS, DIM, dtype=dtype)] * 3
+    values = list(keys)
+    backend.init_cuda_graph_state(4, 4)
+    lens, extend, decode = [0, 0, 0], like.ForwardMode.EXTEND, like.ForwardMode.DECODE
+    for new, mode, way in (
+        ([5, 17, 1], extend, "eager"), ([1, 2, 9], like.ForwardMode.MIXED, "eager"), ([1, 1, 1], decode, "eager"),
+        ([1, 1, 1], decode, "capture"), ([1, 1, 1], decode, "replay"),
+    ):  # fmt: skip
+        lens = [a + b for a, b in zip(lens, new, strict=True)]
+        q, k, v = (torch.randn(sum(new), n, DIM, generator=random).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+        keys, values = ([torch.cat(x) for x in zip(each, y.split(new), strict=True)] for each, y in ((keys, k), (values, v)))
+        given = batch(run, new, lens, mode)
+        if way == "eager":
+            backend.init_forward_metadata(given)
+        else:
+            backend.init_forward_metadata_out_graph(given, in_capture=way == "capture")
+            step = backend.forward_metadata if way == "capture" else step  # noqa: F821
+            assert backend.forward_metadata is step
+        f = backend.forward_decode if mode is decode else backend.forward_extend
+        o = f(*(x.to(device) for x in (q.flatten(1), k, v)), one, given)
+        tolerance = 1e-5 if device == "cpu" else 2e-2
+        wanted = expected(q, keys, values, new, 99 if window < 0 else window)
+        torch.testing.assert_close(o.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+    backend.init_forward_metadata(batch(run, [1], [1], like.ForwardMode.IDLE))
+    assert backend.forward_metadata is None
+
+
+def test_refusals(make: Any) -> None:
+    run = runner("cpu")
+    backend, q = make(run), torch.randn(1, HEADS * DIM)
+    given = batch(run, [1], [3], like.ForwardMode.DECODE)
+    backend.init_forward_metadata(given)
+    for more in ({"is_cross_attention": True}, {"attn_type": "encoder_only"}, {"xai_temperature_len": 4}):
+        with pytest.raises(UnsupportedError, match=f"{next(iter(more))} is .*does not serve it in SGLang"):
+            backend.forward_decode(q, None, None, layer(**more), given)
+    with pytest.raises(UnsupportedError, match="logit_capping_method is 'other'"):
+        backend.forward_decode(q, None, None, layer(logit_cap=3.0, logit_capping_method="other"), given)
+    with pytest.raises(UnsupportedError, match="q_rope is a Tensor"):
+        backend.forward_decode(q, None, None, layer(), given, q_rope=q)
+    with pytest.raises(UnsupportedError, match="speculative decoding"):
+        backend.init_forward_metadata(batch(run, [1], [3], like.ForwardMode.TARGET_VERIFY))
+    with pytest.raises(UnsupportedError, match=r"a graph of .*EXTEND"):
+        backend.init_forward_metadata_out_graph(batch(run, [1], [3], like.ForwardMode.EXTEND))
+    run.token_to_kv_pool.k.zero_()
+    sinks = backend.forward_decode(q, None, None, layer(), given, sinks=torch.full((HEADS,), 60.0))
+    assert sinks.abs().max() < 1e-6
+    run.use_mla_backend = True
+    with pytest.raises(UnsupportedError, match="use_mla_backend"):
+        make(run)
+
+
+def test_the_contract(make: Any) -> None:
+    """Methods take what SGLang's own class says, read in its source where it is installed."""
+    door = importlib.import_module(DOOR)
+    source = _source()
+    for name in [each for each in vars(like.AttentionBackend) if each.startswith(("init_", "forward_d", "forward_e", "get_"))]:
+        asked = [x for x in inspect.signature(getattr(like.AttentionBackend, name)).parameters if x != "kwargs"]
+        assert [*inspect.signature(getattr(door.RawattnBackend, name)).parameters][: len(asked)] == asked
+        if source:
+            assert [x.arg for x in source[name].args.args][: len(asked)] == asked
+
+
+def _source() -> dict[str, Any]:
+    """The methods of SGLang's own base class, by name; empty where it is not installed."""
+    for folder in map(pathlib.Path, sys.path):
+        file = folder / "sglang/srt/layers/attention/base_attn_backend.py"
+        if file.exists():
+            (found,) = [x for x in ast.parse(file.read_text()).body if getattr(x, "name", "") == "AttentionBackend"]
+            return {x.name: x for x in found.body if isinstance(x, ast.FunctionDef)}  # type: ignore[attr-defined]
+    return {}
+
+
+def test_entry_point() -> None:
+    text = (pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert re.search(r'\[project.entry-points."sglang.srt.plugins"\]\nrawattn = "rawattn.integrations.sglang:register"', text)
