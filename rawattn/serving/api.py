@@ -42,9 +42,8 @@ def attention_kvcache(
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
         window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``.
-        mask: a mask instead of ``window``. Where the step is causal, a key counts that both keep.
-        split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length. Results
-            differ in their rounding alone.
+        mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
+        split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
@@ -53,13 +52,10 @@ def attention_kvcache(
         o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
         (heads, total_q). Rows of q that belong to no sequence are left as they are.
 
-    Masks and scores that are functions see positions in the sequence (``docs/functions.md``).
-
     A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
     sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
     and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps, and up
-    to 127 where ``attn_fwd`` computes: those must still be the sequence's own. It begins with the first key itself where that is
-    ``kv_begin``; of keys that a function leaves out, whole tiles of 32 to 128 are not read.
+    to 127 where ``attn_fwd`` computes: those must still be the sequence's own. With ``kv_begin`` it begins with that key itself.
 
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
@@ -80,8 +76,7 @@ def attention_kvcache(
 
     The pages are those of PagedAttention (arXiv 2309.06180, section 4.1). ``rawattn.reference.attention_kvcache`` specifies it.
     """
-    if alibi is not None:
-        score, softcap = functions.biased(softcap, score, alibi, None), None
+    score, softcap = _biased(softcap, score, alibi)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
@@ -90,6 +85,11 @@ def attention_kvcache(
     check_objects(cache, step)
     asked = asked_of(step, options, return_lse)
     return one_or_all(attend(q, cache, step, asked, split_keys_of(split), sinks, out, lse, kernel, config))
+
+
+def _biased(softcap: Any, score: Any, alibi: Any) -> tuple[Any, Any]:
+    """The score and the softcap, which is in the score where there are slopes."""
+    return (score, softcap) if alibi is None else (functions.biased(softcap, score, alibi, None), None)
 
 
 class Asked(NamedTuple):
@@ -218,8 +218,7 @@ def explain_kvcache(
 
     Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
     """
-    if alibi is not None:
-        score, softcap = functions.biased(softcap, score, alibi, None), None
+    score, softcap = _biased(softcap, score, alibi)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
     op, found = attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)
