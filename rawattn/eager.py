@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+codes: set[types.CodeType] = set()  # one, as all wrappers have the same
+
+
+def skip(frames: Any) -> None:
+    """Tells torch's hook of frames to pass over the wrappers: where a graph broke it would trace them, and all of sys.modules."""
+    if hasattr(frames, "set_code_exec_strategy"):  # torch 2.7
+        for code in codes:
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
 
 
 def eager(function: F) -> F:
@@ -23,5 +32,6 @@ def eager(function: F) -> F:
             disabled.append(sys.modules["torch"].compiler.disable(function))
         return disabled[0](*args, **options)
 
+    codes.add(called.__code__)  # type: ignore[attr-defined]
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
     return called  # type: ignore[return-value]  # of the same signature

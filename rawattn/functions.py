@@ -19,14 +19,16 @@ import numpy as np
 
 from . import arrays, trace
 from .arrays import Array
+from .eager import eager
 from .errors import ProblemError
 from .operand import Operand, check_contiguous, describe
 from .trace import Traced
+from .trace.arithmetic import add
 from .trace.canonical import canonical, number_keys
 from .trace.capture import ELEMENTS
 from .trace.classes import classify
-from .trace.conditions import compare, logical
-from .trace.expressions import KV, Q, const, make, var
+from .trace.conditions import compare, logical, rebuilt
+from .trace.expressions import KV, Q, const, make, nodes, var
 from .trace.proofs import Limits
 from .variant import Option
 from .variant.mask import Both, Full
@@ -278,6 +280,30 @@ def _and_causal(traced: Traced, each: bool) -> tuple[Traced, list[int], list[int
     return Traced(code, tuple(labels[i] for i in arrays)), arrays, numbers
 
 
+def of_part(own: Function, **given: int) -> tuple[Function, list[int]]:
+    """A function for a part of a problem, and which of the captured arrays are left, in order: q_len and kv_len are these, those
+    of the whole, and h counts heads from this one on. It asks for no sizes."""
+    names = tuple(given)
+    traced, arrays, numbers = _with_numbers(own.traced, own.traced.labels, names)
+    every = (*own.numbers, *given.values())
+    return function(traced, tuple(every[i] for i in numbers)), arrays
+
+
+@functools.lru_cache(maxsize=256)
+def _with_numbers(traced: Traced, labels: tuple[str, ...], names: tuple[str, ...]) -> tuple[Traced, list[int], list[int]]:
+    """What ``of_part`` makes of a traced function, and the order of its arrays and numbers: these names are numbers behind its
+    own."""
+    first = traced.code.numbers
+    done: dict[Any, Any] = {}
+    for node in nodes(traced.code.root):
+        done[node] = rebuilt(node, done)
+        if node.op == "var" and node.args[0] in names:
+            number = make("param", "int", (first + names.index(node.args[0]), False))
+            done[node] = add(number, node) if node.args[0] == "h" else number
+    code, arrays, numbers = canonical(done[traced.code.root], traced.role)
+    return Traced(code, tuple(labels[i] for i in arrays)), arrays, numbers
+
+
 def at_positions(option: Any) -> Any:
     """An option of a cache's step: functions see positions there, and a built-in mask of the same meaning is aligned to the last
     key."""
@@ -358,6 +384,7 @@ def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any], reason: s
             )
 
 
+@eager  # where a graph broke, dynamo would trace what follows
 def followed(options: Mapping[str, Any], captured: Sequence[Any]) -> tuple[str, ...]:
     """The names of the captured arrays to which autograd must follow. Raises ProblemError where a mask captured one."""
     found = tuple(name for name, x in zip(names(options), captured, strict=True) if arrays.requires_grad(x))

@@ -26,9 +26,9 @@ from .api import MaskLike, ScoreLike
 from .arrays import Array
 from .errors import ProblemError, UnsupportedError
 from .operation import Backward, Forward
-from .spec import Window
+from .spec import Window, is_int, make_dropout
 from .variant.element import ELEMENTS
-from .variant.mask import Both, Causal, Full, Mask
+from .variant.mask import Both, Causal, Full
 from .variant.mask import Window as WindowMask
 
 _NAMES = {dtype: name for name, dtype in arrays.DTYPES.items()}
@@ -42,7 +42,7 @@ def attention(
     scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None,
     bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, return_lse: bool = False,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    invariant: bool = False,
+    dropout: float = 0.0, seed: Any = None, invariant: bool = False,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head, of JAX arrays.
 
@@ -52,11 +52,16 @@ def attention(
     q, k, v and sinks, by o and by lse, come by ``jax.custom_vjp``: reverse mode, once. With q_lens or kv_lens there is none yet.
     Options are Python values: what is traced may be an array, but not a window or a scale.
 
-    What functions captured may be traced, too; it gets no gradient yet.
+    Arrays that a mask or a score captured, ``alibi`` and ``bias`` may be traced, too: they become operands of the callback,
+    beside q, k and v, and a compiled program reads them anew at every run. Those of floats that a score captured have gradients.
 
-    vmap joins the mapped dimension to the batch; where sinks or functions are given, one element is computed after the other.
-    What is not mapped is repeated in memory. shard_map over batch and heads computes each device's part. Under jit alone, XLA
-    cannot split a callback: it gathers sharded arrays first.
+    ``seed`` is an int of 64 bits, an array of one integer, which may be traced, or a key of ``jax.random``, from which 64 bits
+    are drawn. The same number drops the same weights as in ``rawattn.attention``, here and in the gradients.
+
+    vmap joins the mapped dimension to the batch; where sinks, functions or dropout are given, one element is computed after the
+    other, and elements drop the same weights unless their seeds differ. What is not mapped is repeated in memory. shard_map over
+    batch and heads computes each device's part, in which batch and heads begin with 0: give each device a seed of its own. Under
+    jit alone, XLA cannot split a callback: it gathers sharded arrays first.
 
     Raises ProblemError while JAX traces, where an argument is wrong. That no kernel of the device computes the call shows when it
     runs: JAX then raises its own error with the text of the ``UnsupportedError``.
@@ -67,7 +72,7 @@ def attention(
         score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = api.options_of(
         causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=True,
-        constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset,
+        constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset, dropout=dropout,
         invariant=invariant,
     )  # fmt: skip
     options, captured = functions.taken(options)
@@ -76,8 +81,14 @@ def attention(
             raise ProblemError(f"{words} is a {type(x).__name__}; it must be a JAX array, as q is here.")
     given = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens}
     given = {name: jnp.asarray(x) for name, x in given.items() if x is not None or name in "qkv"}
+    drawn = None if seed is None else _words(seed)
+    if make_dropout(dropout):
+        if drawn is None:
+            raise ProblemError(f"seed is None, and dropout is {dropout}; give an int, an array of one integer, or a key.")
+        given["seed"] = drawn
     given |= dict(zip(functions.names(options), captured, strict=True))
-    Forward.of_call({name: _described(x) for name, x in given.items()}, options, (None, None))
+    found = {name: _SEED if name == "seed" else _described(x) for name, x in given.items()}
+    Forward.of_call(found, options, (None, None))
     o, lse = _attention(tuple(options.items()), _varying(given, _axes(given)))
     return (o, lse) if return_lse else o
 
@@ -93,30 +104,80 @@ def dot_product_attention(
 
     What is what: query, key and value are q, k and v, with or without the dimension of the batch. is_causal is
     ``Causal("top_left")``, local_window_size a ``Window`` of that alignment. query_seq_lengths and key_value_seq_lengths are
-    q_lens and kv_lens. The residual is lse as (batch, q_len, heads), in key's dtype and without a gradient.
+    q_lens and kv_lens. bias is a bias, with a gradient; mask, bools that broadcast to (batch, heads, q_len, kv_len), is read by a
+    function where it lies. The residual is lse as (batch, q_len, heads), in key's dtype and without a gradient.
 
-    A query that keeps no key gives 0, where JAX's own gives the mean of all values. Refused are bias, mask as an array, and an
-    implementation other than None.
+    A query that keeps no key gives 0, where JAX's own gives the mean of all values. Refused is an implementation other than None.
     """
-    for name, given in (("bias", bias), ("mask", mask)):
-        if given is not None:
-            raise UnsupportedError(f"{name} was given, an array for each pair; rawattn.jax takes none yet.")
     if implementation is not None:
         raise ProblemError(f"implementation is {implementation!r}; it must be None here, as rawattn is the implementation.")
     given = [jnp.asarray(x) for x in (query, key, value)]
     batched = given[0].ndim == 4
     if not batched:
         given = [x[None] for x in given]
-    kept: Mask = Causal("top_left") if is_causal else Full()
-    if local_window_size is not None:
-        sides = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
+    sides = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
+    kept: MaskLike = Causal("top_left") if is_causal else Full()
+    if mask is not None:
+        q_shape, k_shape = given[0].shape, given[1].shape
+        kept = _of_table(mask, (q_shape[0], q_shape[2], q_shape[1], k_shape[1]), is_causal, sides)
+    elif sides is not None:
         near = WindowMask(*sides, "top_left")
-        kept = Both(kept, near) if is_causal else near
-    lengths = {"q_lens": query_seq_lengths, "kv_lens": key_value_seq_lengths}
-    o, lse = attention(*given, mask=kept, scale=scale, return_lse=True, **lengths)
+        kept = Both(Causal("top_left"), near) if is_causal else near
+    options = {"bias": bias if bias is None else jnp.asarray(bias), "q_lens": query_seq_lengths, "kv_lens": key_value_seq_lengths}
+    o, lse = attention(*given, mask=kept, scale=scale, return_lse=True, **options)
     residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2).astype(given[1].dtype))
     o, residual = (x if batched else x[0] for x in (o, residual))
     return (o, residual) if return_residual else o
+
+
+def _of_table(mask: Any, sizes: tuple[int, ...], is_causal: bool, sides: tuple[int, int] | None) -> Callable[..., Any]:
+    """The mask that an array of bools, is_causal and the sides of a window mean together."""
+    table = jnp.asarray(mask)
+    found = (1,) * (4 - table.ndim) + table.shape
+    if table.dtype != bool or len(found) > 4 or any(n not in (1, need) for n, need in zip(found, sizes, strict=True)):
+        raise ProblemError(
+            f"mask is {table.dtype} of shape {table.shape}; it must be of bool, and broadcast to {sizes}, (batch, heads, q_len, "
+            "kv_len)."
+        )
+    table = table.reshape(found)
+    own = tuple(n > 1 for n in table.shape)  # of the other axes all indices are 0
+
+    def kept(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        found = table[tuple(i if each else 0 for i, each in zip((b, h, q, kv), own, strict=True))]
+        if is_causal:
+            found = found & (q >= kv)
+        if sides is not None:
+            found = found & (q - kv <= sides[0]) & (kv - q <= sides[1])
+        return found
+
+    return kept
+
+
+_SEED = Array("jax", arrays.CPU, "int64", (1,), (1,), 0, None)
+
+
+def _words(seed: Any) -> Any:
+    """The 64 bits of a seed as two uint32, the lower ones first: JAX has no int64 unless it is asked for."""
+    if not isinstance(seed, jax.Array):
+        if getattr(seed, "shape", None) == (1,):
+            seed = seed[0]
+        if not is_int(seed):
+            raise ProblemError(f"seed is {seed!r}; it must be an int, an array of one integer, or a key of jax.random.")
+        return jnp.asarray([int(seed) & 0xFFFFFFFF, (int(seed) >> 32) & 0xFFFFFFFF], jnp.uint32)
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or (seed.dtype == jnp.uint32 and seed.shape == (2,)):
+        if seed.ndim > 1 or (seed.ndim and seed.dtype != jnp.uint32):
+            raise ProblemError(f"seed is an array of keys of shape {seed.shape}; it must be one key.")
+        return jax.random.bits(seed, (2,), jnp.uint32)
+    if seed.shape not in ((), (1,)) or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise ProblemError(
+            f"seed is {seed.dtype} of shape {seed.shape}; it must be an int, an array of one integer, or a key of jax.random."
+        )
+    seed = seed.reshape(())
+    if seed.dtype.itemsize == 8:
+        return jax.lax.bitcast_convert_type(seed, jnp.uint32)
+    upper = jnp.where(seed < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
+    lower = seed.astype(jnp.int32 if jnp.issubdtype(seed.dtype, jnp.signedinteger) else jnp.uint32)
+    return jnp.stack([jax.lax.bitcast_convert_type(lower, jnp.uint32), upper])
 
 
 def _described(x: Any) -> Array:
@@ -141,27 +202,27 @@ def _attention(options: Options, given: dict[str, Any]) -> tuple[Any, Any]:
 def _attention_fwd(options: Options, primals: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """Computes (o, lse), and keeps them for the backward."""
     given = {name: x.value for name, x in primals.items()}
-    for name, words in functions.labels(dict(options)).items():
-        if primals[name].perturbed:
-            raise UnsupportedError(
-                f"{words} is differentiated, and captured arrays get no gradients yet; use stop_gradient on it."
-            )
+    wrt = {name: () for name in functions.names(dict(options)) if primals[name].perturbed}
+    for name in wrt:
+        if name.startswith("mask"):
+            words = functions.labels(dict(options))[name]
+            raise UnsupportedError(f"{words} is differentiated, and a mask has no gradient; use stop_gradient on it.")
     for name in ("q_lens", "kv_lens"):
         if name in given:
             raise UnsupportedError(f"{name} was given and a gradient was asked for; there is none with lengths yet.")
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
     o, lse = _attention(options, given)
-    return (o, lse), (given, o, lse)
+    return (o, lse), (given, o, lse, wrt)
 
 
 def _attention_bwd(options: Options, kept: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
-    """Computes the gradients of q, k, v and the sinks."""
-    given, o, lse = kept
+    """Computes the gradients of q, k, v, the sinks, and of captured arrays."""
+    given, o, lse, followed = kept
     do, dlse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    captured = functions.names(dict(options))
-    shapes = {f"d{name}": (x.shape, x.dtype) for name, x in given.items() if name not in captured}
-    found = _called(_backward(options), shapes, {**given, "do": do, "o": o, "lse": lse, "dlse": dlse})
+    wrt = tuple(name for name in functions.names(dict(options)) if name in followed)
+    shapes = {f"d{name}": (given[name].shape, given[name].dtype) for name in (*"qkv", "sinks", *wrt) if name in given}
+    found = _called(_backward(options, wrt), shapes, {**given, "do": do, "o": o, "lse": lse, "dlse": dlse})
     return ({name: found.get(f"d{name}") for name in given},)
 
 
@@ -214,13 +275,15 @@ def _forward(options: Options) -> Callable[..., None]:
 
 
 @functools.cache
-def _backward(options: Options) -> Callable[..., None]:
+def _backward(options: Options, wrt: tuple[str, ...]) -> Callable[..., None]:
     options = tuple((name, value if name != "return_lse" else False) for name, value in options)
+    options = (*options, ("wrt", wrt)) if wrt else options
 
     def compute(context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
         """Computes the gradients into XLA's buffers."""
         for each in _elements(context, {**given, **out}, options):
-            results = tuple(each[name] for name in ("dq", "dk", "dv", "dsinks") if name in each)
+            names = ("dq", "dk", "dv", "dsinks", *(f"d{name}" for name in wrt))
+            results = tuple(each[name] for name in names if name in each)
             inputs, captured = tuple(map(each.get, Backward.names)), tuple(each[name] for name in functions.names(dict(options)))
             api.run(inputs, dict(options), (None, None), None, None, results, Backward, None, captured)
 
@@ -229,12 +292,12 @@ def _backward(options: Options) -> Callable[..., None]:
 
 def _elements(context: Any, buffers: dict[str, Any], options: Options) -> Iterator[dict[str, Any]]:
     """The arrays of each call to make, by name, while XLA's stream is the current one. Dimensions that vmap added join the batch;
-    with sinks, which have none, and with functions, which see the batch, each element is a call of its own."""
+    with sinks and a seed, which have none, and with functions, which see the batch, each element is a call of its own."""
     with _arrays(context, buffers) as found:
         extra = found["q"].ndim - 4
         if not extra:
             yield found
-        elif "sinks" not in found and not functions.among(dict(options)):
+        elif "sinks" not in found and "seed" not in found and not functions.among(dict(options)):
             yield {name: x.reshape(-1, *x.shape[extra + 1 :]) for name, x in found.items()}
         else:
             rows = {name: x.reshape(-1, *x.shape[extra:]) for name, x in found.items()}
@@ -258,4 +321,5 @@ def _arrays(context: Any, buffers: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _of_bits(module: Any, buffers: dict[str, Any]) -> dict[str, Any]:
     views = {name: module.asarray(x) for name, x in buffers.items()}
-    return {name: x.view(_BF16) if x.dtype == np.uint16 else x for name, x in views.items()}
+    views = {name: x.view(_BF16) if x.dtype == np.uint16 else x for name, x in views.items()}
+    return {name: x.view(np.int64) if name == "seed" else x for name, x in views.items()}

@@ -170,7 +170,11 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
     """The mask that the shorthands ``causal`` and ``window`` mean, or ``mask`` itself."""
     if mask is not None:
         if (not isinstance(causal, (bool, np.bool_)) or causal) or window is not None:
-            raise ProblemError("mask was given beside causal or window; combine them as mask=rawattn.mask.Both(a, b).")
+            raise ProblemError(
+                "mask was given beside causal or window; combine options as mask=rawattn.mask.Both(a, b). A function says it "
+                "itself, as lambda b, h, q, kv: f(b, h, q, kv) & (q >= kv); Chunked and Prefix are causal, and Documents takes "
+                "causal=True."
+            )
         if not hasattr(mask, "interval") or isinstance(mask, type):
             raise ProblemError(f"mask is {mask!r}; it must be a mask, such as rawattn.mask.Causal().")
         return mask

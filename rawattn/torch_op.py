@@ -27,7 +27,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from . import api, arrays, functions, torch_sharding
+from . import api, arrays, eager, functions, torch_sharding
 from .arrays import CPU, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
@@ -77,6 +77,7 @@ arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of 
 # ---- which calls go through the operators
 
 functions.is_compiling = torch.compiler.is_compiling
+eager.skip(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None))
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state

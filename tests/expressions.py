@@ -1,4 +1,4 @@
-"""Masks that are drawn by chance: trees of operators, which run on symbols and on arrays alike."""
+"""Masks and scores that are drawn by chance: trees of operators, which run on symbols and on arrays alike."""
 
 from __future__ import annotations
 
@@ -102,6 +102,25 @@ def boolean(choose: Choose, depth: int) -> Tree:
     return (what, boolean(choose, depth - 1), boolean(choose, depth - 1))
 
 
+def logit(choose: Choose, depth: int) -> Tree:
+    """A tree whose value is a float of moderate size, as of a score. It has no steps but where integers do, so that float32 and
+    float64 agree."""
+    if depth == 0:
+        loads = [("load", "reals", at) for at in (("q",), ("kv",), integer(choose, 1))]
+        return choose([("s",), *loads, ("fraction", choose([0, 1])), ("cast", ("%", integer(choose, 1), ("literal", 8)))])
+    what, a = choose(["+", "-", "*", "min", "max", "where", "tanh", "exp", "sqrt"]), logit(choose, depth - 1)
+    if what == "where":
+        return ("where", boolean(choose, 1), a, logit(choose, depth - 1))
+    if what in ("*", "tanh"):  # at most 1, and far from where 1 - tanh^2 is a difference of neighbours
+        a = ("curve", "tanh", ("float", "/", a, ("cast", ("literal", 64))))
+    if what == "tanh":
+        return a
+    size = ("curve", "abs", a)
+    if what in ("exp", "sqrt"):
+        return ("curve", what, ("curve", "neg", size) if what == "exp" else ("float", "+", size, ("fraction", 0)))
+    return ("float", what, a, logit(choose, depth - 1))
+
+
 def value(tree: Tree, at: dict[str, Any]) -> Any:
     """A tree's value: of symbols, or of NumPy's arrays."""
     match tree:
@@ -156,15 +175,43 @@ def mask(tree: Tree, captured: dict[str, npt.NDArray[Any]]) -> Any:
     f0, f1, f2 = FRACTIONS
 
     def f(h: Any, q: Any, kv: Any, q_len: Any) -> Any:
-        at = {
-            "h": h,
-            "q": q,
-            "kv": kv,
-            "q_len": q_len,
-            "arrays": captured,
-            "numbers": (n0, n1, n2, n3),
-            "fractions": (f0, f1, f2),
-        }
-        return value(tree, at)
+        numbers = {"arrays": captured, "numbers": (n0, n1, n2, n3), "fractions": (f0, f1, f2)}
+        return value(tree, {"h": h, "q": q, "kv": kv, "q_len": q_len, **numbers})
+
+    return f
+
+
+def score(tree: Tree, captured: dict[str, npt.NDArray[Any]]) -> Any:
+    """The same of a tree that may read s."""
+    n0, n1, n2, n3 = NUMBERS
+    f0, f1, f2 = FRACTIONS
+
+    def f(s: Any, h: Any, q: Any, kv: Any, q_len: Any) -> Any:
+        numbers = {"arrays": captured, "numbers": (n0, n1, n2, n3), "fractions": (f0, f1, f2)}
+        return value(tree, {"s": s, "h": h, "q": q, "kv": kv, "q_len": q_len, **numbers})
+
+    return f
+
+
+def one_of(which: int, masks: Sequence[Any]) -> Any:
+    """The mask of this number, as a function of all of them and of the number: one kernel computes each."""
+
+    def f(h: Any, q: Any, kv: Any, q_len: Any) -> Any:
+        kept = False
+        for i, each in enumerate(masks):
+            kept = kept | ((which == i) & each(h, q, kv, q_len))
+        return kept
+
+    return f
+
+
+def one_score_of(which: int, scores: Sequence[Any]) -> Any:
+    """The same of scores."""
+
+    def f(s: Any, h: Any, q: Any, kv: Any, q_len: Any) -> Any:
+        found = s
+        for i, each in enumerate(scores):
+            found = np.where(which == i, each(s, h, q, kv, q_len), found)
+        return found
 
     return f

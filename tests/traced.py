@@ -83,10 +83,10 @@ def function(option: Any, role: str, limits: Sequence[int]) -> tuple[Any, tuple[
     return traced.option(forms, numbers, limits), arrays
 
 
-def files() -> dict[str, str]:
-    """The files of ``cuda_src/`` that the structs reach."""
+def files(*paths: str) -> dict[str, str]:
+    """The files of ``cuda_src/`` that these reach, or the structs."""
     found: dict[str, str] = {}
-    pending = ["variant/function/sequence.cuh", "variant/function/pyramid.cuh"]
+    pending = [*paths] or ["variant/function/sequence.cuh", "variant/function/pyramid.cuh"]
     while pending:
         path = pending.pop()
         if path not in found:

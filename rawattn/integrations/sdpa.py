@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import api, mask, torch_op
+from .. import api, mask, score, torch_op
 from ..errors import ProblemError, UnsupportedError
 
 NAME = "RAWATTN"
@@ -43,12 +43,21 @@ def scaled_dot_product_attention(
     if query.dim() == 3:
         given = (query[None], key[None], value[None])
         return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+    options = kept(attn_mask, is_causal) | {"dropout": dropout_p, "scale": scale}
+    return attended(query, key, value, options).transpose(1, 2)
+
+
+def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    """``rawattn.attention`` of tensors (batch, heads, length, head_dim), into memory that lies as query does where it may."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options = kept(attn_mask, is_causal) | {"dropout": dropout_p}
     _, heads, rows, _ = query.stride()
     if not 0 < heads <= rows and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
-        options["out"] = torch.empty_like(query).transpose(1, 2)
-    return api.attention(q, k, v, scale=scale, **options).transpose(1, 2)
+        if "score" in options:
+            options["score"] = score.function(options["score"])
+        more = (*getattr(options.get("score"), "arrays", ()), options.get("bias"))
+        if torch_op.way((q, *more)) is None:  # autograd follows these, too
+            options["out"] = torch.empty_like(query).transpose(1, 2)
+    return api.attention(q, k, v, **options)
 
 
 def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:

@@ -7,5 +7,6 @@
 from .context import context_attention
 from .heads import head_attention
 from .layout import join, positions, split
+from .packed import context_attention_varlen
 
-__all__ = ["context_attention", "head_attention", "join", "positions", "split"]
+__all__ = ["context_attention", "context_attention_varlen", "head_attention", "join", "positions", "split"]

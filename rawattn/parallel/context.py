@@ -13,16 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .. import api, arrays
+from .. import api, arrays, functions
+from ..api import MaskLike, ScoreLike
 from ..eager import eager
 from ..errors import ProblemError
+from ..functions import BoundFunction, Function
 from ..operation import Forward
 from ..operation.forward import check_arrays
 from ..plans import cache_put
 from ..serving.api import merge_states
 from ..spec import Spec, Window
-from ..variant.mask import Mask
-from ..variant.score import Scale, Score, Softcap
+from ..trace.proofs import Limits
+from ..variant.mask import Full
+from ..variant.score import Scale, Softcap
 from . import schedule
 from .layout import check_layout, group_of
 from .schedule import Piece, Schedule, Step, Task, Whole
@@ -38,8 +41,9 @@ MOST_PARTS = 16  # that merge_states takes on a GPU
 @eager
 def context_attention(
     q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
-    softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, layout: str = "zigzag", method: str = "auto", return_lse: bool = False, deterministic: bool = True,
+    softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,
+    alibi: Any = None, bias: Any = None, sinks: Any = None, layout: str = "zigzag", method: str = "auto",
+    return_lse: bool = False, deterministic: bool = True,
 ) -> Any:  # fmt: skip
     """``rawattn.attention`` over sequences that are split over the ranks of a group: each has rows of q, k and v, and gets its
     rows of o.
@@ -51,11 +55,13 @@ def context_attention(
     does: a rank that is missing leaves the others waiting. The group's backend is NCCL for CUDA tensors, and gloo for the CPU's.
 
     Args:
-        q: (batch, q_len / n, heads, head_dim), this rank's rows; a torch tensor. Sequences packed end to end are not taken.
+        q: (batch, q_len / n, heads, head_dim), this rank's rows; a torch tensor. Packed ones: ``context_attention_varlen``.
         k: (batch, kv_len / n, kv_heads, head_dim), this rank's rows; copied where it is not contiguous.
         v: (batch, kv_len / n, kv_heads, head_dim_v); likewise.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
-        causal, window, softcap, scale, mask, score: as in ``attention``, of the whole sequences.
+        causal, window, softcap, scale, mask, score, alibi, bias: as in ``attention``, of the whole sequences. Functions see
+            positions and lengths in these. What they captured is whole on each rank, and the same; the gradient of an array
+            that a score captured is that of this rank's queries, and its sum over the ranks is the array's.
         sinks: (heads,), the same on all ranks. Its gradient is that of this rank's queries.
         layout: "zigzag", under which causal masks give all ranks the same work, or "contiguous"; see ``split``.
         method: "ring" receives the keys of the others one after the other and computes meanwhile; "all_gather" receives all
@@ -69,7 +75,8 @@ def context_attention(
     Results over the keys of each rank are rounded to q's dtype, and merged in float32 (float64 for fp64) in an order that depends
     on ranks alone: the same inputs give the same bits on every run. Of more than 16 parts, 16 at a time are merged and rounded.
     A rank needs memory for one more k and v of its own (for n of them with "all_gather") and for the parts; the backward for
-    their gradients in float32 besides. What a mask lets nobody see is not sent. torch.compile leaves its graph for this call, and
+    their gradients in float32 besides. What a mask lets nobody see is not sent, but for a function all is sent: kernels leave out
+    its tiles. torch.compile leaves its graph for this call, and
     autocast casts nothing in it.
 
     Raises:
@@ -78,15 +85,19 @@ def context_attention(
     The ring is that of arXiv 2310.01889, the gathered form and "zigzag" that of arXiv 2407.21783 (section 3.3.2), the merge and
     the gradients from a merged lse follow arXiv 2307.08691.
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "deterministic": deterministic,
     }  # fmt: skip
     group = group_of(group)
-    found = _prepared(q, k, v, sinks, options, group, layout, method)
+    taken, captured = functions.taken(options)
+    functions.followed(taken, captured)  # raises where a mask captured a tensor that requires grad
+    found = _prepared(q, k, v, sinks, taken, captured, group, layout, method)
     if found is None:
         return api.attention(q, k, v, sinks=sinks, **options)
-    o, lse = _Context.apply(q, k, v, sinks, _Call(*found, group))
+    o, lse = _Context.apply(q, k, v, sinks, _Call(*found, group), *captured)
     return (o, lse) if return_lse else o
 
 
@@ -95,29 +106,57 @@ _kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionar
 
 
 def _prepared(
-    q: Any, k: Any, v: Any, sinks: Any, options: dict[str, Any], group: Any, layout: Any, method: Any
-) -> tuple[Spec, Schedule] | None:
-    """The spec and the schedule, which calls of a group share that have such tensors and options; None where a rank is alone.
+    q: Any, k: Any, v: Any, sinks: Any, options: dict[str, Any], captured: tuple[Any, ...], group: Any, layout: Any, method: Any
+) -> tuple[Spec, Schedule, Parts] | None:
+    """The spec, the schedule and the functions of parts, which calls of a group share that have such tensors and options; None
+    where a rank is alone.
 
     Raises ProblemError for wrong arguments: before anything is sent, since the other ranks would wait for the rest."""
     check_layout(layout)
     if method not in METHODS:
         raise ProblemError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}.")
     with torch.no_grad():
-        forms = arrays.forms((q, k, v, sinks))
+        forms = arrays.forms((q, k, v, sinks, *captured))
     asked = api.asked_of(Forward, api.options_of(**options))
     key, kept = (asked, forms, layout, method), _kept.setdefault(group, {})
-    found: tuple[Spec, Schedule] | None = kept.get(key)
+    found: tuple[Spec, Schedule, Parts] | None = kept.get(key)
     if found is not None:
         return found
-    spec = Spec.of(**options)
+    Spec.of(**functions.without(options))
     check_tensors(q, k, v, sinks, layout)
-    if dist.get_world_size(group) == 1:
+    count = dist.get_world_size(group)
+    if count == 1:
         return None
-    found = spec, _schedule(q, k, v, spec, group, layout, method)
+    spec, own = of_parts(q, k, v, options, captured, count, q_len=q.shape[1] * count, kv_len=k.shape[1] * count)
+    found = spec, _schedule(q, k, v, spec, group, layout, method), own
     if forms is not None and asked.is_kept:
         cache_put(kept, key, found, KEPT)
     return found
+
+
+Parts = tuple[tuple[str, Function, tuple[int, ...]], ...]  # functions with their roles, and the numbers of what they captured
+
+
+def of_parts(
+    q: Any, k: Any, v: Any, options: dict[str, Any], captured: tuple[Any, ...], count: int, **given: int
+) -> tuple[Spec, Parts]:
+    """The spec of the whole, and its functions that are no built-in options: as ``functions.of_part`` gives them. Raises
+    ProblemError where what they captured is not of the whole's sizes."""
+    found = arrays.named(Forward.names, (q, k, v)) | functions.read(options, captured)
+    whole = Limits(q.shape[0], q.shape[2], q.shape[1] * count, k.shape[1] * count)
+    spec = Spec.of(**functions.resolved(options, found, whole))
+    own, first = [], 0
+    for role, each in functions.among(options):
+        part, indices = functions.of_part(each, **given)
+        if hasattr(getattr(spec, role), "arrays"):
+            own.append((role, part, tuple(first + i for i in indices)))
+        first += len(each.traced.labels)
+    return spec, tuple(own)
+
+
+def bound(own: Parts, captured: tuple[Any, ...]) -> dict[str, BoundFunction]:
+    """The functions of parts with the arrays that they captured, by role."""
+    return {role: BoundFunction(each.traced, [captured[i] for i in indices], each.numbers) for role, each, indices in own}
 
 
 def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
@@ -127,8 +166,8 @@ def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
             raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor, of a DTensor its to_local().")
         if x.dim() != 4:
             raise ProblemError(
-                f"{name} has shape {tuple(x.shape)}; it must be (batch, rows, heads, head_dim). Packed sequences "
-                "(attention_varlen) are not split over ranks yet."
+                f"{name} has shape {tuple(x.shape)}; it must be (batch, rows, heads, head_dim). Packed sequences are "
+                "for context_attention_varlen."
             )
         if not x.shape[1]:
             raise ProblemError(f"{name} has no rows on this rank; it must have one or more.")
@@ -139,7 +178,7 @@ def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
 
 def _schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, method: str) -> Schedule:
     count, rank = dist.get_world_size(group), dist.get_rank(group)
-    mask = spec.mask
+    mask = Full() if hasattr(spec.mask, "arrays") else spec.mask
     masks = tuple(mask.of_head(head) for head in range(q.shape[2])) if hasattr(mask, "of_head") else (mask,)
     whole = Whole(masks, sees_positions(spec), count, q.shape[1], k.shape[1], layout)
     gathered = method == "all_gather" or (method == "auto" and k.nbytes + v.nbytes <= GATHERED_BYTES)
@@ -147,8 +186,8 @@ def _schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, metho
 
 
 def sees_positions(spec: Spec) -> bool:
-    """Tells whether the score may depend on more than the logit."""
-    return type(spec.score) not in (Scale, Softcap)
+    """Tells whether the score may depend on more than the logit, or the mask is a function, which may depend on all."""
+    return type(spec.score) not in (Scale, Softcap) or hasattr(spec.mask, "arrays")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,15 +196,16 @@ class _Call:
 
     spec: Spec
     schedule: Schedule
+    functions: Parts
     group: Any
 
-    def options(self, task: Task) -> dict[str, Any]:
+    def options(self, task: Task, captured: tuple[Any, ...]) -> dict[str, Any]:
         """Returns the options of one of its attention calls."""
         q_offset, kv_offset = task.offsets or (None, None)
         mask = self.spec.mask if task.masked else None
         return {
             "mask": mask, "score": self.spec.score, "scale": self.spec.scale, "q_offset": q_offset, "kv_offset": kv_offset,
-            "deterministic": self.spec.deterministic,
+            "deterministic": self.spec.deterministic, **bound(self.functions, captured),
         }  # fmt: skip
 
 
@@ -308,20 +348,20 @@ class _Transfers:
 # ---- forward
 
 
-def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call) -> tuple[Any, Any]:
+def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call, captured: tuple[Any, ...]) -> tuple[Any, Any]:
     transfers, parts = _Transfers(call, k, v), _Parts(q, v)
     for task in call.schedule.local:
-        parts.add(task, _attend(q, k, v, task, call))
+        parts.add(task, _attend(q, k, v, task, call, captured))
     for _, step, k_rows, v_rows in transfers:
         for task in step.tasks:
-            parts.add(task, _attend(q, k_rows, v_rows, task, call))
+            parts.add(task, _attend(q, k_rows, v_rows, task, call, captured))
     transfers.finish()
     return parts.merged(sinks)
 
 
-def _attend(q: Any, k: Any, v: Any, task: Task, call: _Call) -> Any:
+def _attend(q: Any, k: Any, v: Any, task: Task, call: _Call, captured: tuple[Any, ...]) -> Any:
     rows = _rows(q, *task.q), _rows(k, *task.kv), _rows(v, *task.kv)
-    return api.attention(*rows, **call.options(task), return_lse=True)
+    return api.attention(*rows, **call.options(task, captured), return_lse=True)
 
 
 class _Parts:
@@ -404,19 +444,27 @@ class _Sum:
 
 
 class _Gradients:
-    """The backward of a rank: the calls on rows of do, q, o and lse."""
+    """The backward of a rank: the calls on rows of do, q, o and lse. ``wrt`` are numbers of captured tensors, whose gradients are
+    added up in ``sums``, in float32 (float64 for fp64)."""
 
-    def __init__(self, do: Any, dlse: Any, saved: tuple[Any, ...], call: _Call) -> None:
+    def __init__(
+        self, do: Any, dlse: Any, saved: tuple[Any, ...], call: _Call, captured: tuple[Any, ...] = (), wrt: tuple[int, ...] = ()
+    ) -> None:
         self.q, self.k, self.v, self.o, self.lse = saved
-        self.do, self.dlse, self.call = do, dlse, call
+        self.do, self.dlse, self.call, self.captured = do, dlse, call, captured
+        self.wrt = tuple(captured[i] for i in wrt)
+        self.sums = [x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.wrt]
 
     def of(self, task: Task, k: Any, v: Any, out: Any = None) -> Any:
         """Returns dq, dk and dv of one call, from o and lse over all keys."""
         (a, b), kv = task.q, task.kv
         lse, dlse = (None if x is None else x[..., a:b].contiguous() for x in (self.lse, self.dlse))
         do, q, o = (_rows(x, a, b) for x in (self.do, self.q, self.o))
-        options = self.call.options(task)
-        return api.attention_backward(do, q, _rows(k, *kv), _rows(v, *kv), o, lse, dlse=dlse, out=out, **options)
+        options = self.call.options(task, self.captured) | {"out": out and (*out, *(None for _ in self.wrt)), "wrt": self.wrt}
+        found = api.attention_backward(do, q, _rows(k, *kv), _rows(v, *kv), o, lse, dlse=dlse, **options)
+        for total, x in zip(self.sums, found[3:], strict=True):
+            total.add_(x)
+        return found[:3]
 
     def heads(self, begin: int, end: int) -> _Gradients:
         """Returns the same for some of the heads of k and v."""
@@ -443,25 +491,24 @@ class _Gradients:
         return [half(0, kv_heads // 2), half(kv_heads // 2, kv_heads)]
 
 
-def _backward(do: Any, dlse: Any, saved: tuple[Any, ...], call: _Call) -> tuple[Any, Any, Any]:
+def _backward(work: _Gradients) -> tuple[Any, Any, Any]:
     """Returns dq, dk and dv of this rank's rows.
 
     Keys come as in the forward, and what they get here goes straight back to their owner in their dtype, to be added there in
     float32: half of what dk and dv in float32 would take if they went round with the keys, and as exact, since kernels round
     them to that dtype first.
     """
-    work = _Gradients(do, dlse, saved, call)
-    _, k, v, _, _ = saved
+    (q, k, v), call = (work.q, work.k, work.v), work.call
     transfers, local = _Transfers(call, k, v, gradients=True), call.schedule.local
-    lengths = saved[0].shape[1], k.shape[1]
+    lengths = q.shape[1], k.shape[1]
     late: list[Any] = []
     if len(local) == 1 and (local[0].q, local[0].kv) == ((0, lengths[0]), (0, lengths[1])):
-        first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3]]
+        first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
         soon, *late = work.halves()
         soon(*first)
-        dq, dk, dv = (_Sum(x, made) for x, made in zip(saved, first, strict=False))
+        dq, dk, dv = (_Sum(x, made) for x, made in zip((q, k, v), first, strict=True))
     else:
-        dq, dk, dv = (_Sum(x) for x in saved[:3])
+        dq, dk, dv = (_Sum(x) for x in (q, k, v))
         for task in local:
             _add(task, work.of(task, k, v), dq, dk, dv)
     for i, step, k_rows, v_rows in transfers:
@@ -494,15 +541,15 @@ def _add_returned(found: Iterable[tuple[Piece, Any, Any]], dk: _Sum, dv: _Sum) -
 
 
 class _Context(torch.autograd.Function):
-    """The call that autograd follows. It keeps q, k, v, sinks, o and lse of this rank."""
+    """The call that autograd follows. It keeps q, k, v, sinks, o and lse of this rank, and what functions captured."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, call: _Call) -> tuple[Any, Any]:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, call: _Call, *captured: Any) -> tuple[Any, Any]:
         """Computes o and lse."""
         k, v = k.contiguous(), v.contiguous()
         with torch.autocast(q.device.type, enabled=False):
-            o, lse = _forward(q, k, v, sinks, call)
-        ctx.save_for_backward(q, k, v, sinks, o, lse)
+            o, lse = _forward(q, k, v, sinks, call, captured)
+        ctx.save_for_backward(q, k, v, sinks, o, lse, *captured)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return o, lse
@@ -510,13 +557,18 @@ class _Context(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
-        """Computes dq, dk, dv and dsinks."""
-        q, k, v, sinks, o, lse = ctx.saved_tensors
+        """Computes dq, dk, dv, dsinks and what captured tensors get."""
+        q, k, v, sinks, o, lse, *captured = ctx.saved_tensors
+        read = {i for _, _, indices in ctx.call.functions for i in indices}
+        wrt = tuple(i for i, needed in enumerate(ctx.needs_input_grad[5:]) if needed and i in read)
         # The others' keys need this rank all the same. Each call would copy a do that is expanded.
         do = torch.zeros_like(o) if do is None else arrays.dense(do)
         with torch.autocast(q.device.type, enabled=False):
-            found = _backward(do, dlse, (q, k, v, o, lse), ctx.call)
-        return (*found, None if sinks is None else _sinks_gradient(do, dlse, o, lse, sinks), None)
+            work = _Gradients(do, dlse, (q, k, v, o, lse), ctx.call, tuple(captured), wrt)
+            found = _backward(work)
+        of_captured = dict(zip(wrt, (x.to(y.dtype) for x, y in zip(work.sums, work.wrt, strict=True)), strict=True))
+        dsinks = None if sinks is None else _sinks_gradient(do, dlse, o, lse, sinks)
+        return (*found, dsinks, None, *(of_captured.get(i) for i in range(len(captured))))
 
 
 def _sinks_gradient(do: Any, dlse: Any, o: Any, lse: Any, sinks: Any) -> Any:

@@ -7,21 +7,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api
+from .. import api, functions
+from ..api import MaskLike, ScoreLike
 from ..eager import eager
 from ..errors import ProblemError
 from ..spec import Spec, Window
-from ..variant.mask import Mask
-from ..variant.score import Score
-from .context import check_tensors, sees_positions
+from ..variant.score import Scale, Softcap
+from .context import bound, check_tensors, of_parts
 from .layout import check_layout, group_of
 
 
 @eager
 def head_attention(
     q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
-    softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, layout: str = "zigzag", return_lse: bool = False, deterministic: bool = True,
+    softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,
+    alibi: Any = None, bias: Any = None, sinks: Any = None, layout: str = "zigzag", return_lse: bool = False,
+    deterministic: bool = True,
 ) -> Any:  # fmt: skip
     """``context_attention`` by another way: all ranks exchange rows for heads, each computes whole sequences of its heads, and
     they exchange back.
@@ -34,22 +35,30 @@ def head_attention(
     Args:
         q: heads is a multiple of n.
         k, v: kv_heads is a multiple of n, or divides it; then each head goes to several ranks.
-        mask, score: such as treat all heads alike, since a rank numbers its heads from 0 on.
+        mask, score: Python functions, and options that treat all heads alike. The gradient of an array that a score captured is
+            that of this rank's heads, and of all queries.
         layout: "contiguous" costs a copy less than "zigzag".
 
     The same bits come from any number of ranks. The method is that of DeepSpeed Ulysses (arXiv 2309.14509).
     """
+    if alibi is not None or bias is not None:
+        score, softcap = functions.biased(softcap, score, alibi, bias), None
     options: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "deterministic": deterministic,
     }  # fmt: skip
-    spec, group = Spec.of(**options), group_of(group)
+    group, (taken, captured) = group_of(group), functions.taken(options)
+    functions.followed(taken, captured)  # raises where a mask captured a tensor that requires grad
+    Spec.of(**functions.without(taken))
     check_layout(layout)
     check_tensors(q, k, v, sinks, layout)
     count, rank = dist.get_world_size(group), dist.get_rank(group)
     if count == 1:
         return api.attention(q, k, v, sinks=sinks, **options)
+    heads = q.shape[2] // count
+    spec, own = of_parts(q, k, v, taken, captured, count, h=rank * heads)
     _check_heads(q, k, spec, count)
+    options |= {role: getattr(spec, role) for role, _ in functions.among(taken)} | bound(own, captured)
     if k.shape[2] % count:
         k, v = (x.repeat_interleave(count // x.shape[2], dim=2) for x in (k, v))
     widths = [x.shape[2] // count * x.shape[3] for x in (q, k, v)]
@@ -59,7 +68,6 @@ def head_attention(
     else:
         rows = tuple(_whole(_exchanged(_parted(x, count), group), layout) for x in (q, k, v))
     mine = (x.unflatten(-1, (-1, like.shape[3])) for x, like in zip(rows, (q, k, v), strict=True))
-    heads = q.shape[2] // count
     own_sinks = None if sinks is None else sinks[rank * heads : (rank + 1) * heads]
     o, *lse = api.attention(*mine, sinks=own_sinks, **{**options, "return_lse": True})
     o = _back(o.flatten(2), group, layout).unflatten(-1, (-1, v.shape[3]))
@@ -72,8 +80,9 @@ def _check_heads(q: Any, k: Any, spec: Spec, count: int) -> None:
         raise ProblemError(f"q has {q.shape[2]} heads; it must be a multiple of the {count} ranks.")
     if k.shape[2] % count and count % k.shape[2]:
         raise ProblemError(f"k has {k.shape[2]} heads; it must be a multiple or a divisor of the {count} ranks.")
-    if sees_positions(spec) or hasattr(spec.mask, "of_head"):
-        name = "score" if sees_positions(spec) else "mask"
+    by_head = type(spec.score) not in (Scale, Softcap) and not hasattr(spec.score, "arrays")
+    if by_head or hasattr(spec.mask, "of_head"):
+        name = "score" if by_head else "mask"
         raise ProblemError(f"{name} may treat heads differently, and a rank numbers its own from 0 on; call context_attention.")
 
 

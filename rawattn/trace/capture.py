@@ -6,6 +6,7 @@ there. No array is kept: notes hold paths, types and code."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -335,6 +336,14 @@ def _is_of_library(f: Any) -> bool:
     return (getattr(f, "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
+def _contents(f: types.FunctionType) -> Iterator[Any]:
+    """What a function closed over, as torch's and_masks over masks, but for names that were never bound."""
+    for cell in f.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            if cell.cell_contents is not f:  # it may call itself
+                yield cell.cell_contents
+
+
 def _is_constant(x: Any) -> bool:
     """Says whether a module or a class is a library's, whose attributes nobody changes; or an exception, which is caught by its
     class."""
@@ -355,7 +364,7 @@ def _is_fixed(value: Any) -> bool:
     if isinstance(value, (np.ufunc, np.dtype, types.EllipsisType, slice)):
         return True
     if isinstance(value, types.FunctionType):
-        return _is_of_library(value) or value.__module__ in _OURS
+        return value.__module__ in _OURS or (_is_of_library(value) and all(map(_is_fixed, _contents(value))))
     return type(value).__module__.partition(".")[0] in ("torch", "builtins") and type(value).__name__ in ("dtype", "device")
 
 

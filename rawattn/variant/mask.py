@@ -182,6 +182,9 @@ class Both(Option):
 
     def __post_init__(self) -> None:
         for name, part in (("a", self.a), ("b", self.b)):
+            if not hasattr(part, "interval") and callable(part) and not isinstance(part, type):
+                words = "write what both keep as one function, as lambda b, h, q, kv: f(b, h, q, kv) & (q >= kv)"
+                raise ProblemError(f"{name} of Both is {part!r}, a function; {words}.")
             if not hasattr(part, "interval"):
                 raise ProblemError(f"{name} of Both is {part!r}; it must be a mask, such as rawattn.mask.Causal().")
             if hasattr(part, "keep"):

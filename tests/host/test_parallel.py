@@ -141,9 +141,97 @@ def check_cases(chosen: list[Any]) -> None:
                     raise
 
 
+def function_options(rows: int, kv_rows: int, heads: int) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Functions as options, and the tensors that a score captured and whose gradients are wanted."""
+    made = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=made, dtype=torch.float64).requires_grad_()
+
+    doc, table, gate, slopes, bias = (
+        torch.arange(rows) // 7,
+        normal(heads, 2 * kv_rows),
+        normal(rows),
+        normal(heads),
+        normal(1, kv_rows),
+    )
+    documents = rawattn.mask.Documents(doc, causal=True)
+    relative = lambda s, b, h, q, kv: s * gate[q] + table[h, kv - q + rows]  # noqa: E731
+    return [
+        ({"mask": lambda b, h, q, kv: documents(b, h, q, kv) & (kv >= q - 5 - h)}, []),
+        ({"mask": documents, "score": relative}, [table, gate]),
+        ({"mask": lambda q, kv: q >= kv, "score": lambda s, q, kv, q_len: s - (q_len - q) * kv * 1e-3}, []),
+        ({"causal": True, "score": relative}, [table, gate]),
+        ({"alibi": slopes, "bias": bias, "softcap": 5.0, "window": (9, 4)}, [slopes, bias]),
+    ]  # fmt: skip
+
+
+def check_functions() -> None:
+    """Functions see the whole, and gradients of what scores captured are summed over the processes."""
+    count = dist.get_world_size()
+    every_way = [*itertools.product(schedule.LAYOUTS, ("ring", "all_gather", "heads"))]
+    for i, (layout, method) in enumerate(every_way if count == 2 else every_way[::5]):
+        given, do, dlse = inputs(({}, 4, 2, 2, 1, torch.float64), count)
+        for options, wrt in function_options(count * ROWS, count * ROWS, 4)[i % 2 :: 2 if count > 2 else 1]:
+            every = [x.requires_grad_() for x in given] + wrt
+
+            def attend(
+                q: Any, k: Any, v: Any, sinks: Any, compute: Any = rawattn.attention, options: Any = options, **more: Any
+            ) -> Any:
+                return compute(q, k, v, sinks=sinks, return_lse=True, **options, **more)
+
+            want = attend(*given)
+            want = [*(x.detach() for x in want), *torch.autograd.grad(want, every, (do, dlse))]
+            part = lambda x, dim=1, layout=layout: parallel.split(x.detach(), layout=layout, dim=dim)  # noqa: E731
+            parts = [*(part(x).requires_grad_() for x in given[:3]), given[3]]
+            compute = parallel.head_attention if method == "heads" else parallel.context_attention
+            more = {"layout": layout, **({} if method == "heads" else {"method": method})}
+            found = attend(*parts, compute=compute, **more)
+            found = [*(x.detach() for x in found), *torch.autograd.grad(found, [*parts, *wrt], (part(do), part(dlse, 2)))]
+            for x in found[5:]:
+                dist.all_reduce(x)
+            wanted = [part(want[0]), part(want[1], 2), *map(part, want[2:5]), *want[5:]]
+            for x, y in zip(found, wanted, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-11, msg=lambda text, at=(i, options): f"{at}: {text}")
+
+
+def check_packed() -> None:
+    """Packed sequences, of which one is empty, one on several processes, and rows behind the last one."""
+    count = dist.get_world_size()
+    given, do, dlse = inputs(({}, 4, 2, 1, 1, torch.float64), count)
+    rows = count * ROWS
+    starts = torch.tensor([0, 3, 3, rows - 3, rows - 2], dtype=torch.int32)
+    options = {"causal": True, "window": (6, 0)} if count == 2 else {"window": (None, 4), "softcap": 3.0}
+
+    def whole(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        o, lse = rawattn.attention_varlen(q[0], k[0], v[0], starts, starts, sinks=sinks, return_lse=True, **options)
+        return torch.cat([o[: rows - 2], 0 * q[0, rows - 2 :].repeat(1, 1, 2)])[None], lse[None]
+
+    kept = slice(0, rows - 2)
+    with torch.no_grad():
+        do[:, rows - 2 :], dlse[..., rows - 2 :] = 0, 0
+    want = gradients(whole, given, do, dlse)
+    for layout in schedule.LAYOUTS:
+
+        def compute(q: Any, k: Any, v: Any, sinks: Any, layout: str = layout) -> Any:
+            more = {"sinks": sinks, "layout": layout, "return_lse": True, **options}
+            return parallel.context_attention_varlen(q[0], k[0], v[0], starts, **more)
+
+        def part(x: Any, dim: int = 1, layout: str = layout) -> Any:
+            return parallel.split(x, layout=layout, dim=dim)
+
+        found = gradients(compute, [*map(part, given[:3]), given[3]], part(do)[0], part(dlse, 2)[0])
+        o, lse = parallel.join(found[0][None], layout=layout), parallel.join(found[1][None], layout=layout, dim=2)
+        dsinks = found[5].clone()
+        dist.all_reduce(dsinks)
+        wanted = want[0][:, kept], want[1][..., kept], *map(part, want[2:5]), want[5]
+        for x, y in zip((o[:, kept], lse[..., kept], *found[2:5], dsinks), wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+
+
 def check_faults() -> None:
     """A fault that is planted in all processes is noticed in one of them at least."""
-    no_mask = mock.patch.object(context._Call, "options", lambda self, task: {"scale": self.spec.scale})
+    no_mask = mock.patch.object(context._Call, "options", lambda self, task, captured: {"scale": self.spec.scale})
     no_gradients = mock.patch.object(context, "_add_returned", lambda found, dk, dv: list(found))
     one_part = mock.patch.object(
         context._Parts, "add", lambda self, task, result: self._found.__setitem__(slice(0, None), [(task.q, *result)])
@@ -241,6 +329,8 @@ def work(rank: int, count: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     check_cases(CASES if count == 2 else [CASES[i] for i in (0, 3, 9)])
+    check_functions()
+    check_packed()
     if count == 2:
         check_faults()
     check_timing()
@@ -385,7 +475,7 @@ def test_wrong_arguments(among_four: None) -> None:
     placed = distribute_tensor(torch.zeros(1, 8, 4, 8), init_device_mesh("cpu", (4,)), [Shard(1)])
     for compute in (parallel.context_attention, parallel.head_attention):
         refused("layout is 'ring'; it must be one of 'zigzag', 'contiguous'", compute, q, q, q, layout="ring")
-        refused("Packed sequences .* are not split over ranks yet", compute, q[0], q[0], q[0])
+        refused("Packed sequences are for context_attention_varlen", compute, q[0], q[0], q[0])
         refused("q is a ndarray; it must be a torch tensor", compute, q.numpy(), q, q)
         refused("q is a DTensor; it must be a torch tensor, of a DTensor its to_local", compute, placed, placed, placed)
         refused("k has 7 rows on this rank; for layout='zigzag' it must be an even number", compute, q, q[:, :7], q[:, :7])
@@ -393,6 +483,17 @@ def test_wrong_arguments(among_four: None) -> None:
         refused("group is 'cp'; it must be a ProcessGroup", compute, q, q, q, "cp")
         refused("window is 5", compute, q, q, q, window=5)
         refused("v", compute, q, q, q[:, :6])
+        short, grad = torch.zeros(8, dtype=torch.int32), torch.ones(32, requires_grad=True)
+        refused(r"ids has shape \(8,\); it must be \(32,\)", compute, q, q, q, mask=rawattn.mask.Documents(short))
+        refused(r"alibi has shape \(8,\); it must be \(4,\)", compute, q, q, q, alibi=grad[:8])
+        refused("ids, which mask captured, is a numpy", compute, q, q, q, mask=rawattn.mask.Documents(np.zeros(32, np.int32)))
+        mask = rawattn.mask.function(lambda q, kv, x=grad: x[q] > x[kv])
+        refused("requires grad, and a mask has no gradient", compute, q, q, q, mask=mask)
+    starts = torch.tensor([0, 5, 32], dtype=torch.int32)
+    refused(r"q is of shape \(1, 8, 4, 8\); it must be", parallel.context_attention_varlen, q, q, q, starts)
+    refused(r"v is of shape \(7, 4, 8\); .* as many rows as q", parallel.context_attention_varlen, q[0], q[0], q[0, :7], starts)
+    refused("cu_seqlens is torch.int64 of shape", parallel.context_attention_varlen, *[q[0]] * 3, starts.long())
+    refused("end with at most 32, the rows of all ranks", parallel.context_attention_varlen, *[q[0]] * 3, starts + 1)
     refused("method is 'tree'; it must be one of", parallel.context_attention, q, q, q, method="tree")
     refused("q has 6 heads; it must be a multiple of the 4 ranks", parallel.head_attention, *[torch.zeros(1, 8, 6, 8)] * 3)
     refused(
@@ -418,7 +519,7 @@ def test_what_is_kept_for_calls_of_one_shape(among_four: None, monkeypatch: pyte
     plain = {"causal": True, "window": None, "scale": None}
 
     def found(x: Any = q, layout: str = "zigzag", method: str = "ring", among: Any = group, **options: Any) -> Any:
-        return context._prepared(x, x, x, None, plain | options, among, layout, method)
+        return context._prepared(x, x, x, None, plain | options, (), among, layout, method)
 
     found()  # a library's first call of all is not kept
     made = found()

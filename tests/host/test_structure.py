@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 26200,  # doors of diffusers, xformers, vLLM and SGLang; plans over caches, invariant bits
+    "rawattn": 26700,  # doors; functions over several GPUs; plans over caches, invariant bits
     "perf": 5350,  # sets over caches, and what the gate knows of them
     "cuda_src": 10650,  # first keys, causality of each sequence, and functions over caches
-    "tests": 31250,  # doors, plans over caches, invariant bits, graphs of decoding
+    "tests": 32300,  # doors, plans over caches, invariant bits, graphs of decoding; programs that are drawn by chance
 }
 FUNCTION_LINES = 60
 
@@ -42,7 +42,9 @@ IMPORTERS = {
         "context.py",  # of parallel/
         "heads.py",
         "layout.py",
+        "packed.py",
         "flash_attn.py",
+        "flex_attention.py",
         "sdpa.py",
         "sglang_backend.py",
         "transformers.py",

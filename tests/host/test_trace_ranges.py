@@ -77,6 +77,28 @@ def check_definition(tree: expressions.Tree, captured: dict[str, Array], kept: A
     assert (np.broadcast_to(found, (n, m)) == kept).all()
 
 
+def test_indices_of_64_bits(tmp_path: pathlib.Path) -> None:
+    """Elements of int64 as indices, which torch has by default: those that 32 bits do not hold are brought inside, too."""
+    longs, flags = np.arange(90)[::-1].copy(), np.arange(90) % 3 == 0
+    longs[7], longs[40], pairs = (1 << 40) + 5, -(1 << 40) - 5, np.arange(90 * 90).reshape(90, 90) % 7
+    given = [
+        lambda q, kv: flags[longs[q]],
+        lambda q, kv: flags[longs[kv]] & (q >= kv),
+        lambda q, kv: pairs[longs[q], kv] > 2,
+        lambda q, kv: pairs[q, longs[kv]] > pairs[longs[q], longs[kv]],
+        lambda h, q, kv: flags[longs[h + 39]] & (q > kv + 1),
+    ]
+    made = [function(each, "mask", (1, HEADS, 70, 90)) for each in given]
+    library = Library([option for option, _ in made], tmp_path)
+    for i, (option, arrays) in enumerate(made):
+        for h in range(HEADS):
+            kept = definition(option, arrays, h, 70, 90)
+            assert (library.keep(i, option, arrays, 0, h, (70, 90), 30) == kept).all()
+            classes = library.classify(i, option, arrays, 0, (h, h), (70, 90), (14, 18))
+            tiles = kept.reshape(5, 14, 5, 18).transpose(0, 2, 1, 3).reshape(5, 5, -1)
+            assert tiles[classes == FULL].all() and not tiles[classes == EMPTY].any()
+
+
 COUNT = 70  # masks in the library
 
 

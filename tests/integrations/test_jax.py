@@ -190,6 +190,24 @@ def test_dot_product_attention(options: dict[str, Any], batched: bool) -> None:
     assert same([rawattn.jax.dot_product_attention(*given, **options)], found[:1])
 
 
+@pytest.mark.parametrize(
+    ("bias", "mask"), [((2, 4, 20, 24), None), ((4, 1, 24), (1, 1, 20, 24)), (None, (2, 4, 20, 24)), ((1, 1, 20, 24), (20, 1))]
+)
+def test_dot_product_attention_with_arrays(bias: Any, mask: Any) -> None:
+    """A bias has a gradient; both stand beside the other options. Every query keeps a key: JAX's own gives others a mean."""
+    q, k, _ = make("float64")
+    random = np.random.default_rng(3)
+    added = None if bias is None else jnp.asarray(random.standard_normal(bias))
+    kept = None if mask is None else jnp.asarray(random.random(mask) < 0.6).at[..., 0].set(True)
+    given = (q, k, k * 0.5, *([] if added is None else [added]))
+    for options in ({}, {"is_causal": True, "scale": 0.4}, {"local_window_size": (24, 3)}):
+        found, wanted = (
+            jax.jit(functools.partial(gradients, functools.partial(f, mask=kept, **options)))(*given)
+            for f in (rawattn.jax.dot_product_attention, jax.nn.dot_product_attention)
+        )
+        assert near(found, wanted)
+
+
 def test_lengths(device: Any) -> None:
     if device.platform != "cpu":
         pytest.skip("no kernel of a GPU takes q_lens and kv_lens yet")
@@ -213,12 +231,21 @@ def test_refusals() -> None:
         rawattn.jax.attention(q, k.astype("float16"), v)
     with pytest.raises(ProblemError, match="constant_time=True"):
         jax.grad(lambda q: rawattn.jax.attention(q, k, v, constant_time=True).sum())(q)
-    with pytest.raises(UnsupportedError, match="bias was given"):
-        rawattn.jax.dot_product_attention(q, k, k, q)
-    with pytest.raises(UnsupportedError, match="mask was given"):
-        rawattn.jax.dot_product_attention(q, k, k, mask=q > 0)
+    with pytest.raises(ProblemError, match=r"bias has shape .* it must be \(2, 4, 20, 24\)"):
+        rawattn.jax.dot_product_attention(q, k, k, jnp.ones((2, 4, 20, 23)))
+    for mask in (jnp.ones((2, 4, 20, 23), bool), jnp.ones((20, 24))):
+        with pytest.raises(ProblemError, match=r"mask is .* it must be of bool, and broadcast to \(2, 4, 20, 24\)"):
+            rawattn.jax.dot_product_attention(q, k, k, mask=mask)
+    with pytest.raises(ProblemError, match=r"seed is None, and dropout is 0\.5; give an int"):
+        rawattn.jax.attention(q, k, v, dropout=0.5)
+    for seed in (0.5, True, 1 << 63, jnp.ones(1), jnp.ones(3, jnp.int32), jax.random.split(jax.random.key(0))):
+        with pytest.raises(ProblemError, match="seed is "):
+            rawattn.jax.attention(q, k, v, dropout=0.5, seed=seed)
     with pytest.raises(ProblemError, match="implementation is 'cudnn'"):
         rawattn.jax.dot_product_attention(q, k, k, implementation="cudnn")
+    with pytest.raises(ProblemError, match="words holds uint32; its dtype must be one of"):
+        words = jnp.ones(24, jnp.uint32)
+        rawattn.jax.attention(q, k, v, score=lambda s, b, h, i, j: s + words[j])
     wide = jnp.ones((1, 2, 1, 1100))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)UnsupportedError.*head_dim is 1100"):
         jax.block_until_ready(rawattn.jax.attention(wide, wide, wide))
@@ -295,11 +322,82 @@ def test_functions() -> None:
     docs = jnp.stack([doc, doc // 2])
     mapped = jax.vmap(lambda doc: attention(q, k, v, doc, slopes))(docs)
     assert (mapped == jnp.stack([attention(q, k, v, each, slopes) for each in docs])).all()
-    with pytest.raises(UnsupportedError, match="slopes, which score captured, is differentiated"):
-        jax.grad(lambda slopes: attention(q, k, v, doc, slopes).sum())(slopes)
+    with pytest.raises(UnsupportedError, match="gate, which mask captured, is differentiated, and a mask has no gradient"):
+        jax.grad(lambda gate: rawattn.jax.attention(q, k, v, mask=lambda b, h, i, j: gate[i] > gate[j]).sum())(q[0, :, 0, 0])
     with pytest.raises(ProblemError, match="doc, which mask captured, is a ndarray; it must be a JAX array"):
         attention(q, k, v, np.asarray(doc), slopes)
     bias = jnp.arange(40, dtype=jnp.float32)
     added = np.asarray(bias), np.asarray(slopes)
     wanted = expect(*on_host, score=lambda s, h, q, kv: s + added[0][kv] + added[1][h] * -abs(kv - q))
     wanted.check(np.asarray(rawattn.jax.attention(q, k, v, bias=bias, alibi=slopes)))
+
+
+def formula(q: Any, k: Any, v: Any, table: Any, slopes: Any, gate: Any) -> Any:
+    """Attention with three arrays in its score, in array operations."""
+    at = jnp.arange(q.shape[1])
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k.repeat(2, 2)) / 4
+    s = s * gate[:, None, :, None] + table[:, at[None] - at[:, None] + 20] + (slopes[:, None, None] * (at - at[:, None]))[None]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s, -1), v.repeat(2, 2))
+
+
+def scored(q: Any, k: Any, v: Any, table: Any, slopes: Any, gate: Any) -> Any:
+    score = lambda s, b, h, i, j: s * gate[b, i] + table[h, j - i + 20] + slopes[h] * (j - i)  # noqa: E731
+    return rawattn.jax.attention(q, k, v, score=score)
+
+
+def captured(dtype: str = "float64") -> tuple[Any, ...]:
+    random = np.random.default_rng(2)
+    return tuple(jnp.asarray(random.standard_normal(shape), dtype) for shape in ((4, 40), (4,), (2, 20)))
+
+
+def test_gradients_of_what_a_score_captured(device: Any) -> None:
+    """Beside those of q, k and v, under jit, vmap and shard_map, and of some of them alone."""
+    given = (*make("float64", kv_len=20), *captured())
+    wanted = gradients(formula, *given)
+    assert near(gradients(scored, *given), wanted, 1e-9)
+    assert near(jax.jit(functools.partial(gradients, scored))(*given), wanted, 1e-9)
+    assert near(gradients(lambda x: scored(*given[:4], x, given[5]), given[4]), wanted[4:5], 1e-9)
+    axes = (None, None, None, 0, None, None)
+    tables = jnp.stack([given[3], given[3] * 2])
+    mapped = lambda f: lambda *x: jax.vmap(f, in_axes=axes)(*x)  # noqa: E731
+    found, wanted = (gradients(mapped(f), *given[:3], tables, *given[4:]) for f in (scored, formula))
+    assert near(found, wanted, 1e-9)
+    devices = list(jax.devices(device.platform))
+    if len(devices) >= 2:
+        mesh, spec = Mesh(np.array(devices[:2]), ("batch",)), P("batch")
+        split = jax.shard_map(scored, mesh=mesh, in_specs=(spec, spec, spec, P(), P(), spec), out_specs=spec)
+        assert near(jax.jit(functools.partial(gradients, split))(*given), gradients(formula, *given), 1e-9)
+
+
+def test_gradients_of_bias_and_alibi() -> None:
+    q, k, v = make("float64", kv_len=20)
+    at, bias = jnp.arange(20), jnp.asarray(np.random.default_rng(4).standard_normal((1, 4, 20, 20)))
+
+    def wanted(bias: Any, slopes: Any) -> Any:
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k.repeat(2, 2)) / 4 + bias - (slopes[:, None, None] * abs(at - at[:, None]))[None]
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s, -1), v.repeat(2, 2))
+
+    given = (bias, captured()[1])
+    found = gradients(lambda bias, slopes: rawattn.jax.attention(q, k, v, bias=bias, alibi=slopes), *given)
+    assert near(found, gradients(wanted, *given), 1e-9)
+
+
+def test_dropout() -> None:
+    """A seed drops the same weights whatever it comes in, also in the gradients, and as rawattn.attention does."""
+    given = make(kv_len=20)
+    key = jax.random.key(3)
+    drawn = int(np.asarray(jax.random.bits(key, (2,), jnp.uint32)).view(np.int64)[0])
+    cases = [(5, 5), (-7, -7), (1 << 40, 1 << 40), (np.array([9]), 9), (jnp.array(-3, "int32"), -3), (key, drawn)]
+    cases += [(jnp.array([-(1 << 40)]), -(1 << 40)), (jnp.array([1 << 31], "uint32"), 1 << 31)]
+    for seed, number in cases:
+        f = lambda q, k, v, seed=seed: rawattn.jax.attention(q, k, v, dropout=0.25, seed=seed)  # noqa: E731
+        assert same([f(*given)], plain(given, dropout=0.25, seed=number)[:1]), seed
+    traced = jax.jit(lambda q, k, v, seed: rawattn.jax.attention(q, k, v, dropout=0.25, seed=seed))
+    assert same([traced(*given, jnp.array(5))], plain(given, dropout=0.25, seed=5)[:1])
+    assert not same([traced(*given, jnp.array(5))], [traced(*given, jnp.array(6))])
+    values = jnp.ones_like(given[2])
+    (dropped,) = jax.grad(lambda v: traced(*given[:2], v, jnp.array(5)).sum(), (0,))(values)
+    assert abs((dropped * values).sum() - traced(*given[:2], values, jnp.array(5)).sum()) < 1e-2
+    seeds = jnp.array([5, 6])
+    mapped = jax.vmap(traced, in_axes=(None, None, None, 0))(*given, seeds)
+    assert same(mapped, [traced(*given, seed) for seed in seeds])

@@ -272,3 +272,13 @@ def test_torch_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kept() -> None:
     assert sdpa.kept(None, False) == {} and sdpa.kept(None, True) == {"mask": mask.Causal("top_left")}
+
+
+def test_a_mask_that_requires_grad() -> None:
+    """Where autograd follows it alone, too."""
+    given, table = make(), torch.zeros(20, 20, requires_grad=True)
+    found, wanted = (
+        torch.autograd.grad((f(*given, attn_mask=table) ** 2).sum(), table)[0]
+        for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention)
+    )
+    near(found, wanted)

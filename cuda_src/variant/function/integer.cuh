@@ -8,7 +8,7 @@ constexpr i32 loaded = 1 << 28;  // sums of several integers up to here fit 32 b
 template <class T> __device__ inline i32 saturate(T x) { return i32(::max(T(-loaded), ::min(x, T(loaded)))); }
 __device__ inline i32 trunc(float x) { return i32(fminf(fmaxf(x, float(-loaded)), float(loaded)) * float(x == x)); }  // NaN is 0
 __device__ inline i32 trunc(double x) { return x == x ? i32(fmin(fmax(x, double(-loaded)), double(loaded))) : 0; }
-__device__ inline i32 inside(i32 i, i32 n) { return max(0, min(i, n - 1)); }
+template <class T> __device__ inline i32 inside(T i, i32 n) { return i32(::max(T(0), ::min(i, T(n - 1)))); }
 __device__ inline i32 abs(i32 x) { return x < 0 ? -x : x; }
 
 // A divisor from the host: x / |value| is 2 x * multiplier >> 32 + shift for 0 <= x < 2^31, without a branch, as many elements ask

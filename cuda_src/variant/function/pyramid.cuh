@@ -27,9 +27,9 @@ template <> __device__ inline Floats whole<Fp16>() { return any_float(); }
 template <class X> __device__ inline Range<X> span(X lo, X hi) { return {lo, hi}; }
 __device__ inline Floats span(float lo, float hi) { return lo == lo && hi == hi ? Floats{lo, hi, false} : any_float(); }
 
-// A row of n elements.
-template <class T>
-__device__ inline Loaded<T> load(const T* row, i32 n, Ints index, const T* pyramid, i64 number) {
+// A row of n elements. Indices are of 32 or 64 bits.
+template <class T, class I>
+__device__ inline Loaded<T> load(const T* row, i32 n, Range<I> index, const T* pyramid, i64 number) {
     const i32 lo = inside(index.lo, n), hi = inside(index.hi, n);
     Loaded<T> found = point(read(row + lo));
     if (hi - lo < block) {
@@ -51,8 +51,8 @@ __device__ inline Loaded<T> load(const T* row, i32 n, Ints index, const T* pyram
 }
 
 // A matrix of n_i rows, `stride` elements from one to the next, and n_j columns.
-template <class T>
-__device__ inline Loaded<T> load(const T* data, i64 stride, i32 n_i, i32 n_j, Ints i, Ints j, const T* pyramid, i64 number) {
+template <class T, class I, class J>
+__device__ inline Loaded<T> load(const T* data, i64 stride, i32 n_i, i32 n_j, Range<I> i, Range<J> j, const T* pyramid, i64 number) {
     i32 top = inside(i.lo, n_i), bottom = inside(i.hi, n_i), left = inside(j.lo, n_j), right = inside(j.hi, n_j);
     Loaded<T> found = point(read(data + top * stride + left));
     if (i64(bottom - top + 1) * (right - left + 1) <= block) {

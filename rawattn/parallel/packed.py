@@ -1,0 +1,93 @@
+"""Attention over packed sequences that are split over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import api
+from ..eager import eager
+from ..errors import ProblemError
+from ..spec import Window, make_mask
+from ..variant.mask import Both, Causal, function
+from ..variant.mask import Window as WindowMask
+from .context import context_attention
+from .layout import check_layout, group_of
+
+
+@eager
+def context_attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
+    softcap: float | None = None, scale: float | None = None, sinks: Any = None, layout: str = "zigzag", method: str = "auto",
+    return_lse: bool = False, deterministic: bool = True,
+) -> Any:  # fmt: skip
+    """``context_attention`` over sequences packed end to end: the rows of the whole pack are split, wherever sequences begin.
+
+    >>> q, k, v = (rawattn.parallel.split(x, mesh["cp"], dim=0) for x in (q, k, v))  # (total, heads, head_dim)
+    >>> o = rawattn.parallel.context_attention_varlen(q, k, v, cu_seqlens, mesh["cp"], causal=True)
+
+    It is ``context_attention`` of one long sequence, under a mask that is a function: a query keeps keys of its own sequence. So
+    all keys are sent, and kernels leave out the tiles of other sequences.
+
+    Args:
+        q, k, v: (total / n, heads, head_dim), this rank's rows; k and v have as many as q.
+        cu_seqlens: int32, (batch + 1,), the same on all ranks and on q's device: sequence i has rows cu_seqlens[i] to
+            cu_seqlens[i + 1] of the whole pack. Rows past its last value are no sequence's, and no result of theirs is defined.
+            On a GPU the values are not checked, since that would wait for the device.
+        causal, window: of each sequence.
+        The rest as in ``context_attention``. "contiguous" makes fewer calls than "zigzag".
+
+    Returns:
+        o, (total / n, heads, head_dim_v); with ``return_lse`` also lse, (heads, total / n). Autograd follows both.
+    """
+    check_layout(layout)
+    group = group_of(group)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] != q.shape[0]:
+            found = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise ProblemError(f"{name} is {found}; it must be a torch tensor, (rows, heads, head_dim), with as many rows as q.")
+    count = dist.get_world_size(group)
+    _check_starts(cu_seqlens, q, q.shape[0] * count)
+    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "sinks": sinks, "deterministic": deterministic}
+    if count == 1:
+        options |= {"causal": causal, "window": window, "return_lse": return_lse}
+        return api.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, **options)
+    mask = function(_own_sequence(cu_seqlens, q.shape[0] * count, make_mask(causal, window, None)))
+    options |= {"mask": mask, "layout": layout, "method": method}
+    o, lse = context_attention(q[None], k[None], v[None], group, return_lse=True, **options)
+    return (o[0], lse[0]) if return_lse else o[0]
+
+
+def _check_starts(starts: Any, q: Any, rows: int) -> None:
+    """Raises ProblemError where these do not say where sequences begin."""
+    if not isinstance(starts, torch.Tensor) or (starts.dtype, starts.dim(), starts.device) != (torch.int32, 1, q.device):
+        found = f"{starts.dtype} of shape {tuple(starts.shape)} on {starts.device}" if hasattr(starts, "device") else repr(starts)
+        raise ProblemError(f"cu_seqlens is {found}; it must be a torch tensor of int32, (batch + 1,), on {q.device}.")
+    if starts.is_cpu and (starts.numel() == 0 or starts[0] != 0 or (starts.diff() < 0).any() or starts[-1] > rows):
+        raise ProblemError(
+            f"cu_seqlens is {starts.tolist()[:8]}; it must begin with 0, never fall, and end with at most {rows}, the rows of "
+            "all ranks together."
+        )
+
+
+def _own_sequence(starts: Any, rows: int, mask: Any) -> Any:
+    """The mask by which a query keeps keys of its own sequence, and of those what ``mask`` keeps: with sequences of one length in
+    q and k, distances in the pack are distances in the sequence."""
+    at = torch.arange(rows, device=starts.device, dtype=torch.int32)
+    ids = torch.searchsorted(starts[1:].contiguous(), at, right=True).int()
+    kv_ids = torch.where(at < starts[-1], ids, -1)
+    both = (mask.a, mask.b) if isinstance(mask, Both) else (mask,)
+    causal = any(isinstance(each, Causal) for each in both)
+    left, right = next(((each.left, each.right) for each in both if isinstance(each, WindowMask)), (None, None))
+
+    def kept(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        found = ids[q] == kv_ids[kv]
+        if causal:
+            found = found & (q >= kv)
+        if left is not None:
+            found = found & (q - kv <= left)
+        return found if right is None else found & (kv - q <= right)
+
+    return kept

@@ -1,0 +1,37 @@
+"""Masks and scores that are drawn by chance on the GPU, in each kernel: other ones in every run. Compilation is the cost, so that
+each example is one kernel of several masks and scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from rawattn import driver
+from tests import programs
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu("any")
+SOME = {"derandomize": False, "phases": [hypothesis.Phase.generate]}  # a seed does not shrink
+
+
+def kernels(on_hopper: str, *others: str) -> list[str]:
+    return [on_hopper, *others] if driver.device(0).arch.startswith("sm_90") else [*others]
+
+
+def on_gpu(x: Any) -> Any:
+    return torch.from_numpy(x).cuda()
+
+
+@hypothesis.settings(max_examples=15, **SOME)
+@hypothesis.given(st.integers(0, 2**62))
+def test_forward(seed: int) -> None:
+    programs.check_forward(seed, ("torch", "cuda"), kernels("attn_fwd", "attn_fwd_mma", "attn_fwd_simt"), on_gpu)
+
+
+@hypothesis.settings(max_examples=6, **SOME)
+@hypothesis.given(st.integers(0, 2**62))
+def test_backward(seed: int) -> None:
+    programs.check_backward(seed, ("torch", "cuda"), kernels("attn_bwd", "attn_bwd_mma", "attn_bwd_simt"), on_gpu)

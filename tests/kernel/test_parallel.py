@@ -1,0 +1,86 @@
+"""Functions and packed sequences over two GPUs, by NCCL, against one GPU. tests/host/test_parallel.py asks more of processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rawattn
+
+pytestmark = pytest.mark.gpu("any")
+ROWS = 384  # of each rank
+
+
+def inputs(device: str, count: int) -> tuple[list[Any], list[Any], Any]:
+    """The whole q, k, v and do, and what functions capture."""
+    made, rows = torch.Generator().manual_seed(0), ROWS * count
+    q, k, v, do = (torch.randn(2, rows, heads, 64, generator=made).to(device, torch.bfloat16) for heads in (4, 2, 2, 4))
+    table = torch.randn(4, 2 * rows, generator=made).to(device)
+    return [q, k, v, do], [table], (torch.arange(rows, device=device) // 250).int()
+
+
+def near(found: Any, wanted: Any) -> None:
+    size = wanted.float().abs().max().item()
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=3e-2 * max(size, 1.0))
+
+
+def check(device: str, layout: str, method: str) -> None:
+    from rawattn import parallel
+
+    count = dist.get_world_size()
+    (q, k, v, do), (table,), doc = inputs(device, count)
+    rows = ROWS * count
+    options = {
+        "mask": lambda b, h, q, kv: (doc[q] == doc[kv]) & (q >= kv),
+        "score": lambda s, b, h, q, kv: s + table[h, kv - q + rows],
+    }
+    whole = [x.requires_grad_() for x in (q, k, v, table)]
+    want = rawattn.attention(q, k, v, **options)
+    wanted = [want.detach(), *torch.autograd.grad(want, whole, do)]
+    part = lambda x, dim=1: parallel.split(x.detach(), layout=layout, dim=dim)  # noqa: E731
+    parts = [*(part(x).requires_grad_() for x in (q, k, v)), table]
+    if method == "heads":
+        o = parallel.head_attention(*parts[:3], layout=layout, **options)
+    else:
+        o = parallel.context_attention(*parts[:3], layout=layout, method=method, **options)
+    found = [o.detach(), *torch.autograd.grad(o, parts, part(do))]
+    dist.all_reduce(found[4])
+    for x, y in zip(found, [*map(part, wanted[:4]), wanted[4]], strict=True):
+        near(x, y)
+    starts = torch.tensor([0, 100, 100, rows - 130, rows], dtype=torch.int32, device=device)
+    want = rawattn.attention_varlen(q[0], k[0], v[0], starts, starts, causal=True)
+    own = [part(x[0], 0) for x in (q, k, v)]
+    near(parallel.context_attention_varlen(*own, starts, causal=True, layout=layout), part(want, 0))
+
+
+def work(rank: int, count: int, store: str, device: str) -> None:
+    """Runs in each of the processes."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", init_method=f"file://{store}", rank=rank, world_size=count)
+    for layout in ("zigzag", "contiguous"):
+        for method in ("ring", "all_gather", "heads"):
+            check(device, layout, method)
+    dist.destroy_process_group()
+
+
+def test_two_gpus(tmp_path: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    given = [[str(rank), "2", str(tmp_path / "store"), "cuda"] for rank in range(2)]
+    running = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, *each], env=os.environ) for each in given]
+    try:
+        assert [process.wait(timeout=300) for process in running] == [0, 0]
+    finally:
+        for process in running:  # one may wait for the other, which has failed
+            process.kill()
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
