@@ -8,7 +8,7 @@
 //
 //   barrier               arrives                       waits               protects
 //   k_full[b], v_full[b]  TMA (bytes), or copies        the tile's warps    K, V of a stage until read
-//   empty[b]              a lane of each of them        producer            both until refilled
+//   empty[b]              a lane of each of them        producer            both until refilled; what the option Walk tells of a tile, with K
 //   given                 a lane of the producer        a consumer          smem.next, .line
 //   taken                 that consumer                 producer            smem.next until the next work
 //   listed                a lane of the producer        a consumer          smem.pieces, .owner
@@ -26,7 +26,7 @@
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options
-                       // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Launch
+                       // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/atomic.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/facts.cuh"
@@ -58,7 +58,8 @@ struct Ring {
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
-    i32 kv_len, rows;
+    Rows::Keys keys;
+    i32 rows;
     u32 ahead;  // tile t is tile t + `ahead` of the block's share, which is its place in the ring
 };
 struct Smem {
@@ -70,17 +71,18 @@ struct Smem {
     u32 parity;                     // of the next wait for `given`
     alignas(16) i32 pieces[cfg::most_pieces];  // slots of the states that the work's blocks leave, split_group for each group; -1 for none
     i32 owner, is_last;             // the block with the work's first split
+    Walk::Board board;
 };
 template struct ElementOption<Element>;
 template struct OperandsOption<KvElement>;
 template struct QOperandOption<QOperand, QTile>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
-template struct KvTilesOption<Mask>;
 template struct ScoreOption<Score>;
 template struct SumOption<Softmax>;
 template struct WeightOption<Weight>;
 template struct PagedKvOption<Kv, KTile, VTile>;
+template struct SplitWalkOption<Walk, Mask>;
 template struct SharesOption<Scheduler>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
@@ -130,7 +132,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
     u32 place = 0;
     for (u32 n = 0;; ++n) {
         const auto [run, rows] = scheduler.next(args);
-        const TileRange own = Mask(args, rows, run).kv_tiles(run.q_begin, min(run.q_begin + cfg::tile_q, rows.q_len));
+        const TileRange own = Walk::span(args, rows, run, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
         if (early && n == 0) {
             if (!run.is_last()) prefetch(Kv(args, rows, run), tiles);
@@ -147,20 +149,28 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
         if (threadIdx.x == 0) {
             if (n > 0) smem.listed.arrive();
-            smem.next = {run, own, rows.kv_len, min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin};
+            smem.next = {run, own, rows.keys(), min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin};
             smem.given.arrive();
         }
         if (run.is_last()) break;
         before = run;
         const Kv kv(args, rows, run);
         if (tiles.begin >= tiles.end) continue;
-        auto found = kv.find(tiles.begin), after = kv.find(tiles.begin + 1);
+        const Mask mask(args, rows, run);  // after the launch before: it may read what that writes
+        Walk walk(mask, rows, run);
+        i32 next = walk.classify(tiles.begin), second = walk.classify(tiles.begin + 1);
+        auto found = kv.find(Walk::where(tiles.begin, next)), after = kv.find(Walk::where(tiles.begin + 1, second));
         for (i32 tile = tiles.begin; tile < tiles.end; ++tile, ++place) {
             const auto pages = found;
             const u32 last = place - cfg::stages;  // which had the stage
-            found = after, after = kv.find(tile + 2);
+            const i32 kept = next;
+            next = second, second = walk.classify(tile + 2);
+            found = after, after = kv.find(Walk::where(tile + 2, second));
             if (place >= cfg::stages) smem.empty[barrier(last)].wait(parity(last)), __syncwarp();
-            kv.load(smem.ring.k[stage(place)], smem.ring.v[stage(place)], smem.k_full[barrier(place)], smem.v_full[barrier(place)], tile, pages);
+            Walk::tell(smem.board, stage(place), kept);
+            Kv::Barrier &k_full = smem.k_full[barrier(place)], &v_full = smem.v_full[barrier(place)];
+            if (kept) kv.load(smem.ring.k[stage(place)], smem.ring.v[stage(place)], k_full, v_full, tile, pages);
+            else Kv::pass(k_full, v_full);
         }
     }
     Kv::finish();
@@ -177,6 +187,9 @@ template <class F, int n>
 __device__ void apply(const F& f, float (&s)[n], i32 row, i32 first) {
     if constexpr (requires { f.apply(s); }) {
         f.apply(s);
+    } else if constexpr (requires { f.row(row, first).value(s[0], 0); }) {
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) map_row(f.row(row + row_after(r), first), s, r);
     } else {
 #pragma unroll
         for (int i = 0; i < n; ++i) s[i] = f(s[i], row + row_after(fragment_row(i)), first + fragment_column(i));
@@ -305,20 +318,21 @@ struct Consumer {
         apply(score, s, row, first);
         if (full) return;
         const Mask mask(args, Rows(args, smem.work.run.batch), smem.work.run);
+        const auto kept = kept_rows<Strand::scores>(mask, row + row_after(0), row + row_after(1), first);
 #pragma unroll
-        for (int r = 0; r < rows_each; ++r) {
-            const auto kept = mask.row(row + row_after(r), first);
-#pragma unroll
-            for (int i = 0; i < Strand::scores; ++i)
-                if (fragment_row(i) == r && !kept.keep(fragment_column(i))) s[i] = minus_inf;
-        }
+        for (int i = 0; i < Strand::scores; ++i)
+            if (!kept(i)) s[i] = minus_inf;
     }
     // One key tile.
     __device__ void attend(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 tile) {
         const u32 place = tile + smem.work.ahead, stage = ::stage(place), barrier = ::barrier(place);
-        const bool full = smem.work.tiles.is_full(tile);
-        const i32 left = smem.work.kv_len - tile * cfg::tile_kv;
+        const Rows::Keys there = smem.work.keys.from(tile * cfg::tile_kv);
         smem.k_full[barrier].wait(parity(place));
+        const i32 kept = Walk::told(smem.board, stage, smem.work.tiles, tile);
+        if (kept == 0) {
+            smem.v_full[barrier].wait(parity(place));
+            return leave(barrier);
+        }
 #pragma unroll 1
         for (int first = 0; first < Strand::steps; first += Strand::at_once) {
             float s[Strand::at_once][Strand::scores];
@@ -326,12 +340,12 @@ struct Consumer {
             for (int i = 0; i < Strand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0));
             if (first == 0) {
                 smem.v_full[barrier].wait(parity(place));
-                if (left < cfg::tile_kv) Kv::clear_past_end(smem.ring.v[stage], left);
+                if (!there.fill(cfg::tile_kv)) Kv::clear_others(smem.ring.v[stage], there);
             }
 #pragma unroll
             for (int i = 0; i < Strand::at_once; ++i) {
                 const i32 row = smem.work.run.q_begin + top_row(), key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
-                mask_and_score(score, s[i], full, row, key);
+                mask_and_score(score, s[i], kept == 2, row, key);
                 softmax.find_top(s[i]);
                 softmax.move();
                 softmax.weigh(s[i]);
@@ -340,6 +354,10 @@ struct Consumer {
                 strand.multiply_pv(s[i], stage * sizeof(VTile) + (first + i) * VTile::block(2, 0));
             }
         }
+        leave(barrier);
+    }
+    // The stage has been read.
+    __device__ void leave(u32 barrier) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) smem.empty[barrier].arrive();
     }

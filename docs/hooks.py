@@ -74,6 +74,7 @@ OF_OPERATION: dict[str, dict[str, dict[str, Any]]] = {
         "several queries": {"q_len": 16},
         **{f"cache of {name}": {"kv_element": element} for name, element in FP8.items()},
         "`kv_begin`": {"kv_begin": True},
+        "`causal` of each sequence": {"causal_each": True},
     },
 }  # fmt: skip
 

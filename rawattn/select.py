@@ -164,7 +164,8 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
         ordered = sorted(costs, key=costs.__getitem__)
         modelled = _tried(kernel, op, device, ordered) if kernel.is_tried(op) else next(iter(ordered), None)
         if modelled is not None and modelled not in found:
-            record = records.find(kernel.recorded, op, device) if kernel.has_records else None
+            has_record = kernel.has_records and isinstance(op, Forward)
+            record = records.find(kernel.recorded, op, device) if has_record else None
             found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
     return tuple(found.values())
 

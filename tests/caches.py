@@ -219,6 +219,7 @@ def caches(draw: Any, new: bool = False) -> Cached:
     head_dim_v = draw(st.sampled_from((1, 8, 64)))
     pool = draw(st.sampled_from(POOLS if head_dim_v <= head_dim else POOLS[:2]))
     flags = st.tuples(*[st.sampled_from((0, 1, 5))] * batch)
+    begins = st.tuples(*[st.integers(0, kv) if kv else st.integers(-9, longest) for kv in kv_lens])
     side = st.none() | st.integers(0, longest)
     return Cached(
         lengths=tuple(zip(q_lens, kv_lens, strict=True)), ragged=ragged, form=form, page_size=page_size,
@@ -226,6 +227,6 @@ def caches(draw: Any, new: bool = False) -> Cached:
         heads=kv_heads * draw(st.sampled_from((1, 2, 3))), kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v,
         causal=draw(st.booleans() | flags), window=draw(st.none() | st.tuples(side, side)),
         softcap=draw(st.none() | st.floats(0.5, 50.0)), sinks=draw(st.booleans()),
-        begins=draw(st.none() | st.tuples(*[st.integers(0, longest)] * batch)), seed=draw(st.integers(0, 2**32 - 1)),
+        begins=draw(st.none() | begins), seed=draw(st.integers(0, 2**32 - 1)),
         **draw(FORMATS),
     )  # fmt: skip

@@ -94,11 +94,13 @@ struct KeptBits {
     }
 };
 template <int n, class M>
-__device__ auto kept_elements(const M& mask, i32 row, i32 first) {
-    const auto upper = mask.row(row, first), lower = mask.row(row + 8, first);
+__device__ auto kept_rows(const M& mask, i32 upper_row, i32 lower_row, i32 first) {
+    const auto upper = mask.row(upper_row, first), lower = mask.row(lower_row, first);
     if constexpr (requires { requires !M::cheap; }) return KeptBits<n>(upper, lower);
-    else return KeptElements<decltype(mask.row(row, first))>{upper, lower};
+    else return KeptElements<decltype(mask.row(upper_row, first))>{upper, lower};
 }
+template <int n, class M>
+__device__ auto kept_elements(const M& mask, i32 row, i32 first) { return kept_rows<n>(mask, row, row + 8, first); }
 // Makes -inf of the elements that the mask does not keep.
 template <class M, int n>
 __device__ void mask_fragment(const M& mask, float (&s)[n], i32 row, i32 first) {

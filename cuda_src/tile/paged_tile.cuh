@@ -24,9 +24,9 @@ struct alignas(1024) PagedTile {
     __device__ static constexpr u32 block(int i, int panel) {
         return 16 * i / block_rows * box_bytes + 16 * i % block_rows * (period * 16) + panel * panel_bytes;
     }
-    // The lanes of a warp clear rows from `first` on.
-    __device__ void clear(i32 first) {
-        for (u32 i = first * chunks + threadIdx.x % 32; i < u32(rows * chunks); i += 32)
+    // The lanes of a warp clear rows [first, end).
+    __device__ void clear(i32 first, i32 end = rows) {
+        for (u32 i = first * chunks + threadIdx.x % 32; i < u32(end * chunks); i += 32)
             *reinterpret_cast<uint4*>(data + offset(i / chunks, i % chunks)) = make_uint4(0, 0, 0, 0);
     }
 };

@@ -122,7 +122,9 @@ template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static VTile& v;
     static ptx::Mbarrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
-    static_assert(requires { kv.load_k(k, full, {i, kv.find(i)}), kv.load_v(v, full, {i, kv.find(i)}); }, "Kv: load_k, load_v(tile, full, {index, find(index)})");
+    static typename K::Board& board;
+    static_assert(requires { board.init(), K::at(board, i, kv.find(i)); }, "Kv: Board in shared memory, at(board, index, find(index))");
+    static_assert(requires { kv.load_k(k, full, K::at(board, i, i)), kv.load_v(v, full, K::at(board, i, i)); }, "Kv: load_k, load_v(tile, full, at(...))");
 };
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
@@ -141,11 +143,22 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static typename K::Barrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
+    static_assert(requires { K::pass(full, full); }, "Kv: pass(k_full, v_full): a tile without its bytes");
     static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
-    static_assert(requires { kv.clear_past_end(v, i); }, "Kv: clear_past_end(v, rows): no NaN there, by a warp");
+    static_assert(requires { K::clear_others(v, kv.keys); }, "Kv: clear_others(v, keys): no NaN but in these rows, by a warp");
 };
-// walk: the key tiles of a block, for warps that go along them by themselves, and of these what a warp's rows need.
+// walk: the key tiles of a block's splits, which producers load in their order; those that are left out pass without their bytes ...
+template <class W, class M> struct SplitWalkOption : Given {
+    static const M& mask;
+    static W walk;
+    static typename W::Board& board;
+    static const TileRange& tiles;
+    static_assert(requires { W::span(args, rows, work, i).end; }, "Walk: span(args, rows, work, q_end): tiles of rows from work.q_begin on");
+    static_assert(requires { W(mask, rows, work), i32(walk.classify(i)), i32(W::where(i, i)); }, "Walk(mask, rows, work): classify(tile), where(tile, class), by a warp");
+    static_assert(requires { W::tell(board, u32(i), i), i32(W::told(board, u32(i), tiles, i)); }, "Walk: tell(board, stage, class), told(board, stage, tiles, tile)");
+};
+// ... walk: the key tiles of a block, for warps that go along them by themselves, and of these what a warp's rows need.
 template <class W, class M> struct CursorOption : Given {
     static const M& mask;
     static W walk;

@@ -5,9 +5,8 @@
 
 ``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
 ``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator; return_attn_probs gives no mask
-of it. Refused are dropout_p and alibi_slopes over caches. A ``deterministic`` of False allows other bits from run to run in
-gradients, as it does there. num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A
-query without a key gives 0.
+of it, and is refused over caches. A ``deterministic`` of False allows other bits from run to run in gradients, as it does there.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
 """
 
 from __future__ import annotations
@@ -109,11 +108,10 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Writes k and v into the cache behind cache_seqlens, and computes attention of q over all that is in it then."""
-    refuse(alibi_slopes=(alibi_slopes, None))
     ignore(num_splits=(num_splits, 0, 1))
     rotary = (rotary_cos, rotary_sin, rotary_interleaved)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    options = options_of(softmax_scale, causal, window_size, softcap)
+    options = options_of(softmax_scale, causal, window_size, softcap, slopes=alibi_slopes)
     return with_kvcache(q, (k_cache, v_cache), (k, v), rotary, places, options, return_softmax_lse)
 
 
@@ -156,7 +154,7 @@ def varlen(
     if pages is None:
         used = {"q_lens": lens[0], "kv_lens": lens[1], "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
         return api.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
-    refuse(seqused_q=(lens[0], None), dropout_p=(options.get("dropout", 0.0), 0.0), alibi_slopes=(options.get("alibi"), None))
+    refuse(seqused_q=(lens[0], None), dropout_p=(options.get("dropout", 0.0), 0.0))
     kv_lens = torch.diff(starts[1]) if lens[1] is None else lens[1]
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
     return caches.attention_kvcache(q, serving.KVCache(k, v), step, return_lse=return_lse, **_without_step(options))
@@ -164,7 +162,8 @@ def varlen(
 
 def _without_step(options: dict[str, Any]) -> dict[str, Any]:
     """The options that a step does not have."""
-    return {name: options[name] for name in ("scale", "window", "softcap")}
+    names = "scale", "mask" if "mask" in options else "window", "softcap", "alibi"
+    return {name: options[name] for name in names if name in options}
 
 
 def with_kvcache(

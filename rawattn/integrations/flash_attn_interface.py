@@ -3,8 +3,8 @@
 >>> from rawattn.integrations.flash_attn_interface import flash_attn_func
 >>> o = flash_attn_func(q, k, v, causal=True)
 
-Besides, refused are qv, q in eight bits and its descale factor, and attention_chunk. ``flash_attn_with_kvcache`` takes caches of
-e4m3 and e5m2 with k_descale and v_descale, and q in 16 bits.
+Besides, refused are qv, q in eight bits and its descale factor, and attention_chunk without a cache. ``flash_attn_with_kvcache``
+takes caches of e4m3 and e5m2 with k_descale and v_descale, and q in 16 bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import api
-from ..errors import ProblemError
+from ..errors import ProblemError, UnsupportedError
 from .flash_attn import Window, ignore, options_of, refuse, varlen, with_kvcache
 
 __version__ = "3.0.0+rawattn"
@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Writes k and v into the cache behind cache_seqlens, and computes attention of q over all that is in it then."""
-    _refuse(qv, q_descale, None, None, attention_chunk)
+    _refuse(qv, q_descale, None, None, 0)
     refuse(rotary_seqlens=(rotary_seqlens, None))
     if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
         raise ProblemError("cu_seqlens_k_new is not cu_seqlens_q; it must be the same tensor, as many new keys as queries.")
@@ -84,9 +84,20 @@ def flash_attn_with_kvcache(
     ignore(**hints, scheduler_metadata=(scheduler_metadata, None))
     rotary = (rotary_cos, rotary_sin, rotary_interleaved)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
-    options = options_of(softmax_scale, causal, window_size, softcap)
+    options = options_of(softmax_scale, causal, window_size, softcap) | _chunks(attention_chunk, cache_leftpad, window_size)
     found = (k_cache, v_cache), (k, v), rotary, places
     return with_kvcache(q, *found, options, return_softmax_lse, cu_seqlens_q, max_seqlen_q, (k_descale, v_descale))
+
+
+def _chunks(size: int, first: Any, window: Window) -> dict[str, Any]:
+    """The mask by which a query keeps keys of its own chunk of so many positions."""
+    if not size:
+        return {}
+    if first is not None:
+        raise UnsupportedError("attention_chunk was given beside cache_leftpad, from which chunks count there; give 0.")
+    if tuple(window) != (-1, -1):
+        raise UnsupportedError(f"attention_chunk was given beside window_size={window}; give (-1, -1).")
+    return {"mask": lambda q, kv: q // size == kv // size}
 
 
 def _refuse(qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: int) -> None:

@@ -11,8 +11,8 @@ from ..operation import AttentionKVCache
 from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
 from ..render import config_header, source
 from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
-from ..variant.walk import lists
-from . import paging, tiling
+from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
+from . import paging, pyramid, tiling
 from .base import Kernel
 from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, page_shift
 
@@ -114,14 +114,15 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if most_rows(op) > MOST_ROWS:
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
-        if lists(op.mask):
-            found.append("its mask may leave holes between the keys that it keeps")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
-        return found + paging.reasons(op) + tiling.reasons(self.layout_reason(op.layout))
+        return found + tiling.reasons(self.layout_reason(op.layout))
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return self.runs_on(device) and most_rows(op) <= MOST_ROWS and not hasattr(op.mask, "of_head")
+
+    def is_tried(self, op: AttentionKVCache) -> bool:
+        return paging.has_functions(op)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
@@ -154,7 +155,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             fewer = wide or (m_tiles == 2 and not op.spec.invariant)  # other tiles are other bits
             tile = 32 if (not paging.is_fp8(op) and fewer) or (room < 110_000 and each > 256) else 64
             tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
-            kept = 0 if tight else op.head_dim // (16 * m_tiles)
+            kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
             blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2
             found, copies = Config(), must_copy(op, device)
             for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
@@ -164,8 +165,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
                 if stages >= 4:
                     break
             if self.legal(found, op, device) is None:
-                return [found]
+                return [found, *self._lighter(found, op)] if self.is_tried(op) else [found]
         return []
+
+    def _lighter(self, config: Config, op: AttentionKVCache) -> list[Config]:
+        """The same with fewer registers, which functions may need, the fastest first."""
+        found = [dataclasses.replace(config, q_steps_in_registers=n) for n in range(config.q_steps_in_registers)[::-2]]
+        found = [dataclasses.replace(each, steps_at_once=1) for each in (config, *found)]
+        return [each for each in found if each != config]
 
     def cost(self, config: Config, op: AttentionKVCache, device: Device) -> float:
         return 8e-6 + op.bytes / 4e12
@@ -180,6 +187,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if paging.is_fp8(op):
             k_scale, v_scale = scale.scales(op.k_scales, op.v_scales)
             sums, operand = softmax.WithVScale(sums, v_scale), q_operand.ScaledQ(k_scale)
+        score = paging.score_option(op)
         assert op.kv_element is not None
         return {
             "Element": element.FP16 if paging.is_fp8(op) else op.element,
@@ -187,12 +195,13 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "KvElement": op.kv_element,
             "OElement": op.element,
             "QOperand": operand,
-            "Rows": rows.CacheRows(op.ragged, paging.lengths_option(op)),
-            "Mask": rows.PackGqaMask(op.mask),  # type: ignore[arg-type]  # a Mask is an Option with an interval
-            "Score": rows.PackGqaScore(getattr(op.score, "constant_time", op.score)),  # type: ignore[arg-type]
+            "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
+            "Mask": rows.PackGqaMask(paging.mask_option(op)),
+            "Score": rows.PackGqaScore(getattr(score, "constant_time", score)),
             "Softmax": sums,
             "Weight": weight.Identity(),
             "Kv": kv.PagedKv(paging.pages_option(op), page_rows(op, config), config.cp_async),
+            "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
@@ -243,12 +252,13 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if not op.total_q * op.batch:
             return Program(())
         arch, options = device.arch, (op.form, page_rows(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind)
-        formats = op.element, op.kv_element, op.k_scales, op.v_scales
+        formats = op.element, op.kv_element, op.k_scales, op.v_scales, *paging.arrays_of(op)
         key = (formats, op.head_dim, op.head_dim_v, *options, config, arch)
         rendered = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
         grid = self.grid(op, config, device)
         partials = Buffer("partials", 4 * grid * slots(op) * state_floats(op, config))
-        return Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
+        program = Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
+        return pyramid.before(program, op.mask, device)
 
 
 def slots(op: AttentionKVCache) -> int:

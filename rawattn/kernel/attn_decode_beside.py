@@ -49,7 +49,7 @@ def beside(op: AttentionKVCache, device: Device, many: Program, entry: str) -> P
     if not many.launches:
         return many
     few = _FEW.lower(op, _FEW.candidates(op, device)[0], device)
-    launches = [launch._replace(entry=entry) for launch in many.launches]
+    launches = [each._replace(entry=entry) if "+" in each.entry else each for each in many.launches]  # others make pyramids
     return Program((*few.launches, *launches), (*few.scratch, *many.scratch))
 
 

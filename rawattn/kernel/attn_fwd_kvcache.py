@@ -12,8 +12,8 @@ from ..operation import AttentionKVCache, Forward
 from ..program import Field, Fields, Launch, PackedHeads, PageRows, Program, TensorMap
 from ..variant import Option, kv, rows, scheduler
 from ..variant.mask import Both, Causal, Full, Window
-from ..variant.walk import PagedWalk
-from . import paging, tiling
+from ..variant.walk import PagedListWalk, PagedWalk, lists
+from . import paging, pyramid, tiling
 from .attn_fwd import ATTN_FWD, AttnFwd, Config, rendered
 from .base import Kernel
 from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, forward_of, in_rows, over_tensors, page_shift
@@ -22,6 +22,11 @@ from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, forward_of, in_rows, over_tens
 def page_rows(op: AttentionKVCache, config: Config) -> int:
     """Rows of a tile that lie in one page wherever it begins."""
     return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
+
+
+def is_plain(op: Any) -> bool:
+    """Says whether the mask of an operation, or of a tuning shape, is causal or full."""
+    return isinstance(op.mask, (Full, Causal)) and not getattr(op, "causal_each", False)
 
 
 class AttnFwdKVCache(Kernel[AttentionKVCache]):
@@ -44,12 +49,15 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             found.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         return found
 
+    def is_tried(self, op: Any) -> bool:
+        return paging.has_functions(op)
+
     def layout_reason(self, layout: Layout) -> str | None:
         return ATTN_FWD.layout_reason(layout)
 
     def legal(self, config: Config, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
-        if tight and not isinstance(op.mask, (Full, Causal)):
+        if tight and not is_plain(op):
             return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; it spills where the mask is neither causal nor full"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
@@ -60,8 +68,10 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         return ATTN_FWD.cost(config, forward_of(op), device)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
+        if paging.has_functions(op):
+            return (paging.tried_shape(op),)
         shapes = ATTN_FWD.tuning_shapes(over_tensors(op))
-        if isinstance(op.mask, (Full, Causal)):
+        if is_plain(op):
             return shapes
         return tuple(tiling.with_mask(each, Both(Causal(), Window())) for each in shapes)
 
@@ -76,10 +86,10 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         like, packs = over_tensors(op), self.packs(op, config)
         own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": kv.PagedPanelsKv(paging.pages_option(op), page_rows(op, config)),
+            "Kv": (kv.PagedPanelsFromKv if op.kv_begin else kv.PagedPanelsKv)(paging.pages_option(op), page_rows(op, config)),
             "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(like, persistent=True)),
             "Order": ATTN_FWD.order(like, config),
-            "Walk": PagedWalk(),
+            "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),
         }
         return paging.options(op, packs, own)
 
@@ -111,10 +121,12 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         if not op.total_q * op.batch:
             return Program(())
         arch, like = device.arch, over_tensors(op)
-        key = (like.kind, op.form, page_rows(op, config), self.packs(op, config) and op.heads_per_kv, config, arch)
+        pages = op.form, page_rows(op, config), paging.arrays_of(op)
+        key = (like.kind, *pages, self.packs(op, config) and op.heads_per_kv, config, arch)
         source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
         grid = ATTN_FWD.grid(self._tiled(op, config), config, device)
-        return Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
+        program = Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
+        return pyramid.before(program, op.mask, device)
 
 
 ATTN_FWD_KVCACHE = AttnFwdKVCache()

@@ -12,8 +12,7 @@ from ..operation import AttentionKVCache, Forward
 from ..program import Field, Fields, Launch, Pages, Program, View
 from ..render import config_header, source
 from ..variant import Option, kv, rows, scheduler
-from ..variant.walk import IntervalCursor
-from . import paging, tiling
+from . import paging, pyramid, tiling
 from .attn_fwd_mma import ATTN_FWD_MMA, Config
 from .base import Kernel
 from .paging import LONGEST, forward_of, in_rows, over_tensors
@@ -31,6 +30,9 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         found = ATTN_FWD_MMA.supports(over_tensors(op), device) + paging.reasons_of_tiles(op, widens=True)
         return found + paging.reasons_of_eight_bits(op, device)
+
+    def is_tried(self, op: Any) -> bool:
+        return paging.has_functions(op)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return ATTN_FWD_MMA.layout_reason(layout)
@@ -53,6 +55,8 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         """Those of plain tensors, with as many heads for each key head."""
+        if paging.has_functions(op):
+            return (paging.tried_shape(op),)
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
         return tuple(dataclasses.replace(each, heads=each.kv_heads * op.heads_per_kv) for each in shapes)
 
@@ -62,7 +66,7 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
             "Rows": rows.StridedCacheRows(op.ragged, paging.lengths_option(op)),
             "Kv": (kv.PagedRowsWidenedKv if paging.is_fp8(op) else kv.PagedRowsKv)(paging.pages_option(op)),
             "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(over_tensors(op), persistent=False)),
-            "Walk": IntervalCursor(),
+            "Walk": tiling.cursor(over_tensors(op)),
         }
         return paging.options(op, config.pack_gqa, own)
 
@@ -91,10 +95,11 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
         """The launch; none where no row is computed."""
         if not op.total_q * op.batch:
             return Program(())
-        key = (over_tensors(op).kind, op.kv_element, op.form, config, device.arch)
+        key = (over_tensors(op).kind, paging.arrays_of(op), op.kv_element, op.form, config, device.arch)
         rendered = self._kept(key, lambda: (self.render(op, config, device.arch), self.fields(op, config)))
         grid = tiling.most_tiles(self._tiled(op, config), config.tile_q)
-        return Program((Launch(self.name, *rendered, self.values(op, config, device), grid),))
+        program = Program((Launch(self.name, *rendered, self.values(op, config, device), grid),))
+        return pyramid.before(program, op.mask, device)
 
 
 ATTN_FWD_MMA_KVCACHE = AttnFwdMmaKVCache()

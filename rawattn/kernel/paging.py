@@ -12,9 +12,11 @@ from ..operation import AttentionKVCache, Forward
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
+from ..variant.mask import AtPositionsMask, CausalEachMask, KvBeginMask
+from ..variant.offset import AtPositionsScore
 from ..variant.place import OnePage, PageList, PageTable
 from ..variant.scale import Scale
-from ..variant.walk import lists
+from . import tiling
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 WHOLE = 30  # page_shift of sequences with one page of any size
@@ -37,12 +39,40 @@ def pages_option(op: AttentionKVCache) -> Option:
     return pages[op.form]
 
 
-def reasons(op: AttentionKVCache) -> list[str]:
-    """The reasons why no kernel over caches computes the operation."""
-    own = [name for name in ("mask", "score") if hasattr(getattr(op, name), "arrays")]
-    found = [f"its {' and its '.join(own)} is a function, and over caches it takes none yet"] if own else []
-    found += ["it takes no kv_begin yet"] * op.kv_begin
-    return found + ["causal is an array; it takes True and False"] * op.causal_each
+def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:
+    """Says which arrays of a step make another kernel."""
+    return op.kv_begin, op.causal_each
+
+
+def has_functions(op: AttentionKVCache) -> bool:
+    """Says whether its mask or its score is a Python function, which sees positions in the sequence."""
+    return tiling.is_function(op.mask) or tiling.is_function(op.score)
+
+
+def rows_option(op: AttentionKVCache, base: Option) -> Option:
+    """Where the rows of sequences lie, with what the step says of each of them."""
+    found = rows.CausalEachRows(base) if op.causal_each else base
+    found = rows.KvBeginRows(found) if op.kv_begin else found
+    return rows.AtPositionsRows(found) if has_functions(op) else found
+
+
+def mask_option(op: AttentionKVCache) -> Any:
+    """The mask, with what the step says of each sequence."""
+    found: Any = CausalEachMask(op.mask) if op.causal_each else op.mask  # type: ignore[arg-type]  # Masks are Options
+    found = AtPositionsMask(found) if has_functions(op) else found
+    return KvBeginMask(found) if op.kv_begin else found
+
+
+def score_option(op: AttentionKVCache) -> Any:
+    """The score; one that is a function sees positions."""
+    return AtPositionsScore(op.score) if tiling.is_function(op.score) else op.score  # type: ignore[arg-type]  # Scores are Options
+
+
+def tried_shape(op: AttentionKVCache) -> AttentionKVCache:
+    """The operation by which configurations of a kind with functions are compared: only compiling tells which keep all in
+    registers, and a new length shall compile nothing."""
+    total_q = 2048 if op.ragged else -1
+    return dataclasses.replace(op, batch=4, q_len=512, kv_len=4096, heads=8 * op.heads_per_kv, kv_heads=8, total_q=total_q)
 
 
 def is_fp8(op: AttentionKVCache) -> bool:
@@ -59,15 +89,13 @@ def reasons_of_eight_bits(op: AttentionKVCache, device: Device) -> list[str]:
 
 def reasons_of_tiles(op: AttentionKVCache, widens: bool = False) -> list[str]:
     """The reasons why no kernel with tiles of many queries computes it, or none that ``widens`` keys and values of eight bits."""
-    found = reasons(op)
+    found = []
     if widens and is_fp8(op):
         arrays = " and ".join(name for name in ("k_scale", "v_scale") if getattr(op, f"{name}s"))
         found += [f"it takes scales that are numbers, and has arrays for {arrays}"] if arrays else []
     elif op.kv_element is not None and op.kv_element != op.element:
         way = "; attn_fwd_mma and, for up to 256 rows of a sequence, attn_decode take that" if is_fp8(op) else ""
         found.append(f"it takes caches in the format of q, {op.element.name}, not {op.kv_element.name}{way}")
-    if lists(op.mask):
-        found.append("its mask leaves holes between the key tiles that it visits; over caches it takes none")
     return found
 
 
@@ -100,9 +128,9 @@ def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[s
     found: dict[str, Option] = {
         "Element": op.element,
         "KvElement": op.kv_element,
-        "Rows": own["Rows"],
-        "Mask": rows.PackGqaMask(op.mask) if packs else op.mask,  # type: ignore[dict-item, arg-type]  # Masks are Options
-        "Score": rows.PackGqaScore(op.score) if packs else op.score,  # type: ignore[dict-item, arg-type]  # so are Scores
+        "Rows": rows_option(op, own.pop("Rows")),
+        "Mask": rows.PackGqaMask(mask_option(op)) if packs else mask_option(op),
+        "Score": rows.PackGqaScore(score_option(op)) if packs else score_option(op),
         "Weight": weight.Identity(),
         "Softmax": softmax.WithVScale(sums, Scale("v_scale")) if is_fp8(op) else sums,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),

@@ -27,8 +27,9 @@ from .step import Step
 
 def attention_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto", out: Any = None,
-    return_lse: bool = False, lse: Any = None, invariant: bool = False, kernel: str | None = None, config: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
+    split: str | int = "auto", out: Any = None, return_lse: bool = False, lse: Any = None, invariant: bool = False,
+    kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
 
@@ -40,11 +41,9 @@ def attention_kvcache(
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
-        window, softcap, scale, score, sinks: as in ``rawattn.attention``.
-        mask: a mask instead of ``window``. Where the step is causal, a key counts that both keep. Functions see positions in the
-            sequence, whose last query stands at its last key. On the CPU so far.
-        split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length. Results
-            differ in their rounding alone.
+        window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``.
+        mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
+        split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
@@ -56,7 +55,7 @@ def attention_kvcache(
     A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
     sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
     and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps, and up
-    to 127 where ``attn_fwd`` computes: those must still be the sequence's own.
+    to 127 where ``attn_fwd`` computes: those must still be the sequence's own. With ``kv_begin`` it begins with that key itself.
 
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
@@ -77,6 +76,7 @@ def attention_kvcache(
 
     The pages are those of PagedAttention (arXiv 2309.06180, section 4.1). ``rawattn.reference.attention_kvcache`` specifies it.
     """
+    score, softcap = _biased(softcap, score, alibi)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
@@ -85,6 +85,11 @@ def attention_kvcache(
     check_objects(cache, step)
     asked = asked_of(step, options, return_lse)
     return one_or_all(attend(q, cache, step, asked, split_keys_of(split), sinks, out, lse, kernel, config))
+
+
+def _biased(softcap: Any, score: Any, alibi: Any) -> tuple[Any, Any]:
+    """The score and the softcap, which is in the score where there are slopes."""
+    return (score, softcap) if alibi is None else (functions.biased(softcap, score, alibi, None), None)
 
 
 class Asked(NamedTuple):
@@ -202,8 +207,9 @@ def max_kv_len(found: dict[str, Array], step: Step) -> int:
 
 def explain_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto",
-    return_lse: bool = False, invariant: bool = False, kernel: str | None = None, config: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
+    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, kernel: str | None = None,
+    config: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
     result.
@@ -212,6 +218,7 @@ def explain_kvcache(
 
     Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
     """
+    score, softcap = _biased(softcap, score, alibi)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
     op, found = attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)
@@ -538,6 +545,7 @@ VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
     "page": "a sequence has a page that is none of the cache's",
     "position": "a row has a position that cos and sin do not have",
     "slot": "a slot is none of the cache's",
+    "kv_begin": "the first key of a sequence that counts is none of its keys",
 }
 
 

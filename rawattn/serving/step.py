@@ -35,7 +35,8 @@ class Step:
             never read. None for a dense cache, where sequence i has page i.
         cu_seqlens_q: (batch + 1,), where each sequence's rows of q begin, and of new k and v; as in ``attention_varlen``. None
             where all have as many, (batch, q_len, heads, head_dim).
-        kv_begin: (batch,), the first key that counts in each sequence; keys before it are masked. Positions stay as they are.
+        kv_begin: (batch,), the first key that counts in each sequence, from 0 to its length; keys before it are masked, their
+            pages are not read, and positions stay as they are. Where a sequence has no key, it is not looked at.
         causal: whether a query keeps keys up to its own position, the last query standing at the last key: True, False, or an
             array (batch,) in which 0 says no.
         max_q_len, max_kv_len: bounds on the lengths, for the choice of kernels and grids; no result depends on them. A length

@@ -60,6 +60,7 @@ class PagedPanelsKv(Option):
     pages: Option
     page_rows: int
     type: ClassVar[str] = "PagedPanelsKv"
+    file: ClassVar[str] = "variant/kv/paged_panels.cuh"
 
     @property
     def cuda_type(self) -> str:
@@ -67,7 +68,7 @@ class PagedPanelsKv(Option):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (*self.pages.sources, "variant/kv/paged_panels.cuh")
+        return (*self.pages.sources, self.file)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -76,6 +77,14 @@ class PagedPanelsKv(Option):
     @property
     def fields(self) -> Fields:
         return self.pages.fields
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedPanelsFromKv(PagedPanelsKv):
+    """The same for sequences whose first keys do not count."""
+
+    type: ClassVar[str] = "PagedPanelsFromKv"
+    file: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

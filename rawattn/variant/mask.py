@@ -268,6 +268,34 @@ class UsedQueriesMask(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
+class CausalEachMask(Wrapper):
+    """A mask that is causal besides, for the sequences of which rows of ``CausalEachRows`` say so."""
+
+    type: ClassVar[str] = "CausalEachMask"
+    source: ClassVar[str] = "variant/mask/causal_each.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {**self.base.constants, **Causal().constants}
+
+
+@dataclasses.dataclass(frozen=True)
+class AtPositionsMask(Wrapper):
+    """A mask of rows of ``AtPositionsRows``: a query before the first key keeps none."""
+
+    type: ClassVar[str] = "AtPositionsMask"
+    source: ClassVar[str] = "variant/mask/at_positions.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class KvBeginMask(Wrapper):
+    """A mask that keeps no key before the first that counts, as rows of ``KvBeginRows`` have it."""
+
+    type: ClassVar[str] = "KvBeginMask"
+    source: ClassVar[str] = "variant/mask/kv_begin.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class FromKey(Option):
     """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
 
@@ -282,6 +310,23 @@ class FromKey(Option):
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, q_len, kv_len)
         return np.maximum(begin, self.first), end
+
+
+@dataclasses.dataclass(frozen=True)
+class FromQuery(Option):
+    """A mask that keeps no key for queries before ``first``: the CPU path's for those that stand before the first key."""
+
+    base: Pairs
+    first: int
+
+    @property
+    def keep(self) -> Callable[..., Any]:
+        base: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
+        return base
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        begin, end = self.base.interval(q, q_len, kv_len)
+        return begin, np.where(q < self.first, begin, end)
 
 
 @dataclasses.dataclass(frozen=True)

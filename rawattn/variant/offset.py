@@ -76,3 +76,11 @@ class OffsetScore(Wrapper):
 
     def _at_positions(self, f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda xp, s, batch, head, q, kv: f(xp, s, batch, head, q + self.q_offset, kv + self.kv_offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtPositionsScore(Wrapper):
+    """A score that sees positions, of rows of ``AtPositionsRows``."""
+
+    type: ClassVar[str] = "AtPositionsScore"
+    source: ClassVar[str] = "variant/score/at_positions.cuh"

@@ -142,6 +142,38 @@ class StridedCacheRows(CacheRows):
 
 
 @dataclasses.dataclass(frozen=True)
+class KvBeginRows(Wrapper):
+    """A step's rows where ``kv_begin`` says which key of a sequence is the first that counts. ``KvBeginMask`` goes with it."""
+
+    type: ClassVar[str] = "KvBeginRows"
+    source: ClassVar[str] = "variant/rows/kv_begin.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("kv_begin", "const i32*", Pointer("kv_begin")))
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalEachRows(Wrapper):
+    """A step's rows where ``causal`` says which sequences are causal. ``CausalEachMask`` goes with it."""
+
+    type: ClassVar[str] = "CausalEachRows"
+    source: ClassVar[str] = "variant/rows/causal_each.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("causal", "const i32*", Pointer("causal")))
+
+
+@dataclasses.dataclass(frozen=True)
+class AtPositionsRows(Wrapper):
+    """A step's rows where functions see positions. ``AtPositionsMask`` and ``AtPositionsScore`` go with it."""
+
+    type: ClassVar[str] = "AtPositionsRows"
+    source: ClassVar[str] = "variant/rows/at_positions.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class SomeRows(Wrapper):
     """Rows of the sequences of a step with up to ``few_queries`` queries, or of those with more. ``base`` is over caches."""
 

@@ -42,6 +42,14 @@ class ListWalk(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class PagedListWalk(ListWalk):
+    """The same over keys in pages."""
+
+    type: ClassVar[str] = "PagedListWalk"
+    source: ClassVar[str] = "variant/walk/paged_list.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class IntervalCursor(Option):
     """Key tiles side by side, for warps that go along them by themselves: ``up``, or the last one first."""
 
@@ -78,6 +86,22 @@ class ListKeys(Option):
 
     type: ClassVar[str] = "ListKeys"
     source: ClassVar[str] = "variant/walk/keys_list.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitIntervalWalk(Option):
+    """Key tiles of attn_decode, side by side."""
+
+    type: ClassVar[str] = "SplitIntervalWalk"
+    source: ClassVar[str] = "variant/walk/split_interval.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitListWalk(Option):
+    """Key tiles of attn_decode, a list."""
+
+    type: ClassVar[str] = "SplitListWalk"
+    source: ClassVar[str] = "variant/walk/split_list.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

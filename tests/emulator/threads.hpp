@@ -153,6 +153,7 @@ static bool __all_sync(u32 all, bool vote) { return __ballot_sync(all, vote) == 
 static void __syncwarp() { __ballot_sync(~0u, true); }
 static void __syncthreads() { named[0].wait(blockDim.x); }
 static void __threadfence() {}
+static void __threadfence_block() {}
 static i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
 static u32 atomicAdd(u32* at, u32 x) { return (*at += x) - x; }
 static u64 atomicAdd(u64* at, u64 x) { return (*at += x) - x; }

@@ -18,7 +18,6 @@ from rawattn.kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from rawattn.kernel.paging import over_tensors
 from rawattn.operand import Layout
 from rawattn.select import select
-from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Both, Causal, Window
@@ -53,6 +52,9 @@ CASES = {
     "dense, HND": of(CHUNKS, form="dense", page_size=300, layout="HND", pool="interleaved", window=(100, 0)),
     "shared": of(CHUNKS, pool="shared", head_dim_v=24, page_size=128, softcap=5.0),
     "full": of(SAME, causal=False, page_size=32),
+    "causal for some": of(CHUNKS, causal=(0, 1, 1, 0, 1, 0, 0), begins=(131, 5, 9, 69, 0, 1, 150), whole=False),
+    "begins": of(CHUNKS, whole=False, begins=(131, 5, 9, 69, 0, 1, 150)),
+    "begins, dense": of(SAME, whole=False, begins=(299, -7, 64), form="dense", page_size=301, heads=3, kv_heads=1, head_dim_v=72),
 }
 EIGHT_BITS = {
     "e4m3": of(CHUNKS, kv_dtype="e4m3", scales=("number", "number"), page_size=4, head_dim=48, head_dim_v=80, window=(100, 0)),
@@ -69,7 +71,7 @@ def attend(case: Cached, edit: Any = None, **options: Any) -> tuple[Any, Any, ra
     given = case.step_arrays(nonsense_before=True)
     if edit is not None:
         edit(given)
-    arrays = {name: torch.from_numpy(x) for name, x in given.items()} | {"causal": case.causal}
+    arrays = {"causal": case.causal} | {name: torch.from_numpy(x) for name, x in given.items()}
     step = rawattn.Step.from_indptr(**arrays) if case.form == "indptr" else rawattn.Step(**arrays)
     options = {"window": case.window, "softcap": case.softcap, "kernel": "attn_fwd", "config": SMALL} | options
     options |= {"sinks": None if sinks is None else torch.from_numpy(sinks)}
@@ -87,7 +89,7 @@ def check(case: Cached, o: Any, lse: Any, skip: tuple[int, ...] = ()) -> None:
             wanted.check(case.of(o, i)[None], (case.of(lse.T, i).T if case.ragged else lse[i])[None])
 
 
-@pytest.mark.parametrize("name", ["pages of 1", "dense", "end to end", "shared", *EIGHT_BITS])
+@pytest.mark.parametrize("name", ["pages of 1", "dense", "end to end", "shared", "begins", "causal for some", *EIGHT_BITS])
 def test_public_call_of_mma(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same by attn_fwd_mma, with pages of any size; heads that share a key head share tiles, or do not."""
     word, case = stand_in(monkeypatch, tmp_path), CASES["table"] if name == "pages of 1" else (CASES | EIGHT_BITS)[name]
@@ -143,6 +145,18 @@ def test_violated_bounds_are_said_and_cut(tmp_path: pathlib.Path, monkeypatch: p
         assert bit & 1 or not found[0].isnan().any(), "of the pages only what a length counts is seen"
 
 
+@pytest.mark.parametrize("kernel", ["attn_decode", "attn_fwd"])
+def test_a_first_key_that_is_none_is_said(kernel: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And cut: to key 0, or to the end."""
+    word, config = stand_in(monkeypatch, tmp_path, sm_count=3), SMALL if kernel == "attn_fwd" else None
+    case = of(CHUNKS, lengths=((5, 70), (3, 40), (1, 0)), begins=(0, 40, 0))
+    for wrong, bit in (((-5, 40, 9), 32), ((0, 1 << 30, 0), 32), ((0, 40, -9), 0)):
+        word[0] = 0
+        found = attend(case, lambda given, wrong=wrong: given["kv_begin"].put(range(3), wrong), kernel=kernel, config=config)
+        check(case, *found[:2])
+        assert word[0] == bit
+
+
 def test_long_steps_go_to_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound on the rows of a sequence decides, before anything is known of the lengths."""
     stand_in(monkeypatch, tmp_path)
@@ -164,8 +178,6 @@ def test_long_steps_go_to_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.M
 REFUSED = {
     "page_size": ({"page_size": 4}, "attn_fwd: the cache has page_size 4; it takes pages of 8 keys or more"),
     "head_dim": ({"head_dim": 36}, "attn_fwd: head_dim is 36; it takes multiples of 8"),
-    "kv_begin": ({"kv_begin": True}, "attn_fwd: it takes no kv_begin"),
-    "causal": ({"causal_each": True, "spec": Spec()}, "attn_fwd: causal is an array"),
     "format": ({"element": FP32, "kv_element": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
     "eight bits": ({"kv_element": E4M3}, "not e4m3; attn_fwd_mma and, for up to 256 rows of a sequence, attn_decode"),
     "kv_element": ({"kv_element": FP16}, "attn_fwd: it takes caches in the format of q, bf16, not fp16"),
@@ -209,6 +221,15 @@ def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
     assert not binary.spill_bytes and not binary.advisories, (binary.spill_bytes, binary.advisories)
     with pytest.raises(ProblemError, match="over caches keys are not split"):
         select(op, TYPICAL[arch], "attn_fwd_mma", dataclasses.replace(found.config, split=True))
+
+
+@pytest.mark.parametrize("q_len", [8, 512])
+def test_what_a_step_says_of_each_sequence_spills_nothing(q_len: int) -> None:
+    op = Decode(page=16, q_len=q_len, varlen=True, total_q=512, mask=Window(1000, 0)).operation
+    op = dataclasses.replace(op, kv_begin=True, causal_each=True)
+    found = select(op, TYPICAL["sm_90a"])
+    binary = compiler.compile(found.kernel.lower(op, found.config, TYPICAL["sm_90a"]).launches[0].source)
+    assert found.kernel.name == ("attn_decode" if q_len == 8 else "attn_fwd") and not binary.spill_bytes
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)

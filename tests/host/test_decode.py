@@ -20,12 +20,12 @@ from rawattn.device import TYPICAL
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.select import select
 from rawattn.serving import api
-from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Causal, Full, Window
 from rawattn.variant.score import Softcap
-from tests import decode, emulator
+from rawattn.variant.walk import lists as lists_of
+from tests import decode, emulator, lists
 from tests.caches import Cached
 from tests.decode import Config, Decode
 from tests.emulator.gpu import stand_in
@@ -173,7 +173,7 @@ def scales_of(case: Case) -> tuple[Array, Array]:
 
 def expected(case: Case, seed: int = 0) -> tuple[list[Array], list[Array]]:
     op, found_o, found_lse = case.op, [], []
-    for q, k, v, k_scale, v_scale in zip(*sequences(case, seed), *scales_of(case), strict=True):
+    for batch, (q, k, v, k_scale, v_scale) in enumerate(zip(*sequences(case, seed), *scales_of(case), strict=True)):
         q_len, kv_len = len(q), len(k)
         begin, end = op.mask.interval(np.arange(q_len), q_len, kv_len)
         j = np.arange(kv_len)
@@ -181,6 +181,8 @@ def expected(case: Case, seed: int = 0) -> tuple[list[Array], list[Array]]:
         o, lse = np.zeros((q_len, op.heads, op.head_dim_v)), np.zeros((op.heads, q_len))
         for head in range(op.heads):
             kv_head = head // op.group
+            if lists_of(op.mask):
+                kept = op.mask.keep(HELD[op.mask], batch, head, np.arange(q_len)[:, None], j[None])  # type: ignore[attr-defined]
             s = op.scale * q[:, head].astype(np.float64) @ k[:, kv_head].astype(np.float64).T * k_scale[kv_head]
             if isinstance(op.score, Softcap):
                 s = op.score.cap * np.tanh(s / op.score.cap)
@@ -212,6 +214,15 @@ OP = Case().op
 EIGHT = dataclasses.replace(OP, kv_element=E4M3, head_dim=64, head_dim_v=64)
 PAGED = dataclasses.replace(OP, page=16)
 LENGTHS = (700, 0, 65, 1, 2100, 64, 300)
+HELD: dict[Any, tuple[Array, ...]] = {}  # the arrays of masks with holes
+
+
+def list_mask(name: str, batch: int, heads: int, length: int) -> Any:
+    """A mask of ``lists.MASKS``."""
+    held = lists.arrays(name, batch, heads, length)
+    mask = lists.on_host(name, held)
+    HELD[mask] = held
+    return mask
 
 
 def with_op(case: Case, **changes: Any) -> Case:
@@ -294,6 +305,17 @@ CASES = {
         dataclasses.replace(PAGED, head_dim=256, head_dim_v=256), (300, 33, 0, 40), (), 5, Config(1, 32, 3, 0, 1)
     ),
     "odd group": Case(dataclasses.replace(OP, heads=14), LENGTHS, grid=5),
+    "documents": Case(dataclasses.replace(PAGED, mask=list_mask("documents", 7, 4, 2200)), LENGTHS, grid=5),
+    "checkerboard, copied": Case(
+        dataclasses.replace(OP, q_len=3, heads=6, mask=list_mask("checkerboard", 7, 6, 2200)),
+        LENGTHS,
+        (),
+        5,
+        Config(2, 64, 3, 1, 1, cp_async=True, producers=2),
+    ),
+    "one split after the other, with holes": Case(
+        dataclasses.replace(OP, split_keys=1024, mask=list_mask("documents", 1, 4, 2500)), (2500,), (), 2
+    ),
     "merge in passes": Case(
         dataclasses.replace(OP, head_dim_v=64), LENGTHS, (), 5, dataclasses.replace(Case().config, merge_passes=2)
     ),
@@ -470,6 +492,20 @@ CALLS = {
     "e5m2": dataclasses.replace(
         GPU_CASE, kv_dtype="e5m2", scales=("number", "heads"), form="dense", page_size=310, layout="HND", window=(100, 0)
     ),
+    "begins": dataclasses.replace(GPU_CASE, whole=False, begins=(197, 3, 9, 0, 66), sinks=True),
+    "causal for some": dataclasses.replace(GPU_CASE, causal=(0, 1, 5, 0, 1), window=(None, 1)),
+    "causal for some, begins": dataclasses.replace(GPU_CASE, causal=(1, 1, 0, 0, 0), whole=False, begins=(197, 3, 9, 0, 66)),
+    "begins, copied": dataclasses.replace(GPU_CASE, page_size=1, whole=False, begins=(197, 3, -9, 1, 70)),
+    "begins, e4m3": dataclasses.replace(
+        GPU_CASE,
+        kv_dtype="e4m3",
+        form="dense",
+        page_size=310,
+        lengths=((3, 300), (3, 70)),
+        ragged=False,
+        begins=(70, 65),
+        whole=False,
+    ),
     "copied": dataclasses.replace(GPU_CASE, page_size=2, lengths=((3, 300), (3, 0), (3, 70)), ragged=False),
 }
 
@@ -495,8 +531,6 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
 REFUSED = {
     "head_dim": ({"head_dim": 40}, "head_dim is 40; it takes multiples of 16"),
     "rows": ({"q_len": 100}, "are 400 rows; it takes up to 256"),
-    "kv_begin": ({"kv_begin": True}, "no kv_begin"),
-    "causal": ({"causal_each": True, "spec": Spec()}, "causal is an array"),
     "format": ({"element": FP32, "kv_element": FP32}, "it takes bf16 and fp16, not fp32"),
     "cache": ({"kv_element": FP16}, "it takes caches in the format of q, bf16, e4m3 and e5m2, not fp16"),
     "columns in eight bits": (

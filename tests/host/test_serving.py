@@ -342,7 +342,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("negative", {"step": Step(lens(-1, 3), TABLE)}, "kv_lens[0] is -1; it must be from 0 to 12"),
     ("max_kv_len", {"step": Step(lens(3, 5), TABLE, max_kv_len=4)}, "kv_lens[1] is 5; it must be from 0 to 4"),
     ("page", {"step": Step(lens(3, 9), TABLE)}, "page_table[1, 2] is 9; it must be a page of the cache, from 0 to 5."),
-    ("begins", {"step": Step(LENS, TABLE, kv_begin=lens(0, -1))}, "kv_begin[1] is -1; it must be at least 0."),
+    ("begins", {"step": Step(LENS, TABLE, kv_begin=lens(0, -1))}, "kv_begin[1] is -1; it must be from 0 to "),
     ("CSR", {"step": Step.from_indptr(lens(0, 2, 1), lens(1, 2), lens(1, 1))}, "indptr is [0 2 1]; it must never fall"),
     ("CSR's end", {"step": Step.from_indptr(lens(0, 2, 3), lens(1, 2), lens(1, 1))}, "and lie within the 2 indices."),
     ("CSR's page", {"step": Step.from_indptr(lens(0, 1, 2), lens(1, 7), lens(1, 1))}, "indices[1] is 7; it must be a page of"),

@@ -268,10 +268,10 @@ def test_refusals() -> None:
     starts, pages = torch.tensor([0, 4], dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
     with pytest.raises(UnsupportedError, match=r"dropout_p is 0.1; rawattn does not have it yet"):
         fa2.flash_attn_varlen_func(q[0], q, q, starts, starts, 4, 4, dropout_p=0.1, block_table=pages)
-    with pytest.raises(UnsupportedError, match="alibi_slopes is a Tensor"):
-        fa2.flash_attn_varlen_func(q[0], q, q, starts, starts, 4, 4, alibi_slopes=torch.ones(2), block_table=pages)
-    with pytest.raises(UnsupportedError, match="alibi_slopes is a Tensor; rawattn does not have it yet"):
-        fa2.flash_attn_with_kvcache(q, q, q, alibi_slopes=torch.ones(2))
+    with pytest.raises(UnsupportedError, match=r"attention_chunk was given beside window_size=\(3, 0\)"):
+        fa3.flash_attn_with_kvcache(q, q, q, attention_chunk=3, window_size=(3, 0))
+    with pytest.raises(UnsupportedError, match="attention_chunk was given beside cache_leftpad"):
+        fa3.flash_attn_with_kvcache(q, q, q, attention_chunk=3, cache_leftpad=torch.zeros(1, dtype=torch.int32))
     for name, value in {"qv": q, "q_descale": torch.ones(1), "attention_chunk": 4}.items():
         with pytest.raises(UnsupportedError, match=f"{name} is .*rawattn does not have it yet"):
             fa3.flash_attn_func(q, q, q, **{name: value})
@@ -309,6 +309,19 @@ def test_alibi(slopes: Any) -> None:
     packed = (x.flatten(0, 1) for x in (q, k, v))
     o = fa2.flash_attn_varlen_func(*packed, starts_q, starts_k, 15, 20, alibi_slopes=slopes)
     check([o.unflatten(0, (2, 15))], [wanted.transpose(1, 2)])
+    check([fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=20, alibi_slopes=slopes)], [wanted.transpose(1, 2)])
+    pages = k.unflatten(1, (5, 4)).flatten(0, 1), v.unflatten(1, (5, 4)).flatten(0, 1)
+    table = torch.arange(10, dtype=torch.int32).view(2, 5)
+    o = fa2.flash_attn_varlen_func(q.flatten(0, 1), *pages, starts_q, starts_k, 15, 20, alibi_slopes=slopes, block_table=table)
+    check([o.unflatten(0, (2, 15))], [wanted.transpose(1, 2)])
+
+
+def test_chunks_over_a_cache() -> None:
+    q, k, v = make(2, 3, 2, 32), make(2, 20, 2, 32, seed=1), make(2, 20, 2, 32, seed=2)
+    at, keys = torch.arange(17, 20)[:, None], torch.arange(20)
+    kept = (at // 6 == keys // 6) & (keys <= at)
+    wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=kept)
+    check([fa3.flash_attn_with_kvcache(q, k, v, causal=True, attention_chunk=6)], [wanted.transpose(1, 2)])
 
 
 def test_hints_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Causal
 from tests.caches import NONSENSE, Cached
 from tests.calls import poisoned_memory
+from tests.conftest import missing_gpu
 
 pytestmark = pytest.mark.gpu("any")
 
@@ -44,6 +45,9 @@ def of(case: Cached, **changes: Any) -> Cached:
     return dataclasses.replace(case, **changes)
 
 
+E4M3 = of(STEP, kv_dtype="e4m3", scales=("each", "number"))
+BEGINS = (643, 7, 64, 0, 4097, 64, 128)  # the first keys that count; of a sequence without keys, of one without any that counts
+SOME = (0, 1, 1, 0, 1, 0, 7)  # which sequences are causal
 CASES = {
     "table": STEP,
     "dense": of(STEP, form="dense", page_size=5000),
@@ -60,6 +64,15 @@ CASES = {
     "full": of(DRAFT, causal=False),
     "window": of(DRAFT, window=(500, None)),
     "softcap and sinks": of(STEP, softcap=5.0, sinks=True),
+    "begins": of(DRAFT, begins=BEGINS, whole=False),
+    "begins, pages of 1": of(STEP, begins=BEGINS, whole=False, page_size=1),
+    "begins, packed": of(PACKED, begins=BEGINS, whole=False, form="indptr", page_size=64),
+    "begins, dense": of(DRAFT, begins=BEGINS, whole=False, form="dense", page_size=5000, sinks=True),
+    "begins, full": of(DRAFT, begins=BEGINS, whole=False, causal=False),
+    "begins, e4m3": of(E4M3, begins=BEGINS, whole=False),
+    "causal for some": of(DRAFT, causal=SOME, sinks=True),
+    "causal for some, begins": of(PACKED, causal=SOME, begins=BEGINS, whole=False),
+    "causal for some, window": of(DRAFT, causal=SOME, window=(500, 1), page_size=1),
     "fp16": of(DRAFT, dtype="fp16"),
     "one head": of(STEP, lengths=((1, 33000), (1, 9000)), heads=4, kv_heads=1),
     "long splits": of(STEP, lengths=((1, 33000), (1, 7)), heads=16, kv_heads=8),
@@ -67,7 +80,6 @@ CASES = {
     "columns 192 and 128": of(STEP, head_dim=192),
     "columns 256": of(STEP, head_dim=256, head_dim_v=256),
 }
-E4M3 = of(STEP, kv_dtype="e4m3", scales=("each", "number"))
 EIGHT_BITS = {
     "e4m3": E4M3,
     "e5m2": of(E4M3, kv_dtype="e5m2"),
@@ -102,6 +114,11 @@ CHUNKS = {
     "full": of(CHUNK, causal=False),
     "window": of(CHUNK, window=(500, None)),
     "softcap and sinks": of(CHUNK, softcap=5.0, sinks=True),
+    "begins": of(CHUNK, begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),
+    "causal for some": of(CHUNK, causal=(*SOME, 1), window=(1000, 1)),
+    "causal for some, begins": of(CHUNK, causal=(*SOME, 1), begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),
+    "begins, pages of 256": of(SAME, begins=(257, 510, 7, 100, 1024), whole=False, page_size=256, sinks=True),
+    "begins, dense": of(CHUNK, begins=(1, 4999, 0, 250, 64, 63, 3, 0), whole=False, form="dense", page_size=5000),
     "fp16": of(CHUNK, dtype="fp16"),
     "one head": of(CHUNK, heads=5, kv_heads=1),
     "columns 64": of(CHUNK, head_dim=64, head_dim_v=64),
@@ -220,7 +237,10 @@ def test_chunks_against_the_reference(name: str) -> None:
     assert rawattn.violations() == ()
 
 
-@pytest.mark.parametrize("name", ["table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72"])
+BY_MMA = "table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72", "begins", "causal for some"
+
+
+@pytest.mark.parametrize("name", BY_MMA)
 def test_chunks_by_mma(name: str) -> None:
     """By attn_fwd_mma, which takes pages of any size."""
     case = of(CHUNKS[name], page_size=1) if name == "window" else CHUNKS[name]
@@ -257,6 +277,131 @@ def test_chunks_have_the_same_bits_in_any_pages(page_size: int) -> None:
         assert rows_of(SAME, other, i) == rows_of(SAME, found, i), i
 
 
+IDS = np.random.default_rng(0).integers(0, 4, (8, 340)).repeat(16, 1).astype(np.int32)  # the document of each position
+WORDS = np.random.default_rng(1).integers(0, 256, (8, 8)).astype(np.int32)  # the ancestors of each of 8 nodes, as bits
+SLOPES = np.linspace(-0.01, 0.2, 40).astype(np.float32)
+ANCESTORS = WORDS[:, :, None] >> np.arange(8) & 1 > 0
+
+
+def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
+    """A mask and a score by name, over what they captured, of any library."""
+    ids, words, ancestors, slopes = captured
+    found: dict[str, Any] = {
+        "documents": lambda b, h, q, kv, q_len, kv_len: ids[b, q] == ids[b, kv],
+        "holes": lambda b, h, q, kv, q_len, kv_len: ((q // 50 + kv // 100 + h) % 3 != 0) & (kv // 300 % 2 == 0),
+        "words": lambda b, h, q, kv, q_len, kv_len: (
+            (kv < kv_len - 8) | (words[b, q - kv_len + 8] >> (kv - kv_len + 8).clip(0, 7) & 1 > 0)
+        ),
+        "tree": rawattn.mask.Tree(ancestors),
+        "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
+        "alibi": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv),
+        "capped": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv) * (ids[b, kv] > 0),
+    }
+    return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
+
+
+def captured(first: int, last: int, device: str = "") -> list[Any]:
+    """What functions capture, for some of the sequences."""
+    found = [*(x[first:last] for x in (IDS, WORDS, ANCESTORS)), SLOPES]
+    return [_moved(x, "torch", device) for x in found] if device else found
+
+
+def check_functions(case: Cached, found: tuple[Any, Any], mask: str, score: str) -> None:
+    """Compares each sequence by itself; rows that stand before the first key keep none."""
+    q, (o, lse) = case.rows(case.heads, case.head_dim, 1), (_float64(x) for x in found)
+    for i, (q_len, kv_len) in enumerate(case.lengths):
+        first, (k, v) = max(0, q_len - kv_len), case.keys(i)
+        own_o, own_lse = case.of(o, i), case.of(lse.T, i).T if case.ragged else lse[i]
+        assert not own_o[:first].any() and np.isneginf(own_lse[:, :first]).all()
+        if first == q_len:
+            continue
+        functions = functions_of(mask, score, captured(i, i + 1))
+        begin, causal = 0 if case.begins is None else case.begins[i], case.causal
+        kept = functions.get("mask", lambda b, h, q, kv, q_len, kv_len: kv >= 0)
+        is_full = not (causal if isinstance(causal, bool) else causal[i])
+        functions["mask"] = lambda b, h, q, kv, q_len, kv_len, kept=kept, begin=begin, is_full=is_full: (
+            kept(b, h, q, kv, q_len, kv_len) & (kv >= begin) & ((kv <= q) | is_full)
+        )
+        wanted = expect(case.of(q, i)[None, first:], k[None], v[None], **functions, q_offset=max(0, kv_len - q_len), kv_offset=0)
+        wanted.check(own_o[None, first:], own_lse[None, :, first:])
+
+
+FUNCTIONS = [("documents", ""), ("holes", "slopes"), ("words", ""), ("tree", "capped"), ("", "slopes")]
+
+
+@pytest.mark.parametrize(("mask", "score"), FUNCTIONS)
+@pytest.mark.parametrize("kernel", ["attn_decode", "attn_fwd_mma", pytest.param("attn_fwd", marks=pytest.mark.gpu)])
+def test_functions(kernel: str, mask: str, score: str) -> None:
+    """Over pools full of NaN, with first keys and causal arrays, too."""
+    for case in (DRAFT, of(PACKED, causal=SOME, begins=BEGINS, whole=False)) if kernel == "attn_decode" else (SAME, CHUNK):
+        functions = functions_of(mask, score, captured(0, len(case.lengths), "cuda"))
+        check_functions(case, attend(case, kernel=kernel, **functions), mask, score)
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_functions_over_eight_bits_and_pages(page_size: int) -> None:
+    case = of(DRAFT, page_size=page_size, **({} if missing_gpu() else {"kv_dtype": "e4m3", "scales": ("each", "number")}))
+    check_functions(case, attend(case, **functions_of("words", "slopes", captured(0, 7, "cuda"))), "words", "slopes")
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_functions(data: Any) -> None:
+    """Any lengths, first keys and causal arrays, by each kernel; of few kinds, which are compiled once."""
+    kernel = data.draw(st.sampled_from(("attn_decode", "attn_fwd_mma", *("attn_fwd",) * (missing_gpu() is None))))
+    lengths = st.tuples(st.integers(0, 8 if kernel == "attn_decode" else 300), st.integers(0, 1200))
+    drawn = data.draw(st.lists(lengths, min_size=1, max_size=6))
+    begins = st.tuples(*[st.integers(0, kv) for _, kv in drawn])
+    case = of(
+        PACKED, lengths=tuple(drawn), begins=data.draw(begins), whole=False, kv_heads=2, heads=10, head_dim=64, head_dim_v=64,
+        causal=data.draw(st.tuples(*[st.sampled_from((0, 1))] * len(drawn))), page_size=data.draw(st.sampled_from((16, 256))),
+        seed=data.draw(st.integers(0, 2**32 - 1)),
+    )  # fmt: skip
+    mask, score = data.draw(st.sampled_from((FUNCTIONS[0], FUNCTIONS[1], FUNCTIONS[4])))
+    functions = functions_of(mask, score, captured(0, len(drawn), "cuda"))
+    check_functions(case, attend(case, kernel=kernel, **functions), mask, score)
+
+
+def test_bits_of_functions_follow_from_the_sequence() -> None:
+    """Alone and in a batch, in any pages."""
+    functions = functions_of("documents", "slopes", captured(0, 7, "cuda"))
+    found = attend(DRAFT, **functions)
+    for page in (1, 64, 256):
+        other = attend(of(DRAFT, page_size=page), **functions)
+        assert all(rows_of(DRAFT, other, i) == rows_of(DRAFT, found, i) for i in range(7)), page
+    for i in range(7):
+        q, cache, step = one_of(DRAFT, i)
+        own = functions_of("documents", "slopes", captured(i, i + 1, "cuda"))
+        assert rows_of(DRAFT, rawattn.attention_kvcache(q, cache, step, return_lse=True, **own), 0) == rows_of(DRAFT, found, i)
+
+
+@pytest.mark.parametrize("case", [DRAFT, pytest.param(SAME, marks=pytest.mark.gpu)], ids=("draft", "chunks"))
+def test_graphs_read_what_functions_captured_anew(case: Cached) -> None:
+    """What ranges are made of, too."""
+    torch, arrays = pytest.importorskip("torch"), captured(0, len(case.lengths), "cuda")
+    functions, other = functions_of("documents", "slopes", arrays), arrays[0].roll(37, 1)
+    q, cache, step = _moved(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), case.step("torch")
+    ids, wanted = arrays[0].clone(), []
+    for x in (ids, other):
+        arrays[0].copy_(x)
+        wanted.append(rawattn.attention_kvcache(q, cache, step, **functions))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [rawattn.attention_kvcache(q, cache, step, **functions) for _ in range(10)]
+    for n in (0, 1, 0):
+        arrays[0].copy_((ids, other)[n])
+        graph.replay()
+        assert all(torch.equal(o, wanted[n]) for o in found), n
+
+
+def test_alibi() -> None:
+    slopes = _moved(SLOPES[:8], "torch", "cuda")
+    for case in (STEP, SAME):
+        check_functions(case, attend(case, alibi=slopes, softcap=2.0), "", "alibi")
+
+
 def test_arrays_of_cupy() -> None:
     case = of(STEP, dtype="fp16", device=0)
     check(case, attend(case, "cupy"))
@@ -275,6 +420,25 @@ def test_any_step(data: Any) -> None:
         head_dim=64, head_dim_v=64, seed=data.draw(st.integers(0, 2**32 - 1)),
     )  # fmt: skip
     check(case, attend(case, mask=None))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_first_keys_and_causal_arrays(data: Any) -> None:
+    """Any first keys of any sequences, over pools that hold NaN before them, causal or not, by each kernel."""
+    kernel = data.draw(st.sampled_from(("attn_decode", "attn_fwd_mma", *("attn_fwd",) * (missing_gpu() is None))))
+    longest = 8 if kernel == "attn_decode" else 300
+    lengths = st.tuples(st.integers(0, longest), st.sampled_from((0, 1, 63, 64, 65, 128, 257, 2100)) | st.integers(0, 1200))
+    drawn = data.draw(st.lists(lengths, min_size=1, max_size=6))
+    ends = [st.integers(0, kv) | st.sampled_from((0, kv, max(0, kv - 1), kv // 64 * 64)) for _, kv in drawn]
+    causal = data.draw(st.just(True) | st.tuples(*[st.sampled_from((0, 1, -5))] * len(drawn)))
+    case = of(
+        PACKED, lengths=tuple(drawn), causal=causal, begins=data.draw(st.tuples(*ends)), whole=False, kv_heads=2, heads=10,
+        page_size=data.draw(st.sampled_from((16, 256))), head_dim=64, head_dim_v=64, sinks=True,
+        seed=data.draw(st.integers(0, 2**32 - 1)),
+    )  # fmt: skip
+    check(case, attend(case, mask=None, kernel=kernel))
+    assert rawattn.violations() == ()
 
 
 @pytest.mark.gpu
@@ -302,10 +466,17 @@ def one_of(case: Cached, i: int) -> tuple[Any, Any, Any]:
     q = case.rows(case.heads, case.head_dim, 1)[i : i + 1]
     k, v = (x[None] if len(x) else np.zeros((1, 1, *x.shape[1:]), x.dtype) for x in case.keys(i))
     cache = rawattn.KVCache(_moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
-    return _moved(q, "torch", "cuda"), cache, rawattn.Step(_moved(np.array([case.lengths[i][1]], np.int32), "torch", "cuda"))
+    arrays = {"kv_lens": case.lengths[i][1]} | ({} if case.begins is None else {"kv_begin": case.begins[i], "causal": SOME[i]})
+    step = rawattn.Step(**{name: _moved(np.array([x], np.int32), "torch", "cuda") for name, x in arrays.items()})
+    return _moved(q, "torch", "cuda"), cache, step
 
 
-@pytest.mark.parametrize("case", [STEP, DRAFT, CASES["long splits"]], ids=("one query", "draft", "long"))
+BEGUN = of(DRAFT, causal=SOME, begins=BEGINS, whole=False)
+
+
+@pytest.mark.parametrize(
+    "case", [STEP, DRAFT, CASES["long splits"], BEGUN], ids=("one query", "draft", "long", "begins and causal")
+)
 def test_bits_follow_from_the_sequence(case: Cached) -> None:
     """A row has the same bits alone as in a batch, from a dense cache and from pages of any size, by TMA and by copies."""
     found = attend(case)
@@ -449,10 +620,11 @@ def test_what_is_wrong_on_the_device_is_said() -> None:
     arrays = STEP.step_arrays()
     arrays["page_table"][0, 3] = NONSENSE
     arrays["kv_lens"][3] = 1 << 29
+    arrays["kv_begin"] = np.array([0, -1, 0, -5, 0, 0, 0], np.int32)
     step = rawattn.Step(**{name: _moved(x, "torch", "cuda") for name, x in arrays.items()})
     rawattn.violations()
     found = attend(STEP, step=step)
-    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page"]
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page", "kv_begin"]
     for i in (1, 2, 4, 5, 6):
         assert rows_of(STEP, found, i) == rows_of(STEP, plain, i)
     assert np.isfinite(_float64(found[0])[0]).all()
@@ -469,8 +641,3 @@ def test_out_and_what_is_refused() -> None:
     )
     with pytest.raises(rawattn.UnsupportedError, match="it takes up to 256"):
         rawattn.attention_kvcache(q.expand(1, 100, 8, 128).contiguous(), cache, step, kernel="attn_decode")
-    begin = torch.zeros(1, dtype=torch.int32, device="cuda")
-    with pytest.raises(rawattn.UnsupportedError, match="kv_begin"):
-        rawattn.attention_kvcache(q, cache, rawattn.Step(step.kv_lens, kv_begin=begin))
-    with pytest.raises(rawattn.UnsupportedError, match="causal is an array"):
-        rawattn.attention_kvcache(q, cache, rawattn.Step(step.kv_lens, causal=begin))

@@ -16,10 +16,11 @@ struct PagedCpAsyncKv {
 
     const Args& args;
     const Pages pages;
-    const i32 head, kv_len;
+    const i32 head;
+    const Rows::Keys keys;
 
     __device__ PagedCpAsyncKv(const Args& args, const Rows& rows, const WorkTile& work)
-        : args(args), pages(args, work), head(work.head), kv_len(rows.kv_len) {}
+        : args(args), pages(args, work), head(work.head), keys(rows.keys()) {}
 
     __device__ static i32 first_row() { return i32(threadIdx.x) / 32 * rows_each; }
     __device__ static i32 key(i32 tile, int i) { return tile * cfg::tile_kv + first_row() + i * 32 + i32(threadIdx.x) % 32; }
@@ -28,7 +29,7 @@ struct PagedCpAsyncKv {
         const bool mine = rows_each >= 32 || i32(threadIdx.x) % 32 < rows_each;
 #pragma unroll
         for (int i = 0; i < (rows_each + 31) / 32; ++i)
-            found.page[i] = mine && key(tile, i) < kv_len ? pages.page(args, key(tile, i), args.k.count) : i32(args.k.count);
+            found.page[i] = mine && keys.has_any(key(tile, i), 1) ? pages.page(args, key(tile, i), args.k.count) : i32(args.k.count);
         return found;
     }
     // Brings the warp's part of a tile to L2, while the launch before may still run.
@@ -36,7 +37,7 @@ struct PagedCpAsyncKv {
         if (rows_each < 32 && i32(threadIdx.x) % 32 >= rows_each) return;
 #pragma unroll
         for (int i = 0; i < (rows_each + 31) / 32; ++i) {
-            const i32 key = this->key(tile, i), page = key < kv_len ? pages.early_page(args, key, args.k.count) : i32(args.k.count);
+            const i32 key = this->key(tile, i), page = keys.has_any(key, 1) ? pages.early_page(args, key, args.k.count) : i32(args.k.count);
             if (page == args.k.count) continue;
             for (int byte = 0; byte < cfg::head_dim * i32(sizeof(KvElement)); byte += 128) ptx::prefetch_to_l2(args.k.row(page, pages.row(key), head) + byte);
             for (int byte = 0; byte < cfg::head_dim_v * i32(sizeof(KvElement)); byte += 128) ptx::prefetch_to_l2(args.v.row(page, pages.row(key), head) + byte);
@@ -69,6 +70,8 @@ struct PagedCpAsyncKv {
         copy(v, args.v, tile, found);
         v_full.arrive_after_copies();
     }
+    // A tile without its bytes.
+    __device__ static void pass(Barrier& k_full, Barrier& v_full) { k_full.arrive(), v_full.arrive(); }
     __device__ static void fence_barriers() {}
     __device__ static void prefetch(const Args&) {}
     // No warp ends while copies of its are on their way.
@@ -76,5 +79,5 @@ struct PagedCpAsyncKv {
 
     // They are zeros already.
     template <class VTile>
-    __device__ static void clear_past_end(VTile&, i32) {}
+    __device__ static void clear_others(VTile&, const Rows::Keys&) {}
 };

@@ -9,24 +9,29 @@ struct PagedPanelsKv {
     static constexpr i32 boxes = cfg::tile_kv / cfg::page_rows;
     static_assert(boxes <= 32);
     struct At { i32 tile, page; };  // the page of this lane's rows of the tile, or -1
+    struct Board {                  // in shared memory, for this option alone
+        __device__ void init() {}
+    };
 
     const Args& args;
     const Pages pages;
-    const i32 head, kv_len;
+    const i32 head;
+    const Rows::Keys keys;
 
     __device__ PagedPanelsKv(const Args& args, const Rows& rows, const WorkTile& work)
-        : args(args), pages(args, work), head(work.head / args.heads_per_kv), kv_len(rows.kv_len) {}
+        : args(args), pages(args, work), head(work.head / args.heads_per_kv), keys(rows.keys()) {}
 
     __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(threadIdx.x) % boxes * cfg::page_rows; }
     __device__ i32 find(i32 tile) const {
-        if (key(tile) >= kv_len) return -1;
+        if (!keys.has_any(key(tile), cfg::page_rows)) return -1;
         const i32 page = pages.page(args, key(tile), args.k.count);
         return page < args.k.count ? page : -1;
     }
 
+    __device__ static At at(Board&, i32 tile, i32 page) { return {tile, page}; }
     template <class Tile>
     __device__ void load(Tile& tile, const TmaPageRows& pool, ptx::Mbarrier& full, At at) const {
-        const i32 lane = threadIdx.x % 32, rows = at.page < 0 ? 0 : min(kv_len - key(at.tile), cfg::page_rows);
+        const i32 lane = threadIdx.x % 32, rows = at.page < 0 ? 0 : min(keys.end - key(at.tile), cfg::page_rows);
         if (lane == 0) full.arrive_expect(Tile::bytes);
         if (lane >= boxes) return;
 #pragma unroll

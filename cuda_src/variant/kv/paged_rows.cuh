@@ -9,10 +9,11 @@ template <class Pages>
 struct PagedRowsKv {
     const Args& args;
     const Pages pages;
-    const i32 head, kv_len;
+    const i32 head;
+    const Rows::Keys keys;
 
     __device__ PagedRowsKv(const Args& args, const Rows& rows, const WorkTile& work)
-        : args(args), pages(args, work), head(work.head / args.heads_per_kv), kv_len(rows.kv_len) {}
+        : args(args), pages(args, work), head(work.head / args.heads_per_kv), keys(rows.keys()) {}
 
     // As SwizzledTile::fill does it.
     template <int columns, class Tile>
@@ -23,7 +24,7 @@ struct PagedRowsKv {
 #pragma unroll
         for (u32 i = 0; i < cfg::tile_kv; i += rows_at_once) {
             if (cfg::tile_kv % rows_at_once != 0 && row + i >= cfg::tile_kv) break;
-            const i32 key = index * cfg::tile_kv + i32(row + i), page = key < kv_len ? pages.page(args, key, pool.count) : i32(pool.count);
+            const i32 key = index * cfg::tile_kv + i32(row + i), page = keys.has_any(key, 1) ? pages.page(args, key, pool.count) : i32(pool.count);
             const unsigned char* from = (page < pool.count ? pool.row(page, pages.row(key), head) : pool.data) + chunk * 16;
 #pragma unroll
             for (u32 c = 0; c < Tile::chunks; c += Tile::period) {

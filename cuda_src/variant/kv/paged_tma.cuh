@@ -11,19 +11,20 @@ struct PagedTmaKv {
 
     const Args& args;
     const Pages pages;
-    const i32 head, kv_len;
+    const i32 head;
+    const Rows::Keys keys;
 
     __device__ PagedTmaKv(const Args& args, const Rows& rows, const WorkTile& work)
-        : args(args), pages(args, work), head(work.head), kv_len(rows.kv_len) {}
+        : args(args), pages(args, work), head(work.head), keys(rows.keys()) {}
 
     // The first key of this lane's box, and its page: the first lanes have boxes of K, as many others those of V.
     __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(threadIdx.x) % boxes * cfg::page_rows; }
-    __device__ i32 find(i32 tile) const { return key(tile) < kv_len ? pages.page(args, key(tile), args.k.count) : args.k.count; }
+    __device__ i32 find(i32 tile) const { return keys.has_any(key(tile), cfg::page_rows) ? pages.page(args, key(tile), args.k.count) : args.k.count; }
 
     // Brings a tile to L2, while the launch before may still run.
     __device__ void prefetch(i32 tile) const {
         const i32 lane = threadIdx.x % 32, row = pages.row(key(tile));
-        const i32 page = key(tile) < kv_len ? pages.early_page(args, key(tile), args.k.count) : args.k.count;
+        const i32 page = keys.has_any(key(tile), cfg::page_rows) ? pages.early_page(args, key(tile), args.k.count) : args.k.count;
         if (page == args.k.count) return;
         if (lane < boxes) args.k.prefetch(page, row, head);
         else if (lane < 2 * boxes) args.v.prefetch(page, row, head);
@@ -35,14 +36,18 @@ struct PagedTmaKv {
         if (lane < boxes) args.k.load(k.box(lane), k_full, page, row, head);
         else if (lane < 2 * boxes) args.v.load(v.box(lane - boxes), v_full, page, row, head);
     }
+    // A tile without its bytes.
+    __device__ static void pass(Barrier& k_full, Barrier& v_full) {
+        if (threadIdx.x % 32 == 0) k_full.arrive(), v_full.arrive();
+    }
     __device__ static void fence_barriers() { ptx::fence_mbarrier_init(); }
     __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map), ptx::prefetch(args.v.map); }
     __device__ static void finish() {}
 
-    // What a page holds past the sequence may be NaN, of which a weight of 0 makes NaN.
+    // What a page holds besides the sequence's keys may be NaN, of which a weight of 0 makes NaN.
     template <class VTile>
-    __device__ static void clear_past_end(VTile& v, i32 rows) {
-        v.clear(rows);
+    __device__ static void clear_others(VTile& v, const Rows::Keys& there) {
+        there.clear_others(v);
         ptx::fence_proxy_async();
         __syncwarp();
     }

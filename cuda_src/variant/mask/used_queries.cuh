@@ -1,15 +1,8 @@
 #pragma once
 // A mask of sequences of which rows.used queries are used: the others keep no key.
 #include "tile/range.cuh"
+#include "variant/mask/used_row.cuh"
 #include "variant/work_tile.cuh"
-
-template <class Row>
-struct UsedRow {
-    Row row;
-    bool used;
-
-    __device__ bool keep(i32 offset) const { return used && row.keep(offset); }
-};
 
 template <class M>
 struct UsedQueriesMask : M {

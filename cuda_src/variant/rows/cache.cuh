@@ -2,8 +2,9 @@
 // The queries of a step over cached keys: their lengths lie on the device. Rows are the queries of all heads that share a key head,
 // one query after the other, as in variant/rows/pack_gqa.cuh. A length beyond what the host knows of is cut, and said so.
 #include "ptx/load.cuh"
-#include "tile/sequence.cuh"
+#include "tile/keys.cuh"
 #include "tile/range.cuh"
+#include "tile/sequence.cuh"
 #include "tile/violated.cuh"
 
 struct QuerySpan {
@@ -15,6 +16,8 @@ struct QuerySpan {
 template <class Queries, class Lengths>
 struct CacheRows {
     static constexpr i32 q_offset = 0, kv_offset = 0;
+    using Keys = KeysBefore;
+    struct Seen { i32 kv_len, q_len; };  // what a schedule follows from
     QuerySpan q;
     BatchEntry kv;
     i32 q_len, kv_len, heads, queries;  // q_len: rows
@@ -33,6 +36,9 @@ struct CacheRows {
         const i32 batch = threadIdx.x % 32 * 32;
         if (batch < args.batches) Lengths::prefetch(args, batch);
     }
+    __device__ Keys keys() const { return {kv_len}; }
+    __device__ Seen seen() const { return {kv_len, q_len}; }
+    __device__ bool is(const Seen& seen) const { return kv_len == seen.kv_len && q_len == seen.q_len; }
     __device__ Extent extent() const { return {queries, kv_len, q.first, 0}; }
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - queries); }
     __device__ i32 q_of(i32 row) const { return row / heads; }

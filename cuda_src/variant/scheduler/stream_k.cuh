@@ -18,7 +18,7 @@ struct Sequence {
 
     Sequence() = default;
     __device__ Sequence(const Args& args, const Rows& rows, i32 batch)
-        : splits(args, rows.kv_len, rows.q_len > 0 ? Mask(args, rows, WorkTile{batch, 0, 0, 0}).kv_tiles(0, rows.q_len) : TileRange{}),
+        : splits(args, rows.kv_len, rows.q_len > 0 ? Walk::span(args, rows, WorkTile{batch, 0, 0, 0}, rows.q_len) : TileRange{}),
           works(ceil_div(rows.q_len, cfg::tile_q) * args.heads), tiles(splits.last - splits.first + work_tiles) {}
 
     __device__ i64 line() const { return i64(works) * tiles; }
@@ -87,7 +87,7 @@ struct SplitRun : WorkTile {
     __device__ bool is_whole() const { return split == splits.begin && split_end == splits.end; }
 };
 
-struct SeenLength { i32 kv_len, rows; };  // of a sequence
+using SeenLength = Rows::Seen;  // of a sequence
 
 struct StreamKScheduler {
     using Read = ptx::LoadFromL2;
@@ -112,7 +112,7 @@ struct StreamKScheduler {
         for (i32 batch = first; batch < last; ++batch) {
             const Rows rows(args, batch, Read{});
             sequence = Sequence(args, rows, batch);
-            if (seen != nullptr) seen[batch] = {rows.kv_len, rows.q_len};
+            if (seen != nullptr) seen[batch] = rows.seen();
             else say_violations(args, rows);
             upto += sequence.line(), works += sequence.works;
             if (sequence.works == 0) continue;
@@ -148,7 +148,7 @@ struct StreamKScheduler {
 #pragma unroll 1
         for (i32 batch = i32(threadIdx.x) % 32; batch < args.batches; batch += 32) {
             const Rows rows(args, batch, Read{});
-            same = same && rows.kv_len == seen[batch].kv_len && rows.q_len == seen[batch].rows;
+            same = same && rows.is(seen[batch]);
             say_violations(args, rows);
         }
         return __all_sync(0xffffffffu, same);

@@ -42,8 +42,8 @@ struct ListWalk {
 
     template <class Producer>
     __device__ static void produce(Producer& producer) {
-        if (threadIdx.x < 32) load_works(producer);
-        else find_works(producer);
+        if (threadIdx.x >= 32) return find_works(producer);
+        load_works(producer, [&](Reader& reader, const WorkTile& work, Visit first) { load(producer, reader, work, first); });
     }
 
     // The second warp: the tiles of one work after the other. A work is drawn when the tiles that are left fill the ring twice: a block
@@ -117,8 +117,8 @@ struct ListWalk {
     };
 
     // The first warp, of which one lane loads.
-    template <class Producer>
-    __device__ static void load_works(Producer& producer) {
+    template <class Producer, class Load>
+    __device__ static void load_works(Producer& producer, Load load) {
         Reader reader{producer.smem.board};
         Ring<2> ring;
         while (true) {
@@ -127,7 +127,7 @@ struct ListWalk {
             const Visit first = reader.next();
             publish(producer.smem, ring, work, first.classes);
             if (work.is_last()) return;
-            load(producer, reader, work, first);
+            load(reader, work, first);
             reader.leave();
         }
     }

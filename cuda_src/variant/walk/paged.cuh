@@ -4,6 +4,7 @@
 
 struct PagedWalk : IntervalWalk {
     template <class K, class KTile, class VTile> using Contract = PanelsKvOption<K, KTile, VTile>;
+    using Board = Kv::Board;
     using IntervalWalk::IntervalWalk;
 
     template <class Producer>
@@ -31,19 +32,20 @@ struct PagedWalk : IntervalWalk {
         if (tiles.begin >= tiles.end) return;
         const Kv source(producer.args, rows, work);
         const auto find = [&](i32 tile) { return tile < tiles.begin ? -1 : source.find(tile); };
+        const auto at = [&](i32 tile, i32 page) { return Kv::at(producer.smem.board, tile, page); };
         i32 tile = tiles.end - 1, before = find(tile), page = find(tile - 1);
         producer.await_k();
-        producer.load_k(source, Kv::At{tile, before});
+        producer.load_k(source, at(tile, before));
         if (threadIdx.x == 0) producer.load_q(rows, work);
         __syncwarp();
         producer.q.advance(), producer.kv.advance();
         for (--tile; tile >= tiles.begin; --tile, producer.kv.advance()) {
             const i32 next = find(tile - 1);
             producer.await_k();
-            producer.load_k(source, Kv::At{tile, page});
-            producer.load_v(source, Kv::At{tile + 1, before});
+            producer.load_k(source, at(tile, page));
+            producer.load_v(source, at(tile + 1, before));
             before = page, page = next;
         }
-        producer.load_v(source, Kv::At{tile + 1, before});
+        producer.load_v(source, at(tile + 1, before));
     }
 };
