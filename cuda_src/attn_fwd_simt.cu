@@ -194,7 +194,7 @@ struct Thread {
             softmax.finish(q, all);
             if (q >= q_end) continue;
             const Number inverse = all.inverse() * factor;
-            if (lane == 0) out.lse(q, all.reference + log2(all.total) * Number(ln_2));
+            if (lane == 0) out.lse(q, fma(log2(all.total), Number(ln_2), all.reference));  // each row's in the same way
 #pragma unroll
             for (int c = 0; c < v_chunks * vectors_v; ++c)
 #pragma unroll

@@ -121,7 +121,6 @@ struct KeptAfter {
 };
 template <class M, int n>
 struct KeptAhead {
-    static_assert(rows_each == 2);
     KeptBits<n> kept;
 
     __device__ KeptAhead(const M& mask, bool asked, i32 row, i32 first) {

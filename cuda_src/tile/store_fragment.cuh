@@ -41,6 +41,7 @@ __device__ void store_fragment(const Store& store, const Softmax& softmax, const
         softmax.finish(row + 8 * r, sum);
         const bool inside = row + 8 * r < end;
         store_row(store.o(row + 8 * r), inside, o, r, sum.inverse() * factor);
-        if (threadIdx.x % 4 == 0 && inside) store.lse(row + 8 * r, sum.reference + __log2f(sum.total) * float(ln_2));
+        // The reference is a product: the compiler may round either of the two alone, and not the same one in every row.
+        if (threadIdx.x % 4 == 0 && inside) store.lse(row + 8 * r, __fmaf_rn(__log2f(sum.total), float(ln_2), sum.reference));
     }
 }
