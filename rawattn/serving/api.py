@@ -12,6 +12,8 @@ from .. import arrays, driver, functions, memory
 from ..api import Explanation, MaskLike, ScoreLike, explain_operation, log_operation
 from ..arrays import Array
 from ..errors import ProblemError, UnsupportedError
+from ..kernel.attn_fwd_mma import packs
+from ..kernel.paging import over_tensors
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
 from ..operation.kvcache import table_of
@@ -473,12 +475,15 @@ def check_cpu(kernel: str | None, config: Any) -> None:
 
 def log(op: AttentionKVCache | Append | Combine) -> None:
     """Records an operation where RAWATTN_LOG asks for it: one of all that need the same kernels, since lengths of a step, and how
-    many rows there are, change all the time. The bound on a sequence's rows counts by powers of two, which choose kernels."""
+    many rows there are, change all the time. The bound on a sequence's rows counts by powers of two, which choose kernels, and by
+    how it fills tiles, which chooses configurations of attn_fwd_mma."""
     if not os.environ.get("RAWATTN_LOG"):
         return
-    rows = op.q_len * op.heads_per_kv if isinstance(op, AttentionKVCache) else 0
-    heads = op.heads_per_kv if isinstance(op, AttentionKVCache) else 0
-    log_operation(op, (op.kind, op.layout, (rows - 1).bit_length(), heads))
+    key: tuple[Any, ...] = (op.kind, op.layout)
+    if isinstance(op, AttentionKVCache):
+        rows = op.q_len * op.heads_per_kv
+        key += ((rows - 1).bit_length(), op.heads_per_kv, packs(over_tensors(op)))
+    log_operation(op, key)
 
 
 class CpuCall:

@@ -13,10 +13,13 @@ import pytest
 import rawattn
 from rawattn import ProblemError, arrays, compiler, driver, plans
 from rawattn.api import operations_of
+from rawattn.device import TYPICAL
+from rawattn.select import select
 from rawattn.serving import api
 from rawattn.serving import plan as planning
 from rawattn.testing import _moved
 from tests.caches import Cached
+from tests.decode import Decode
 from tests.emulator.gpu import stand_in
 
 CASE = Cached(((2, 30), (0, 5), (4, 0), (1, 1), (3, 17)), dtype="fp32", heads=4, kv_heads=2, sinks=True)
@@ -222,3 +225,20 @@ def test_a_bundle_takes_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rawattn.bundle.compiler, "compile", compile_)
     assert rawattn.save_bundle(log, tmp_path / "kernels.zip", ["sm_90a"]) >= 3
     assert {name.partition(".")[0] for name in made} >= {"attn_decode", "append", "combine"}, made
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])
+def test_the_log_has_all_that_need_other_kernels(arch: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds on rows in any order: what is recorded compiles what every one of them launches, and most record nothing."""
+    monkeypatch.setenv("RAWATTN_LOG", str(log := tmp_path / "operations.jsonl"))
+    device, needed = TYPICAL[arch], set[str]()
+    sources = lambda programs: {launch.source.key for program in programs for launch in program.launches}  # noqa: E731
+    lengths = (1, 2, 100, 128, 70, 65, 200, 129, 255)
+    for q_len in lengths:
+        op = Decode(batch=4, q_len=q_len, page=4).operation
+        api.log(op)
+        selection = select(op, device)
+        needed |= sources([selection.kernel.lower(op, selection.config, device)])
+    recorded = operations_of(log)
+    assert needed <= sources(program for op in recorded for program in select(op, device).programs(op, device))
+    assert len(recorded) < len(lengths)
