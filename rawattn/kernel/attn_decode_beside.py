@@ -62,7 +62,7 @@ class AttnDecodeAndFwd(AttnFwdKVCache):
         return reasons(op, device) or super().supports(op, device)
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
-        return False
+        return not reasons(op, device) and super().meant_for(op, device)
 
     def options(self, op: AttentionKVCache, config: attn_fwd.Config) -> dict[str, Option]:
         found = super().options(op, config)

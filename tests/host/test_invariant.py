@@ -16,6 +16,7 @@ from rawattn import ProblemError, UnsupportedError, compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
+from rawattn.operand import Layout
 from rawattn.operation import Forward
 from rawattn.select import select
 from rawattn.spec import Spec
@@ -198,6 +199,8 @@ def test_kernels_over_caches() -> None:
         assert over_caches(arch, q_len=65, ragged=False, total_q=195)[1] == config, "the same alone"
         assert over_caches(arch, q_len=65, total_q=0)[2].launches == ()
     assert over_caches("sm_90a", q_len=65, kv_element=E4M3)[0] is ATTN_DECODE_AND_FWD_MMA
+    with pytest.raises(UnsupportedError, match=r"attn_fwd: q has a stride; or ask for .* kernel='attn_decode\+attn_fwd_mma'"):
+        over_caches("sm_90a", q_len=65, layout=Layout("q has a stride"))  # other kernels are other bits
     assert over_caches("sm_90a", q_len=65, head_dim=40, head_dim_v=40)[0].name == "attn_fwd", "attn_decode takes none of them"
     with pytest.raises(UnsupportedError, match=r"attn_decode\+attn_fwd: it is for invariant=True, where sequences may have more"):
         select(Decode(page=16, q_len=300).operation, TYPICAL["sm_90a"], "attn_decode+attn_fwd")
