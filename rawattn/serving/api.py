@@ -67,9 +67,11 @@ def attention_kvcache(
     configuration too, which shapes and bounds choose.
 
     With ``invariant=True`` a row's bits follow from its q, its sequence's keys and numbers of keys and rows, the heads, the
-    options and the GPU, not from batch, neighbours, bounds, pages or grid. Each sequence goes to the kernel of its own rows, in
-    two launches where some may have up to 256 and others more. So bits differ between a sequence of up to 256 rows and one of
-    more, and those of ``attention`` are others again: a token decoded is not bit by bit that of a long prefill.
+    options and the GPU, not from batch, neighbours, bounds, grid, or the places of pages. Nor do they follow from page_size, but
+    for sequences of more than 256 rows on Hopper, where pages of fewer than 8 keys go to another kernel. Each sequence goes to
+    the kernel of its own rows, in two launches where some may have up to 256 and others more. So bits differ between a sequence
+    of up to 256 rows and one of more, and those of ``attention`` are others again: a token decoded is not bit by bit that of a
+    long prefill.
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are
@@ -78,7 +80,7 @@ def attention_kvcache(
 
     The pages are those of PagedAttention (arXiv 2309.06180, section 4.1). ``rawattn.reference.attention_kvcache`` specifies it.
     """
-    score, softcap = _biased(softcap, score, alibi)
+    score, softcap = with_slopes(softcap, score, alibi)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
@@ -89,7 +91,7 @@ def attention_kvcache(
     return one_or_all(attend(q, cache, step, asked, split_keys_of(split), sinks, out, lse, kernel, config))
 
 
-def _biased(softcap: Any, score: Any, alibi: Any) -> tuple[Any, Any]:
+def with_slopes(softcap: Any, score: Any, alibi: Any) -> tuple[Any, Any]:
     """The score and the softcap, which is in the score where there are slopes."""
     return (score, softcap) if alibi is None else (functions.biased(softcap, score, alibi, None), None)
 
@@ -138,7 +140,7 @@ def attend(
     check_lse(lse, spec.return_lse)
     signatures, forms = arrays.signatures((q, sinks)), arrays.forms(captured) if captured else ()
     key = (signatures, cache.serial, step.serial, spec, split_keys, kernel, config, own, forms)
-    call: GpuCall | CpuCall | None = _calls.get(key)
+    call: GpuCall | CpuCall | None = None if cache.requires_grad else _calls.get(key)
     if call is None:
         call, captured = _first(q, cache, step, asked, split_keys, sinks, kernel, config)
         if isinstance(call, GpuCall) and signatures is not None and forms is not None:
@@ -180,7 +182,7 @@ def arrays_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[An
     found = {"q": arrays.read(q, "q"), **cache.arrays_of(step.batch), **step.arrays}
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
-    if arrays.requires_grad(q, cache.k, cache.v, cache.k_scale, cache.v_scale, sinks, *captured):
+    if cache.requires_grad or arrays.requires_grad(q, sinks, *captured):
         raise ProblemError(NO_GRAD)
     return found
 
@@ -220,7 +222,7 @@ def explain_kvcache(
 
     Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
     """
-    score, softcap = _biased(softcap, score, alibi)
+    score, softcap = with_slopes(softcap, score, alibi)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
     op, found = attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)
@@ -277,7 +279,8 @@ def write(
     given = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
     signatures = arrays.signatures(tuple(given.values()))
     key = (signatures, cache.serial, None if step is None else step.serial, None if rotary is None else rotary.serial)
-    call: GpuCall | CpuCall | None = _calls.get(key)
+    followed = cache.requires_grad or (rotary is not None and rotary.requires_grad)
+    call: GpuCall | CpuCall | None = None if followed else _calls.get(key)
     if call is None:
         op, found = _append_of(cache, step, rotary, given)
         call = _call_of(op, found, cache.layout)
@@ -298,7 +301,7 @@ def _append_of(
         raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
     if not cache.v_in_k and given["v"] is None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
-    if arrays.requires_grad(cache.k, cache.v, cache.k_scale, cache.v_scale, *given.values()):
+    if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*given.values()):
         raise ProblemError(NO_GRAD)
     found = arrays.named(tuple(given), tuple(given.values()))
     if step is not None:

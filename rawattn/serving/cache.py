@@ -105,6 +105,11 @@ class KVCache:
     def head_dim_v(self) -> int:
         return self.arrays["v"].shape[3]
 
+    @property
+    def requires_grad(self) -> bool:
+        """Says whether autograd would have to follow what is computed from it; arrays may come to require grad at any time."""
+        return arrays.requires_grad(self.k, self.v, self.k_scale, self.v_scale)
+
     def arrays_of(self, batch: int) -> dict[str, Array]:
         """The arrays of a call with so many sequences: k_cache, v_cache, and scales as (batch, kv_heads, 1)."""
         scales = {name: broadcast(x, batch, self.kv_heads) for name, x in self.scale_arrays.items()}

@@ -16,7 +16,19 @@ from ..operation import AttentionKVCache
 from ..plans import KEPT_CALLS, GpuCall, Plan, cache_put, device_of, one_or_all
 from ..select import Selection, select
 from ..spec import Window
-from .api import CpuCall, arrays_of, asked_with, attention_of, check_cpu, check_lse, check_objects, layout_of, log, split_keys_of
+from .api import (
+    CpuCall,
+    arrays_of,
+    asked_with,
+    attention_of,
+    check_cpu,
+    check_lse,
+    check_objects,
+    layout_of,
+    log,
+    split_keys_of,
+    with_slopes,
+)
 from .cache import KVCache
 from .step import Step
 
@@ -26,8 +38,8 @@ _WORDS = {"q_len": "max_q_len of the step", "kv_len": "max_kv_len of the step", 
 
 def plan_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, sinks: Any = None, split: str | int = "auto",
-    return_lse: bool = False, invariant: bool = False, kernel: str | None = None, config: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
+    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, kernel: str | None = None, config: Any = None,
     on_compile: Callable[[], None] | None = None,
 ) -> KVCachePlan:  # fmt: skip
     """Makes the plan of ``attention_kvcache`` for arrays like these, compiled and loaded: ``plan.run(q, cache, step)`` then
@@ -36,13 +48,15 @@ def plan_kvcache(
     >>> p = rawattn.plan_kvcache(q, cache, step)
     >>> o = p.run(q, cache, step)
 
-    Arguments as in ``attention_kvcache``. ``on_compile`` is called before NVRTC runs.
+    Arguments as in ``attention_kvcache``; ``run`` takes the arrays that functions captured, and ``alibi``, anew. ``on_compile``
+    is called before NVRTC runs.
     """
     check_objects(cache, step)
+    score, softcap = with_slopes(softcap, score, alibi)
     options, captured = functions.taken(
         {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     )
-    asks = Asks(options, return_lse, split_keys_of(split))
+    asks = Asks(options, return_lse, split_keys_of(split), order_of(step, options, len(captured)))
     op, found = attention_of(q, cache, step, asked_with(step, options, captured, return_lse), asks.split_keys, sinks)
     device = device_of(found["q"])
     log(op)
@@ -53,11 +67,19 @@ def plan_kvcache(
 
 
 class Asks(NamedTuple):
-    """What a plan was asked for: options, in which functions have no arrays, and the keys of a split."""
+    """What a plan was asked for: options, in which functions have no arrays, the keys of a split, and which of the captured
+    arrays its kernel takes, in order; None is the step's own ``causal``."""
 
     options: dict[str, Any]
     return_lse: bool
     split_keys: int
+    order: tuple[int | None, ...]
+
+
+def order_of(step: Step, options: dict[str, Any], count: int) -> tuple[int | None, ...]:
+    """The order in which a kernel takes ``count`` captured arrays, and the step's own."""
+    captured = asked_with(step, options, tuple(range(count)), False).captured
+    return tuple([place if isinstance(place, int) else None for place in captured])
 
 
 class KVCachePlan(Plan):
@@ -85,12 +107,15 @@ class KVCachePlan(Plan):
         """
         check_objects(cache, step)
         check_lse(lse, self._asks.return_lse)
-        key = (arrays.signatures((q, sinks)), cache.serial, step.serial)
-        call: GpuCall | CpuCall | None = None if captured else self._calls.get(key)
+        signatures, forms = arrays.signatures((q, sinks)), arrays.forms(captured) if captured else ()
+        key = (signatures, cache.serial, step.serial, forms)
+        call: GpuCall | CpuCall | None = None if cache.requires_grad else self._calls.get(key)
         if call is None:
             call, captured = self._bound(q, cache, step, sinks, captured)
-            if isinstance(call, GpuCall) and key[0] is not None and not captured:
+            if isinstance(call, GpuCall) and signatures is not None and forms is not None:
                 cache_put(self._calls, key, call, KEPT_CALLS)
+        elif self._asks.order:
+            captured = tuple([step.causal if i is None else captured[i] for i in self._asks.order])
         return one_or_all(call(q, out if lse is None else (out, lse), captured))
 
     def _bound(
@@ -99,7 +124,7 @@ class KVCachePlan(Plan):
         """The plan on these arrays, and the captured ones in the order of its kernel."""
         found = arrays_of(q, cache, step, sinks)
         layout = layout_of(found, cache, step)
-        call = None if captured else self._layouts.get(layout)
+        call = None if self._asks.order or captured else self._layouts.get(layout)
         if call is not None:  # each array lies as one did that was checked
             return call.moved([array.pointer for array in found.values()]), ()
         asked = asked_with(step, self._asks.options, captured, self._asks.return_lse)
@@ -108,7 +133,7 @@ class KVCachePlan(Plan):
         if self.device.is_cpu:
             return CpuCall(op, found, cache.layout), ()
         same = (op.k_scale, op.v_scale) == (self.op.k_scale, self.op.v_scale)  # type: ignore[attr-defined]
-        call = GpuCall(self if same else self.resized(op), found)
+        call = GpuCall(self if same else self.resized(dataclasses.replace(op, layout=self.op.layout)), found)
         if not op.captured:
             cache_put(self._layouts, layout, call, KEPT_CALLS)
         return call, tuple([found[each.name].object for each in op.captured])
@@ -129,5 +154,13 @@ class KVCachePlan(Plan):
                 )
         if not self.device.is_cpu:
             reason = self._kernel.layout_reason(op.layout) or self._kernel.legal(self.config, op, self.device)
+            if reason is None and op.layout.tma_unsupported and self._needs_others(op):
+                reason = f"{op.layout.tma_unsupported}, which a kernel of this plan needs; make another by rawattn.plan_kvcache"
             if reason is not None:
                 raise ProblemError(f"{reason}.")
+
+    def _needs_others(self, op: AttentionKVCache) -> bool:
+        """Says whether arrays that lie as those of ``op`` need kernels that are not those of the plan."""
+        assert self.program is not None
+        wanted = self._kernel.lower(op, self.config, self.device)
+        return [each.source.key for each in wanted.launches] != [each.source.key for each in self.program.launches]

@@ -45,6 +45,11 @@ class Rotary:
         object.__setattr__(self, "arrays", found)
 
     @property
+    def requires_grad(self) -> bool:
+        """Says whether autograd would have to follow what is rotated by it."""
+        return arrays.requires_grad(self.cos, self.sin)
+
+    @property
     def rotary_dim(self) -> int:
         """The columns that are rotated."""
         return 2 * self.arrays["cos"].shape[1]

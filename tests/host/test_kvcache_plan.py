@@ -75,6 +75,10 @@ def test_functions() -> None:
     assert not np.array_equal(plan.run(q, cache, step, slopes), wanted)
     with pytest.raises(ProblemError, match="0 captured arrays were given; the functions among the options captured 1"):
         plan.run(q, cache, step)
+    plan = rawattn.plan_kvcache(q, cache, step, alibi=slopes, softcap=3.0)
+    wanted = rawattn.attention_kvcache(q, cache, step, alibi=steep, softcap=3.0)
+    np.testing.assert_array_equal(plan.run(q, cache, step, steep), wanted)
+    assert not np.array_equal(plan.run(q, cache, step, slopes), wanted)
 
 
 def _longer(case: Cached) -> Cached:
@@ -154,6 +158,62 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert plan.kernel == "attn_decode" and len(compiled) == count == len(plan.binaries)
     with pytest.raises(ProblemError, match="q has an address or a stride that is no multiple of 16 bytes"):
         plan.run(torch.zeros(1 + q.numel(), dtype=q.dtype)[1:].view(q.shape), cache, step)
+
+
+@pytest.mark.parametrize("causal", [True, (1, 0, 1, 1)])
+def test_functions_on_a_gpu(causal: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where captured arrays lie elsewhere nothing is looked up; the kernel gets them, and what the step says of its sequences."""
+    torch, launched = pytest.importorskip("torch"), list[Any]()
+    compilations(monkeypatch, tmp_path, launched)
+    scratch = torch.zeros(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    monkeypatch.setattr(compiler, "compile", lambda source: compiler.Binary(b"", "", "", 0.0, "memory", source.key))
+    case = dataclasses.replace(SMALL, causal=causal)
+    q, cache, step = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.cache("torch"), case.step("torch", max_q_len=4)
+    ids, slopes, out = torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4), torch.empty_like(q)
+
+    def options(ids: Any, slopes: Any) -> dict[str, Any]:
+        return {"mask": lambda b, q, kv: ids[b, q] == ids[b, kv], "score": lambda s, h, q, kv: s + slopes[h] * (kv - q)}
+
+    plan = rawattn.plan_kvcache(q, cache, step, **options(ids, slopes))
+    plan.run(q, cache, step, ids, slopes, out=out)
+    moved = ids.clone(), slopes.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "attention_of", None)
+        launched.clear()
+        for captured in ((ids, slopes), moved):
+            plan.run(q, cache, step, *captured, out=out)
+    found = [*launched]
+    launched.clear()
+    for each in ((ids, slopes), moved):
+        rawattn.attention_kvcache(q, cache, step, **options(*each), out=out)
+    assert found == launched and found[0] != found[-1]
+
+
+def test_a_cache_that_requires_grad(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by calls that were kept before it did, and not where autograd is off."""
+    torch = pytest.importorskip("torch")
+    compilations(monkeypatch, tmp_path, [])
+    scratch = torch.zeros(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    q, new = (_moved(SMALL.rows(heads, 32, 1), "torch", "cpu") for heads in (4, 2))
+    eight, step = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("each", "each")), SMALL.step("torch", max_q_len=4)
+    rotary = rawattn.Rotary(torch.zeros(4096, 16), torch.ones(4096, 16))
+    for cache, names in ((SMALL.cache("torch"), ("k", "v")), (eight.cache("torch"), ("k_scale", "v_scale"))):
+        plan = rawattn.plan_kvcache(q, cache, step)
+        calls = [lambda p=plan, c=cache: p.run(q, c, step), lambda c=cache: rawattn.attention_kvcache(q, c, step)]
+        calls.append(lambda c=cache: rawattn.append(c, step, new, new, rotary=rotary))
+        for call in calls:
+            call()
+        followed = [(getattr(cache, name), calls) for name in names] + [(x, calls[2:]) for x in (rotary.cos, rotary.sin)]
+        for x, own in followed:
+            x.requires_grad_()
+            for call in own:
+                with pytest.raises(ProblemError, match="requires grad"):
+                    call()
+                with torch.no_grad():
+                    call()
+            x.requires_grad_(False)
 
 
 def test_scales_of_a_layer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ extern "C" __global__ void write(int* to, const int* from, const int* live, int 
 """
 
 
+@pytest.mark.gpu  # griddepcontrol is of Hopper
 @pytest.mark.parametrize("batch", [8, 256])
 def test_any_number_of_live_sequences(batch: int) -> None:
     """A graph is captured over zeros. It has a kernel that writes the lengths late, after which attention may begin at once."""
