@@ -240,12 +240,7 @@ def address(x: Any) -> int:
 def requires_grad(*objects: Any) -> bool:
     """Says whether autograd would have to follow an operation on these."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
-        return False
-    for x in objects:  # each call over a cache asks: a generator would take twice the time
-        if isinstance(x, torch.Tensor) and x.requires_grad:
-            return True
-    return False
+    return torch is not None and torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in objects)
 
 
 _torch_tables: dict[str, dict[Any, Any]] = {}
