@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import compiler, records
+from . import records
 from .cpu import CPU, CPU_BACKWARD
 from .device import Device
 from .errors import ProblemError, SlowKernelWarning, UnsupportedError
@@ -25,6 +25,7 @@ from .kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from .kernel.attn_fwd_mma import ATTN_FWD_MMA
 from .kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from .kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from .kernel.base import without_spills
 from .kernel.combine import COMBINE
 from .operand import PLAIN
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
@@ -89,7 +90,6 @@ def select(op: Operation, device: Device, kernel: str | None = None, config: Any
 
 
 KEPT_SELECTIONS = 4096
-MOST_TRIED = 8  # configurations that are compiled to see whether they spill
 _selections: dict[Any, Selection] = {}
 
 
@@ -162,27 +162,12 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
     for op in shapes:
         costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
         ordered = sorted(costs, key=costs.__getitem__)
-        modelled = _tried(kernel, op, device, ordered) if kernel.is_tried(op) else next(iter(ordered), None)
+        modelled = without_spills(kernel, op, device, ordered) if kernel.is_tried(op) else next(iter(ordered), None)
         if modelled is not None and modelled not in found:
             has_record = kernel.has_records and isinstance(op, Forward)
             record = records.find(kernel.recorded, op, device) if has_record else None
             found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
     return tuple(found.values())
-
-
-def _tried(kernel: Any, op: Any, device: Device, configs: list[Any]) -> Any:
-    """The first of some configurations that keeps all in registers: of those that are tried, or the one that spills least. Where
-    nothing can be compiled, the first; None for none."""
-    spilled: dict[Any, int] = {}
-    for config in configs[:MOST_TRIED]:
-        try:
-            binaries = [compiler.compile(launch.source) for launch in kernel.lower(op, config, device).launches]
-        except UnsupportedError:
-            return config
-        spilled[config] = sum(binary.spill_bytes for binary in binaries)
-        if not spilled[config]:
-            break
-    return min(spilled, key=spilled.__getitem__, default=None)
 
 
 def nearest(kernel: Any, members: tuple[Tuned, ...], op: Any, device: Device) -> tuple[Tuned, float]:

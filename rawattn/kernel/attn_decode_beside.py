@@ -4,15 +4,18 @@ would take it alone."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 from ..device import Device
 from ..operation import AttentionKVCache
 from ..program import Program
 from ..variant import Option, rows
-from . import attn_fwd, attn_fwd_mma
+from . import attn_fwd, attn_fwd_mma, paging
 from .attn_decode import MOST_ROWS, AttnDecode, Config, most_rows
 from .attn_fwd_kvcache import AttnFwdKVCache
 from .attn_fwd_mma_kvcache import AttnFwdMmaKVCache
+from .base import without_spills
 
 
 def few_queries(op: AttentionKVCache) -> int:
@@ -44,13 +47,25 @@ def reasons(op: AttentionKVCache, device: Device) -> list[str]:
     )
 
 
+def few_config(op: AttentionKVCache, device: Device) -> Any:
+    """The configuration of attn_decode: the first, or where only compiling tells, that which few rows have alone."""
+    if not _FEW.is_tried(op):
+        return _FEW.candidates(op, device)[0]
+    return _tried_config(dataclasses.replace(paging.tried_shape(op), q_len=few_queries(op)), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _tried_config(op: AttentionKVCache, device: Device) -> Any:
+    return without_spills(_FEW, op, device, _FEW.candidates(op, device))
+
+
 def beside(op: AttentionKVCache, device: Device, many: Program, entry: str) -> Program:
     """The launch of attn_decode, and those of the other kernel."""
     if not many.launches:
         return many
-    few = _FEW.lower(op, _FEW.candidates(op, device)[0], device)
-    launches = [each._replace(entry=entry) if "+" in each.entry else each for each in many.launches]  # others make pyramids
-    return Program((*few.launches, *launches), (*few.scratch, *many.scratch))
+    few = _FEW.lower(op, few_config(op, device), device)
+    main = many.launches[-1]._replace(entry=entry)  # those before make pyramids, which are made once
+    return Program((*few.launches, main), tuple(dict.fromkeys((*few.scratch, *many.scratch))))
 
 
 class AttnDecodeAndFwd(AttnFwdKVCache):

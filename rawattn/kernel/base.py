@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
+from .. import compiler
 from ..compiler import Source
 from ..device import Device
+from ..errors import UnsupportedError
 from ..operand import Layout
 from ..operation import Forward, Operation
 from ..program import Fields, Launch, Program
@@ -102,6 +104,24 @@ class Kernel(abc.ABC, Generic[Op]):
 
     def __repr__(self) -> str:
         return self.name
+
+
+MOST_TRIED = 8  # configurations that are compiled to see whether they spill
+
+
+def without_spills(kernel: Kernel[Any], op: Any, device: Device, configs: list[Any]) -> Any:
+    """The first of some configurations that keeps all in registers: of those that are tried, or the one that spills least. Where
+    nothing can be compiled, the first; None for none."""
+    spilled: dict[Any, int] = {}
+    for config in configs[:MOST_TRIED]:
+        try:
+            binaries = [compiler.compile(launch.source) for launch in kernel.lower(op, config, device).launches]
+        except UnsupportedError:
+            return config
+        spilled[config] = sum(binary.spill_bytes for binary in binaries)
+        if not spilled[config]:
+            break
+    return min(spilled, key=spilled.__getitem__, default=None)
 
 
 class OneLaunch(Kernel[Forward]):

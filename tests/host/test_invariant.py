@@ -15,10 +15,12 @@ import rawattn
 from rawattn import ProblemError, UnsupportedError, compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd, attn_fwd_mma
-from rawattn.kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
+from rawattn.kernel.attn_decode import ATTN_DECODE
+from rawattn.kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA, few_config
 from rawattn.operand import Layout
 from rawattn.operation import Forward
 from rawattn.select import select
+from rawattn.serving import api
 from rawattn.spec import Spec
 from rawattn.variant.element import BF16, E4M3, ELEMENTS, FP32
 from tests.caches import Cached
@@ -212,6 +214,29 @@ def test_both_launches_compile() -> None:
         binary = compiler.compile(launch.source)
         assert not binary.spill_bytes and not binary.advisories, (launch.entry, binary.spill_bytes, binary.advisories)
     assert [launch.entry for launch in program.launches] == ["attn_decode", "attn_fwd"]
+
+
+def test_functions_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """attn_decode goes beside another kernel in the configuration that it has alone, which is found by compiling; what a mask's
+    arrays are asked for is made once."""
+    spills = lambda source: "q_steps_in_registers = 2;" in dict(source.headers)["config.cuh"]  # noqa: E731
+    log = lambda source: "64 bytes spill stores" * spills(source)  # noqa: E731
+    monkeypatch.setattr(compiler, "compile", lambda source: compiler.Binary(b"", log(source), "", 0.0, "memory", source.key))
+    case = Cached(((300, 400), (1, 20)), page_size=16, dtype="bf16", heads=8, kv_heads=2, head_dim=64, head_dim_v=64, whole=True)
+    ids = np.zeros((2, 500), np.int32)
+    options = {"window": None, "softcap": None, "scale": None, "score": None, "invariant": True}
+    asked = api.asked_of(case.step(), {**options, "mask": lambda b, q, kv: ids[b, q] == ids[b, kv]}, False)
+    op, _ = api.attention_of(case.rows(8, 64, 1), case.cache(), case.step(max_q_len=300), asked, 0, None)
+    spilled = 0
+    for arch, name in (("sm_90a", "attn_decode+attn_fwd"), ("sm_89", "attn_decode+attn_fwd_mma")):
+        both, alone = (select(each, TYPICAL[arch]) for each in (op, dataclasses.replace(op, q_len=64)))
+        program = both.kernel.lower(op, both.config, TYPICAL[arch])
+        assert [each.entry for each in program.launches] == ["pyramid", "attn_decode", name.partition("+")[2]]
+        first = ATTN_DECODE.candidates(op, TYPICAL[arch])[0]
+        assert few_config(op, TYPICAL[arch]) == alone.config and (alone.config == first) is (first.q_steps_in_registers != 2)
+        spilled += alone.config != first
+        assert len({each.name for each in program.scratch}) == len(program.scratch) == 2 and both.kernel.name == name
+    assert spilled
 
 
 CHUNK = Cached(

@@ -16,7 +16,8 @@ from rawattn import compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
-from rawattn.select import MOST_TRIED, config_set, select
+from rawattn.kernel.base import MOST_TRIED
+from rawattn.select import config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists
