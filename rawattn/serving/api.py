@@ -69,8 +69,7 @@ def attention_kvcache(
     With ``invariant=True`` a row's bits follow from its q, its sequence's keys and numbers of keys and rows, the heads, the
     options and the GPU, not from batch, neighbours, bounds, grid or pages; but on Hopper pages below 8 keys give sequences above
     256 rows other bits. Each sequence goes to the kernel of its own rows, in two launches where some may have up to 256 and
-    others more. So bits differ between these, and those of ``attention`` are others again: a decoded token is not bit by bit that
-    of a long prefill.
+    others more. Bits differ between these, and those of ``attention`` are others: a decoded token is not that of a long prefill.
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are

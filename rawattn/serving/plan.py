@@ -155,7 +155,9 @@ class KVCachePlan(Plan):
         if not self.device.is_cpu:
             reason = self._kernel.layout_reason(op.layout) or self._kernel.legal(self.config, op, self.device)
             if reason is None and op.layout.tma_unsupported and self._needs_others(op):
-                reason = f"{op.layout.tma_unsupported}, which a kernel of this plan needs; make another by rawattn.plan_kvcache"
+                reason = (
+                    f"{op.layout.tma_unsupported}; or make another plan, by rawattn.plan_kvcache: a kernel of this one reads so"
+                )
             if reason is not None:
                 raise ProblemError(f"{reason}.")
 

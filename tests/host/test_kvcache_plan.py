@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -214,6 +215,29 @@ def test_a_cache_that_requires_grad(tmp_path: pathlib.Path, monkeypatch: pytest.
                 with torch.no_grad():
                     call()
             x.requires_grad_(False)
+
+
+def test_arrays_for_other_kernels(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of two kernels is not run on arrays that one of them cannot read; nor does it compile another for those that it can
+    read, where others might be faster."""
+    torch = pytest.importorskip("torch")
+    compiled, scratch = compilations(monkeypatch, tmp_path, []), torch.zeros(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    case = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("number", "number"), lengths=((150, 200), (1, 20)))
+    q, step = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch", max_q_len=150)
+    caches = [dataclasses.replace(case, seed=seed).cache("torch") for seed in (0, 1)]
+    spread = q[:1].expand_as(q)  # TMA does not read rows that lie in one place
+    of_spread, out = rawattn.plan_kvcache(spread, caches[0], step, invariant=True), torch.empty_like(q)
+    count = len(compiled)
+    for x, cache in itertools.product((spread, q), caches):
+        of_spread.run(x, cache, step, out=out)
+    assert len(compiled) == count
+    plan = rawattn.plan_kvcache(q, caches[0], step, invariant=True)
+    assert plan.kernel == "attn_decode+attn_fwd_mma" and plan.binaries[0].key != of_spread.binaries[0].key
+    for cache in caches:
+        plan.run(q, cache, step, out=out)
+        with pytest.raises(ProblemError, match=r"q has a row stride of 0 bytes.* make another plan, by rawattn\.plan_kvcache"):
+            plan.run(spread, cache, step, out=out)
 
 
 def test_scales_of_a_layer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
