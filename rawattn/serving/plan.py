@@ -156,7 +156,7 @@ class KVCachePlan(Plan):
             reason = self._kernel.layout_reason(op.layout) or self._kernel.legal(self.config, op, self.device)
             if reason is None and op.layout.tma_unsupported and self._needs_others(op):
                 reason = (
-                    f"{op.layout.tma_unsupported}; or make another plan, by rawattn.plan_kvcache: a kernel of this one reads so"
+                    f"{op.layout.tma_unsupported}; or make another plan, by rawattn.plan_kvcache: a kernel of this one reads by TMA"
                 )
             if reason is not None:
                 raise ProblemError(f"{reason}.")
