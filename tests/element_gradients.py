@@ -14,8 +14,8 @@ from rawattn.reference import Formula, Tile, make_formula
 
 Array = npt.NDArray[Any]
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-# A weight below 2^-126 is 0 in float32, and with it a gradient up to 2^6 times as large.
-LEAST = {"float64": 0.0, "float32": 2.0**-120, "float16": 2.0**-24, "bfloat16": 2.0**-120}
+LEAST = {"float64": 0.0, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # rounding takes numbers below it
+LEAST_WEIGHT = 2.0**-126  # below it a weight is 0 in float32, and what it would have added is lost
 
 
 def dtype_of(x: Any) -> str:
@@ -25,7 +25,10 @@ def dtype_of(x: Any) -> str:
 @dataclasses.dataclass(frozen=True)
 class Sizes(Formula):
     """The formula on the sizes of its terms: the sums of p |d| (|do| |v| + sum |do o|), each times 1 and the sizes of the logit
-    and of lse, whose difference is in an exponent. ``known`` has sum |do o| in the place of delta."""
+    and of lse, whose difference is in an exponent. ``known`` has sum |do o| in the place of delta. With ``flat`` each weight
+    counts as 1."""
+
+    flat: bool = False
 
     def weights_backward(
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
@@ -33,7 +36,7 @@ class Sizes(Formula):
         _, _, dot, s = self.weights(q, k, sink, place, tile)
         lse, delta = known
         finite = tile.kept & self.xp.isfinite(lse)
-        p = self.xp.where(finite, self.xp.exp(s - lse) * (1 + abs(s) + abs(lse)), 0.0)
+        p = self.xp.where(finite, self.xp.ones_like(s) if self.flat else self.xp.exp(s - lse) * (1 + abs(s) + abs(lse)), 0.0)
         size = p * (self.dropped(abs(do) @ abs(v).T, place, tile) + delta)
         self.gather(size, dot, place, tile)
         return p, size, lse[:, 0], delta[:, 0]
@@ -61,23 +64,28 @@ class Expected(NamedTuple):
 
 def expect(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, wrt: Sequence[Any], *, dlse: Any = None, cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None, score: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, **options: Any,
+    cu_seqlens_kv: Any = None, score: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, operations: int = 0,
+    **options: Any,
 ) -> Expected:  # fmt: skip
     """What ``attention_backward`` must give for these arrays, from the o and lse that are given: these are rounded, but what is
-    computed of them is not, so that an error is that of the sums and of the exponent."""
+    computed of them is not, so that an error is that of the sums, of the exponent, and of weights too small to be numbers. Each
+    of the ``operations`` of a derivative that has many rounds, too."""
     starts = cu_seqlens_q, cu_seqlens_kv
     asked = {"causal": False, "window": None, "softcap": None, "scale": None, "mask": None, **options}
     formula = make_formula(q, k, "float64", lambda x: x, **asked, score=score, starts=starts)
     own, captured = functions.taken({"score": score})
     numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(own, captured, tuple(wrt))]
-    exact, size = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(2))
+    exact, size, reach = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(3))
     fields = {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
     given = do, q, k, v, o, lse, dlse, starts, (q_lens, kv_lens)
     _add(dataclasses.replace(formula, sums=exact), *given, abs_delta=False)
     _add(Sizes(**fields | {"sums": size}), *given, abs_delta=True)
-    eps = EPS["float64" if dtype_of(q) == "float64" else "float32"]
+    _add(Sizes(**fields | {"sums": reach, "flat": True}), *given, abs_delta=True)
+    is_double = dtype_of(q) == "float64"
+    eps, lost = (EPS["float64"], 0.0) if is_double else (EPS["float32"], LEAST_WEIGHT)
     errors = [
-        4 * eps * size[i] + EPS[dtype_of(x)] * abs(exact[i]) + LEAST[dtype_of(x)] for i, x in zip(numbers, wrt, strict=True)
+        (4 + operations / 2) * eps * size[i] + lost * reach[i] + EPS[dtype_of(x)] * abs(exact[i]) + LEAST[dtype_of(x)]
+        for i, x in zip(numbers, wrt, strict=True)
     ]
     return Expected([exact[i] for i in numbers], errors)
 

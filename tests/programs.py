@@ -13,6 +13,8 @@ import rawattn
 from rawattn import trace
 from rawattn.errors import ProblemError
 from rawattn.testing import Case, expect, expect_backward
+from rawattn.trace.expressions import nodes
+from rawattn.trace.gradients import by_elements
 from tests import element_gradients, expressions
 from tests.calls import poisoned_memory
 
@@ -79,11 +81,13 @@ def check_backward(seed: int, place: tuple[str, Any], kernels: Sequence[str | No
     rng = np.random.default_rng(seed)
     masks, (score,) = drawn(rng, "mask", 2, move), drawn(rng, "score", 1, move)
     inputs, (do, dlse), wrt = case.inputs(*place), case.output_gradients(*place), element_gradients.floats(score)
+    derivatives = [each.derivative for each in by_elements(trace.bind(score, "score")[0].code)]
+    operations = max((len(nodes(each)) for each in derivatives), default=0)
     for i in range(len(masks)):
         options = {"mask": expressions.one_of(i, masks), "score": score}
         o, lse = rawattn.attention(*inputs, **options, return_lse=True)
         wanted = expect_backward(do, *inputs, dlse=dlse, **options)
-        captured = element_gradients.expect(do, *inputs, o, lse, wrt, dlse=dlse, **options)
+        captured = element_gradients.expect(do, *inputs, o, lse, wrt, dlse=dlse, operations=operations, **options)
         for kernel in kernels:
             given = {"dlse": dlse, "wrt": wrt, "kernel": kernel, **options}
             with poisoned_memory():

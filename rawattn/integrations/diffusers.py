@@ -48,5 +48,6 @@ def attention(
     sdpa.check_heads(query.shape[2], key.shape[2], enable_gqa)
     if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]  # which of each sequence's keys count, or what is added to their logits
-    options = sdpa.kept(attn_mask, is_causal)
+    (batch, q_len, heads, _), kv_len = query.shape, key.shape[1]
+    options = sdpa.kept(attn_mask, is_causal, (batch, heads, q_len, kv_len))
     return api.attention(query, key, value, scale=scale, dropout=dropout_p, return_lse=return_lse, **options)

@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
     if query.dim() == 3:
         given = (query[None], key[None], value[None])
         return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
-    options = kept(attn_mask, is_causal) | {"dropout": dropout_p, "scale": scale}
+    options = kept(attn_mask, is_causal, (*query.shape[:3], key.shape[2])) | {"dropout": dropout_p, "scale": scale}
     return attended(query, key, value, options).transpose(1, 2)
 
 
@@ -70,14 +70,14 @@ def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
 _CAUSAL = mask.Causal("top_left")
 
 
-def kept(attn_mask: Any, is_causal: bool) -> dict[str, Any]:
-    """The options of ``rawattn.attention`` that attn_mask and is_causal mean."""
+def kept(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], name: str = "attn_mask") -> dict[str, Any]:
+    """The options of ``rawattn.attention`` that attn_mask and is_causal mean. ``shape`` is (batch, heads, q_len, kv_len), and
+    ``name`` is what errors call attn_mask."""
     if attn_mask is None:
         return {"mask": _CAUSAL} if is_causal else {}
     if is_causal:
         raise ProblemError("attn_mask was given beside is_causal=True; give one of them.")
-    if attn_mask.dim() > 4:
-        raise ProblemError(f"attn_mask has {attn_mask.dim()} dimensions; it must broadcast to (batch, heads, q_len, kv_len).")
+    _check_mask(attn_mask, shape, name)
     if attn_mask.dtype is torch.bool and torch.compiler.is_compiling():
         raise UnsupportedError(
             "attn_mask is bool where torch traces; give a float one, 0 and -inf, or options of rawattn.attention."
@@ -91,6 +91,18 @@ def kept(attn_mask: Any, is_causal: bool) -> dict[str, Any]:
         return table[batch if b else 0, head if h else 0, row if q else 0, column if kv else 0]
 
     return {"mask": mask.function(entry)}
+
+
+def _check_mask(given: Any, shape: tuple[int, ...], name: str) -> None:
+    """Raises ProblemError for a mask that torch's own attention does not take."""
+    if given.dtype is not torch.bool and not given.is_floating_point():
+        raise ProblemError(f"{name} is {given.dtype}; it must be bool, True where a key counts, or of floats that are added.")
+    if not 2 <= given.dim() <= 4:
+        raise ProblemError(f"{name} has {given.dim()} dimensions; it must have 2 to 4, (batch, heads, q_len, kv_len).")
+    if any(n not in (1, of) for n, of in zip(given.shape[::-1], shape[::-1], strict=False)):
+        raise ProblemError(
+            f"{name} has the shape {tuple(given.shape)}; it must broadcast to (batch, heads, q_len, kv_len), {tuple(shape)}."
+        )
 
 
 # ---- below torch's own

@@ -11,6 +11,7 @@ or packed positions are read by the host, once a forward pass. ``continuous_batc
 
 from __future__ import annotations
 
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def attention(
     """Computes a layer's attention, (batch, length, heads, head_dim), as transformers calls it. Sinks are given to the kernels in
     float32, in which lse is, whatever the model's dtype. Dropout draws from torch's generator."""
     if not _REFUSED.isdisjoint(others):
-        _refuse(**{name: others.get(name) for name in _REFUSED})
+        _refuse(**{name: others.get(name) for name in (*CHOICES, "output_attentions", "cache")})
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options = _options(q, scaling, softcap, s_aux)
     if dropout:
@@ -54,7 +55,7 @@ def attention(
     if isinstance(attention_mask, Kept):
         return attention_mask.attend(q, k, v, options), None
     if attention_mask is not None:
-        kept = sdpa.kept(attention_mask, False)
+        kept = sdpa.kept(attention_mask, False, (*query.shape[:3], key.shape[2]), "attention_mask")
         if not kept.keys().isdisjoint(options):
             raise UnsupportedError(
                 "position_bias was given beside a mask that is a tensor of floats; add them, and give the sum."
@@ -73,7 +74,7 @@ def attention_paged(
         raise UnsupportedError(
             f"cache is None; {transformers_paged.NAME} serves continuous batching alone: use {NAME} for other calls of a model."
         )
-    refused = {name: others.get(name) for name in ("output_attentions", "position_bias")}
+    refused = {name: others.get(name) for name in (*CHOICES, "output_attentions", "position_bias")}
     _refuse(attention_mask=attention_mask, dropout=dropout, **refused)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options = _options(q, scaling, softcap, s_aux)
@@ -95,7 +96,8 @@ def _options(q: Any, scaling: float | None, softcap: float | None, s_aux: Any) -
     return options
 
 
-_REFUSED = frozenset(("output_attentions", "cache"))
+CHOICES = ("indices", "block_indices", "sinks")  # arguments of models that change which keys count, beside the mask
+_REFUSED = frozenset((*CHOICES, "output_attentions", "cache"))
 
 
 def _refuse(**given: Any) -> None:
@@ -138,7 +140,12 @@ def make_mask(
             whole = masking_utils.and_masks(whole, masking_utils.padding_mask_function(padding))
         return masking_utils.add_offsets_to_mask_function(whole, q_offset, kv_offset)
 
-    kept, found = Kept((batch_size, 1, q_length, kv_length), everything), _band(mask_function)
+    def last(count: int) -> Kept:
+        """The mask of the last queries alone."""
+        first = q_offset + q_length - count
+        return make_mask(batch_size, count, kv_length, first, kv_offset, mask_function, attention_mask)
+
+    kept, found = Kept((batch_size, 1, q_length, kv_length), everything, last), _band(mask_function)
     if found is None:
         return kept
     band, packed = found
@@ -154,7 +161,7 @@ def make_mask(
         padding = None
     if padding is not None or packed is not None:
         kept.has_parts = True
-        kept.parts = _parts(padding, band, q_length) if packed is None else _runs(packed.cpu().numpy())
+        kept.parts = _parts(padding, band, q_length) if packed is None else _runs(packed.cpu().numpy(), q_length)
     return kept
 
 
@@ -205,9 +212,14 @@ def _leaves(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 Parts = list[list[tuple[int, int]]]  # of each row, how many queries and keys each of its sequences has, in order
 
 
-def _runs(ids: Any) -> Parts:
-    """The sequences that are packed in rows, by the number of each token's: as many queries as keys."""
-    return [[(n, n) for n in np.diff(_cuts(row)).tolist()] for row in ids]
+def _runs(ids: Any, q_length: int) -> Parts:
+    """The sequences that are packed in rows, by the number of each token's. Queries are the last tokens of a row."""
+    return [_of_cuts(_cuts(row).tolist(), len(row) - q_length) for row in ids]
+
+
+def _of_cuts(cuts: list[int], first: int) -> list[tuple[int, int]]:
+    """How many queries and keys runs between cuts have, where a row's queries begin at its token ``first``."""
+    return [(max(0, end - max(begin, first)), end - begin) for begin, end in itertools.pairwise(cuts)]
 
 
 def _cuts(row: Any) -> Any:
@@ -229,8 +241,7 @@ def _parts(padding: Any, band: Band, q_length: int) -> Parts | None:
             seen = tokens or runs
             found.append([(q_length if run in seen else 0, run[1] - run[0]) for run in runs])
         else:
-            first = len(row) - q_length
-            found.append([(max(0, end - max(begin, first)), end - begin) for begin, end in runs])
+            found.append(_of_cuts(cuts.tolist(), len(row) - q_length))
     return found
 
 
@@ -247,8 +258,8 @@ class Kept(BlockMask):
     None where these are no runs.
     """
 
-    def __init__(self, shape: tuple[int, ...], function: Callable[[], Callable[..., Any]]) -> None:
-        self._shape, self.function = shape, function
+    def __init__(self, shape: tuple[int, ...], function: Callable[[], Callable[..., Any]], last: Callable[[int], Kept]) -> None:
+        self._shape, self.function, self._last = shape, function, last
         self.band: Band | None = None
         self.options: dict[str, Any] = {}
         self.used: Any = None
@@ -265,6 +276,18 @@ class Kept(BlockMask):
     def contiguous(self) -> Kept:
         """Itself: transformers asks for it before a static cache."""
         return self
+
+    def __getitem__(self, index: Any) -> Kept:
+        """The mask of the last queries, ``mask[:, :, -n:, :]``, which models take for layers that give nothing to a cache."""
+        whole, given = slice(None), index if isinstance(index, tuple) else (index,)
+        if len(given) == 4 and all(type(x) is slice for x in given) and (given[0], given[1], given[3]) == (whole, whole, whole):
+            first, end, step = given[2].indices(self._shape[2])
+            if first < end == self._shape[2] and step == 1:
+                return self if first == 0 else self._last(end - first)
+        raise UnsupportedError(
+            f"attention_mask[{index!r}] was asked for; rawattn's mask in transformers is no tensor, and has its last queries "
+            "alone, attention_mask[:, :, -n:, :]."
+        )
 
     def attend(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         """Computes o, (batch, q_len, heads, head_dim_v), by the first way that serves the mask."""

@@ -34,14 +34,24 @@ def continuous_batching(model: Any) -> Iterator[Any]:
     >>> with continuous_batching(model):
     ...     outputs = model.generate_batch(prompts, generation_config)
 
-    Other calls of the model are refused meanwhile; afterwards its implementation is what it was.
+    Other calls of the model are refused meanwhile; afterwards its implementations are what they were.
     """
-    before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
+    before = [(config, config._attn_implementation) for config in _configs(model.config)]
+    model.config._attn_implementation = NAME  # of all parts
     try:
         yield model
     finally:
-        model.config._attn_implementation = before
+        for config, implementation in before:  # the whole before its parts, which it sets, too
+            config._attn_implementation = implementation
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A model's configuration, and those of its parts."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _configs(part)
 
 
 class Pages:

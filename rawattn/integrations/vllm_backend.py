@@ -24,6 +24,7 @@ from ..errors import UnsupportedError
 from ..serving import api as caches
 
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 KEPT_STEPS = 256
 
 
@@ -31,7 +32,7 @@ class RawattnBackend(AttentionBackend):
     """What vLLM asks before it chooses a backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHT_BITS]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *EIGHT_BITS]
 
     @staticmethod
     def get_name() -> str:
@@ -60,6 +61,8 @@ class RawattnBackend(AttentionBackend):
     ) -> str | None:  # fmt: skip
         if kv_cache_dtype in EIGHT_BITS and head_size % 32:
             return f"a cache of {kv_cache_dtype} needs a head size that is a multiple of 32"
+        if kv_cache_dtype in SIXTEEN_BITS and SIXTEEN_BITS[kv_cache_dtype] != dtype:
+            return f"a cache of {kv_cache_dtype} needs a model of {kv_cache_dtype}, and this one computes in {dtype}"
         return None
 
     @classmethod
@@ -96,15 +99,12 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._steps: dict[Any, serving.Step] = {}
+        self._captures = False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RawattnMetadata:
-        longest = common_attn_metadata.max_seq_len
-        return self._build(common_attn_metadata, 1 << max(0, longest - 1).bit_length())  # a bound that few steps change
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RawattnMetadata:
-        return self._build(common_attn_metadata, None)  # a graph is replayed with other lengths
-
-    def _build(self, common: Any, longest: int | None) -> RawattnMetadata:
+        """Makes a batch's metadata. A graph is replayed with other lengths, and so has no bound of keys."""
+        common = common_attn_metadata
+        longest = None if self._captures else 1 << max(0, common.max_seq_len - 1).bit_length()  # a bound that few steps change
         arrays = common.seq_lens, common.block_table_tensor, common.query_start_loc
         bounds = {"max_q_len": common.max_query_len, "max_kv_len": longest}
         slots, rows = common.slot_mapping[: common.num_actual_tokens], common.num_actual_tokens
@@ -116,6 +116,14 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
                 self._steps.clear()
             self._steps[key] = serving.Step(*arrays, causal=bool(common.causal), **bounds)
         return RawattnMetadata(self._steps[key], slots, rows)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RawattnMetadata:
+        """Makes the metadata by ``build``, which vLLM's classes override to say of the batch something else."""
+        self._captures = True
+        try:
+            return self.build(0, common_attn_metadata)
+        finally:
+            self._captures = False
 
 
 class RawattnImpl(AttentionImpl[RawattnMetadata]):
@@ -134,11 +142,20 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.writes = kv_cache_dtype, kv_sharing_target_layer_name is None
-        window = None if sliding_window is None else (sliding_window - 1, 0)
-        self.options: dict[str, Any] = {"scale": self.scale, "window": window, "softcap": logits_soft_cap}
-        if sinks is not None:
-            self.options["sinks"] = sinks.float()
-        self._cache: tuple[Any, serving.KVCache] | None = None
+        self.sliding_window, self.sinks = sliding_window, sinks  # which have no numbers before weights are loaded
+        self.options: dict[str, Any] = {"scale": self.scale, "softcap": logits_soft_cap}
+        self._cache: tuple[Any, tuple[Any, Any], serving.KVCache] | None = None
+
+    def process_weights_after_loading(self, act_dtype: Any) -> None:
+        """Converts the sinks to float32, in which kernels read them. Those that are loaded again go where the earlier ones are,
+        as graphs read them there."""
+        if self.sinks is None:
+            return
+        kept = self.options.get("sinks")
+        if kept is None or kept.device != self.sinks.device:
+            self.options["sinks"] = self.sinks.detach().float()
+        else:
+            kept.copy_(self.sinks.detach())
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: RawattnMetadata, output: Any,
@@ -152,17 +169,25 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         rows, cache = attn_metadata.rows, self._cache_of(layer, kv_cache)
         if self.writes and key is not None:
             caches.append(cache, None, key[:rows], value[:rows], slots=attn_metadata.slots)
-        caches.attention_kvcache(query[:rows], cache, attn_metadata.step, out=output[:rows], **self.options)
+        if self.sinks is not None and "sinks" not in self.options:
+            self.process_weights_after_loading(query.dtype)
+        options = self.options | {"window": self._window(attn_metadata.step)}
+        caches.attention_kvcache(query[:rows], cache, attn_metadata.step, out=output[:rows], **options)
         return output
+
+    def _window(self, step: serving.Step) -> tuple[int, int] | None:
+        """The keys on both sides that count: as in vLLM's own backends, queries that are not causal see as many after them. Of
+        sequences that are causal by an array, the step keeps those alone that are not after the query."""
+        if self.sliding_window is None:
+            return None
+        return self.sliding_window - 1, 0 if step.causal is True else self.sliding_window - 1
 
     def _cache_of(self, layer: Any, kv_cache: Any) -> serving.KVCache:
         """The layer's cache out of (blocks, kv_heads, block_size, 2 head_size), in which a key and its value lie together."""
-        if self._cache is None or self._cache[0] is not kv_cache:
-            scales: dict[str, float] = {}
-            pools = kv_cache
-            if self.kv_cache_dtype in EIGHT_BITS:
-                pools = kv_cache.view(EIGHT_BITS[self.kv_cache_dtype])
-                scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+        eight = self.kv_cache_dtype in EIGHT_BITS
+        scales = (layer._k_scale_float, layer._v_scale_float) if eight else (1.0, 1.0)
+        if self._cache is None or self._cache[0] is not kv_cache or self._cache[1] != scales:
+            pools = kv_cache.view(EIGHT_BITS[self.kv_cache_dtype]) if eight else kv_cache
             k, v = pools.split(self.head_size, -1)
-            self._cache = kv_cache, serving.KVCache(k, v, "HND", **scales)
-        return self._cache[1]
+            self._cache = kv_cache, scales, serving.KVCache(k, v, "HND", *scales)
+        return self._cache[2]

@@ -140,6 +140,8 @@ def _of_kind(given: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
             return api.attention(*given, **options)
         return _packed(given, bias, options)
     if isinstance(bias, torch.Tensor):
+        if not bias.is_floating_point():
+            raise ProblemError(f"attn_bias is a tensor of {bias.dtype}; it must be of floats, which are added.")
         return api.attention(*given, bias=_four(bias), **options)
     raise UnsupportedError(f"attn_bias is a {name}; rawattn has these of xformers: tensors, {', '.join(OPTIONS)}.")
 
@@ -159,12 +161,28 @@ def _packed(given: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
         )
     (q, k, v), queries, keys = (x[0] for x in given), bias.q_seqinfo, bias.k_seqinfo
     lens = getattr(keys, "seqlen", None)  # of keys with padding behind them
+    _check_gaps(bias)
     if hasattr(bias, "block_tables"):
         found = _paged(q, k, v, bias, lens, options)
     else:
         longest = {"max_seqlen_q": queries.max_seqlen, "max_seqlen_kv": keys.max_seqlen}
         found = api.attention_varlen(q, k, v, queries.seqstart, keys.seqstart, kv_lens=lens, **longest, **options)
     return tuple(x[None] for x in found) if "return_lse" in options else found[None]
+
+
+def _check_gaps(bias: Any) -> None:
+    """Raises UnsupportedError for keys that begin behind the first row, or that two sequences have in common."""
+    starts, lens = (getattr(bias.k_seqinfo, name, None) for name in ("seqstart_py", "seqlen_py"))
+    if not starts or lens is None:
+        return
+    name = f"attn_bias is a {type(bias).__name__} whose"
+    if starts[0] != 0:
+        raise UnsupportedError(f"{name} first sequence of keys begins at {starts[0]}; rawattn has those that begin at 0.")
+    for i, (begin, end, n) in enumerate(zip(starts[:-1], starts[1:], lens, strict=True)):
+        if n > end - begin:
+            raise UnsupportedError(
+                f"{name} sequence {i} has {n} keys in rows {begin} to {end}; rawattn has those that end before the next begin."
+            )
 
 
 def _paged(q: Any, k: Any, v: Any, bias: Any, lens: Any, options: dict[str, Any]) -> Any:

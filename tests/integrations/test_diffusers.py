@@ -94,6 +94,8 @@ def test_masks_and_refusals(door: Any) -> None:
     assert o.shape == q.shape and lse.shape == (2, 4, 5)
     with pytest.raises(ProblemError, match="query has 4 heads but key has 2"):
         door.attention(q, k[:, :, :2], k[:, :, :2])
+    with pytest.raises(ProblemError, match=r"attn_mask is torch\.int64; it must be bool"):
+        door.attention(q, q, q, torch.ones(q.shape[:2], dtype=torch.int64))
     with pytest.raises(UnsupportedError, match="does not serve diffusers' context parallelism"):
         door.attention(q, k, k, _parallel_config=object())
 

@@ -96,6 +96,24 @@ def test_refusals() -> None:
         sdpa.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_masks_of_wrong_shapes(dtype: Any) -> None:
+    """torch refuses them, too. One of fewer rows must not be read beyond its end."""
+    given = make(kv_len=33)
+    for shape in ((19, 33), (20, 32), (20, 40), (1, 40), (3, 4, 20, 33), (2, 3, 20, 33)):
+        with pytest.raises(ProblemError, match=r"attn_mask has the shape .* it must broadcast to .*\(2, 4, 20, 33\)"):
+            sdpa.scaled_dot_product_attention(*given, attn_mask=torch.ones(shape, dtype=dtype))
+    with pytest.raises(ProblemError, match="attn_mask has 1 dimensions; it must have 2 to 4"):
+        sdpa.scaled_dot_product_attention(*given, attn_mask=torch.ones(33, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32], ids=str)
+def test_masks_of_integers(dtype: Any) -> None:
+    """They would be added, where 1 and 0 are meant to say which keys count."""
+    with pytest.raises(ProblemError, match=f"attn_mask is {dtype}; it must be bool"):
+        sdpa.scaled_dot_product_attention(*make(), attn_mask=torch.ones(20, 20, dtype=dtype))
+
+
 @pytest.mark.parametrize("shape", [(20, 33), (1, 33), (2, 1, 20, 33), (2, 4, 20, 33), (1, 4, 1, 33)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 def test_masks(dtype: Any, shape: tuple[int, ...]) -> None:
@@ -271,7 +289,7 @@ def test_torch_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kept() -> None:
-    assert sdpa.kept(None, False) == {} and sdpa.kept(None, True) == {"mask": mask.Causal("top_left")}
+    assert sdpa.kept(None, False, ()) == {} and sdpa.kept(None, True, ()) == {"mask": mask.Causal("top_left")}
 
 
 def test_a_mask_that_requires_grad() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import inspect
+import pathlib
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -430,16 +433,111 @@ def test_parts() -> None:
     assert door._parts(padding, causal, 1) == [[(0, 2), (1, 2)], [(1, 4)], [(0, 1), (1, 3)]]
     assert door._parts(padding, full, 4) == [[(0, 2), (4, 2)], [(4, 4)], [(4, 1), (0, 3)]]
     assert door._parts(padding & False, full, 3) == [[(3, 4)]] * 3
-    assert door._runs(torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).numpy()) == [[(2, 2), (2, 2)], [(3, 3), (1, 1)]]
+    packed = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).numpy()
+    assert door._runs(packed, 4) == [[(2, 2), (2, 2)], [(3, 3), (1, 1)]]
+    assert door._runs(packed, 2) == [[(0, 2), (2, 2)], [(1, 3), (1, 1)]]
     starts = door._starts([[(0, 2), (1, 2)], [(1, 4)]], 10, "cpu")
     assert [x.tolist() for x in starts[:2]] == [[0, 0, 1, 1, 2], [0, 2, 4, 10, 14]] and starts[2:] == (1, 4)
 
 
-@pytest.mark.parametrize("name, value", [("cache", object()), ("output_attentions", True)])
-def test_refusals(name: str, value: Any) -> None:
+@pytest.mark.parametrize("name", ["cache", "output_attentions", *door.CHOICES])
+def test_refusals(name: str) -> None:
     q = torch.ones(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match=f"{name} was given"):
-        door.attention(torch.nn.Module(), q, q, q, None, **{name: value})
+        door.attention(torch.nn.Module(), q, q, q, None, **{name: q})
+    if name != "cache":
+        with pytest.raises(UnsupportedError, match=f"{name} was given"):
+            door.attention_paged(torch.nn.Module(), q, q, q, None, **{"cache": [], name: q})
+    door.attention(torch.nn.Module(), q, q, q, None, **{name: None})
+
+
+# Of flash attention, which say of sequences what the mask says; hints; and what models' own functions do not read beside a mask.
+NO_MATTER = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "deterministic", "sliding_window"}
+
+
+def test_arguments_of_models() -> None:
+    """Each argument that a model of the installed transformers gives to its attention is served, refused, or of no matter."""
+    known = NO_MATTER | {*door.CHOICES, "output_attentions", *inspect.signature(door.attention).parameters}
+    found: dict[str, str] = {}
+    for path in pathlib.Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        for call in path.read_text().split("attention_interface(\n")[1:]:
+            arguments = re.split(r"\n *\)", call, maxsplit=1)[0]
+            found |= dict.fromkeys(re.findall(r"^ *(\w+)=", arguments, re.MULTILINE), path.stem)
+    assert {name: model for name, model in found.items() if name not in known} == {} and len(found) > 10
+
+
+WINDOW = masking_utils.sliding_window_causal_mask_function(4)
+HOLES = torch.ones(2, 10, dtype=torch.bool)
+HOLES[0, 4:6] = False
+LATER = torch.arange(10).expand(2, -1) >= torch.tensor([[0], [3]])
+PACKED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2], [0] * 9 + [1]])
+
+
+def packed_window() -> Any:
+    same = masking_utils.packed_sequence_mask_function(PACKED)
+    return masking_utils.and_masks(WINDOW, same)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("padding", [None, LATER, LATER.flip(1), HOLES], ids=["whole", "left", "right", "holes"])
+@pytest.mark.parametrize(
+    "function",
+    [masking_utils.causal_mask_function, WINDOW, masking_utils.bidirectional_mask_function, packed_window()],
+    ids=["causal", "window", "both sides", "packed"],
+)
+def test_last_queries(function: Any, padding: Any, count: int) -> None:
+    """A mask's last rows, as models take them for layers that give nothing to a cache."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 10, n, 16, generator=random) for n in (4, 2, 2))
+    kept = door.make_mask(2, 10, 10, mask_function=function, attention_mask=padding)
+    wanted = kept.attend(q, k, v, {})[:, -count:]
+    last = kept[:, :, slice(-count, None), :]
+    assert isinstance(last, door.Kept) and last.shape == (2, 1, count, 10) and last.band == kept.band
+    rows = torch.ones(2, 10, dtype=torch.bool) if padding is None else padding
+    found = last.attend(q[:, -count:], k, v, {})
+    torch.testing.assert_close(found[rows[:, -count:]], wanted[rows[:, -count:]], rtol=1e-5, atol=1e-5)
+    assert kept[:, :, :, :] is kept[:, :, slice(0, None), :] is kept
+
+
+@pytest.mark.parametrize("index", [0, (0, 0), (slice(None), slice(None), slice(3)), (slice(None), 0, slice(None), slice(None))])
+def test_other_parts_of_masks(index: Any) -> None:
+    kept = door.make_mask(2, 10, 10)
+    with pytest.raises(UnsupportedError, match=r"attention_mask\[.*\] was asked for"):
+        kept[index]
+    for rows in (slice(3), slice(0, 10, 2), slice(10, None), 3):
+        with pytest.raises(UnsupportedError, match=r"has its last queries alone"):
+            kept[:, :, rows, :]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4ForCausalLM"), reason="of newer transformers")
+@pytest.mark.parametrize("name", ["plain", "left"])
+def test_layers_that_share_keys(name: str) -> None:
+    """Gemma 4, whose last layers read earlier ones' keys, and compute the last queries alone."""
+    own = {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "global_head_dim": 16, "num_kv_shared_layers": 2}
+    layers = ["sliding_attention", "full_attention"] * 2
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(**SMALL, **own, sliding_window=8, layer_types=layers)
+    model, given, found = transformers.Gemma4ForCausalLM(config).eval(), CASES[name], []
+    rows = given.get("attention_mask", torch.ones(2, 40)).bool()
+    for implementation in ("eager", "rawattn"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            o = [model(**given, logits_to_keep=n).logits[rows[:, -n:]] for n in (0, 3)]
+        found.append((*o, generate(model, IDS, attention_mask=given.get("attention_mask"))))
+    (*wanted, tokens), (*others, tokens_found) = found
+    assert torch.equal(tokens, tokens_found)
+    assert all((x - y).abs().max() < 3e-6 for x, y in zip(wanted, others, strict=True))
+
+
+def test_continuous_batching_gives_implementations_back() -> None:
+    """Those of a model's parts, too, which may differ."""
+    model = torch.nn.Module()
+    model.config = transformers.Gemma3Config()
+    model.config._attn_implementation = {"": "eager", "text_config": "rawattn", "vision_config": "sdpa"}
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    with door.continuous_batching(model):
+        assert {x._attn_implementation for x in parts} == {door.transformers_paged.NAME}
+    assert [x._attn_implementation for x in parts] == ["eager", "rawattn", "sdpa"]
 
 
 @pytest.mark.gpu("any")

@@ -8,6 +8,7 @@ import pathlib
 import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
+import rawattn  # noqa: E402
 from rawattn.errors import UnsupportedError  # noqa: E402
 from rawattn.integrations import vllm as plugin  # noqa: E402
 from tests.integrations import vllm_like  # noqa: E402
@@ -126,6 +128,101 @@ def test_sinks_and_shared_caches(backend: Any) -> None:
     assert step.causal.tolist() == [1, 0, 1, 1]
 
 
+def one(base: Any, rows: int, causal: Any = True, device: str = "cpu") -> Any:
+    """What vLLM's runner says of one prompt, on page 1."""
+    lens, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([rows], [0, rows]))
+    return base.CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=1, num_actual_tokens=rows, seq_lens=lens, max_query_len=rows,
+        max_seq_len=rows, block_table_tensor=torch.ones_like(lens)[None], causal=causal,
+        slot_mapping=torch.arange(SIZE, SIZE + rows, device=device),
+    )  # fmt: skip
+
+
+def attend(
+    backend: Any, impl: Any, causal: Any = True, layer: Any = None, pool: Any = None, device: str = "cpu"
+) -> tuple[Any, Any, Any]:
+    """A prompt's q and keys, which are its values, and what the layer gives."""
+    (base, door), random = backend, torch.Generator().manual_seed(0)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    q, k = (torch.randn(12, n, DIM, generator=random).to(device, dtype) for n in (HEADS, KV_HEADS))
+    pool = torch.zeros(2, KV_HEADS, SIZE, 2 * DIM, dtype=dtype, device=device) if pool is None else pool
+    metadata = door.get_builder_cls()(None, [], None, None).build(0, one(base, 12, causal, device))
+    return q, k, impl.forward(layer, q, k, k, pool, metadata, torch.empty_like(q))
+
+
+def test_sinks_that_are_loaded_late(backend: Any) -> None:
+    """vLLM makes layers before it has weights, and may load weights again, which graphs must see."""
+    given = torch.nn.Parameter(torch.full((HEADS,), -torch.inf, dtype=torch.bfloat16), requires_grad=False)
+    impl, places = backend[1].get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, sinks=given), set()
+    for number in (0.0, 3.0):
+        given.data.fill_(number)
+        impl.process_weights_after_loading(torch.bfloat16)
+        q, k, o = attend(backend, impl)
+        places.add(impl.options["sinks"].data_ptr())
+        wanted = rawattn.attention(q[None], k[None], k[None], causal=True, scale=0.25, sinks=given.float())[0]
+        torch.testing.assert_close(o, wanted, rtol=1e-5, atol=1e-5)
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("causal", [True, False, torch.tensor([0]), torch.tensor([1])], ids=str)
+def test_windows_of_queries_that_are_not_causal(causal: Any, backend: Any, device: str) -> None:
+    """They see as many keys after them as before, as in vLLM's own backends."""
+    impl = backend[1].get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, sliding_window=4)
+    given = causal.to(device) if isinstance(causal, torch.Tensor) else causal
+    q, k, o = (x.cpu().float() for x in attend(backend, impl, given, device=device))
+    distance = torch.arange(12)[:, None] - torch.arange(12)
+    kept = (distance < 4) & (distance >= (0 if causal else -3))
+    given = (x.transpose(0, 1) for x in (q, k, k))
+    wanted = F.scaled_dot_product_attention(*given, attn_mask=kept, scale=0.25, enable_gqa=True).transpose(0, 1)
+    tolerance = 1e-5 if device == "cpu" else 2e-2
+    torch.testing.assert_close(o, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_scales_that_are_loaded_late(backend: Any) -> None:
+    """The same cache under other scales of e4m3."""
+    impl = backend[1].get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, kv_cache_dtype="fp8")
+    layer, pool = types.SimpleNamespace(), torch.zeros(2, KV_HEADS, SIZE, 2 * DIM, dtype=torch.uint8)
+    for scale in (1.0, 0.125):
+        layer._k_scale_float = layer._v_scale_float = scale
+        _, k, _ = attend(backend, impl, layer=layer, pool=pool)
+        stored = pool.view(torch.float8_e4m3fn)[1, :, :12, :DIM].transpose(0, 1).float() * scale
+        torch.testing.assert_close(stored, k, rtol=0.07, atol=0.01)
+
+
+def test_capture_builds_as_a_subclass_does(backend: Any) -> None:
+    """vLLM's classes override build, to show layers another batch; a graph's steps have no bound of keys."""
+    base, door = backend
+
+    class Builder(door.get_builder_cls()):  # type: ignore[misc]
+        def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+            longer = base.CommonAttentionMetadata(**{**vars(common), "seq_lens": common.seq_lens + 2})
+            return super().build(common_prefix_len, longer, fast_build)
+
+    builder = Builder(None, [], None, None)
+    captured, built = builder.build_for_cudagraph_capture(one(base, 5)).step, builder.build(0, one(base, 5)).step
+    assert captured.kv_lens.tolist() == built.kv_lens.tolist() == [7]
+    assert captured.max_kv_len is None and built.max_kv_len == 8
+
+
+def test_a_vllm_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM of another version starts without the backend, and one warning says so."""
+    monkeypatch.setattr(plugin, "_warned", False)
+    registry = types.ModuleType("vllm.v1.attention.backends.registry")
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    with pytest.warns(UserWarning, match="this vLLM has no registry"):
+        plugin.register()
+    registry.AttentionBackendEnum = vllm_like.AttentionBackendEnum  # type: ignore[attr-defined]
+    registry.register_backend = lambda backend: None  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin.register()
+    monkeypatch.setattr(plugin, "_warned", False)
+    with pytest.warns(UserWarning, match="takes 1 positional argument"):
+        plugin.register()
+
+
 def test_refusals(backend: Any) -> None:
     base, door = backend
     impl = door.get_impl_cls()
@@ -136,9 +233,15 @@ def test_refusals(backend: Any) -> None:
     with pytest.raises(UnsupportedError, match="output_scale was given"):
         impl(HEADS, DIM, 0.25).forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
     assert [door.supports_head_size(n) for n in (8, 16, 80, 256, 288, 72)] == [False, True, True, True, False, False]
-    more = (torch.float16, "fp8", 16, False, False, False, False, None)
-    assert door.supports_combination(80, *more) and not door.supports_combination(96, *more)
+    more = (16, False, False, False, False, None)
+    eight = (torch.float16, "fp8", *more)
+    assert door.supports_combination(80, *eight) and not door.supports_combination(96, *eight)
+    assert "computes in torch.bfloat16" in door.supports_combination(64, torch.bfloat16, "float16", *more)
+    assert not any(door.supports_combination(64, torch.bfloat16, name, *more) for name in ("auto", "bfloat16"))
     assert not door.supports_compute_capability(types.SimpleNamespace(major=7))
+
+
+METHODS = {"__init__", "forward", "process_weights_after_loading", "build", "build_for_cudagraph_capture"}
 
 
 def test_the_contract(backend: Any) -> None:
@@ -146,7 +249,7 @@ def test_the_contract(backend: Any) -> None:
     base, door = backend
     for ours, theirs in ((door.get_impl_cls(), "AttentionImpl"), (door.get_builder_cls(), "AttentionMetadataBuilder")):
         for source in (getattr(base, theirs), getattr(vllm_like, theirs)):
-            for name in {"__init__", "forward", "build", "build_for_cudagraph_capture"} & {*dir(source)}:
+            for name in METHODS & {*dir(source)}:
                 own, asked = ([*inspect.signature(getattr(each, name)).parameters] for each in (ours, source))
                 assert own[: len(asked)] == asked
     if base.AttentionImpl is not vllm_like.AttentionImpl:

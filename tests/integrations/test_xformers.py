@@ -125,10 +125,10 @@ def like(name: str, **fields: Any) -> Any:
     return type(name, (), fields)()
 
 
-def lengths(*lens: int, used: tuple[int, ...] = ()) -> Any:
-    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0)], dtype=torch.int32)
-    more = {"seqlen": torch.tensor(used, dtype=torch.int32)} if used else {}
-    return types.SimpleNamespace(seqstart=starts, max_seqlen=max(lens), **more)
+def lengths(*lens: int, used: tuple[int, ...] = (), first: int = 0) -> Any:
+    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0)], dtype=torch.int32) + first
+    more = {"seqlen": torch.tensor(used, dtype=torch.int32), "seqlen_py": list(used)} if used else {}
+    return types.SimpleNamespace(seqstart=starts, seqstart_py=starts.tolist(), max_seqlen=max(lens), **more)
 
 
 def test_names_say_what_is_meant() -> None:
@@ -180,6 +180,8 @@ def test_dropout_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         door.memory_efficient_attention(q, q, q, like("PagedBlockDiagonalGappyKeysMask"))
     with pytest.raises(ProblemError, match="query has a batch of 2 with a BlockDiagonalMask"):
         door.memory_efficient_attention(q, q, q, like("BlockDiagonalMask"))
+    with pytest.raises(ProblemError, match=r"attn_bias is a tensor of torch\.int64"):
+        door.memory_efficient_attention(q, q, q, torch.ones(15, 15, dtype=torch.int64))
     with pytest.raises(ProblemError, match="must have 3, 4 or 5 dimensions, all as many"):
         door.memory_efficient_attention(q, q[0], q[0])
     paged = like("PagedBlockDiagonalPaddedKeysMask", q_seqinfo=lengths(15), k_seqinfo=lengths(15, used=(15,)), block_tables=q)
@@ -188,6 +190,19 @@ def test_dropout_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rawattn.integrations.flash_attn._ignored", set())
     with pytest.warns(UserWarning, match="op is a hint"):
         door.memory_efficient_attention(q, q, q, op=object())
+
+
+@pytest.mark.parametrize("name", ["BlockDiagonalGappyKeysMask", "BlockDiagonalCausalWithOffsetGappyKeysMask"])
+def test_gappy_keys_that_are_refused(name: str) -> None:
+    """Kernels begin at the first row, and end a sequence where the next one begins."""
+    q, k = make(1, 12, 4, 16), make(1, 24, 4, 16, seed=1)
+    for keys, text in (
+        (lengths(6, 8, 8, used=(6, 7, 3), first=2), "first sequence of keys begins at 2"),
+        (lengths(4, 12, 8, used=(4, 7, 9)), "sequence 2 has 9 keys in rows 16 to 24"),
+        (lengths(4, 12, 8, used=(6, 7, 3)), "sequence 0 has 6 keys in rows 0 to 4"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"attn_bias is a {name} whose {text}"):
+            door.memory_efficient_attention(q, k, k, like(name, q_seqinfo=lengths(4, 7, 1), k_seqinfo=keys))
 
 
 @pytest.fixture

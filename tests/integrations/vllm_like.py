@@ -37,6 +37,9 @@ class AttentionMetadataBuilder(Generic[M]):
 
 
 class AttentionImpl(Generic[M]):
+    def process_weights_after_loading(self, act_dtype: Any) -> None:
+        raise NotImplementedError
+
     def __init__(
         self, num_heads: Any, head_size: Any, scale: Any, num_kv_heads: Any = None, alibi_slopes: Any = None,
         sliding_window: Any = None, kv_cache_dtype: Any = "auto", logits_soft_cap: Any = None,

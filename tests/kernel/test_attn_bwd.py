@@ -571,7 +571,9 @@ def test_lengths_on_the_device(kernel: Any, case: Case, dlse: bool) -> None:
         found = rawattn.attention_backward(**call.given, **call.options, kernel=kernel.name)
     call.options["q_lens"].fill_(150)
     call.options["kv_lens"].copy_(torch.tensor([333, 0, 64, 200], dtype=torch.int32))
-    for x, now in zip((call.o, call.lse), rawattn.attention(call.q, call.k, call.v, **call.options, return_lse=True), strict=True):
+    for x, now in zip(
+        (call.o, call.lse), rawattn.attention(call.q, call.k, call.v, **call.options, return_lse=True), strict=True
+    ):
         x.copy_(now)  # of the lengths that the graph finds
     graph.replay()
     call.check(found)

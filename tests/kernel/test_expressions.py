@@ -29,11 +29,11 @@ def on_gpu(x: Any) -> Any:
 @hypothesis.settings(max_examples=3, **SOME)
 @hypothesis.given(seed=st.integers(0, 2**62))
 def test_forward(part: int, seed: int) -> None:
-    programs.check_forward(seed, ("torch", "cuda"), kernels("attn_fwd", "attn_fwd_mma", "attn_fwd_simt"), on_gpu)
+    programs.check_forward(seed + (part << 62), ("torch", "cuda"), kernels("attn_fwd", "attn_fwd_mma", "attn_fwd_simt"), on_gpu)
 
 
 @pytest.mark.parametrize("part", range(3))
 @hypothesis.settings(max_examples=2, **SOME)
 @hypothesis.given(seed=st.integers(0, 2**62))
 def test_backward(part: int, seed: int) -> None:
-    programs.check_backward(seed, ("torch", "cuda"), kernels("attn_bwd", "attn_bwd_mma", "attn_bwd_simt"), on_gpu)
+    programs.check_backward(seed + (part << 62), ("torch", "cuda"), kernels("attn_bwd", "attn_bwd_mma", "attn_bwd_simt"), on_gpu)

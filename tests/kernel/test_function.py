@@ -129,7 +129,7 @@ def test_contents_under_a_graph() -> None:
 
 def test_new_arrays_numbers_and_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def options(n: int, reach: int) -> dict[str, Any]:
-        doc, slopes = torch.arange(n, device="cuda", dtype=torch.int32) // 50, torch.rand(2, device="cuda")
+        doc, slopes = torch.arange(n, device="cuda", dtype=torch.int32) // 50, torch.tensor([1 / reach, 0.7], device="cuda")
         mask = lambda q, kv: (doc[q] == doc[kv]) & (q - kv < reach)  # noqa: E731
         return {"mask": mask, "score": lambda s, h, q, kv: s + slopes[h] * (kv - q)}
 
