@@ -155,9 +155,8 @@ class KVCachePlan(Plan):
         if not self.device.is_cpu:
             reason = self._kernel.layout_reason(op.layout) or self._kernel.legal(self.config, op, self.device)
             if reason is None and op.layout.tma_unsupported and self._needs_others(op):
-                reason = (
-                    f"{op.layout.tma_unsupported}; or make another plan, by rawattn.plan_kvcache: a kernel of this one reads by TMA"
-                )
+                way = "or make another plan, by rawattn.plan_kvcache: a kernel of this one reads by TMA"
+                reason = f"{op.layout.tma_unsupported}; {way}"
             if reason is not None:
                 raise ProblemError(f"{reason}.")
 
