@@ -322,7 +322,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+RARE = (
+    "columns 96 and 64",
+    "columns 80",
+    "e4m3, columns 192 and 160",
+    "e4m3, columns 64 and 96",
+    "pages of 2, copied by 4 warps",
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in CASES])
 def test_decode(name: str) -> None:
     check(CASES[name])
 
@@ -510,7 +519,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+SLOWEST = ("begins, copied", "begins, e4m3", "causal for some", "begins")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOWEST else ()) for name in CALLS])
 def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch tensors on the CPU stand for those on a GPU: from the call to the bytes that the kernel gets, and its results."""
     torch, word, case = pytest.importorskip("torch"), stand_in(monkeypatch, tmp_path), CALLS[name]

@@ -427,6 +427,7 @@ def test_simt_emulated(emulated: Any) -> None:
     check_emulated(emulated, "attn_bwd_simt", (34, 43, 2, 1), torch.float32, **options)
 
 
+@pytest.mark.slow
 def test_packed_emulated(emulated: Any) -> None:
     import torch
 
