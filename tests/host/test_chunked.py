@@ -232,7 +232,7 @@ def test_what_a_step_says_of_each_sequence_spills_nothing(q_len: int) -> None:
     assert found.kernel.name == ("attn_decode" if q_len == 8 else "attn_fwd") and not binary.spill_bytes
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("dims", [pytest.param((64, 64), marks=pytest.mark.slow), (128, 128)], ids=str)
 @pytest.mark.parametrize("page", [0, 16])
 def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
     """In all configurations that its kind may get; numbers of heads, sequences and pages, and lengths, make no other kernel."""

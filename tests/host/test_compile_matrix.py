@@ -92,10 +92,11 @@ def check(combinations: Sequence[Combination], processes: int | None) -> None:
     assert not bad, "\n".join([f"{len(bad)} of {len(combinations)}", *bad])
 
 
-def test_nothing_spills_and_nothing_waits() -> None:
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])  # every other one of them
+def test_nothing_spills_and_nothing_waits(part: int) -> None:
     combinations = [*covering()]
     assert len(combinations) <= 250, "more than CI has time for"
-    check(combinations, 2)
+    check(combinations[part::2], 2)
 
 
 def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = DEVICE.arch) -> str:

@@ -411,6 +411,7 @@ def process(text: str, cache: pathlib.Path | str | None = None) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_first_and_later_compilations(tmp_path: pathlib.Path) -> None:
     """Seconds that the calling thread ran: neither other processes nor the idle threads of a library lengthen them. A damaged
     entry is made anew, and nothing else in its folder is touched."""

@@ -221,7 +221,7 @@ def test_operation() -> None:
     assert Spec.of(dropout=0.1).weight == weight.Dropout(0.1) and Spec().weight == weight.Identity()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_nothing_spills(head_dim: int) -> None:
     """The Hopper kernels of a causal operation, in all configurations that its kind may get."""
     own, device = {"mask": Causal(), "dropout": 0.1}, TYPICAL["sm_90a"]
@@ -240,7 +240,7 @@ def test_caches_refuse() -> None:
         AttentionKVCache(BF16, 1, 1, 8, 1, 1, 64, 64, 1, 8, Spec(dropout=0.1))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [128, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 256))])
 def test_nothing_spills_with_a_function(head_dim: int) -> None:
     """attn_fwd with lists of tiles, a mask from Python and dropout, on an H100."""
     mask, _ = traced.function(zoo.documents_sliding(np.random.default_rng(0), 2048, 2048), "mask", (4, 8, 2048, 2048))

@@ -74,7 +74,9 @@ def test_nan_is_the_least_and_the_greatest(tmp_path: pathlib.Path) -> None:
         )
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize(
+    "arch", ["sm_75", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_90a", "sm_120"))]
+)
 def test_it_compiles(arch: str) -> None:
     for element in DTYPES:
         for axes in (1, 2):

@@ -101,7 +101,10 @@ def test_an_interval_as_a_list_has_the_same_bits(mask: Any, name: str, tmp_path:
 
 
 LISTS = (lists.BlockTable(0, 0, 1, 1, 1), lists.Listed(Causal()))
-CHOSEN = [("attn_fwd", "sm_90a", d) for d in (64, 128, 256)] + [("attn_fwd_mma", "sm_80", 128), ("attn_fwd_simt", "sm_75", 64)]
+CHOSEN = [
+    ("attn_fwd", "sm_90a", 128), *(pytest.param("attn_fwd", "sm_90a", size, marks=pytest.mark.slow) for size in (64, 256)),
+    ("attn_fwd_mma", "sm_80", 128), ("attn_fwd_simt", "sm_75", 64),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kernel", "arch", "head_dim"), CHOSEN)
