@@ -1,4 +1,5 @@
-"""What mkdocs puts in place of ``{{ ... }}`` in the pages: tables and drawings that follow from the sources and the records.
+"""This module says what mkdocs puts in place of ``{{ ... }}`` in the pages: tables and drawings that follow from the sources and
+the records.
 
 {{ support Forward }}                        which kernel takes what, by the kernels' own answers
 {{ record h200/decode.md 1 }}                a table of a file of perf/record, and from which run it is
@@ -94,7 +95,7 @@ def support(operation: str) -> str:
 
 
 def properties(kernel: Any, operation: str) -> Iterable[tuple[str, str]]:
-    """What a kernel answers: by name, in one order for all kernels."""
+    """Returns what a kernel answers: by name, in one order for all kernels."""
     devices = [each for each in (*TYPICAL.values(), this_cpu()) if takes(kernel, plain(operation), each)]
     yield "devices", ", ".join(each.arch for each in devices)
     forms = [name for name in FORMS if takes(kernel, plain(operation, element=ELEMENTS[name]), devices[-1])]

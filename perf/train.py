@@ -74,7 +74,7 @@ def make_model(attend: differentiable.Attend, options: argparse.Namespace) -> An
 
 
 def make_inputs(options: argparse.Namespace, device: str) -> list[Sequence[Any]]:
-    """What the steps of each round are given: tokens, or the numbers that a block gets, the same in all steps."""
+    """Returns what the steps of each round are given: tokens, or the numbers that a block gets, the same in all steps."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -407,9 +407,9 @@ def options_of(
 
 
 class Asked:
-    """What a call asks for beside its arrays. Calls that ask for the same share one object, which is found and compared quickly.
-    ``is_kept`` is False for one that nothing else finds. ``followed`` is what ``torch_op`` makes of it where autograd follows, by
-    the captured arrays to which it does."""
+    """This is what a call asks for beside its arrays. Calls that ask for the same share one object, which is found and compared
+    quickly. ``is_kept`` is False for one that nothing else finds. ``followed`` is what ``torch_op`` makes of it where autograd
+    follows, by the captured arrays to which it does."""
 
     def __init__(
         self, operation: type[Operation], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any,
@@ -420,7 +420,7 @@ class Asked:
         self.followed: dict[tuple[str, ...], Any] = {}
 
     def of_family(self) -> Asked:
-        """What calls of one family ask for."""
+        """Returns what calls of one family ask for."""
         coarse = self.operation.coarse(self.options)
         return self if coarse is self.options else asked_of(self.operation, coarse, self.lengths, self.kernel, self.config)
 
@@ -429,8 +429,8 @@ def asked_of(
     operation: type[Operation], options: Mapping[str, Any] | tuple[Any, ...], lengths: tuple[Any, ...] = NO_LENGTHS,
     kernel: str | None = None, config: Any = None,
 ) -> Asked:  # fmt: skip
-    """What a call asks for, by its options in the order of ``OPTIONS``, and for gradients ``wrt`` behind them. Their types count
-    too: True, 1 and 1.0 are equal, but not all of them are right. So do the names in functions, which errors say."""
+    """Returns what a call asks for, by its options in the order of ``OPTIONS``, and for gradients ``wrt`` behind them. Their
+    types count too: True, 1 and 1.0 are equal, but not all of them are right. So do the names in functions, which errors say."""
     values: tuple[Any, ...] = options if type(options) is tuple else tuple(options.values())  # type: ignore[union-attr]
     types: tuple[Any, ...] = ()
     if lengths is not NO_LENGTHS or not values[1] is values[4] is values[5] is None:

@@ -296,7 +296,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def made(shape: tuple[int, ...], dtype: str) -> Array:
-    """How an array lies that ``maker`` makes."""
+    """Returns how an array lies that ``maker`` makes."""
     return Array("", CPU, dtype, shape, contiguous_strides(shape), 0, None)
 
 

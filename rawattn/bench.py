@@ -124,7 +124,7 @@ class Bench:
 
 
 def operation(layer: Layer, batch: int, length: int) -> Forward:
-    """What a layer computes."""
+    """Returns what a layer computes."""
     window = None if layer.window is None else (layer.window - 1, 0 if layer.causal else layer.window - 1)
     spec = Spec.of(causal=layer.causal and window is None, window=window, softcap=layer.softcap, scale=layer.scale)
     sizes = (batch, length, length, layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim_v)

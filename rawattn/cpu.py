@@ -261,8 +261,8 @@ class _Functions:
     def of_rows(
         self, head: int, group: int, queries: slice, width: int, kv_len: int, tile_kv: int
     ) -> tuple[int, Array, Array, Any]:  # fmt: skip
-        """What the loops are given for the queries of ``group`` heads from ``head`` on, which share a panel's rows; and what the
-        context points to."""
+        """Returns what the loops are given for the queries of ``group`` heads from ``head`` on, which share a panel's rows; and
+        what the context points to."""
         if not self.address:
             return 0, self.context, NO_CLASSES, None
         context, places = self.context.copy(), _places(head, group, queries, self.offsets[0], width)
@@ -271,7 +271,7 @@ class _Functions:
         return self.address, context, classes, places
 
     def _classes(self, head: int, group: int, first: Array, last: Array, kv_len: int, tile_kv: int) -> Array:
-        """Which tiles of keys panels visit: 0 where no pair is kept, 2 where all are, 1 elsewhere."""
+        """Returns which tiles of keys panels visit: 0 where no pair is kept, 2 where all are, 1 elsewhere."""
         keys = np.arange(0, max(1, kv_len), tile_kv)
         found = np.ones((len(first), len(keys)), np.uint8)
         if self.mask is None:
@@ -419,7 +419,7 @@ def _places(head: int, group: int, queries: slice, q_offset: int, width: int) ->
 def _random(
     dropped: Dropped | None, sequence: int, head: int, group: int, queries: slice, width: int, first_key: int = 0
 ) -> tuple[Array, Array]:
-    """What the loops ask for dropout: ``_places``, and what all rows share."""
+    """Returns what the loops ask for dropout: ``_places``, and what all rows share."""
     if dropped is None:
         return NO_PLACES, np.zeros(4, np.int64)
     q_offset, kv_offset = dropped.offsets

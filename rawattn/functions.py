@@ -55,7 +55,7 @@ class Function(tuple[Any, ...]):
 
 
 def function(traced: Traced, numbers: tuple[int | float, ...] = (), sizes: tuple[Sizes, ...] = ()) -> Function:
-    """What takes a function's place among the options."""
+    """Returns what takes a function's place among the options."""
     found = Function((traced.code, number_keys(numbers), sizes))
     found.traced, found.numbers = traced, numbers
     return found
@@ -219,7 +219,7 @@ def bind_ready(value: Any, role: str) -> tuple[Function, tuple[Any, ...], tuple[
 
 
 def bound(value: Any, role: str) -> BoundFunction:
-    """What ``rawattn.mask.function`` and ``rawattn.score.function`` give."""
+    """Returns what ``rawattn.mask.function`` and ``rawattn.score.function`` give."""
     if type(value) is BoundFunction and value.role == role:
         return value
     known, found = bind(value, role)
@@ -271,7 +271,7 @@ def of_step(own: Function, captured: tuple[Any, ...], causal: Any) -> tuple[Func
 
 @functools.lru_cache(maxsize=256)
 def _and_causal(traced: Traced, each: bool) -> tuple[Traced, list[int], list[int]]:
-    """What ``of_step`` makes of a traced mask, and the order of its arrays and numbers."""
+    """Returns what ``of_step`` makes of a traced mask, and the order of its arrays and numbers."""
     kept = compare("le", KV, Q)
     if each:
         kept = logical("or", kept, compare("eq", make("load", "int", (len(traced.labels), "int32", var("b"))), const(0)))
@@ -291,8 +291,8 @@ def of_part(own: Function, **given: int) -> tuple[Function, list[int]]:
 
 @functools.lru_cache(maxsize=256)
 def _with_numbers(traced: Traced, labels: tuple[str, ...], names: tuple[str, ...]) -> tuple[Traced, list[int], list[int]]:
-    """What ``of_part`` makes of a traced function, and the order of its arrays and numbers: these names are numbers behind its
-    own."""
+    """Returns what ``of_part`` makes of a traced function, and the order of its arrays and numbers: these names are numbers
+    behind its own."""
     first = traced.code.numbers
     done: dict[Any, Any] = {}
     for node in nodes(traced.code.root):
@@ -461,7 +461,7 @@ class HostMask(_OnHost):
         return found
 
     def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
-        """Which of the queries q, a column, keep which of the keys kv, a row."""
+        """Returns which of the queries q, a column, keep which of the keys kv, a row."""
         return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len, *self.start(batch))
 
     def classify(self, *box: Any) -> Any:
@@ -504,7 +504,7 @@ class HostFunctions(NamedTuple):
 
 
 def host_functions(mask: Any, score: Any) -> HostFunctions:
-    """What is in a mask and a score that wrappers may be around."""
+    """Returns what is in a mask and a score that wrappers may be around."""
     found, offsets = [], (0, 0)
     for each in (mask, score):
         while not isinstance(each, _OnHost) and hasattr(each, "base"):
@@ -534,7 +534,7 @@ def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None
 
 
 def to_json(found: Sequence[tuple[str, Function]]) -> dict[str, Any]:
-    """What ``among`` gives as JSON can hold it: by role the text of the code, and the numbers."""
+    """Returns what ``among`` gives as JSON can hold it: by role the text of the code, and the numbers."""
     return {
         role: {"traced": each.traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in each.numbers]}
         | ({"sizes": each.sizes} if each.sizes else {})

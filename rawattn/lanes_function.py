@@ -45,8 +45,8 @@ def pointer(typing, address):
 
 
 class Kind(NamedTuple):
-    """What compiled functions depend on: codes, None where the mask or the score is none, the format that is computed in, and
-    whether slopes are wanted beside the logits."""
+    """This is what compiled functions depend on: codes, None where the mask or the score is none, the format that is computed in,
+    and whether slopes are wanted beside the logits."""
 
     mask: Code | None
     score: Code | None

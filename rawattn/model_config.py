@@ -69,7 +69,7 @@ def layers(config: Mapping[str, Any]) -> list[Layer]:
 
 
 def _kinds(config: Mapping[str, Any]) -> tuple[list[str], int | None]:
-    """Which of "full" and "window" there are, and the window."""
+    """Returns which of "full" and "window" there are, and the window."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     types = {str(each).removesuffix("_attention") for each in config.get("layer_types") or []}
     if unknown := types - {"full", "sliding"}:

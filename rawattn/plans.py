@@ -468,8 +468,8 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
 
 
 def _form(fill: Any, array: Array) -> int | bytes:
-    """How an array lies: a length, a stride, or strides behind the room for an address, which are in bytes; packed sequences have
-    no batch stride."""
+    """Returns how an array lies: a length, a stride, or strides behind the room for an address, which are in bytes; packed
+    sequences have no batch stride."""
     if type(fill) is Stride:
         axis = _AXES[fill.axis]
         return array.strides[axis] if -axis <= len(array.strides) else 0

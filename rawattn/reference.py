@@ -204,7 +204,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """Which weights a call drops: by its option and seed, and the positions of the first rows of q and of k."""
+    """This says which weights a call drops: by its option and seed, and the positions of the first rows of q and of k."""
 
     option: weight.Dropout
     seed: int
@@ -291,7 +291,7 @@ class Formula:
         return (*found, dsinks) if sinks is not None else tuple(found)
 
     def _with_captured(self, score: Any, wrt: Sequence[Any], *given: Any) -> tuple[Any, ...]:
-        """What ``backward`` gives, and the gradients by these arrays, which the score captured."""
+        """Returns what ``backward`` gives, and the gradients by these arrays, which the score captured."""
         options, captured = functions.taken({"score": score})
         numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(options, captured, wrt)]
         sums = {i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)}
@@ -656,7 +656,7 @@ def _row(pool: Any, layout: str, page: int, row: int) -> Any:
 
 
 def _scale(cache: KVCache, name: str, i: int) -> Any:
-    """What the stored k or v of a sequence is multiplied by: a number, or one for each head, (kv_heads, 1)."""
+    """Returns what the stored k or v of a sequence is multiplied by: a number, or one for each head, (kv_heads, 1)."""
     if f"{name}_scale" not in cache.scale_arrays:
         return cache.scales["kv".index(name)]
     found = np.atleast_2d(_numpy(getattr(cache, f"{name}_scale")))
@@ -664,7 +664,7 @@ def _scale(cache: KVCache, name: str, i: int) -> Any:
 
 
 def _stored(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
-    """What a cache holds for a row of k or v, (kv_heads, columns), which came in this format."""
+    """Returns what a cache holds for a row of k or v, (kv_heads, columns), which came in this format."""
     if cache.element == element:
         return x
     with np.errstate(all="ignore"):

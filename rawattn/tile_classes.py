@@ -1,4 +1,5 @@
-"""Which share of its tiles a mask that is a function leaves out, keeps whole or cuts, counted on the host as kernels do it."""
+"""This module says which share of its tiles a mask that is a function leaves out, keeps whole or cuts, counted on the host as
+kernels do it."""
 
 from __future__ import annotations
 

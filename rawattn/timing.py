@@ -85,7 +85,7 @@ def race(clock: Clock, loads: dict[Any, Load], protocol: Schedule, seed: int = 0
 
 
 class Clock(Protocol):
-    """What times a load: ``Gpu``, or another that can do what it can."""
+    """This is what times a load: ``Gpu``, or another that can do what it can."""
 
     def load(self, call: Call) -> Load: ...
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]: ...

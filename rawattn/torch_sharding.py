@@ -65,8 +65,8 @@ def _beside(
     max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None,
     q_lens: Any = None, kv_lens: Any = None,
 ) -> tuple[frozenset[str], int, int]:  # fmt: skip
-    """What dropout and functions among an operator's last arguments depend on, how many tensors are theirs, and how many say
-    which rows are used."""
+    """Returns what dropout and functions among an operator's last arguments depend on, how many tensors are theirs, and how many
+    say which rows are used."""
     (_, own), drops = functions.from_json(json.loads(spec)), seed is not None
     deps = frozenset("bh" if drops else "").union(*(each.traced.code.root.deps for each in own.values()))
     return deps, drops + len(captured or ()), (q_lens is not None) + (kv_lens is not None)

@@ -157,7 +157,7 @@ class Cached:
         return k, v
 
     def scale_values(self) -> tuple[Array, Array]:
-        """What the cache's k and v are multiplied by, to be broadcast to sequences and heads."""
+        """Returns what the cache's k and v are multiplied by, to be broadcast to sequences and heads."""
         batch, heads = len(self.lengths), self.kv_heads
         shapes = {"": (), "number": (), "all": (1,), "heads": (heads,), "sequences": (batch, 1), "each": (batch, heads)}
         rng = np.random.default_rng((self.seed, 9))

@@ -67,9 +67,9 @@ def expect(
     cu_seqlens_kv: Any = None, score: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, operations: int = 0,
     **options: Any,
 ) -> Expected:  # fmt: skip
-    """What ``attention_backward`` must give for these arrays, from the o and lse that are given: these are rounded, but what is
-    computed of them is not, so that an error is that of the sums, of the exponent, and of weights too small to be numbers. Each
-    of the ``operations`` of a derivative that has many rounds, too."""
+    """Returns what ``attention_backward`` must give for these arrays, from the o and lse that are given: these are rounded, but
+    what is computed of them is not, so that an error is that of the sums, of the exponent, and of weights too small to be
+    numbers. Each of the ``operations`` of a derivative that has many rounds, too."""
     starts = cu_seqlens_q, cu_seqlens_kv
     asked = {"causal": False, "window": None, "softcap": None, "scale": None, "mask": None, **options}
     formula = make_formula(q, k, "float64", lambda x: x, **asked, score=score, starts=starts)

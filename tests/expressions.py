@@ -33,7 +33,7 @@ ARRAYS = ("rows", "words", "longs", "bytes", "pairs", "flags", "reals")
 
 
 def arrays(rng: np.random.Generator, n: int, *, tame: bool) -> dict[str, npt.NDArray[Any]]:
-    """What the trees capture; unless they are tame, with the numbers at the edges of their formats."""
+    """Returns what the trees capture; unless they are tame, with the numbers at the edges of their formats."""
     edges = [-(1 << 31), (1 << 31) - 1, -(1 << 28), 1 << 28]
     found: dict[str, npt.NDArray[Any]] = {
         "rows": np.sort(rng.integers(0, max(1, n), n)).astype(np.int32), "words": rng.integers(-99, 99, n).astype(np.int32),

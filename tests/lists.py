@@ -139,7 +139,7 @@ MASKS = ("documents", "block table", "checkerboard")
 
 
 def arrays(name: str, batch: int, heads: int, length: int, seed: int = 0) -> tuple[Array, ...]:
-    """What a mask of ``MASKS`` captured, over sequences of up to so many positions: an array and its pyramid."""
+    """Returns what a mask of ``MASKS`` captured, over sequences of up to so many positions: an array and its pyramid."""
     rng = np.random.default_rng(seed)
     if name == "documents":  # of uneven lengths, which come again, so that the tiles of a query have holes between them
         runs = [np.repeat(rng.integers(0, 4, 2 * length), rng.integers(1, 60, 2 * length))[:length] for _ in range(batch)]

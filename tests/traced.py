@@ -154,7 +154,7 @@ class Library:
         self, i: int, option: Any, arrays: Sequence[Array], b: int, h: int, lengths: tuple[int, int], step: int = 64,
         offsets: tuple[int, int] = (0, 0),
     ) -> Array:  # fmt: skip
-        """Which keys each query keeps, in rows of whole steps."""
+        """Returns which keys each query keeps, in rows of whole steps."""
         kept = np.ones((lengths[0], -(-lengths[1] // step) * step), bool)
         args, rows = self._asked(option, arrays, lengths, offsets)
         getattr(self._library, f"keep_{i}")(args, rows, b, h, step, kept.ctypes.data_as(ctypes.c_void_p))

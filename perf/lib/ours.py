@@ -88,7 +88,7 @@ def ours(task: Task, name: str, kernel: str | None = None) -> Call:
 
 
 def built_in(task: Task) -> Call:
-    """What computes the same as a function without it, or nearly (``FunctionCase.built_in``), on the same q, k and v."""
+    """Returns what computes the same as a function without it, or nearly (``FunctionCase.built_in``), on the same q, k and v."""
     import torch
 
     case = task.case.built_in if isinstance(task.case, FunctionCase) else None

@@ -80,7 +80,7 @@ def flex_attention(
 
 
 class TracedMask:
-    """What ``create_block_mask`` gives: a mask_mod that was traced, and the sizes that it is for. It has no blocks."""
+    """This is what ``create_block_mask`` gives: a mask_mod that was traced, and the sizes that it is for. It has no blocks."""
 
     def __init__(self, mask_mod: Any, sizes: tuple[int, int, int, int], device: Any, block: Any) -> None:
         self.mask_mod, self.shape, self.device, self.block = mask_mod, sizes, device, block

@@ -218,7 +218,7 @@ def _runs(ids: Any, q_length: int) -> Parts:
 
 
 def _of_cuts(cuts: list[int], first: int) -> list[tuple[int, int]]:
-    """How many queries and keys runs between cuts have, where a row's queries begin at its token ``first``."""
+    """Returns how many queries and keys runs between cuts have, where a row's queries begin at its token ``first``."""
     return [(max(0, end - max(begin, first)), end - begin) for begin, end in itertools.pairwise(cuts)]
 
 

@@ -29,7 +29,7 @@ KEPT_STEPS = 256
 
 
 class RawattnBackend(AttentionBackend):
-    """What vLLM asks before it chooses a backend."""
+    """This is what vLLM asks before it chooses a backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *EIGHT_BITS]

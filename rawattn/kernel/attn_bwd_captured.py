@@ -86,7 +86,7 @@ def _of_array(
 
 
 def way(score: FunctionScore, each: ElementGradient) -> str:
-    """How the gradients of an element that a score reads are summed."""
+    """Returns how the gradients of an element that a score reads are summed."""
     return gathering(each.load, [axis for node, axis in score.checked if node == each.node])
 
 

@@ -34,7 +34,7 @@ def lengths_option(op: AttentionKVCache) -> Option:
 
 
 def pages_option(op: AttentionKVCache) -> Option:
-    """How the pages of sequences are given."""
+    """Returns how the pages of sequences are given."""
     pages = {"dense": OnePage(), "table": PageTable(), "indptr": PageList()}
     return pages[op.form]
 

@@ -31,7 +31,7 @@ def levels(shape: tuple[int, ...], axes: int) -> list[tuple[int, int]]:
 
 
 def numbers(shape: tuple[int, ...], axes: int) -> tuple[int, int]:
-    """How many rows or matrices an array has, and how many thread blocks each of them takes."""
+    """Returns how many rows or matrices an array has, and how many thread blocks each of them takes."""
     lowest, side = levels(shape, axes)[0], SIDES[axes]
     return math.prod(shape[:-axes]), -(-lowest[0] // side[0]) * -(-lowest[1] // side[1])
 

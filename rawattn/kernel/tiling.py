@@ -135,7 +135,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
 
 
 def cursor(op: Forward, up: bool = False) -> Option:
-    """How warps that go along the key tiles of their queries by themselves find them."""
+    """Returns how warps that go along the key tiles of their queries by themselves find them."""
     return ListCursor(up) if lists(op.mask) else IntervalCursor(up)
 
 

@@ -154,7 +154,7 @@ class Forward(OverKeys):
 
     @functools.cached_property
     def captured(self) -> tuple[Operand, ...]:
-        """What the mask captured, and the score."""
+        """Returns what the mask captured, and the score."""
         return functions.operands(self.spec.mask, self.spec.score)
 
     @functools.cached_property

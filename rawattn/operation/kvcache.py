@@ -133,7 +133,7 @@ class AttentionKVCache(OverKeys):
 
     @functools.cached_property
     def captured(self) -> tuple[Operand, ...]:
-        """What the mask captured, and the score."""
+        """Returns what the mask captured, and the score."""
         return functions.operands(self.spec.mask, self.spec.score)
 
     @functools.cached_property

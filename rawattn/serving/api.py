@@ -103,7 +103,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(step: Step, options: dict[str, Any], return_lse: bool) -> Asked:
-    """What a call asks for. A mask that is a function has in it what the step says of its sequences."""
+    """Returns what a call asks for. A mask that is a function has in it what the step says of its sequences."""
     return asked_with(step, *functions.taken(options), return_lse)
 
 

@@ -192,7 +192,7 @@ def append(op: Append, views: Views) -> None:
 
 
 def _stored(op: Append, views: Views, name: str, x: Array, owners: Array) -> Array:
-    """What the cache holds for rows of k or v, (rows, kv_heads, columns)."""
+    """Returns what the cache holds for rows of k or v, (rows, kv_heads, columns)."""
     assert op.kv_element is not None
     if op.kv_element == op.element:
         return x

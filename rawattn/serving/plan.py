@@ -67,8 +67,8 @@ def plan_kvcache(
 
 
 class Asks(NamedTuple):
-    """What a plan was asked for: options, in which functions have no arrays, the keys of a split, and which of the captured
-    arrays its kernel takes, in order; None is the step's own ``causal``."""
+    """This is what a plan was asked for: options, in which functions have no arrays, the keys of a split, and which of the
+    captured arrays its kernel takes, in order; None is the step's own ``causal``."""
 
     options: dict[str, Any]
     return_lse: bool

@@ -1,5 +1,5 @@
-"""What a fresh function of known code captured, read by a Python function that is written for that code: each step of a path
-stands there as an attribute or an index, so that a call pays for no loop over paths."""
+"""This module says what a fresh function of known code captured, read by a Python function that is written for that code: each
+step of a path stands there as an attribute or an index, so that a call pays for no loop over paths."""
 
 from __future__ import annotations
 

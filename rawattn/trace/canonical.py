@@ -45,7 +45,7 @@ class Code(str):
 
     @property
     def numbers(self) -> int:
-        """How many numbers it captured."""
+        """Returns how many numbers it captured."""
         return len({x.args[0] for x in nodes(self.root) if x.op == "param"})
 
     @property
@@ -72,7 +72,7 @@ def encoded(role: str, root: Expr) -> Code:
 
 
 def number_keys(numbers: Sequence[int | float]) -> tuple[int | str, ...]:
-    """What tells numbers apart in keys: 0.0 and -0.0 are two, and NaN is itself."""
+    """Returns what tells numbers apart in keys: 0.0 and -0.0 are two, and NaN is itself."""
     return tuple([x if isinstance(x, (int, np.integer)) else float(x).hex() for x in numbers])
 
 

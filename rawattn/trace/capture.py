@@ -1,4 +1,5 @@
-"""What a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are compiled in.
+"""This module says what a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are
+compiled in.
 
 Each thing is noted with its path from the function: a cell of the closure, a global, a default, an item, an attribute. Another
 function of the same code is followed along the same paths, and is the same function where it finds the same kinds of things
@@ -67,7 +68,7 @@ _NUMBERS: dict[type, str] = {int: "int", float: "float"}
 
 
 def number_kind(value: Any) -> str | None:
-    """Whether it is an "int" or a "float"; None for what is no number, and for a bool."""
+    """Returns whether it is an "int" or a "float"; None for what is no number, and for a bool."""
     found = _NUMBERS.get(type(value))
     if found is None and isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, enum.Enum)):
         found = "int" if isinstance(value, (int, np.integer)) else "float"
@@ -125,7 +126,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def follow(x: Any, path: Path) -> Any:
-    """What a path from x leads to."""
+    """Returns what a path from x leads to."""
     for step, at in path:
         x = _STEPS[step](x, at)
     return x
@@ -328,7 +329,7 @@ class Owner:
 
 
 def called(owner: Owner) -> Any:
-    """What a call of it calls."""
+    """Returns what a call of it calls."""
     return owner._Owner__called()
 
 
@@ -337,7 +338,7 @@ def _is_of_library(f: Any) -> bool:
 
 
 def _contents(f: types.FunctionType) -> Iterator[Any]:
-    """What a function closed over, as torch's and_masks over masks, but for names that were never bound."""
+    """Returns what a function closed over, as torch's and_masks over masks, but for names that were never bound."""
     for cell in f.__closure__ or ():
         with contextlib.suppress(ValueError):
             if cell.cell_contents is not f:  # it may call itself
@@ -388,7 +389,7 @@ class Capture:
             self.notes.append(note)
 
     def rebuild(self, value: Any, path: Path = (), label: str = "") -> Any:
-        """What takes the place of a value while the function is traced."""
+        """Returns what takes the place of a value while the function is traced."""
         kind = number_kind(value)
         if kind is not None:
             return self._slot(NumberSlot(path, label, kind, kind == "int" and bool(value < 0)), value)

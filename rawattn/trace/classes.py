@@ -1,4 +1,5 @@
-"""Whether a mask keeps no pair of a box of queries and keys, every one, or some: the host's face of what kernels ask by tiles."""
+"""This module says whether a mask keeps no pair of a box of queries and keys, every one, or some: the host's face of what kernels
+ask by tiles."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def strengthened(code: Code) -> Expr:
 
 
 def _following(asked: Sequence[Expr]) -> Iterator[Expr]:
-    """What follows from two of these conditions, and says something of the query or the key."""
+    """Returns what follows from two of these conditions, and says something of the query or the key."""
     orders = [x for x in asked if x.op in ("lt", "le")]
     for equal in (x for x in asked if x.op == "eq"):
         for a, b in (equal.args, equal.args[::-1]):

@@ -27,7 +27,7 @@ CHOICES = ("where", "min", "max", "band", "bor", "bxor", "shl", "shr")  # of raw
 
 
 class Tracer(Protocol):
-    """What runs a function on expressions, and is asked where Python needs a value."""
+    """This is what runs a function on expressions, and is asked where Python needs a value."""
 
     def choose(self, condition: Expr) -> bool: ...
     def specialise(self, x: Expr) -> Any: ...
@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {}  # what may be called on expressi
 
 
 def call(name: str, args: Any, kwargs: Any) -> Expr:
-    """What a function of an array library makes of expressions."""
+    """Returns what a function of an array library makes of expressions."""
     if name not in FUNCTIONS:
         raise ProblemError(f"{name}() is not known of single elements; there are {', '.join(sorted(FUNCTIONS))}.")
     return FUNCTIONS[name](*args, **{word: value for word, value in kwargs.items() if word != "inplace"})

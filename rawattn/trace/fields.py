@@ -1,4 +1,5 @@
-"""What the fields of struct Args hold that a function adds: where its arrays are, and what the host makes of its numbers."""
+"""This module says what the fields of struct Args hold that a function adds: where its arrays are, and what the host makes of its
+numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class _Shaped(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Made:
-    """What the host makes of captured numbers; ``dtype`` is that of floats."""
+    """This is what the host makes of captured numbers; ``dtype`` is that of floats."""
 
     of: Expr
     dtype: Any = np.float64

@@ -71,9 +71,9 @@ def by_elements(code: Code) -> tuple[ElementGradient, ...]:
 
 
 def gathering(load: Expr, checked: Collection[int] = ()) -> str:
-    """How the gradient of a captured array is summed, from what the indices of its element depend on: in "tiles", where they know
-    no query and no key; in "rows" or in "columns" of a tile, where they know the query, or the key, alone; in "pairs", where one
-    index is the query itself and one the key, so that each element belongs to one pair of a head; and "scattered" else.
+    """Returns how the gradient of a captured array is summed, from what the indices of its element depend on: in "tiles", where
+    they know no query and no key; in "rows" or in "columns" of a tile, where they know the query, or the key, alone; in "pairs",
+    where one index is the query itself and one the key, so that each element belongs to one pair of a head; and "scattered" else.
     ``checked`` are the axes whose index is brought into the array, and may so be that of several queries or keys."""
     indices = load.args[2:]
     deps = frozenset[str]().union(*(i.deps for i in indices)) & {"q", "kv", "s"}

@@ -1,5 +1,5 @@
-"""What is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices stay in their
-arrays.
+"""This module says what is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices
+stay in their arrays.
 
 Nothing on the device is read: an element may be any number that its dtype holds.
 """

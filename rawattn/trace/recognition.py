@@ -33,7 +33,7 @@ def recognised(code: Code, numbers: Sequence[Any]) -> Any:
 
 
 def _value(x: Expr, numbers: Sequence[Any]) -> Any:
-    """What an expression of captured numbers alone is; None for others."""
+    """Returns what an expression of captured numbers alone is; None for others."""
     if x.deps or any(node.op in ("dim", "load") for node in nodes(x)):
         return None
     return evaluate(x, {}, (), numbers).item()

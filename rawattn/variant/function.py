@@ -24,9 +24,9 @@ from . import Option
 
 
 class Captured(NamedTuple):
-    """What is needed of an array that a function captured. Its last axis is contiguous. ``pyramid``: over how many of its last
-    axes minima and maxima of blocks are wanted (``cuda_src/variant/function/pyramid.cuh``), 0 for none. ``label`` is what the
-    function calls it."""
+    """This is what is needed of an array that a function captured. Its last axis is contiguous. ``pyramid``: over how many of its
+    last axes minima and maxima of blocks are wanted (``cuda_src/variant/function/pyramid.cuh``), 0 for none. ``label`` is what
+    the function calls it."""
 
     name: str
     element: str
@@ -115,7 +115,7 @@ class _Function(Option):
 
     @property
     def notes(self) -> list[str]:
-        """What is worth knowing of each captured array, in words: its format and shape, and which indices are checked."""
+        """Returns what is worth knowing of each captured array, in words: its format and shape, and which indices are checked."""
         found, order = [], nodes(self.code.root)
         for i, each in enumerate(self.arrays):
             axes = sorted({axis for node, axis in self.checked if order[node].args[0] == i})
@@ -145,7 +145,8 @@ class FunctionMask(_Function):
     def keep(
         self, xp: Any, arrays: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0, kv_start: Any = 0
     ) -> Any:  # fmt: skip
-        """Which keys the queries keep: positions and numbers of batch and head are arrays of ``xp`` that broadcast, or ints."""
+        """Returns which keys the queries keep: positions and numbers of batch and head are arrays of ``xp`` that broadcast, or
+        ints."""
         at = {"b": b, "h": h, "q": q, "kv": kv, "q_len": q_len, "kv_len": kv_len, "q_start": q_start, "kv_start": kv_start}
         return evaluate(self.code.root, at, arrays, self.numbers, xp, xp.float32)
 

@@ -1,4 +1,4 @@
-"""How the gradients of pairs become those of a captured array's elements, and what their sums are."""
+"""This module says how the gradients of pairs become those of a captured array's elements, and what their sums are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Gather(Option):
 
 @dataclasses.dataclass(frozen=True)
 class SimtLayout(Option):
-    """Which pairs of a tile a thread has, of 16 x 16 threads."""
+    """This says which pairs of a tile a thread has, of 16 x 16 threads."""
 
     type: ClassVar[str] = "SimtLayout"
     source: ClassVar[str] = "variant/layout/simt.cuh"

@@ -296,25 +296,8 @@ class KvBeginMask(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class FromKey(Option):
-    """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
-
-    base: Mask
-    first: int
-
-    @property
-    def keep(self) -> Callable[..., Any]:
-        base: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
-        return base
-
-    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        begin, end = self.base.interval(q, q_len, kv_len)
-        return np.maximum(begin, self.first), end
-
-
-@dataclasses.dataclass(frozen=True)
-class FromQuery(Option):
-    """A mask that keeps no key for queries before ``first``: the CPU path's for those that stand before the first key."""
+class _From(Option):
+    """A mask that keeps nothing before ``first``."""
 
     base: Pairs
     first: int
@@ -323,6 +306,18 @@ class FromQuery(Option):
     def keep(self) -> Callable[..., Any]:
         base: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
         return base
+
+
+class FromKey(_From):
+    """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        begin, end = self.base.interval(q, q_len, kv_len)
+        return np.maximum(begin, self.first), end
+
+
+class FromQuery(_From):
+    """A mask that keeps no key for queries before ``first``: the CPU path's for those that stand before the first key."""
 
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, q_len, kv_len)

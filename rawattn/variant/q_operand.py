@@ -1,4 +1,4 @@
-"""How q becomes an operand of products."""
+"""This module says how q becomes an operand of products."""
 
 from __future__ import annotations
 

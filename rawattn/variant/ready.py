@@ -180,7 +180,7 @@ def _of_blocks(q_block: int, kv_block: int) -> tuple[Axis, ...]:
 
 
 class Biased(Ready):
-    """What ``softcap``, ``alibi`` and ``bias`` mean together: the scaled dot product is capped, and then they are added.
+    """This is what ``softcap``, ``alibi`` and ``bias`` mean together: the scaled dot product is capped, and then they are added.
 
     ``slopes`` is (heads,) or (batch, heads): -slope times the distance of a key from the query's own, the last query standing at
     the last key, as in flash-attn. ``bias`` is broadcast to (batch, heads, q_len, kv_len).

@@ -1,4 +1,4 @@
-"""What the numbers of a cache in eight bits are multiplied by."""
+"""This module says what the numbers of a cache in eight bits are multiplied by."""
 
 from __future__ import annotations
 

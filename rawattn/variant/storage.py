@@ -1,4 +1,4 @@
-"""What a cache holds for a number."""
+"""This module says what a cache holds for a number."""
 
 from __future__ import annotations
 

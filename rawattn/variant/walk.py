@@ -1,4 +1,4 @@
-"""How a kernel visits the key tiles of some queries, or the query tiles of some keys.
+"""This module says how a kernel visits the key tiles of some queries, or the query tiles of some keys.
 
 They lie side by side, and the mask says where they begin and end; or they are lists with holes, which warps find by asking the
 mask for a class of each tile."""

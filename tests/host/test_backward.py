@@ -171,7 +171,7 @@ CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (confi
 
 
 def dropped(op: Forward, batch: int, q_len: int, kv_len: int) -> Array:
-    """What the weights of one batch are multiplied by, (heads, q_len, kv_len)."""
+    """Returns what the weights of one batch are multiplied by, (heads, q_len, kv_len)."""
     if not op.spec.dropout:
         return np.ones((1, 1, 1))
     q, kv = (np.arange(n) + offset for n, offset in zip((q_len, kv_len), op.spec.offsets or (0, 0), strict=True))

@@ -161,7 +161,7 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
 
 
 def scales_of(case: Case) -> tuple[Array, Array]:
-    """What keys, and values, of each sequence and head are multiplied by."""
+    """Returns what keys, and values, of each sequence and head are multiplied by."""
     op, shape = case.op, (len(case.kv_lens), case.op.kv_heads)
     arrays = (
         np.linspace(first, last, shape[0] * shape[1], dtype=np.float32).reshape(shape) for first, last in ((0.5, 2), (3, 0.1))

@@ -1,4 +1,5 @@
-"""What the pages are filled with: tables by the kernels' answers, parts of sources, records, and the drawing of the barriers."""
+"""This module says what the pages are filled with: tables by the kernels' answers, parts of sources, records, and the drawing of
+the barriers."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
 
 
 def dropped(case: Case, batch: int, head: int, i: Array, j: Array) -> Any:
-    """What dropout multiplies the weights of these queries and keys by."""
+    """Returns what dropout multiplies the weights of these queries and keys by."""
     if not case.dropout:
         return 1.0
     offsets, weight = case.offsets or (0, 0), case.op.spec.weight

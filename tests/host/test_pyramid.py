@@ -24,7 +24,7 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """What is needed of a captured array."""
+    """This is what is needed of a captured array."""
 
     name: str
     element: str

@@ -1,4 +1,4 @@
-"""What makes a version: .ci/release in a small repository, and the workflow that would publish it."""
+"""This module says what makes a version: .ci/release in a small repository, and the workflow that would publish it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def git(folder: pathlib.Path, *arguments: str) -> str:
 
 
 def release(folder: pathlib.Path, version: str) -> str:
-    """What it says where it refuses; empty where it went well."""
+    """Returns what it says where it refuses; empty where it went well."""
     ran = subprocess.run([sys.executable, str(ROOT / ".ci" / "release"), version], cwd=folder, capture_output=True, text=True)
     assert (ran.returncode == 0) is not bool(ran.stderr), ran.stderr
     return ran.stderr

@@ -44,7 +44,7 @@ class Trial:
         self.option, self.arrays = function(self.function, role, (BATCH, HEADS, n, m))
 
     def expected(self, *s: Array) -> Array:
-        """What the function itself says, on arrays."""
+        """Returns what the function itself says, on arrays."""
         n, m = self.lengths
         at = {"b": self.b, "h": self.h, "q": np.arange(n)[:, None], "kv": np.arange(m)[None], "q_len": n, "kv_len": m}
         f = getattr(self.function, "on_arrays", self.function)

@@ -79,7 +79,7 @@ def register_attention_backend(name: str) -> Any:
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """What ``import`` finds in SGLang's place."""
+    """Returns what ``import`` finds in SGLang's place."""
     content = {
         "layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
         "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},

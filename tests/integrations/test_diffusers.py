@@ -49,7 +49,7 @@ def wan() -> tuple[Any, dict[str, Any]]:
 
 
 def qwen() -> tuple[Any, dict[str, Any]]:
-    """Which has a mask: of the second text three tokens are padding."""
+    """Returns which has a mask: of the second text three tokens are padding."""
     import diffusers
 
     sizes = {"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3}

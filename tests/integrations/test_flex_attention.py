@@ -46,7 +46,7 @@ def near(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 
 
 def captured(device: str) -> dict[str, Any]:
-    """What mods capture: tensors without a gradient, and parameters."""
+    """Returns what mods capture: tensors without a gradient, and parameters."""
     random, at = torch.Generator().manual_seed(1), torch.arange(N)
     found = {
         "doc": at // 13, "prefix": torch.tensor([7, 19]), "keep": torch.rand(N, N, generator=random) < 0.4,

@@ -50,7 +50,7 @@ SIZE, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
 
 
 def common(base: Any, device: str, table: Any, padding: int = 0) -> Any:
-    """What vLLM's runner says of a batch; with padding rows behind it that belong to no sequence."""
+    """Returns what vLLM's runner says of a batch; with padding rows behind it that belong to no sequence."""
     starts = torch.tensor([0, *torch.tensor([q for q, _ in LENGTHS]).cumsum(0)], dtype=torch.int32)
     slots = [int(table[i, at // SIZE]) * SIZE + at % SIZE for i, (q, kv) in enumerate(LENGTHS) for at in range(kv - q, kv)]
     rows = len(slots) + padding
@@ -62,7 +62,7 @@ def common(base: Any, device: str, table: Any, padding: int = 0) -> Any:
 
 
 def expected(q: Any, keys: list[Any], values: list[Any], options: dict[str, Any]) -> Any:
-    """What torch computes of each sequence's rows, the last at the last key."""
+    """Returns what torch computes of each sequence's rows, the last at the last key."""
     found, first = [], 0
     for (rows, n), k, v in zip(LENGTHS, keys, values, strict=True):
         distance = torch.arange(n - rows, n)[:, None] - torch.arange(n)
@@ -129,7 +129,7 @@ def test_sinks_and_shared_caches(backend: Any) -> None:
 
 
 def one(base: Any, rows: int, causal: Any = True, device: str = "cpu") -> Any:
-    """What vLLM's runner says of one prompt, on page 1."""
+    """Returns what vLLM's runner says of one prompt, on page 1."""
     lens, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([rows], [0, rows]))
     return base.CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, num_reqs=1, num_actual_tokens=rows, seq_lens=lens, max_query_len=rows,

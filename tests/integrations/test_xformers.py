@@ -37,7 +37,7 @@ def near(found: Any, wanted: Any) -> None:
 
 
 def dense(q: Any, k: Any, v: Any, bias: Any) -> Any:
-    """What torch computes with a bias as a tensor, (q_len, kv_len)."""
+    """Returns what torch computes with a bias as a tensor, (q_len, kv_len)."""
     bias = None if bias is None else bias.to(q)
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias).transpose(1, 2)
 

@@ -76,7 +76,7 @@ BASES = (
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """What ``import`` finds in vLLM's place."""
+    """Returns what ``import`` finds in vLLM's place."""
     names = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", "vllm.v1.attention.backends")
     found = {name: types.ModuleType(name) for name in (*names, "vllm.v1.attention.backends.registry")}
     vars(found["vllm.v1.attention.backend"]).update({each.__name__: each for each in BASES})

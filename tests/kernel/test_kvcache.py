@@ -301,7 +301,7 @@ def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
 
 
 def captured(first: int, last: int, device: str = "") -> list[Any]:
-    """What functions capture, for some of the sequences."""
+    """Returns what functions capture, for some of the sequences."""
     found = [*(x[first:last] for x in (IDS, WORDS, ANCESTORS)), SLOPES]
     return [_moved(x, "torch", device) for x in found] if device else found
 

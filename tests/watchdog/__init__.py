@@ -47,8 +47,8 @@ _SMEM = re.compile(r"^struct Smem \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 
 
 class Note(NamedTuple):
-    """What a thread left: the number of its kernel; 0 for a barrier, 1 for a turn; where it was; the barrier's place in shared
-    memory, or that of the turn; the parity, or whose turn it is."""
+    """This is what a thread left: the number of its kernel; 0 for a barrier, 1 for a turn; where it was; the barrier's place in
+    shared memory, or that of the turn; the parity, or whose turn it is."""
 
     kernel: int
     kind: int
