@@ -48,6 +48,7 @@ SECONDS_PER_NUMBER = {"fp64": 1.2e-9, "fp32": 0.8e-9, "fp16": 1.5e-9, "bf16": 1.
 SECONDS_PER_UNIT = 40e-6
 SECONDS_PER_THREAD = 80e-6
 BACKWARD_UNITS = 32  # of a backward, where there are keys enough
+DELTA_IN_THREADS = 1 << 20  # numbers of o from which on threads that compute delta pay
 KEYS_PER_UNIT = 1024  # of a backward, at least: each unit brings in all queries anew
 
 Array = npt.NDArray[Any]
@@ -421,13 +422,13 @@ def _random(
 ) -> tuple[Array, Array]:
     """Returns what the loops ask for dropout: ``_places``, and what all rows share."""
     if dropped is None:
-        return NO_PLACES, np.zeros(4, np.int64)
+        return NO_PLACES, NOTHING_DROPPED
     q_offset, kv_offset = dropped.offsets
     shared = dropped.option.threshold, dropped.seed, sequence, kv_offset + first_key
     return _places(head, group, queries, q_offset, width), np.array(shared, np.int64)
 
 
-NO_PLACES = np.zeros((2, 0), np.int64)
+NO_PLACES, NOTHING_DROPPED = np.zeros((2, 0), np.int64), np.zeros(4, np.int64)
 
 
 def _compute(element: Element, attend: Any, factors: tuple[Any, ...], dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
@@ -482,13 +483,20 @@ def _compute_by_formula(element: Element, scale: float, dropped: Dropped | None,
 class _Rows(NamedTuple):
     """Arrays of a backward, of one sequence and all heads."""
 
+    number: int  # of the sequence
     do: Array
+    q: Array
+    k: Array
+    v: Array
     o: Array
     lse: Array  # (heads, q_len)
     dlse: Array | None
     delta: Array  # (heads, q_len), to be computed
     sinks: Array
     dsinks: Array | None
+    dq: Array
+    dk: Array
+    dv: Array
 
 
 class _Gradients(NamedTuple):
@@ -557,19 +565,12 @@ def run_backward(
         n, m = (slice(len(x) if lens is None else int(lens[i])) for x, lens in ((q[rows], q_lens), (k[keys], kv_lens)))
         own_do, own_q, own_o, own_dq = (x[rows][n] for x in (do, q, o, dq))
         own_k, own_v, own_dk, own_dv = (x[keys][m] for x in (k, v, dk, dv))
-        own_lse, own_delta, own_dlse = (None if x is None else x[at][:, n] for x in (lse, delta, dlse))
-        own_dsinks = None if sink_parts is None else sink_parts[i]
-        all_rows.append(_Rows(own_do, own_o, own_lse, own_dlse, own_delta, sink_logits, own_dsinks))
-        found = keys_of(len(own_q), len(own_k))
-        for h in range(kv_heads):
-            own = slice(h * group, (h + 1) * group)
-            parts = None if len(found[h]) == 1 else np.zeros((len(found[h]), len(own_q), group, q.shape[-1]), number)
-            gradients = _Gradients(
-                (i, own.start), own_do[:, own], own_q[:, own], own_k[:, h], own_v[:, h], own_lse[own], own_delta[own],
-                None if own_dlse is None else own_dlse[own], sink_logits[own], own_dq[:, own], own_dk[:, h], own_dv[:, h], parts,
-            )  # fmt: skip
+        own_dlse, own_dsinks = (None if dlse is None else dlse[at][:, n]), (None if sink_parts is None else sink_parts[i])
+        statistics = lse[at][:, n], own_dlse, delta[at][:, n], sink_logits, own_dsinks
+        all_rows.append(_Rows(i, own_do, own_q, own_k, own_v, own_o, *statistics, own_dq, own_dk, own_dv))
+        for gradients, spans in _by_head(all_rows[-1], keys_of(len(own_q), len(own_k))):
             shared.append(gradients)
-            units += [_KeyUnit(gradients, j, some_keys) for j, some_keys in enumerate(found[h])]
+            units += [_KeyUnit(gradients, j, some_keys) for j, some_keys in enumerate(spans)]
     units.sort(key=lambda unit: -unit.keys.pairs)
     if threads is None:
         seconds = _backward_seconds(sum(unit.keys.pairs for unit in units), q.shape[-1] + v.shape[-1])
@@ -582,12 +583,25 @@ def run_backward(
     else:
         factors = scale / cap if cap else scale, cap, scale
         compute = functools.partial(_gradients, load(element, "backward").loops, factors, dropped)
-    for work, todo in ((_delta, all_rows), (compute, units), (_add_parts, [each for each in shared if each.parts is not None])):
-        _in_threads(threads, todo, work)
-    if sink_parts is not None:
+    _in_threads(threads if o.size >= DELTA_IN_THREADS else 1, all_rows, _delta)
+    _in_threads(threads, units, compute)
+    _in_threads(threads, [each for each in shared if each.parts is not None], _add_parts)
+    if dsinks is not None and sink_parts is not None:
         dsinks[...] = sink_parts.sum(0)
     for i, x in (captured or {}).items():
         x[...] = sums[i]
+
+
+def _by_head(x: _Rows, keys: list[list[_Keys]]) -> Iterator[tuple[_Gradients, list[_Keys]]]:
+    """The arrays of each head of k and v, and the keys of its units."""
+    group = x.q.shape[1] // x.k.shape[1]
+    for h, spans in enumerate(keys):
+        own = slice(h * group, (h + 1) * group)
+        q, dlse = x.q[:, own], None if x.dlse is None else x.dlse[own]
+        parts = None if len(spans) == 1 else np.zeros((len(spans), *q.shape), x.delta.dtype)
+        statistics = x.lse[own], x.delta[own], dlse, x.sinks[own]
+        outputs = x.dq[:, own], x.dk[:, h], x.dv[:, h]
+        yield _Gradients((x.number, own.start), x.do[:, own], q, x.k[:, h], x.v[:, h], *statistics, *outputs, parts), spans
 
 
 def _backward_seconds(pairs: int, columns: int) -> float:
@@ -617,11 +631,13 @@ def _keys_of(mask: Pairs, group: int, kv_heads: int, cuts: int, q_len: int, kv_l
 
 
 def _some_keys(begin: Array, end: Array, span: slice) -> _Keys:
-    begin, end = (np.clip(bound, span.start, span.stop) - span.start for bound in (begin, end))
-    touched = np.nonzero((begin < end).any(1))[0]
+    if span.start:
+        begin, end = begin - span.start, end - span.start
+    begin, end = np.maximum(begin, 0).astype(np.int64, copy=False), np.minimum(end, span.stop - span.start)
+    counts = np.maximum(end - begin, 0)
+    touched = counts.any(1).nonzero()[0]
     queries = slice(int(touched[0]), int(touched[-1]) + 1) if len(touched) else slice(0, 0)
-    pairs = int(np.maximum(end - begin, 0).sum())
-    return _Keys(span, queries, begin[queries].astype(np.int64).ravel(), end[queries].astype(np.int64).ravel(), pairs)
+    return _Keys(span, queries, begin[queries].ravel(), end[queries].astype(np.int64, copy=False).ravel(), int(counts.sum()))
 
 
 def _delta(x: _Rows) -> None:

@@ -563,6 +563,19 @@ def pack(x, panels, width):
 
 
 @njit
+def pack_statistics(lse, delta, size):
+    """lse, inf where it is -inf, and delta, (heads, queries), query by query and head by head; inf and 0 past the last."""
+    row_lse, row_delta = np.full(size, np.inf, lse.dtype), np.zeros(size, lse.dtype)
+    for head in range(lse.shape[0]):
+        for query in range(lse.shape[1]):
+            row = query * lse.shape[0] + head
+            row_delta[row] = delta[head, query]
+            if lse[head, query] != -np.inf:
+                row_lse[row] = lse[head, query]
+    return row_lse, row_delta
+
+
+@njit
 def copy_rows(x, first, keys, tile, width):
     for j in range(keys):
         for i in range(x.shape[1]):
@@ -621,12 +634,7 @@ def backward(do, q, k, v, lse, delta, begin, end, places, random, factor, cap, s
     panel_q, row_q = pack(q, panels, width)
     panel_do, row_do = pack(do, panels, width_v)
     panel_dq = np.zeros(panels * block * lanes, q.dtype)
-    row_lse, row_delta = np.full(panels * lanes, np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
-    for row in range(rows):
-        query, head = row // heads, row % heads
-        row_delta[row] = delta[head, query]
-        if lse[head, query] != -np.inf:
-            row_lse[row] = lse[head, query]
+    row_lse, row_delta = pack_statistics(lse, delta, panels * lanes)
     tile_k, tile_v = np.zeros((TILE_KV + BLOCK) * block, q.dtype), np.zeros((TILE_KV + BLOCK) * head_dim_v, q.dtype)
     tile_dk, tile_dv = np.zeros((TILE_KV + BLOCK) * width, q.dtype), np.zeros((TILE_KV + BLOCK) * width_v, q.dtype)
     s, ds = np.zeros((TILE_KV + BLOCK) * pitch, q.dtype), np.zeros((TILE_KV + BLOCK) * pitch, q.dtype)
