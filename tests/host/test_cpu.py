@@ -466,8 +466,8 @@ class Planted:
 
 
 def test_planted_index_is_not_read(tmp_path: pathlib.Path) -> None:
-    """Numba's index is a pickle: in a folder that others may write it would run their code, as it does in one that is ours. Folders
-    are made for their owner alone."""
+    """Numba's index is a pickle: in a folder that others may write it would run their code, as it does in one that is ours.
+    Folders are made for their owner alone."""
     kept, marker = tmp_path / "cache", tmp_path / "marker"
     process(f"import os; os.umask(0)\n{LOAD}", kept)
     (index,) = kept.glob("numba/**/*.nbi")
