@@ -54,7 +54,7 @@ struct Ring {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
 };
-// What a block does of a work. Producers alone find it out: its code is long, and nobody has it in an instruction cache.
+// This is what a block does of a work. Producers alone find it out: its code is long, and nobody has it in an instruction cache.
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
@@ -367,7 +367,7 @@ struct Consumer {
         const int quarter = block / quarter_blocks, i = block % quarter_blocks;
         return i / merge_blocks == pass ? quarter * merge_blocks + i % merge_blocks : -1;
     }
-    // What the four warps found, as one; this warp's quarter of the columns.
+    // This is what the four warps found, as one; this warp's quarter of the columns.
     __device__ Quarter merge(const OnlineSoftmax& softmax) {
         Quarter merged;
         const u32 lane = thread % 32;

@@ -89,7 +89,7 @@ __device__ void produce(const Args& args, Smem& smem) {
     Walk::produce(producer);
 }
 
-// What a consumer has for one work.
+// This is what a consumer has for one work.
 struct Work {
     const Rows rows;
     const Mask mask;

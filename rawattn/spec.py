@@ -81,7 +81,7 @@ class Spec:
         return None if self.q_offset is None and self.kv_offset is None else (self.q_offset or 0, self.kv_offset or 0)
 
     @property
-    def steady(self) -> bool:
+    def data_independent(self) -> bool:
         """Says whether each row's maximum is sought in every tile, whatever its numbers are and those of the rows beside it."""
         return self.constant_time or self.invariant
 

@@ -61,7 +61,7 @@ __device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
     }
 }
 
-// Which elements of rows r and r + 1 a mask keeps. It is asked for each of them where that is cheap ...
+// This says which elements of rows r and r + 1 a mask keeps. It is asked for each of them where that is cheap ...
 template <class Row>
 struct KeptElements {
     const Row upper, lower;

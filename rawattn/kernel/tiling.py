@@ -131,7 +131,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
         found["Rows"] = rows.WithOffset(found["Rows"])
     if op.sinks:
         found["Softmax"] = softmax.WithSink(found["Softmax"])
-    return constant_time(found) if op.spec.steady else found
+    return constant_time(found) if op.spec.data_independent else found
 
 
 def cursor(op: Forward, up: bool = False) -> Option:

@@ -223,7 +223,7 @@ def split(x: Array, lengths: tuple[int, ...], varlen: bool) -> list[Array]:
 
 
 def scratch(count: int, dtype: Any, value: Any) -> Array:
-    """An array on a multiple of 64 bytes, as the copy engine needs."""
+    """An array on a multiple of 64 bytes, as TMA needs."""
     space = np.empty((count + 16) * np.dtype(dtype).itemsize, np.uint8)
     start = -space.ctypes.data % 64
     found = space[start : start + count * np.dtype(dtype).itemsize].view(dtype)

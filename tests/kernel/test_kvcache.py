@@ -378,7 +378,7 @@ def test_bits_of_functions_follow_from_the_sequence() -> None:
 
 @pytest.mark.parametrize("case", [DRAFT, pytest.param(SAME, marks=pytest.mark.gpu)], ids=("draft", "chunks"))
 def test_graphs_read_what_functions_captured_anew(case: Cached) -> None:
-    """What ranges are made of, too."""
+    """Values that ranges are made of are read there, too."""
     torch, arrays = pytest.importorskip("torch"), captured(0, len(case.lengths), "cuda")
     functions, other = functions_of("documents", "slopes", arrays), arrays[0].roll(37, 1)
     q, cache, step = _moved(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), case.step("torch")

@@ -90,7 +90,7 @@ struct ListWalk {
         place.advance();
     }
 
-    // What the first warp reads of it.
+    // This is what the first warp reads of it.
     struct Reader {
         Board& board;
         Ring<2> place{};
