@@ -21,11 +21,11 @@ from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Forward
 from rawattn.program import Launch, Program, Value, View
 from rawattn.variant.element import ELEMENTS, FP32, FP64
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import Both, Causal, Full, Window, of_head
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator, host_threads
 from tests.operations import backward
-from tests.options import Alibi, Fading
+from tests.options import EXAMPLES, Alibi, Fading
 
 torch = pytest.importorskip("torch")
 Array = npt.NDArray[Any]
@@ -104,11 +104,9 @@ HOPPER = {
 }
 HOPPER |= {
     "64, alibi, offsets": Case((64, 64), {"mask": Causal(), "score": Alibi(1.0), "q_offset": 41}, ((70, 140),), heads=(4, 2)),
-    "128, fading": Case((128, 128), {"score": Fading(0.1)}, ((70, 140),) * 2, heads=(4, 2), store="final"),
     "192 and 128, fading, packed": Case((192, 128), {"mask": Causal(), "score": Fading(0.1)}, PACKED[1:4], varlen=True),
 }
 SIMT |= {
-    "fading": Case((24, 17), {"element": FP64, "mask": Causal(), "score": Fading(0.1)}, ((50, 70),) * 2, heads=(4, 2)),
     "alibi, packed": Case((8, 9), {"element": FP64, "score": Alibi(1.0), "kv_offset": 7}, PACKED[:4], varlen=True),
 }
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
@@ -147,7 +145,6 @@ MMA: dict[str, tuple[Config, Case]] = {
     "64, offsets": (LONE, Case((64, 64), {"mask": Causal(), "q_offset": 40, "kv_offset": 9}, ((100, 140),), sinks=True)),
     "64, dropout": (LONE, Case((64, 64), {"mask": Causal(), "dropout": 0.3}, ((100, 140),), heads=(4, 2))),
     "96 and 128, dropout, packed": (PAIRS, Case((96, 128), {"dropout": 0.5, "kv_offset": 9}, PACKED[1:4], varlen=True)),
-    "64, fading": (LONE, Case((64, 64), {"mask": Causal(), "score": Fading(0.1)}, ((100, 140),), heads=(4, 2))),
     "64, lens": (LONE, Case((64, 64), {"mask": Causal()}, ((100, 140),) * 4, dlse=True, sinks=True, lens=LENS)),
     "96 and 128, packed, lens": (
         PAIRS, Case((96, 128), {}, PACKED[1:5], varlen=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))),
@@ -168,6 +165,18 @@ MMA: dict[str, tuple[Config, Case]] = {
 }  # fmt: skip
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
+
+
+OWN = {  # entries of tests/options.py, by each kernel
+    f"{kernel} {name}": pytest.param(dataclasses.replace(case, kinds=case.kinds | option), marks=marks, id=f"{kernel} {name}")
+    for name, option in EXAMPLES
+    for kernel, case, marks in (
+        ("attn_bwd_simt", Case((9, 5), {"element": FP64}, ((40, 70),), simt=True), ()),
+        ("attn_bwd", Case((64, 64), {}, ((70, 140),)), pytest.mark.slow),
+        ("attn_bwd_pair", Case((192, 128), {}, ((70, 140),)), pytest.mark.slow),
+        ("attn_bwd_mma", Case((64, 64), {}, ((70, 140),), mma=LONE), pytest.mark.slow),
+    )
+}
 
 
 def dropped(op: Forward, batch: int, q_len: int, kv_len: int) -> Array:
@@ -195,9 +204,10 @@ def formula(
     rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None]
     s = torch.stack([score.logit(torch, s[h], batch, h, rows, keys) for h in range(op.heads)])
     if kept is None:
-        begin, end = op.spec.placed_mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
+        masks = [of_head(op.spec.placed_mask, head) for head in range(op.heads)]
+        begin, end = np.moveaxis([mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1]) for mask in masks], 1, 0)
         keys = np.arange(k.shape[1])
-        kept = (keys >= begin[:, None]) & (keys < end[:, None])
+        kept = (keys >= begin[..., None]) & (keys < end[..., None])
     keep = torch.from_numpy(kept)
     e = torch.where(keep, s, -torch.inf).exp()  # logits are small
     total = e.sum(-1, keepdim=True) + sinks[:, None, None].exp()
@@ -336,6 +346,11 @@ CORE = (
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in CASES])
 def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
+
+
+@pytest.mark.parametrize("case", OWN.values())
+def test_entry_of_options(case: Case, tmp_path: pathlib.Path) -> None:
+    check(Call(case), tmp_path)
 
 
 def check(call: Call, tmp_path: pathlib.Path) -> None:
