@@ -367,7 +367,7 @@ struct Consumer {
         const int quarter = block / quarter_blocks, i = block % quarter_blocks;
         return i / merge_blocks == pass ? quarter * merge_blocks + i % merge_blocks : -1;
     }
-    // This is what the four warps found, as one; this warp's quarter of the columns.
+    // What the four warps found, as one; this warp's quarter of the columns.
     __device__ Quarter merge(const OnlineSoftmax& softmax) {
         Quarter merged;
         const u32 lane = thread % 32;
