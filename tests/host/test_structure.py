@@ -53,7 +53,7 @@ IMPORTERS = {
         "xformers.py",
     },
     r"jax(\..*)?": {"jax.py"},
-    r"transformers(\..*)?": {"transformers.py"},
+    r"transformers(\..*)?": {"transformers.py", "transformers_paged.py"},
     r"diffusers(\..*)?": {"diffusers.py"},
     r"sglang(\..*)?": {"sglang.py", "sglang_backend.py"},
     r"vllm(\..*)?": {"vllm.py", "vllm_backend.py"},
