@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ProblemError
+from .errors import ProblemError, brief
 from .variant import Option, weight
 from .variant import mask as masks
 from .variant import score as scores
@@ -211,7 +211,7 @@ def make_offset(name: str, offset: Any) -> int | None:
             if hasattr(offset, "item") and not isinstance(offset, np.generic)
             else ""
         )
-        raise ProblemError(f"{name} is {offset!r}; it must be an int >= 0, or None.{way}")
+        raise ProblemError(f"{name} is {brief(offset)}; it must be an int >= 0, or None.{way}")
     return int(offset)
 
 
@@ -239,7 +239,7 @@ def is_int(seed: Any) -> bool:
     """Says whether a seed is a plain int. Raises ProblemError for one that 64 bits do not hold, and for what is no seed."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         if not -(1 << 63) <= seed < 1 << 63:
-            raise ProblemError(f"seed is {seed}; an int must be from -2^63 to 2^63 - 1.")
+            raise ProblemError(f"seed is {brief(int(seed))}; an int must be from -2^63 to 2^63 - 1.")
         return True
     if not hasattr(seed, "shape"):
         raise ProblemError(f"seed is {seed!r}; it must be an int, or one int64 in an array of shape (1,).")

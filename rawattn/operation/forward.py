@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import functions
 from ..arrays import Array
-from ..errors import ProblemError
+from ..errors import ProblemError, brief
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
 from ..tma import readable
@@ -79,7 +79,7 @@ class Forward(OverKeys):
             lengths = (self.total_q, self.total_kv) if self.varlen else (self.q_len, self.kv_len)
             for name, offset, rows in zip(("q_offset", "kv_offset"), self.spec.offsets, lengths, strict=True):
                 if not 0 <= offset + rows < LONGEST:
-                    raise ProblemError(f"{name} is {offset}; with {rows} rows it must be from 0 to {LONGEST - 1 - rows}.")
+                    raise ProblemError(f"{name} is {brief(offset)}; with {rows} rows it must be from 0 to {LONGEST - 1 - rows}.")
 
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Forward:
