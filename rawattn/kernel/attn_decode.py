@@ -88,6 +88,21 @@ def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     return min(op.split_keys, LONGEST + 1) or 256, MOST_SPLITS if op.split_keys else most
 
 
+def _fill(op: AttentionKVCache, config: Config, room: int) -> Config:
+    """The configuration with the fewest passes of the exchange that leave the ring four stages, and half of shared memory or ten
+    stages; where none does, with those that leave it the most stages."""
+    tile, blocks = config.tile_kv * key_bytes(op), ceil_div(op.head_dim_v, 32)
+    found = config
+    for passes in (n for n in range(1, blocks + 1) if blocks % n == 0):
+        tried = dataclasses.replace(config, merge_passes=passes)
+        stages = min(10, (room - smem_bytes(op, tried)) // (tile + 24) + 1)
+        if passes == 1 or stages > found.stages:
+            found = dataclasses.replace(tried, stages=stages)
+        if stages >= 4 and (stages == 10 or stages * tile >= room // 2):
+            break
+    return found
+
+
 class AttnDecode(Kernel[AttentionKVCache]):
     """The kernel; its configuration follows from the sizes."""
 
@@ -116,6 +131,9 @@ class AttnDecode(Kernel[AttentionKVCache]):
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
+        if not found and not self.candidates(op, device):
+            sizes, room = f"head_dim {op.head_dim} and head_dim_v {op.head_dim_v}", f"{device.smem_bytes} bytes of {device.name}"
+            found.append(f"{sizes} need more shared memory than the {room}")
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
@@ -148,7 +166,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[Config]:
         """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32
-        keys are 8 % faster from 16 sequences on."""
+        keys are 8 % faster from 16 sequences on, where half of shared memory is on its way."""
         dims, room, each = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op)
         wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
@@ -156,15 +174,9 @@ class AttnDecode(Kernel[AttentionKVCache]):
             tile = 32 if (not paging.is_fp8(op) and fewer) or (room < 110_000 and each > 256) else 64
             tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
             kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
-            blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2
-            found, copies = Config(), must_copy(op, device)
-            for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
-                found = Config(m_tiles, tile, 1, kept, at_once, passes, copies, 4 if copies else 1)
-                stages = (room - smem_bytes(op, found)) // (tile * each + 24) + 1
-                found = dataclasses.replace(found, stages=min(10, stages))
-                if stages >= 4:
-                    break
-            if self.legal(found, op, device) is None:
+            at_once, copies = 1 if m_tiles == 2 or wide or tile == 32 else 2, must_copy(op, device)
+            found = _fill(op, Config(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
+            if found.stages * tile >= 64 * m_tiles and self.legal(found, op, device) is None:
                 return [found, *self._lighter(found, op)] if self.is_tried(op) else [found]
         return []
 

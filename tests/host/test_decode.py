@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import rawattn
 from rawattn import UnsupportedError, compiler
 from rawattn.device import TYPICAL
+from rawattn.kernel import attn_decode
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.select import select
 from rawattn.serving import api
@@ -576,12 +577,35 @@ def test_configurations_are_legal_and_share_kernels(arch: str, dims: tuple[int, 
         op = Decode(head_dim=dims[0], head_dim_v=dims[1], q_len=q_len, page=page).operation
         found = ATTN_DECODE.candidates(op, TYPICAL[arch])
         if (arch, dims) == ("sm_120", (256, 256)):  # whose tiles do not fit there
-            assert not found
+            assert not found and "need more shared memory" in ATTN_DECODE.supports(op, TYPICAL[arch])[0]
+            assert select(op, TYPICAL[arch]).kernel.name == "attn_fwd_mma"
             continue
         (config,) = found
         other = dataclasses.replace(op, heads=12 * 4, kv_heads=12, batch=70, kv_len=5000, pages=7, total_q=-1)
         keys = {ATTN_DECODE.lower(each, config, TYPICAL[arch]).launches[0].source.key for each in (op, other)}
         assert len(keys) == 1 and config.stages >= 2
+
+
+@pytest.mark.parametrize("kv_element", [None, E4M3], ids=str)
+@pytest.mark.parametrize("size", [64, 96, 128, 160, 192, 256])
+def test_half_of_shared_memory_is_on_its_way(size: int, kv_element: Element | None) -> None:
+    """On Hopper, for few rows and for many, unless the ring has all its stages."""
+    device = TYPICAL[ARCH]
+    for q_len in (1, 4, 8):
+        op = Decode(head_dim=size, head_dim_v=size, q_len=q_len, kv_element=kv_element).operation
+        config = ATTN_DECODE.candidates(op, device)[0]
+        ring = config.stages * config.tile_kv * attn_decode.key_bytes(op)
+        assert config.stages == 10 or ((config.stages >= 4 or size == 192) and 2 * ring >= device.smem_bytes)
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_120"])
+@pytest.mark.parametrize("size", [144, 160, 192, 256])
+def test_wide_heads_in_little_shared_memory(arch: str, size: int) -> None:
+    """What does not fit goes to the next kernel, which computes it, and a warning says so."""
+    for q_len in (1, 8):
+        found = select(Decode(head_dim=size, head_dim_v=size, q_len=q_len, page=16).operation, TYPICAL[arch])
+        assert found.kernel.name == ("attn_decode" if size <= 192 else "attn_fwd_mma")
+        assert (found.slow is None) == (size <= 192)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
