@@ -75,14 +75,13 @@ def split_rule(op: Decode) -> tuple[int, int]:
     return attn_decode.split_rule(op.operation)
 
 
-def slots(op: Decode, config: Config) -> int:
-    return attn_decode.SPLIT_GROUP + -(-split_rule(op)[1] // attn_decode.SPLIT_GROUP)
-
-
 def workspace(op: Decode, config: Config, grid: int) -> dict[str, int]:
     """Bytes of scratch memory, and of counters, which are zero between launches."""
-    floats = slots(op, config) * attn_decode.state_floats(op.operation, config)
-    return {"partials": 4 * grid * floats, "arrived": 4 * attn_decode.MOST_BLOCKS, "violations": 4}
+    return {
+        "partials": attn_decode.partials_bytes(op.operation, config, grid),
+        "arrived": 4 * attn_decode.MOST_BLOCKS,
+        "violations": 4,
+    }
 
 
 def options(op: Decode, config: Config, arch: str) -> dict[str, Option]:
@@ -101,8 +100,4 @@ def values(op: Decode, config: Config, max_kv_len: int, table_stride: int = 0) -
     """The numbers of struct Args."""
     found = {**ATTN_DECODE.values(op.operation), "max_kv_len": max_kv_len, "page_table_stride": table_stride}
     keys, most = split_rule(op)
-    return found | {
-        "split_keys_log2": keys.bit_length() - 1,
-        "most_splits_log2": most.bit_length() - 1,
-        "slots": slots(op, config),
-    }
+    return found | {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}

@@ -21,6 +21,7 @@ MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them 
 SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
+MOST_BYTES = 20_000_000  # of the states of splits, on a stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,12 @@ def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     batch. Sequences with few key heads are split more often."""
     most = 64 if op.kv_heads <= 2 else 32 if op.kv_heads <= 4 else 16
     return min(op.split_keys, LONGEST + 1) or 256, MOST_SPLITS if op.split_keys else most
+
+
+def splits_at_most(op: AttentionKVCache) -> int:
+    """Splits of a sequence at most; the kernel cuts lengths to ``kv_len``."""
+    keys, most = split_rule(op)
+    return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1))
 
 
 def _fill(op: AttentionKVCache, config: Config, room: int) -> Config:
@@ -253,11 +260,11 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return found | op.mask.values | op.score.values
 
     def grid(self, op: AttentionKVCache, config: Config, device: Device) -> int:
-        """One block for each multiprocessor, or for each split that there may be."""
-        keys, most = split_rule(op)
-        splits = min(most, ceil_div(max(1, op.kv_len), keys))
+        """One block for each multiprocessor, or for each split that there may be; fewer where their states would take more than
+        MOST_BYTES."""
         works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), config.tile_q)
-        return min(device.sm_count, MOST_BLOCKS, works * splits)
+        room = 1 + MOST_BYTES // (4 * slots(op) * state_floats(op, config))
+        return min(device.sm_count, MOST_BLOCKS, works * splits_at_most(op), room)
 
     def lower(self, op: AttentionKVCache, config: Config, device: Device) -> Program:
         """The launch, and its scratch: states of splits whose work another block finishes. None where no row is computed."""
@@ -268,14 +275,20 @@ class AttnDecode(Kernel[AttentionKVCache]):
         key = (formats, op.head_dim, op.head_dim_v, *options, config, arch)
         rendered = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
         grid = self.grid(op, config, device)
-        partials = Buffer("partials", 4 * grid * slots(op) * state_floats(op, config))
+        partials = Buffer("partials", partials_bytes(op, config, grid))
         program = Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
         return pyramid.before(program, op.mask, device)
 
 
 def slots(op: AttentionKVCache) -> int:
-    """States that a block may leave in global memory."""
-    return SPLIT_GROUP + ceil_div(split_rule(op)[1], SPLIT_GROUP)
+    """States that two blocks may leave in global memory at the border between them: a part of a group, the rest of it split by
+    split, and all groups but that one."""
+    return SPLIT_GROUP - 1 + ceil_div(splits_at_most(op), SPLIT_GROUP)
+
+
+def partials_bytes(op: AttentionKVCache, config: Config, grid: int) -> int:
+    """Bytes of the states at all borders between blocks."""
+    return 4 * max(1, grid - 1) * slots(op) * state_floats(op, config)
 
 
 def state_floats(op: AttentionKVCache, config: Config) -> int:

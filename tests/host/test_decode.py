@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import tempfile
 from typing import Any
@@ -34,6 +35,7 @@ from tests.emulator.gpu import stand_in
 Array = npt.NDArray[Any]
 ARCH = "sm_90a"
 FOLDER = pathlib.Path(tempfile.mkdtemp())
+AROUND, SEAL = 1 << 14, 0x7FC0FFEE  # numbers on either side of the states of splits, all a NaN of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,9 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
             strict=True,
         )
     )
-    values |= {"partials": np.full(sizes["partials"] // 4, np.nan, np.float32), "arrived": arrived, "violations": violations}
+    floats = sizes["partials"] // 4
+    partials = np.full(floats + 2 * AROUND, SEAL, np.uint32)
+    values |= {"partials": partials[AROUND : AROUND + floats], "arrived": arrived, "violations": violations}
     values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
     values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
     for name, scales in zip(("k_scale", "v_scale"), scales_of(case), strict=True):
@@ -155,6 +159,7 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
         edit(values)
     compiled(op, config)(case.grid, values)
     assert not arrived.any(), "the counters are zero again"
+    assert (partials[:AROUND] == SEAL).all() and (partials[AROUND + floats :] == SEAL).all(), "states lie in their memory"
     if case.q_lens:
         bounds = cu_seqlens[1:-1]
         return np.split(o, bounds), np.split(lse, bounds, axis=1), int(violations[0])
@@ -617,6 +622,24 @@ def test_no_spills(arch: str, q_len: int, kv_element: Element | None) -> None:
         arch = "sm_89"
     binary = compiler.compile(ATTN_DECODE.render(op, ATTN_DECODE.candidates(op, TYPICAL[arch])[0], arch))
     assert binary.spill_bytes == 0 and not binary.advisories
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize("kv_element", [None, E5M2], ids=str)
+def test_workspace_is_at_most_20_megabytes(arch: str, kv_element: Element | None) -> None:
+    """For any heads, rows and splits; on an H200 without fewer blocks for models of eight key heads and more."""
+    device, sizes = TYPICAL[arch], (32, 64, 128, 192, 256)
+    for size, kv_heads, q_len, split in itertools.product(sizes, (1, 2, 4, 8, 32), (1, 8, 60), (0, 2048)):
+        given = Decode(64, q_len, 4 * kv_heads, kv_heads, size, size, 16, kv_element=kv_element, split_keys=split)
+        op = given.operation
+        if ATTN_DECODE.supports(op, device):
+            continue
+        program = ATTN_DECODE.lower(op, ATTN_DECODE.candidates(op, device)[0], device)
+        grid = program.launches[0].grid
+        assert sum(buffer.bytes for buffer in program.scratch) <= 20_000_000
+        assert grid >= min(device.sm_count, 36)
+        if arch == "sm_90a" and kv_heads >= 8 and not split and size != 192:
+            assert grid == 132
 
 
 def test_splits_of_any_size() -> None:
