@@ -377,10 +377,17 @@ struct Consumer {
         const int quarter = block / quarter_blocks, i = block % quarter_blocks;
         return i / merge_blocks == pass ? quarter * merge_blocks + i % merge_blocks : -1;
     }
+    // The same for a lane to which columns of this block or of the next are dealt, two blocks in one pass where they can be.
+    __device__ static int place_dealt(int block, int pass, u32 lane) {
+        constexpr bool together = merge_blocks % Operands::dealt_blocks == 0;
+        const int upper = Operands::is_upper(lane) ? 1 : 0, first = place_in_pass(together ? block : block + upper, pass);
+        return together && first >= 0 ? first + upper : first;
+    }
     // What the four warps found, as one; this warp's quarter of the columns.
     __device__ Quarter merge(const OnlineSoftmax& softmax) {
         Quarter merged;
         const u32 lane = thread % 32;
+        const bool mine = has_rows();
 #pragma unroll
         for (int r = 0; r < 2; ++r) merged.max[r] = softmax.max[r], merged.sum[r] = quad_sum(softmax.sum[r]);
         own.strands.max_sum[warp][lane] = merged.max_sum();
@@ -388,9 +395,9 @@ struct Consumer {
         for (int pass = 0; pass < cfg::merge_passes; ++pass) {
 #pragma unroll
             for (int block = 0; block < cfg::head_dim_v / 8; block += Operands::dealt_blocks) {
-                const int at = place_in_pass(block + (Operands::is_upper(lane) ? 1 : 0), pass);
+                const int at = place_dealt(block, pass, lane);
                 const float* x = strand.o + fragment_index(block, 0);
-                if (at < 0 || !has_rows()) continue;
+                if (at < 0 || !mine) continue;
 #pragma unroll
                 for (int i = 0; i < Operands::dealt_blocks; ++i) own.strands.o[warp][at][Operands::place(lane, i)] = Operands::pair(x, i);
             }

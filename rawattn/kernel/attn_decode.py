@@ -179,7 +179,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
             fewer = wide or (m_tiles == 2 and not op.spec.invariant)  # other tiles are other bits
             tile = 32 if (not paging.is_fp8(op) and fewer) or (room < 110_000 and each > 256) else 64
-            tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
+            most = 192 if op.kv_element == element.E5M2 else 256  # NVRTC 13.0 spills e5m2 beyond
+            tight = wide or (m_tiles == 2 and (dims > most or must_copy(op, device)))
             kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
             at_once, copies = 1 if m_tiles == 2 or wide or tile == 32 else 2, must_copy(op, device)
             found = _fill(op, Config(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
