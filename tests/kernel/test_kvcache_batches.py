@@ -1,5 +1,4 @@
-"""attention_kvcache on a GPU over large batches: a row's bits at any place of them, more than a thousand sequences, and pages that
-sequences share."""
+"""Large batches of attention_kvcache on a GPU: a row's bits at any place, more than a thousand sequences, pages in several."""
 
 from __future__ import annotations
 
