@@ -47,6 +47,7 @@ class Decode:
     v_scale: float = 1.0
     k_scales: bool = False  # arrays say so
     v_scales: bool = False
+    kv_len: int = 1 << 20  # what the cache has room for
 
     @property
     def group(self) -> int:
@@ -56,7 +57,7 @@ class Decode:
     def operation(self) -> AttentionKVCache:
         spec = Spec(mask=self.mask, score=self.score, scale=self.scale, return_lse=self.return_lse)
         return AttentionKVCache(
-            self.element, self.batch, self.q_len, 1 << 20, self.heads, self.kv_heads, self.head_dim, self.head_dim_v,
+            self.element, self.batch, self.q_len, self.kv_len, self.heads, self.kv_heads, self.head_dim, self.head_dim_v,
             1, self.page or 1 << 20, spec, "table" if self.page else "dense", 1, self.varlen, self.total_q if self.varlen else -1,
             sinks=self.sinks, split_keys=self.split_keys, kv_element=self.kv_element, k_scale=self.k_scale, v_scale=self.v_scale,
             k_scales=self.k_scales, v_scales=self.v_scales, layout=Layout(None if self.aligned else "it is not aligned"),

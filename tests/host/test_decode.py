@@ -67,7 +67,7 @@ def compiled(op: Decode, config: Config) -> emulator.Kernel:
     page = min(op.page, config.tile_kv)
     return kernel(
         dataclasses.replace(
-            op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, scale=float(np.copysign(0.3, op.scale))
+            op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, kv_len=1 << 20, scale=float(np.copysign(0.3, op.scale))
         ),
         config,
     )
@@ -130,9 +130,10 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
     o = np.full((*q.shape[:-1], op.head_dim_v), np.nan, q.dtype)
     lse = np.full((op.heads, len(q)) if case.q_lens else (batch, op.heads, op.q_len), np.nan, np.float32)
     cu_seqlens = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
+    max_kv_len = width * op.page if op.page else k.shape[1]
+    op = dataclasses.replace(op, kv_len=max_kv_len)
     sizes = decode.workspace(op, config, case.grid)
     arrived, violations = np.zeros(sizes["arrived"] // 4, np.uint32), np.zeros(1, np.uint32)
-    max_kv_len = width * op.page if op.page else k.shape[1]
     values: dict[str, Any] = dict(decode.values(op, config, max_kv_len, width))
     strides = (0, *q.strides[:2]) if case.q_lens else q.strides[:3]
     values |= {
