@@ -103,13 +103,13 @@ template <int n, class M>
 __device__ auto kept_elements(const M& mask, i32 row, i32 first) { return kept_rows<n>(mask, row, row + 8, first); }
 // Makes -inf of the elements that the mask does not keep.
 template <class M, int n>
-__device__ void mask_fragment(const M& mask, float (&s)[n], i32 row, i32 first) {
+__device__ void mask_fragment(const M& mask, float (&s)[n], i32 row, i32 first, float x = minus_inf) {
 #pragma unroll
     for (int r = 0; r < rows_each; r += 2) {
         const auto kept = kept_elements<n>(mask, row + 8 * r, first);
 #pragma unroll
         for (int i = 0; i < n; ++i)
-            if (fragment_row(i) / 2 * 2 == r && !kept(i)) s[i] = minus_inf;
+            if (fragment_row(i) / 2 * 2 == r && !kept(i)) s[i] = x;
     }
 }
 // The same, where the mask may be asked ahead, while the product is made: what is not cheap is asked there, and its bits are kept.
@@ -117,7 +117,7 @@ template <class M, int n>
 struct KeptAfter {
     __device__ KeptAfter(const M&, bool, i32, i32) {}
 
-    __device__ void apply(const M& mask, float (&s)[n], i32 row, i32 first) const { mask_fragment(mask, s, row, first); }
+    __device__ void apply(const M& mask, float (&s)[n], i32 row, i32 first, float x) const { mask_fragment(mask, s, row, first, x); }
 };
 template <class M, int n>
 struct KeptAhead {
@@ -126,15 +126,56 @@ struct KeptAhead {
     __device__ KeptAhead(const M& mask, bool asked, i32 row, i32 first) {
         if (asked) kept = KeptBits<n>(mask.row(row, first), mask.row(row + 8, first));
     }
-    __device__ void apply(const M&, float (&s)[n], i32, i32) const {
+    __device__ void apply(const M&, float (&s)[n], i32, i32, float x) const {
 #pragma unroll
         for (int i = 0; i < n; ++i)
-            if (!kept(i)) s[i] = minus_inf;
+            if (!kept(i)) s[i] = x;
     }
 };
-template <int n, class M>
-__device__ auto kept_ahead(const M& mask, bool asked, i32 row, i32 first) {
-    if constexpr (requires { requires !M::cheap; }) return KeptAhead<M, n>(mask, asked, row, first);
+// The same, where the tile's columns lie in shared memory, `columns` being the thread's first one; the rows are asked once for a work.
+template <class M>
+struct MaskRows {
+    __device__ MaskRows(const M&, i32) {}
+};
+template <class M>
+    requires requires { typename M::Column; }
+struct MaskRows<M> {
+    using Row = decltype(static_cast<const M*>(nullptr)->row(0, 0));
+    const Row upper, lower;
+
+    __device__ MaskRows(const M& mask, i32 row) : upper(mask.row(row, 0)), lower(mask.row(row + 8, 0)) {}
+};
+template <class M, int n>
+struct KeptByColumns {
+    struct alignas(2 * sizeof(typename M::Column)) Pair { typename M::Column even, odd; };
+    const Pair* columns;
+    const MaskRows<M>& rows;
+
+    __device__ void apply(const M&, float (&s)[n], i32, i32 first, float x) const {
+        static_assert(rows_each == 2);
+        auto upper = rows.upper, lower = rows.lower;
+        upper.move(first), lower.move(first);
+#pragma unroll
+        for (int i = 0; i < n; i += 4) {
+            const i32 at = fragment_column(i);
+            const Pair pair = columns[at / 2];
+            if (!upper.keep(at, pair.even)) s[i] = x;
+            if (!upper.keep(at + 1, pair.odd)) s[i + 1] = x;
+            if (!lower.keep(at, pair.even)) s[i + 2] = x;
+            if (!lower.keep(at + 1, pair.odd)) s[i + 3] = x;
+        }
+        if (upper.last >= fragment_column(n - 1)) return;
+#pragma unroll
+        for (int i = 0; i < n; ++i)
+            if (fragment_column(i) > upper.last) s[i] = x;
+    }
+};
+// `columns`: those of the tile, where the mask has any.
+template <int n, class M, class Columns>
+__device__ auto kept_ahead(const M& mask, const MaskRows<M>& rows, bool asked, i32 row, i32 first, const Columns& columns) {
+    if constexpr (requires { columns.of; })
+        return KeptByColumns<M, n>{reinterpret_cast<const typename KeptByColumns<M, n>::Pair*>(columns.of) + threadIdx.x % 4, rows};
+    else if constexpr (requires { requires !M::cheap; }) return KeptAhead<M, n>(mask, asked, row, first);
     else return KeptAfter<M, n>(mask, asked, row, first);
 }
 // The same of a transposed product of one block of rows, whose rows are keys, `key` the upmost, and columns queries from `q` on; likewise.

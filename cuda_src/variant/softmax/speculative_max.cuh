@@ -20,10 +20,12 @@ struct SpeculativeMax : OnlineSoftmax {
 
     __device__ SpeculativeMax(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 
-    template <class S, int n, class Logits, class Again>
-    __device__ bool next(float (&s)[n], const PlacedScore<S>& score, bool full, Logits logits, Again again) {
-        if (state == trusting && full) {
+    // `drop` makes zeros of the weights that the mask does not keep.
+    template <class S, int n, class Logits, class Again, class Drop>
+    __device__ bool next(float (&s)[n], const PlacedScore<S>& score, bool full, Logits logits, Again again, Drop drop) {
+        if (state == trusting) {
             bool far = !exponentiate_unseen(s, score, logits);
+            if (!full) drop();
             float parts[rows_each];
 #pragma unroll
             for (int r = 0; r < rows_each; ++r) parts[r] = part(s, r), far |= parts[r] > farthest;
