@@ -133,12 +133,14 @@ struct KeptAhead {
     }
 };
 // The same, where the tile's columns lie in shared memory, `columns` being the thread's first one; the rows are asked once for a work.
+// A mask around another inherits the columns, but its rows may not have them.
+template <class M>
+concept HasColumns = requires(const M& m, const typename M::Column& column) { m.row(0, 0).keep(0, column), m.row(0, 0).column(0); };
 template <class M>
 struct MaskRows {
     __device__ MaskRows(const M&, i32) {}
 };
-template <class M>
-    requires requires { typename M::Column; }
+template <HasColumns M>
 struct MaskRows<M> {
     using Row = decltype(static_cast<const M*>(nullptr)->row(0, 0));
     const Row upper, lower;

@@ -1,6 +1,7 @@
 #pragma once
 // What a mask makes of each key of a tile alone, once for all threads: the warp that loads a tile computes it before it waits for the
 // tile's place, and leaves it there with the tile.
+#include "tile/fragment.cuh"
 #include "variant/interfaces.cuh"
 
 // A mask without such values.
@@ -11,8 +12,7 @@ struct Columns {
         __device__ void leave(Columns&) const {}
     };
 };
-template <class M>
-    requires requires { typename M::Column; }
+template <HasColumns M>
 struct Columns<M> {
     alignas(16) typename M::Column of[cfg::tile_kv];
 
