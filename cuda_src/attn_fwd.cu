@@ -177,10 +177,9 @@ struct Consumer {
         const i32 first = first_key(tile);
         const auto logits = [&] {  // -inf where the mask keeps no key
             map_fragment(work.score, s, work.row, first);
-            if (!tile.full) kept.apply(work.mask, s, work.row, first, minus_inf);
+            if (!tile.full) kept.apply(work.mask, s, work.row, first);
         };
-        const auto drop = [&] { kept.apply(work.mask, s, work.row, first, 0.f); };
-        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, tile.full, logits, again, drop);
+        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, tile.full, logits, again);
         map_fragment(work.weight, s, work.row, first);
         return moved;
     }

@@ -188,10 +188,8 @@ struct Warp {
     __device__ void weigh(Work& work, bool full, i32 tile, u32 slot) {
         const i32 first = tile * cfg::tile_kv + threadIdx.x % 4 * 2;
         const auto multiply = [&] { multiply_qk(slot); };
-        const auto logits = [&] { mask_and_score(work, full, first); };
-        const auto drop = [&] { mask_fragment(work.mask, s, work.row, first, 0.f); };
         multiply();
-        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, full, logits, multiply, drop);
+        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, full, [&] { mask_and_score(work, full, first); }, multiply);
         if (moved) work.softmax.rescale(o);
         map_fragment(work.weight, s, work.row, first);
         pack_p();

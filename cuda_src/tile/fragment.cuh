@@ -103,13 +103,13 @@ template <int n, class M>
 __device__ auto kept_elements(const M& mask, i32 row, i32 first) { return kept_rows<n>(mask, row, row + 8, first); }
 // Makes -inf of the elements that the mask does not keep.
 template <class M, int n>
-__device__ void mask_fragment(const M& mask, float (&s)[n], i32 row, i32 first, float x = minus_inf) {
+__device__ void mask_fragment(const M& mask, float (&s)[n], i32 row, i32 first) {
 #pragma unroll
     for (int r = 0; r < rows_each; r += 2) {
         const auto kept = kept_elements<n>(mask, row + 8 * r, first);
 #pragma unroll
         for (int i = 0; i < n; ++i)
-            if (fragment_row(i) / 2 * 2 == r && !kept(i)) s[i] = x;
+            if (fragment_row(i) / 2 * 2 == r && !kept(i)) s[i] = minus_inf;
     }
 }
 // The same, where the mask may be asked ahead, while the product is made: what is not cheap is asked there, and its bits are kept.
@@ -117,7 +117,7 @@ template <class M, int n>
 struct KeptAfter {
     __device__ KeptAfter(const M&, bool, i32, i32) {}
 
-    __device__ void apply(const M& mask, float (&s)[n], i32 row, i32 first, float x) const { mask_fragment(mask, s, row, first, x); }
+    __device__ void apply(const M& mask, float (&s)[n], i32 row, i32 first) const { mask_fragment(mask, s, row, first); }
 };
 template <class M, int n>
 struct KeptAhead {
@@ -126,10 +126,10 @@ struct KeptAhead {
     __device__ KeptAhead(const M& mask, bool asked, i32 row, i32 first) {
         if (asked) kept = KeptBits<n>(mask.row(row, first), mask.row(row + 8, first));
     }
-    __device__ void apply(const M&, float (&s)[n], i32, i32, float x) const {
+    __device__ void apply(const M&, float (&s)[n], i32, i32) const {
 #pragma unroll
         for (int i = 0; i < n; ++i)
-            if (!kept(i)) s[i] = x;
+            if (!kept(i)) s[i] = minus_inf;
     }
 };
 // The same, where the tile's columns lie in shared memory, `columns` being the thread's first one; the rows are asked once for a work.
@@ -153,7 +153,7 @@ struct KeptByColumns {
     const Pair* columns;
     const MaskRows<M>& rows;
 
-    __device__ void apply(const M&, float (&s)[n], i32, i32 first, float x) const {
+    __device__ void apply(const M&, float (&s)[n], i32, i32 first) const {
         static_assert(rows_each == 2);
         auto upper = rows.upper, lower = rows.lower;
         upper.move(first), lower.move(first);
@@ -161,15 +161,15 @@ struct KeptByColumns {
         for (int i = 0; i < n; i += 4) {
             const i32 at = fragment_column(i);
             const Pair pair = columns[at / 2];
-            if (!upper.keep(at, pair.even)) s[i] = x;
-            if (!upper.keep(at + 1, pair.odd)) s[i + 1] = x;
-            if (!lower.keep(at, pair.even)) s[i + 2] = x;
-            if (!lower.keep(at + 1, pair.odd)) s[i + 3] = x;
+            if (!upper.keep(at, pair.even)) s[i] = minus_inf;
+            if (!upper.keep(at + 1, pair.odd)) s[i + 1] = minus_inf;
+            if (!lower.keep(at, pair.even)) s[i + 2] = minus_inf;
+            if (!lower.keep(at + 1, pair.odd)) s[i + 3] = minus_inf;
         }
         if (upper.last >= fragment_column(n - 1)) return;
 #pragma unroll
         for (int i = 0; i < n; ++i)
-            if (fragment_column(i) > upper.last) s[i] = x;
+            if (fragment_column(i) > upper.last) s[i] = minus_inf;
     }
 };
 // `columns`: those of the tile, where the mask has any.

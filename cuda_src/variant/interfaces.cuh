@@ -88,7 +88,7 @@ template <class S, class Score> struct SoftmaxOption : SumOption<S> {
     static void nothing();
     // Of a tile that the mask keeps whole or not; the functions make logits of s, and dot products once more. True, in the whole
     // warp, when o must be rescaled.
-    static_assert(requires { bool(s.next(f, PlacedScore<Score>{score, 0, 0}, true, nothing, nothing, nothing)); }, "Softmax: next(s, {score, row, first}, full, logits, again, drop): bool");
+    static_assert(requires { bool(s.next(f, PlacedScore<Score>{score, 0, 0}, true, nothing, nothing)); }, "Softmax: next(s, {score, row, first}, full, logits, again): bool");
     static_assert(requires { s.rescale(f); }, "Softmax: rescale(o)");
     static_assert(requires { LogSum<float>(s.row_sum(0)); }, "Softmax: row_sum(r): of one of the thread's rows, at the end");
 };

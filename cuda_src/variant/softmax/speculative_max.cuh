@@ -20,11 +20,10 @@ struct SpeculativeMax : OnlineSoftmax {
 
     __device__ SpeculativeMax(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 
-    // `drop` makes zeros of the weights that the mask does not keep: where their exponents came from no logits.
-    template <class S, int n, class Logits, class Again, class Drop>
-    __device__ bool next(float (&s)[n], const PlacedScore<S>& score, bool full, Logits logits, Again again, Drop drop) {
-        if (state == trusting) {
-            bool far = !exponentiate_unseen(s, score, logits, full, drop);
+    template <class S, int n, class Logits, class Again>
+    __device__ bool next(float (&s)[n], const PlacedScore<S>& score, bool full, Logits logits, Again again) {
+        if (state == trusting && full) {
+            bool far = !exponentiate_unseen(s, score, logits);
             float parts[rows_each];
 #pragma unroll
             for (int r = 0; r < rows_each; ++r) parts[r] = part(s, r), far |= parts[r] > farthest;
@@ -47,12 +46,11 @@ struct SpeculativeMax : OnlineSoftmax {
         return moved;
     }
     // From dot products to weights, through no logit where the score can do without. False where this is not good for all of them.
-    template <class S, int n, class Logits, class Drop>
-    __device__ bool exponentiate_unseen(float (&s)[n], const PlacedScore<S>& at, Logits logits, bool full, Drop drop) const {
+    template <class S, int n, class Logits>
+    __device__ bool exponentiate_unseen(float (&s)[n], const PlacedScore<S>& at, Logits logits) const {
         if constexpr (requires(u32 within) { at.score.exponent(0.f, 0.f, within); }) {
             u32 within = ~0u;
             exponentiate(s, [&](float x, float less) { return at.score.exponent(x, less, within); });
-            if (!full) drop();
             return within >> 31;
         } else if constexpr (requires { at.score.exponents(0, 0, 0.f); }) {
 #pragma unroll
@@ -61,7 +59,6 @@ struct SpeculativeMax : OnlineSoftmax {
             }
 #pragma unroll
             for (int i = 0; i < n; ++i) s[i] = ptx::exp2(s[i]);
-            if (!full) drop();
             return true;
         } else {
             logits();
