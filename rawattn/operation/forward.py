@@ -19,7 +19,7 @@ from ..tma import readable
 from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
-from .base import FEW_ROWS, OverKeys, three_bits
+from .base import FEW_ROWS, OverKeys, in_steps, three_bits
 
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
@@ -214,6 +214,23 @@ class Forward(OverKeys):
         (batch, q_len, kv_len, total_q, total_kv), spec = sizes, self._rounded_spec(sizes)
         return dataclasses.replace(self, spec=spec, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
 
+    @property
+    def to_lower(self) -> Forward:
+        """The operation on a number of keys that many share. Kernels read the number itself from k (``rows.Dense``)."""
+        if self.varlen or _is_near_limits(self.kv_len, self.spec.offsets) or self.kv_len == (kv_len := in_steps(self.kv_len)):
+            return self
+        return self.resized(self.batch, self.q_len, kv_len, self.spec.offsets)
+
+    @classmethod
+    def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """As of any operation, but that numbers of keys are one for which the same is lowered."""
+        found, offsets = super().layout_key(signatures, options), make_offsets(options["q_offset"], options["kv_offset"])
+        q, k, v, *rest = found
+        if not (k and v) or len(k[2]) != 4 or len(v[2]) != 4 or k[2][1] != v[2][1] or _is_near_limits(k[2][1], offsets):
+            return found
+        k, v = ((*x[:2], (x[2][0], in_steps(x[2][1]), *x[2][2:]), *x[3:]) for x in (k, v))
+        return (q, k, v, *rest)
+
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
         """The options, offsets to three significant bits: a new offset is like a new length."""
@@ -227,7 +244,7 @@ class Forward(OverKeys):
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
         offsets = make_offsets(options["q_offset"], options["kv_offset"])
-        if len(signatures) != 3 or not all(signatures) or (offsets is not None and max(offsets) >= FEW_ROWS):
+        if len(signatures) != 3 or not all(signatures):
             return None
         (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
         size = dtype.itemsize
@@ -239,7 +256,7 @@ class Forward(OverKeys):
         (batch, q_len, heads, head_dim), (kv_batch, kv_len, kv_heads, k_dim) = q_shape, k_shape
         if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim:
             return None
-        if batch * q_len * heads >= FEW_ROWS or kv_len >= FEW_ROWS:
+        if batch * q_len * heads >= FEW_ROWS or _is_near_limits(kv_len, offsets):
             return None
         lengths = three_bits(batch), three_bits(q_len), three_bits(kv_len)
         return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])
@@ -330,6 +347,11 @@ class Forward(OverKeys):
             f"Forward {self.element.name} batch {self.batch}, length {length},{packed} heads {heads}, head_dim {dim}, {self.spec}"
             f"{', sinks' if self.sinks else ''}{', q_lens' if self.q_lens else ''}{', kv_lens' if self.kv_lens else ''}"
         )
+
+
+def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:
+    """Says whether lengths must be looked at one by one: a few keys more may be too many, or too many for their offset."""
+    return kv_len >= FEW_ROWS or (offsets is not None and max(offsets) >= FEW_ROWS)
 
 
 def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: Any = None) -> None:
