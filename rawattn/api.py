@@ -567,10 +567,13 @@ def _key(given: tuple[Any, ...], captured: tuple[Any, ...]) -> Any:
 def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked, out: Any) -> Any:
     """Computes a call on arrays that it was not made for yet. The first of these that applies serves it: a call of a copy that is
     made, a call on arrays that lie so in other places, the plan of a family, and a plan of its own."""
+    call: Any = None
     dense = asked.operation.dense(given)
     if dense is not given:
         given, key = dense, _key(dense, captured)
-    call: Any = None if key is None else _calls.get((asked, key)) or _known(given, key, asked)
+        call = _calls.get((asked, key))
+    if call is None and key is not None:
+        call = _known(given, key, asked)
     if call is None:
         found = arrays.named(asked.operation.input_names(len(given)), given) | functions.read(asked.options, captured)
         plan = _plan(asked, found)
@@ -609,7 +612,7 @@ def _family(key: Any, asked: Asked) -> Any:
 def _known(given: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
     """The call on tensors that lie as those of another call in other places, or whose lengths or offsets are others: a plan of
     the same family is resized."""
-    if not arrays.have_memory(given):
+    if not arrays.have_memory(given, key[0]):
         return None
     like = _layouts.get(layout := _layout(key, asked))
     if like is not None:

@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
-from ..tma import readable
+from ..tma import ALIGNMENT, readable
 from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
@@ -224,12 +224,15 @@ class Forward(OverKeys):
     @classmethod
     def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """As of any operation, but that numbers of keys are one for which the same is lowered."""
-        found, offsets = super().layout_key(signatures, options), make_offsets(options["q_offset"], options["kv_offset"])
-        q, k, v, *rest = found
-        if not (k and v) or len(k[2]) != 4 or len(v[2]) != 4 or k[2][1] != v[2][1] or _is_near_limits(k[2][1], offsets):
-            return found
-        k, v = ((*x[:2], (x[2][0], in_steps(x[2][1]), *x[2][2:]), *x[3:]) for x in (k, v))
-        return (q, k, v, *rest)
+        offsets, shapes = make_offsets(options["q_offset"], options["kv_offset"]), [x[2] for x in signatures[1:3] if x]
+        if [*map(len, shapes)] != [4, 4] or shapes[0][1] != shapes[1][1] or _is_near_limits(shapes[0][1], offsets):
+            return super().layout_key(signatures, options)
+        keys = in_steps(shapes[0][1])
+        kv = [
+            (at % ALIGNMENT, dtype, (batch, keys, heads, dim), *rest)
+            for at, dtype, (batch, _, heads, dim), *rest in signatures[1:3]
+        ]
+        return (*kv, *super().layout_key((signatures[0], *signatures[3:]), options))
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:

@@ -229,9 +229,9 @@ def test_a_refused_call_keeps_nothing() -> None:
 
 def test_storages_are_looked_at_whole() -> None:
     x = torch.randn(2, 80, 4, 64)[:, 40:]
-    assert arrays.have_memory((x, None))
+    assert arrays.have_memory((x, None), arrays.signatures((x, None)))
     x.untyped_storage().resize_(x.nbytes)  # enough for as many numbers, but these lie behind
-    assert not arrays.have_memory((x, None))
+    assert not arrays.have_memory((x, None), arrays.signatures((x, None)))
 
 
 def freed() -> Any:
