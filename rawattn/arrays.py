@@ -229,7 +229,7 @@ def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def have_memory(given: tuple[Any, ...], signatures: tuple[tuple[Any, ...], ...]) -> bool:
     """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
     FSDP does, the address is the offset."""
-    return all([_fits(x, each[2], each[3]) for x, each in zip(given, signatures, strict=True) if each])
+    return all(_fits(x, each[2], each[3]) for x, each in zip(given, signatures, strict=True) if each)
 
 
 def address(x: Any) -> int:

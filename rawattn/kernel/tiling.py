@@ -203,9 +203,7 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
         "heads": op.heads,
         "heads_per_kv": op.heads_per_kv,
         "batches": op.batch,
-        **op.mask.values,
-        **op.score.values,
-        **op.spec.weight.values,
+        **op.spec.values,
     }
     if op.spec.offsets is not None:
         found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}

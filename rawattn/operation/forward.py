@@ -21,6 +21,7 @@ from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
 from .base import FEW_ROWS, OverKeys, in_steps, three_bits
 
+_OF_SIZES = {"inputs", "outputs", "pairs", "packed"}  # what an operation keeps that follows from its sizes
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
 
@@ -122,8 +123,8 @@ class Forward(OverKeys):
         """The operation with other sizes, which are not checked; its kind is the same."""
         found = object.__new__(Forward)
         found.__dict__.update(self.__dict__, **sizes)
-        for name in ("inputs", "outputs", "pairs", "packed"):
-            found.__dict__.pop(name, None)
+        for name in _OF_SIZES & found.__dict__.keys():
+            del found.__dict__[name]
         return found
 
     @functools.cached_property
