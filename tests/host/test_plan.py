@@ -123,15 +123,16 @@ STEPS = st.lists(st.tuples(LENGTHS, st.integers(0, 1), st.sampled_from([0, 64, 8
 @hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(
     st.sampled_from([None, "attn_fwd", "attn_fwd_simt"]), st.sampled_from([1, 2]), st.sampled_from([1, 3, 70]), STEPS,
-    st.sampled_from([{}, {"causal": True}, {"window": (300, 0)}, {"q_offset": 9}]),
+    st.sampled_from([{}, {"causal": True}, {"window": (300, 0)}, {"q_offset": 9}]), st.booleans(),
 )  # fmt: skip
 def test_other_lengths_launch_what_a_new_call_does(
-    kernel: str | None, batch: int, q_len: int, steps: Any, options: dict[str, Any]
+    kernel: str | None, batch: int, q_len: int, steps: Any, options: dict[str, Any], has_lens: bool
 ) -> None:
     """Each byte of the arguments, the kernel, the grid and the size of scratch memory, of steps over two layers' keys, in which
     a program that was lowered before may serve."""
     layers = [torch.zeros(batch, 1400, 2, columns).bfloat16() for columns in (72, 80)]
     launched, scratch = list[Any](), dict[int, Any]()
+    kv_lens = torch.zeros(batch, dtype=torch.int32) if has_lens else None
     q, out = torch.zeros(batch, q_len, 4, 64).bfloat16(), torch.zeros(batch, q_len, 4, 64).bfloat16()
 
     def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
@@ -140,7 +141,7 @@ def test_other_lengths_launch_what_a_new_call_does(
     def step(kv_len: int, layer: int, begin: int) -> list[Any]:
         k, v = (layers[i][:, begin : begin + kv_len, :, :64] for i in (layer, 1 - layer))
         launched.clear()
-        rawattn.attention(q, k, v, out=out, kernel=kernel, **options)
+        rawattn.attention(q, k, v, kv_lens=kv_lens, out=out, kernel=kernel, **options)
         return [*launched]
 
     with pytest.MonkeyPatch.context() as patch:
