@@ -111,6 +111,11 @@ class Spec:
         """The option that says what becomes of a weight."""
         return weight.make(self.dropout)
 
+    @functools.cached_property
+    def values(self) -> dict[str, float]:
+        """The run-time values of mask, score and weight, by the names of fields."""
+        return {**self.mask.values, **self.score.values, **self.weight.values}
+
     def to_json(self) -> dict[str, Any]:
         """The options that are not the defaults, as JSON can hold them."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
