@@ -40,7 +40,7 @@ __device__ inline int column_of(int thread, int c) {
     return c / each * cfg::chunk + Spread<each>::index(thread, c % each);
 }
 
-// What a query head's rows are read from.
+// This is what a query head's rows are read from.
 struct QueryHead {
     AnyMatrix q, d_o;
 

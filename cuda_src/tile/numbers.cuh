@@ -12,7 +12,8 @@ constexpr int widest = 16 / sizeof(Number);  // numbers that one instruction rea
 // How `each` times 16 numbers lie on 16 threads: in vectors of neighbours, so that a thread reads them in few instructions.
 template <int each>
 struct Spread {
-    static constexpr int width = each % widest == 0 ? widest : each % 2 == 0 ? 2 : 1;
+    static constexpr int width = each % widest == 0 ? widest : each % 2 == 0 ? 2
+                                                                             : 1;
 
     // Of a thread's i-th number.
     __device__ static int index(int thread, int i) { return (i / width * 16 + thread) * width + i % width; }
