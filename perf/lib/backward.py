@@ -25,7 +25,7 @@ TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-5}  # of the relative error;
 
 def ours(task: Task, kernel: str | None = None) -> Call:
     """``rawattn.attention_backward`` on o and lse of our own forward."""
-    case, d_o = task.case, gradient(task)
+    case, d_o, kernel = task.case, gradient(task), kernel or getattr(task.case, "kernel", "")
     options = {name: value for name, value in case.options.items() if name != "sinks"}
     lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"), task.packed, strict=bool(task.packed)))
     attention = rawattn.attention_varlen if task.packed else rawattn.attention

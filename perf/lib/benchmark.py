@@ -131,8 +131,9 @@ def rivals(case: Case, peers: dict[str, Adapter]) -> list[str]:
 
 
 def measure(
-    settings: Settings, device: Device, cases: Sequence[Case], run: Run, save: Callable[[], None], console: Console
-) -> None:
+    settings: Settings, device: Device, cases: Sequence[Case], run: Run, save: Callable[[], None], console: Console,
+    rivals: Callable[[Case, dict[str, Adapter]], list[str]] = rivals,
+) -> None:  # fmt: skip
     """Fills ``run``, saving after each case."""
     begin = time.monotonic()
     with Pool() as pool, machine.Monitor() as monitor, Progress(console=console, transient=True) as progress:

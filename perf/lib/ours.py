@@ -20,7 +20,7 @@ from rawattn.select import KERNELS, Selection, select
 from rawattn.testing import Case
 from rawattn.timing import Call
 
-from .sets import FunctionCase, operation
+from .sets import ConstantTimeCase, FunctionCase, operation
 from .task import Task, Unserved
 
 
@@ -61,10 +61,12 @@ def our_options(case: Case, name: str, kernel: str | None = None) -> dict[str, A
     """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``. Where the name
     has no kernel, ``kernel`` says which is asked for; None leaves it to the library."""
     own, _, config = name.removeprefix("ours").removeprefix(":").rpartition("/")
+    kernel = kernel or getattr(case, "kernel", "")
+    options = case.options | ({"constant_time": True} if isinstance(case, ConstantTimeCase) else {})
     if not config:
-        return case.options | ({"kernel": kernel} if kernel else {})
+        return options | ({"kernel": kernel} if kernel else {})
     served = next((k for k in KERNELS if k.name == (own or kernel)), KERNELS[0])
-    return case.options | {"kernel": served.name, "config": parse_config(served.config_type, config)}
+    return options | {"kernel": served.name, "config": parse_config(served.config_type, config)}
 
 
 def sources(names: dict[Case, list[str]], device: Device, kernel: str | None = None) -> Iterator[Source]:
