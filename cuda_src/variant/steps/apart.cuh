@@ -31,6 +31,7 @@ struct StepsApart {
         own.smem.q_full[stage].wait(parity);
         own.smem.do_full[stage].wait(parity);
         own.tell_dq();
+        __syncwarp();  // all lanes have seen the tiles: one that has not would wait for the next ones
         own.arrive(own.smem.do_empty[stage]);
         own.arrive(own.smem.q_empty[stage]);
 #pragma unroll
