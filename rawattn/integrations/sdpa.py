@@ -29,7 +29,8 @@ def scaled_dot_product_attention(
     Nothing is copied. ``is_causal`` begins at the first key (top left). A query that keeps no key gives 0. The result lies in
     memory as query does; where autograd follows the call, or torch traces it, always as (batch, length, heads, head_dim).
 
-    ``attn_mask`` is read where it lies; a float one may need gradients. While ``torch.compile`` traces it must be float.
+    ``attn_mask`` is read where it lies; a float one may need gradients. While ``torch.compile`` traces it must be float: a
+    bool one is refused.
 
     Dropout follows torch's generator of the device, with other numbers than torch's own draws.
 
@@ -113,7 +114,7 @@ def register(name: str = NAME) -> None:
     ``torch.nn.attention.activate_flash_attention_impl(name)``, and ``restore_flash_attention_impl()`` for the end.
 
     What torch computes by flash attention then comes from rawattn, in the whole process: ``F.scaled_dot_product_attention`` where
-    torch's own rules choose flash, ``torch.nn.attention.varlen``, and torch's context parallelism. Autograd above stays torch's.
+    torch's own rules choose flash, and ``torch.nn.attention.varlen``. Autograd above stays torch's.
     Raises UnsupportedError where torch has no such registry; 2.13 has it.
     """
     add = getattr(torch.nn.attention, "register_flash_attention_impl", None)

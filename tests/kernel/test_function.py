@@ -155,6 +155,27 @@ def test_gradients(head_dim: int, kernel: str | None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "the same bits"
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("kernel", [None, "attn_bwd_mma", "attn_bwd_simt"])
+def test_gradients_by_parts_of_the_keys(kernel: str | None, deterministic: bool) -> None:
+    """Calls on some of the keys, by o and lse over all of them: tiles of queries that keep none of a call's keys have finite
+    logarithms, and dq = 0. Parts add up to the whole, as those of ranks do."""
+    for head_dim in (64, 128, 256):
+        case = dataclasses.replace(CASE, head_dim=head_dim, head_dim_v=head_dim)
+        (q, k, v), (do, _) = case.inputs("torch", "cuda"), case.output_gradients("torch", "cuda")
+        options = {"mask": on_gpu("documents", 333, 470), "score": on_gpu("alibi", 333, 470), "deterministic": deterministic}
+        with poisoned_memory():
+            o, lse = rawattn.attention(q, k, v, **options, return_lse=True)
+            whole = rawattn.attention_backward(do, q, k, v, o, lse, **options, kernel=kernel)
+            parts = [
+                rawattn.attention_backward(do, q, k[:, a:b], v[:, a:b], o, lse, q_offset=0, kv_offset=a, **options, kernel=kernel)
+                for a, b in ((0, 100), (100, 300), (300, 470))
+            ]
+        dq, dk, dv = sum(x[0].float() for x in parts), *(torch.cat([x[i] for x in parts], 1).float() for i in (1, 2))
+        for name, x, y in zip(("dq", "dk", "dv"), (dq, dk, dv), whole, strict=True):
+            torch.testing.assert_close(x, y.float(), rtol=2e-2, atol=2e-2, msg=lambda words, name=name: f"{name}: {words}")
+
+
 def test_autograd_and_compile() -> None:
     given = [x.requires_grad_() for x in CASE.inputs("torch", "cuda")]
     mask = rawattn.mask.function(on_gpu("documents_sliding", 333, 470))
