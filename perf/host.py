@@ -14,6 +14,9 @@ step         a step of training: forward and ``backward()`` of tensors that requ
 sdpa         torch's own call, as a measure for the machine
 sdpa_step    the same as ``step`` by torch's own call
 empty_step   an ``autograd.Function`` that only allocates what ``step`` gives: no Python function can cost less
+door_*       the call of ``eager`` by functions of ``rawattn.integrations``: flash-attn 2's and 3's, SDPA's of tensors that lie rows
+             first and heads first, FlexAttention's without and with a causal mask; ``door_kvcache`` is flash-attn 2's step over a
+             cache, which appends nothing. ``eager_noncausal`` is for the FlexAttention without a mask
 
 Times hold for one host. ``over eager`` is for comparison between hosts.
 """
@@ -142,6 +145,54 @@ class Host:
 
         return self.training(Empty.apply, self.q, self.k, self.v)
 
+    # ---- doors
+
+    def eager_noncausal(self) -> Row:
+        call = lambda: rawattn.attention(self.q, self.k, self.v)  # noqa: E731
+        return lambda i: call
+
+    def door_fa2(self) -> Row:
+        from rawattn.integrations.flash_attn import flash_attn_func
+
+        call = lambda: flash_attn_func(self.q, self.k, self.v, causal=True)  # noqa: E731
+        return lambda i: call
+
+    def door_fa3(self) -> Row:
+        from rawattn.integrations.flash_attn_interface import flash_attn_func
+
+        call = lambda: flash_attn_func(self.q, self.k, self.v, causal=True)  # noqa: E731
+        return lambda i: call
+
+    def door_kvcache(self) -> Row:
+        from rawattn.integrations.flash_attn import flash_attn_with_kvcache
+
+        lens = self.torch.full((1,), FIRST_KV_LEN, dtype=self.torch.int32, device=self.device)
+        call = lambda: flash_attn_with_kvcache(self.token, *self.cache, cache_seqlens=lens, causal=True)  # noqa: E731
+        return lambda i: call
+
+    def door_sdpa(self, *inputs: Any) -> Row:
+        from rawattn.integrations.sdpa import scaled_dot_product_attention
+
+        given = inputs or self.heads_first
+        call = lambda: scaled_dot_product_attention(*given, is_causal=True)  # noqa: E731
+        return lambda i: call
+
+    def door_sdpa_heads_first(self) -> Row:
+        return self.door_sdpa(*(x.contiguous() for x in self.heads_first))
+
+    def door_flex(self) -> Row:
+        from rawattn.integrations.flex_attention import flex_attention
+
+        call = lambda: flex_attention(*self.heads_first)  # noqa: E731
+        return lambda i: call
+
+    def door_flex_causal(self) -> Row:
+        from rawattn.integrations.flex_attention import create_block_mask, flex_attention
+
+        mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, device=self.device)
+        call = lambda: flex_attention(*self.heads_first, block_mask=mask)  # noqa: E731
+        return lambda i: call
+
     def samples(self, row: Row, profile: cProfile.Profile | None = None) -> list[float]:
         """Microseconds of each call; the first one, which compiles and loads, is not among them."""
         found = []
@@ -160,6 +211,8 @@ class Host:
 
 
 ROWS = ("eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step")
+ROWS += ("eager_noncausal", "door_fa2", "door_fa3", "door_kvcache", "door_sdpa", "door_sdpa_heads_first", "door_flex")
+ROWS += ("door_flex_causal",)
 COMPUTED = ("sdpa", "sdpa_step")  # not by us, so that without a GPU they would be computed here
 
 
