@@ -15,7 +15,7 @@ import functools
 import importlib
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .device import Device, arch_of
@@ -203,9 +203,11 @@ class Launch:
         _address(self._block, 0, place + _ARGS)
         self._issue = functools.partial(cuda.cuLaunchKernelEx, config, function.handle, place, 0)
 
-    def moved(self, places: Iterable[tuple[int, int]], addresses: tuple[int, ...]) -> Launch:
-        """The same launch with other addresses in its arguments, each by its number and an offset: a microsecond, where a new
-        launch takes ten."""
+    def moved(
+        self, places: Iterable[tuple[int, int]], addresses: Sequence[int], texts: Iterable[tuple[int, bytes]] = ()
+    ) -> Launch:
+        """The same launch with other addresses in its arguments, each by its number and an offset, and other bytes at offsets: a
+        microsecond, where a new launch takes ten."""
         found = object.__new__(Launch)
         found._index, found._handle, found._config = self._index, self._handle, self._config
         found._block = block = type(self._block).from_buffer_copy(self._block)
@@ -213,6 +215,8 @@ class Launch:
         _address(block, 0, place + _ARGS)
         for number, offset in places:
             _address(block, _ARGS + offset, addresses[number])
+        for offset, text in texts:
+            block[_ARGS + offset : _ARGS + offset + len(text)] = text
         found._issue = functools.partial(self._issue.func, self._config, self._handle, place, 0)
         return found
 

@@ -21,7 +21,7 @@ from rawattn.serving import plan as planning
 from rawattn.testing import _moved
 from tests.caches import Cached
 from tests.decode import Decode
-from tests.emulator.gpu import stand_in
+from tests.emulator.gpu import Launch, stand_in
 
 CASE = Cached(((2, 30), (0, 5), (4, 0), (1, 1), (3, 17)), dtype="fp32", heads=4, kv_heads=2, sinks=True)
 SMALL = Cached(
@@ -115,13 +115,17 @@ def compilations(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, launched
     load, found = plans._load, list[str]()
     stand_in(monkeypatch, folder)
 
+    class Noted(Launch):
+        def __call__(self) -> None:
+            launched.append((self.grid, self.args, self.stream))
+
     def together(source: Any, others: Any, on_compile: Any) -> compiler.Binary:
         found.extend({source.key, *[each.key for each in others]} - set(found))
         return compiler.Binary(b"", "", "", 0.0, "memory", source.key)
 
     for owner, name, value in (
         (plans, "_load", load), (plans, "_kernels", {}), (compiler, "compile_together", together),
-        (driver, "Function", lambda *_: None), (driver, "Launch", lambda *given: lambda: launched.append(given[1:])),
+        (driver, "Function", lambda *_: None), (driver, "Launch", Noted),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     return found
