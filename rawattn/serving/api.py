@@ -363,8 +363,9 @@ class _Write:
         spans = [(place + begin, place + end) for place, (begin, end) in zip(places, self._sizes, strict=True)]
         for i, (first, last) in enumerate(spans):
             written = self._pools if self._q in (None, i) else [*self._pools, spans[self._q]]
-            if any(begin < last and first < end for begin, end in written):
-                return False
+            for begin, end in written:
+                if begin < last and first < end:
+                    return False
         self._apart = places
         return True
 

@@ -117,15 +117,15 @@ def compilations(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, launched
 
     class Noted(Launch):
         def __call__(self) -> None:
-            launched.append((self.grid, self.args, self.stream))
+            launched.append((self.kernel, self.grid, self.args, self.stream))
 
     def together(source: Any, others: Any, on_compile: Any) -> compiler.Binary:
         found.extend({source.key, *[each.key for each in others]} - set(found))
-        return compiler.Binary(b"", "", "", 0.0, "memory", source.key)
+        return compiler.Binary(source.key.encode(), "", "", 0.0, "memory", source.key)
 
     for owner, name, value in (
         (plans, "_load", load), (plans, "_kernels", {}), (compiler, "compile_together", together),
-        (driver, "Function", lambda *_: None), (driver, "Launch", Noted),
+        (driver, "Function", lambda cubin, *_: cubin), (driver, "Launch", Noted),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     return found
