@@ -323,7 +323,7 @@ def drop() -> None:
             del gone  # outside the lock, as it runs code of its own
 
 
-COUNTERS = 1 << 18  # pairs on a device for streams, and as many for launches that graphs hold
+COUNTERS = 1 << 18  # pairs on a device for streams, and as many at a time for launches that graphs hold
 _LARGE_COUNTERS = 1 << 13  # likewise, where a launch has more than a pair
 _CLEANED = 4096  # pairs of graphs that are cleaned at once, some 10 ms at most
 
@@ -343,7 +343,8 @@ class Counters:
     for kernels that count more.
 
     Launches that may overlap need pairs of their own: each stream has one, since its launches follow each other, and each launch
-    that a graph captures has one, since the graph may be replayed on any stream. Memory is allocated when the first is taken.
+    that a graph captures has one, since the graph may be replayed on any stream. Memory is allocated when the first is taken, and
+    more of it where graphs hold all that there are.
     """
 
     def __init__(self, index: int, size: int = 8) -> None:
@@ -351,17 +352,21 @@ class Counters:
         self._count = COUNTERS if size == 8 else min(COUNTERS, _LARGE_COUNTERS)
         self._of_stream: dict[int, int] = {}
         self._streams = self._launches = 0  # how many streams have been given a pair, how many pairs captured launches have had
+        self._first = 0  # address of the pairs of which captured launches get those that none has had
         self._clean: list[int] = []
         self._returned: collections.deque[int] = collections.deque()  # by graphs that are gone, with whatever is in them
 
     @functools.cached_property
     def _base(self) -> int:
-        """Address of the default stream's pair, then those of streams, then those of captured launches."""
-        size = self._size * (1 + 2 * self._count)
+        """Address of the default stream's pair, then those of streams, then the first ones of captured launches."""
+        return self._zeros(1 + 2 * self._count)
+
+    def _zeros(self, count: int) -> int:
+        """The address of so many new pairs."""
         with current(self._index), relaxed_capture():
-            base = int(call("cuMemAlloc", size))
-        self._clear([base], size)
-        return base
+            address = int(call("cuMemAlloc", self._size * count))
+        self._clear([address], self._size * count)
+        return address
 
     def _clear(self, addresses: list[int], size: int = 0) -> None:
         """Sets ``size`` bytes of device memory to zero, those of a launch where it is 0, without touching the legacy stream."""
@@ -407,14 +412,15 @@ class Counters:
 
     def _of_launch(self) -> int:
         """A pair for a captured launch."""
-        if not self._clean and self._launches == self._count:
+        is_full = self._launches % self._count == 0  # where captured launches have had all pairs there are
+        if is_full and self._launches and not self._clean:
             self._clean_returned()
-            if not self._clean:
-                raise DeviceError(f"all {self._count} schedule counters of the device are taken by captured graphs.")
         if self._clean:
             return self._clean.pop()
+        if is_full:
+            self._first = self._zeros(self._count) if self._launches else self._base + self._size * (1 + self._count)
         self._launches += 1
-        return self._base + self._size * (self._count + self._launches)
+        return self._first + self._size * ((self._launches - 1) % self._count)
 
     def _clean_returned(self) -> None:
         """Makes pairs that graphs gave back zero again: a launch may have been aborted."""
