@@ -289,9 +289,7 @@ def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "documents": lambda b, h, q, kv, q_len, kv_len: ids[b, q] == ids[b, kv],
         "holes": lambda b, h, q, kv, q_len, kv_len: ((q // 50 + kv // 100 + h) % 3 != 0) & (kv // 300 % 2 == 0),
-        "words": lambda b, h, q, kv, q_len, kv_len: (
-            (kv < kv_len - 8) | (words[b, q - kv_len + 8] >> (kv - kv_len + 8).clip(0, 7) & 1 > 0)
-        ),
+        "words": rawattn.mask.Tree.from_words(words[..., None]),
         "tree": rawattn.mask.Tree(ancestors),
         "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
         "alibi": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv),
