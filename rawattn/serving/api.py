@@ -30,9 +30,9 @@ from .step import Step
 
 def attention_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,
     split: str | int = "auto", out: Any = None, return_lse: bool = False, lse: Any = None, invariant: bool = False,
-    kernel: str | None = None, config: Any = None,
+    dropout: float = 0, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
 
@@ -46,6 +46,7 @@ def attention_kvcache(
             of a sequence stands at its last key.
         window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
+        bias, dropout: none here, where ``rawattn.attention`` has them: a score may capture a bias.
         split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
@@ -79,7 +80,7 @@ def attention_kvcache(
 
     The pages are those of PagedAttention (arXiv 2309.06180, section 4.1). ``rawattn.reference.attention_kvcache`` specifies it.
     """
-    score, softcap = with_slopes(softcap, score, alibi)
+    score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
@@ -90,8 +91,15 @@ def attention_kvcache(
     return one_or_all(attend(q, cache, step, asked, sinks, out, lse))
 
 
-def with_slopes(softcap: Any, score: Any, alibi: Any) -> tuple[Any, Any]:
-    """The score and the softcap, which is in the score where there are slopes."""
+def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -> tuple[Any, Any]:
+    """The score and the softcap, which is in the score where there are slopes. Raises ProblemError for a bias and for dropout."""
+    if bias is not None:
+        raise ProblemError(
+            "bias was given, whose keys would be those of one length, and sequences in a cache grow; capture it in a score of "
+            "positions: score=lambda s, b, h, q, kv: s + bias[b, h, q, kv]."
+        )
+    if dropout:
+        raise ProblemError(f"dropout is {dropout!r}; it is for training, and attention over a cache has none: leave it out.")
     return (score, softcap) if alibi is None else (functions.biased(softcap, score, alibi, None), None)
 
 
@@ -254,9 +262,9 @@ def max_kv_len(found: dict[str, Array], step: Step) -> int:
 
 def explain_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
-    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, kernel: str | None = None,
-    config: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,
+    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, dropout: float = 0,
+    kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
     result.
@@ -265,7 +273,7 @@ def explain_kvcache(
 
     Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
     """
-    score, softcap = with_slopes(softcap, score, alibi)
+    score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
     op, found = attention_of(q, cache, step, asked_of(step, options, return_lse, split), sinks)
@@ -517,7 +525,10 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
     for name in ("k", "v"):
         pool, array = getattr(cache, name), cache.arrays[name]
         if array.object is not pool:
-            raise ProblemError(f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place.")
+            raise ProblemError(
+                f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place; make the cache of torch, CuPy or "
+                f"NumPy arrays. A JAX array is immutable: write by {name}.at[...].set(...), and make another KVCache."
+            )
         if array.is_cpu and array.library == "numpy" and not pool.flags.writeable:
             raise ProblemError(f"the cache's {name} is read-only; make the cache of a writable array.")
         if memory.overlap(array, array):

@@ -29,6 +29,7 @@ from .api import (
     log,
     loose_of,
     split_keys_of,
+    violations,
     with_slopes,
 )
 from .cache import KVCache
@@ -40,9 +41,9 @@ _WORDS = {"q_len": "max_q_len of the step", "kv_len": "max_kv_len of the step", 
 
 def plan_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
-    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, kernel: str | None = None, config: Any = None,
-    on_compile: Callable[[], None] | None = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,
+    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, dropout: float = 0,
+    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None,
 ) -> KVCachePlan:  # fmt: skip
     """Makes the plan of ``attention_kvcache`` for arrays like these, compiled and loaded: ``plan.run(q, cache, step)`` then
     costs the least a call can cost, with the cache of any layer and the step of any time.
@@ -54,7 +55,7 @@ def plan_kvcache(
     is called before NVRTC runs.
     """
     check_objects(cache, step)
-    score, softcap = with_slopes(softcap, score, alibi)
+    score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options, captured = functions.taken(
         {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     )
@@ -119,6 +120,10 @@ class KVCachePlan(Plan):
         elif self._asks.order:
             captured = tuple([step.causal if i is None else captured[i] for i in self._asks.order])
         return one_or_all(call(q, out if lse is None else (out, lse), captured, places + step.held.places))
+
+    def violations(self) -> tuple[str, ...]:
+        """``rawattn.violations`` of the plan's device: what any launch there found wrong since the last call. A CPU raises."""
+        return () if self.device.is_cpu else violations(self.device.index)
 
     def _bound(
         self, q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]

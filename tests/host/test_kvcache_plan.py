@@ -63,7 +63,7 @@ def test_on_the_cpu(library: str) -> None:
     assert eight.cache(library).scales != other.cache(library).scales
     wanted = rawattn.attention_kvcache(q, other.cache(library), other.step(library))
     assert bits([plan.run(q, other.cache(library), other.step(library))]) == bits([wanted])
-    assert plan.kernel == "cpu" and "AttentionKVCache" in repr(plan)
+    assert plan.kernel == "cpu" and "AttentionKVCache" in repr(plan) and plan.violations() == ()
 
 
 def test_functions() -> None:
@@ -161,6 +161,8 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
         plan.run(*third, out=results[0], lse=results[1])
         assert launched[0] == launched[1] not in wanted
     assert plan.kernel == "attn_decode" and len(compiled) == count == len(plan.binaries)
+    monkeypatch.setattr(driver, "take_violations", lambda index: 1 | 4 if index == plan.device.index else 0)
+    assert [said.partition(":")[0] for said in plan.violations()] == ["kv_len", "page"]
     with pytest.raises(ProblemError, match="q has an address or a stride that is no multiple of 16 bytes"):
         plan.run(torch.zeros(1 + q.numel(), dtype=q.dtype)[1:].view(q.shape), cache, step)
 

@@ -340,7 +340,9 @@ def test_functions(kernel: str, mask: str, score: str) -> None:
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_functions_over_eight_bits_and_pages(page_size: int) -> None:
     case = of(DRAFT, page_size=page_size, **({} if missing_gpu() else {"kv_dtype": "e4m3", "scales": ("each", "number")}))
-    check_functions(case, attend(case, **functions_of("words", "slopes", captured(0, 7, "cuda"))), "words", "slopes")
+    check_functions(
+        case, attend(case, **functions_of("words", "slopes", captured(0, len(case.lengths), "cuda"))), "words", "slopes"
+    )
 
 
 @settings(max_examples=80, deadline=None)
