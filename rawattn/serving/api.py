@@ -526,8 +526,8 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
         pool, array = getattr(cache, name), cache.arrays[name]
         if array.object is not pool:
             raise ProblemError(
-                f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place; make the cache of torch, CuPy or "
-                f"NumPy arrays. A JAX array is immutable: write by {name}.at[...].set(...), and make another KVCache."
+                f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place; make the cache of torch, CuPy "
+                f"or NumPy arrays. A JAX array is immutable: write by {name}.at[...].set(...), and make another KVCache."
             )
         if array.is_cpu and array.library == "numpy" and not pool.flags.writeable:
             raise ProblemError(f"the cache's {name} is read-only; make the cache of a writable array.")
