@@ -232,7 +232,7 @@ def forms_and_places(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int
     found = signatures(given)
     if found is None:
         return None
-    return tuple([(x[0] % 16, *x[1:]) if x else x for x in found]), tuple([x[0] for x in found if x])
+    return tuple([(x[0] % 16, x[1:]) if x else x for x in found]), tuple([x[0] for x in found if x])
 
 
 def facts(array: Array) -> tuple[Any, ...]:
