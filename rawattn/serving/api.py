@@ -44,9 +44,8 @@ def attention_kvcache(
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
-        window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``.
+        window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score may capture a bias.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
-        bias, dropout: none here, where ``rawattn.attention`` has them: a score may capture a bias.
         split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
