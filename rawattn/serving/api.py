@@ -44,7 +44,7 @@ def attention_kvcache(
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
-        window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score may capture a bias.
+        window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score captures a bias.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
         split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
