@@ -306,18 +306,15 @@ class GpuCall:
         begins, scratch = offsets(plan.program.scratch)
         self._scratch = tuple(begins.values())
         late = (*[operand.name for operand in op.outputs], *self._loose, *[_SCRATCH + name for name in begins])
-        numbers = {name: i for i, name in enumerate(late)}
+        self._numbers = {name: i for i, name in enumerate(late)}
         self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
         self._maps: list[list[tuple[str, int, Callable[[int], bytes]]]] = []
         self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
         self._late = [
-            (
-                [(numbers[name], offset) for name, offset in (*loaded.late, *loaded.places) if name in numbers],
-                [(numbers[name], offset, encode) for name, offset, encode in maps if name in numbers],
-            )
-            for loaded, maps in zip(plan._loaded, self._maps, strict=True)
+            [(self._numbers[name], offset) for name, offset in (*loaded.late, *loaded.places) if name in self._numbers]
+            for loaded in plan._loaded
         ]
         self._args = self._placed({name: array.pointer for name, array in given.items()})
 
@@ -395,15 +392,15 @@ class GpuCall:
             found = read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
-        launches = []
-        for launch, loaded, args, late in zip(self._program.launches, self._plan._loaded, self._args, self._late, strict=True):
+        launches, every = [], zip(self._program.launches, self._plan._loaded, self._args, self._late, self._maps, strict=True)
+        for launch, loaded, args, late, maps in every:
             memory = bytearray(args)
             for fill, write, offset in loaded.outputs if found else ():
                 if fill.operand in found:
                     write(memory, offset, _form(fill, found[fill.operand]))
-            for number, offset in late[0]:
+            for number, offset in late:
                 _address(memory, offset, places[number])
-            for offset, text in self._encoded(late[1], places):
+            for offset, text in self._encoded(maps, places):
                 memory[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
                 _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
@@ -415,16 +412,18 @@ class GpuCall:
     ) -> tuple[driver.Launch, ...]:
         """The launches with results, arrays that lie anywhere and scratch memory at other addresses."""
         places, found = self._places(results, loose, scratch), []
-        for launch, (numbers, maps) in zip(launches, self._late, strict=True):
-            found.append(launch.moved(numbers, places, self._encoded(maps, places)) if numbers or maps else launch)
+        for launch, late, maps in zip(launches, self._late, self._maps, strict=True):
+            texts = self._encoded(maps, places)
+            found.append(launch.moved(late, places, texts) if late or texts else launch)
         return tuple(found)
 
-    def _encoded(self, maps: Sequence[tuple[int, int, Callable[[int], bytes]]], places: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Tensor maps of arrays at these addresses, with their offsets."""
-        if not maps:
+    def _encoded(self, maps: Sequence[tuple[str, int, Callable[[int], bytes]]], places: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Those tensor maps of a launch that are of arrays which lie anywhere, with their offsets."""
+        loose = [(offset, encode, places[self._numbers[name]]) for name, offset, encode in maps if name in self._numbers]
+        if not loose:
             return []
         with driver.current(self._device):  # which the driver wants
-            return [(offset, encode(places[number])) for number, offset, encode in maps]
+            return [(offset, encode(place)) for offset, encode, place in loose]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
         """The arguments of a launch but for the addresses, with outputs that are made."""
