@@ -64,6 +64,7 @@ POOL = rows(2, PAGES, 16, 2, 64)
 HEADS_FIRST = POOL.view(2, PAGES, 2, 16, 64)
 CACHE = rawattn.KVCache(*POOL)
 NEW = rows(2, BATCH, 1, 2, 64)
+MANY = rows(3, BATCH, 300, 4, 64)
 
 
 def variations() -> dict[str, tuple[Any, Any, Any, dict[str, Any]]]:
@@ -98,6 +99,10 @@ def variations() -> dict[str, tuple[Any, Any, Any, dict[str, Any]]]:
         "sinks": (Q, CACHE, rawattn.Step(LENS, TABLE), {"sinks": torch.zeros(4)}),
         "other sinks": (Q, CACHE, rawattn.Step(LENS, TABLE), {"sinks": torch.zeros(4)}),
         "another out": (Q, CACHE, rawattn.Step(LENS, TABLE), {"out": OUT.clone()}),
+        "many rows, by tensor maps": (MANY[0], CACHE, rawattn.Step(LENS, TABLE), {"out": MANY[1]}),
+        "many rows elsewhere": (MANY[2], CACHE, rawattn.Step(LENS, TABLE), {"out": MANY[1]}),
+        "many rows over other lengths": (MANY[2], CACHE, rawattn.Step(lens, TABLE), {"out": MANY[1]}),
+        "many rows of fewer sequences": (MANY[0, :2], CACHE, rawattn.Step(LENS[:2], TABLE[:2]), {"out": MANY[1, :2]}),
     }  # fmt: skip
 
 
