@@ -209,7 +209,7 @@ def _first(
     layout = (layout_of(found, cache, step), asked.key)
     like = None if asked.own else _layouts.get(layout)
     if like is not None:
-        return like.moved([array.pointer for array in found.values()]), (), places
+        return like.moved({name: array.without_memory() for name, array in found.items()}), (), places
     op, found = attention_of(q, cache, step, asked, sinks)
     call = _call_of(op, found, cache.layout, asked.kernel, asked.config, loose_of(step, sinks))
     if isinstance(call, GpuCall) and not asked.own:

@@ -133,7 +133,7 @@ class KVCachePlan(Plan):
         layout, places = layout_of(found, cache, step), tuple([found[name].pointer for name in ("q", "sinks") if name in found])
         call = None if self._asks.order or captured else self._layouts.get(layout)
         if call is not None:  # each array lies as one did that was checked
-            return call.moved([array.pointer for array in found.values()]), (), places
+            return call.moved({name: array.without_memory() for name, array in found.items()}), (), places
         asked = asked_with(step, self._asks.options, captured, self._asks.return_lse)._replace(split_keys=self._asks.split_keys)
         op, found = attention_of(q, cache, step, asked, sinks)
         self._check(op, found)
