@@ -26,6 +26,7 @@ from rawattn import api, arrays, compiler, driver, plans, select
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
 from rawattn.operation import Forward
+from tests.emulator import gpu as stand_ins
 
 torch = pytest.importorskip("torch")
 
@@ -35,12 +36,9 @@ STATE = {"stream": 0, "capturing": False}
 LOAD = plans._load
 
 
-class Launch:
-    def __init__(self, function: Any, grid: int, args: bytes, stream: int) -> None:
-        self.said = args, stream
-
+class Launch(stand_ins.Launch):
     def __call__(self) -> None:
-        LAUNCHED.append(self.said)
+        LAUNCHED.append((self.args, self.stream))
 
 
 @pytest.fixture(autouse=True)
