@@ -198,6 +198,25 @@ def many_ways(q: Any, kv: Any) -> Any:
     return sum(1 if q - kv == i else 0 for i in range(7)) > 0
 
 
+def endless(q: Any, kv: Any) -> Any:
+    while q > kv:
+        q = q - 1
+    return q == kv
+
+
+def same_condition(q: Any, kv: Any) -> Any:
+    while q > kv:
+        pass
+    return q == kv
+
+
+def counts(q: Any, kv: Any, n: int = 5) -> Any:
+    i = 0
+    while i < n:
+        i += 1
+    return q >= kv + i
+
+
 def assigns(q: Any, kv: Any) -> Any:
     STATE.seen = q
     return q >= kv
@@ -232,6 +251,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "an unknown function": (lambda s: np.sinc(s), "score", "cannot be traced|not known"),
     "an unknown ufunc": (lambda s: np.arctan(s), "score", r"arctan\(\) is not known of single elements"),
     "many ways": (many_ways, "mask", "more than 64 ways"),
+    "a loop on a position": (endless, "mask", "more than 64 ways.*`while q > kv`, cannot be followed: write"),
+    "a loop without an end": (same_condition, "mask", "asks more than 10,000 times.*cannot be followed: write"),
+    "a loop on a number": (counts, "mask", r"A loop over a captured number n is `for i in range\(n\)`"),
     "an assignment": (assigns, "mask", "STATE.seen is assigned to"),
     "a set": ((lambda x: lambda q, kv: q in x)({1, 2}), "mask", "whose members cannot be followed"),
     "a format": (
