@@ -134,8 +134,8 @@ def _value_of(x: Expr, values: Sequence[Any]) -> Any:
 
 
 _LOOP = (
-    ". A loop that ends by a position, such as `while q > kv`, cannot be followed: write what it computes by //, % and min(), or by "
-    "an array that is made before and indexed by the position. A loop over a captured number n is `for i in range(n)`."
+    ". A loop that ends by a position, such as `while q > kv`, cannot be followed: write what it computes by //, % and min(), or "
+    "by an array that is made before and indexed by the position. A loop over a captured number n is `for i in range(n)`."
 )
 
 
