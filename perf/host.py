@@ -15,6 +15,14 @@ sdpa         torch's own call, as a measure for the machine
 sdpa_step    the same as ``step`` by torch's own call
 empty_step   an ``autograd.Function`` that only allocates what ``step`` gives: no Python function can cost less
 
+Of masks and scores that are functions:
+
+fresh_lambda    eager, with a score that is a lambda, made anew for each call, of the same captured tensor
+fresh_array     the same, of a captured tensor that was never met, of a known form
+fresh_prepass   the same with a mask, whose captured tensor a pre-pass reads
+new_number      that mask, with a captured number that was never met, as of a window that grows with each step
+function_kv_len new_kv_len under that mask
+
 Times hold for one host. ``over eager`` is for comparison between hosts.
 """
 
@@ -41,6 +49,7 @@ CALLS, PAUSE = 2000, 50  # calls of a row; after so many the GPU is waited for
 FIRST_KV_LEN = 1024
 STEP = 128  # elements between the addresses of new tensors
 PROFILED = 12  # functions
+FUNCTION_ROWS = ("fresh_lambda", "fresh_array", "fresh_prepass", "new_number", "function_kv_len")
 Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
 
 
@@ -106,6 +115,55 @@ class Host:
         calls = [lambda c=c: rawattn.attention(self.token, k, v, causal=True, kernel=kernel, config=c) for c in configs]
         return lambda i: calls[i % 2]
 
+    def alibi(self, slopes: Any) -> dict[str, Any]:
+        """A score that captured a tensor. Nothing runs before its kernel."""
+        return {"score": lambda s, b, h, q, kv: s + slopes[h] * (kv - q)}
+
+    def documents(self, doc: Any, window: int) -> dict[str, Any]:
+        """A mask that captured a tensor and a number. A pre-pass makes the tensor's pyramid."""
+        return {"mask": lambda b, h, q, kv: (doc[q] == doc[kv]) & (q - kv <= window)}
+
+    def ids(self, *shape: int) -> Any:
+        return self.torch.zeros(shape, dtype=self.torch.int32, device=self.device)
+
+    def called(self, **options: Any) -> Any:
+        return rawattn.attention(self.q, self.k, self.v, **options)
+
+    def fresh_lambda(self) -> Row:
+        slopes = self.tensor(8)
+        return lambda i: lambda: self.called(**self.alibi(slopes))
+
+    def fresh_array(self) -> Row:
+        slopes = self.tensor(self.calls + 1, 8)
+
+        def row(i: int) -> Callable[[], Any]:
+            own = slopes[i]
+            return lambda: self.called(**self.alibi(own))
+
+        return row
+
+    def fresh_prepass(self) -> Row:
+        ids = self.ids(self.calls + 1, self.q.shape[1])
+
+        def row(i: int) -> Callable[[], Any]:
+            own = ids[i]
+            return lambda: self.called(**self.documents(own, 100))
+
+        return row
+
+    def new_number(self) -> Row:
+        ids = self.ids(self.q.shape[1])
+        return lambda i: lambda: self.called(**self.documents(ids, 100 + i))
+
+    def function_kv_len(self) -> Row:
+        mask = self.documents(self.ids(FIRST_KV_LEN + self.calls + 1), 100)["mask"]
+
+        def row(i: int) -> Callable[[], Any]:
+            k, v = (x[:, : FIRST_KV_LEN + i] for x in self.cache)
+            return lambda: rawattn.attention(self.token, k, v, mask=mask)
+
+        return row
+
     def training(self, attention: Callable[..., Any], *inputs: Any) -> Row:
         """A step of a function; the gradients of the call before are dropped when it is made ready."""
         leaves, do = [x.detach().clone().requires_grad_() for x in inputs], self.torch.ones_like(inputs[0])
@@ -159,7 +217,10 @@ class Host:
         return found[1:]
 
 
-ROWS = ("eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step")
+ROWS = (
+    "eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step",
+    *FUNCTION_ROWS,
+)  # fmt: skip
 COMPUTED = ("sdpa", "sdpa_step")  # not by us, so that without a GPU they would be computed here
 
 
