@@ -309,6 +309,7 @@ class GpuCall:
         self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
+        self._numbers: dict[str, Any] = {}  # of functions, where they are not the plan's own
         self._maps: list[list[tuple[str, int, Callable[[int], bytes]]]] = []
         self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
         self._args = self._placed({name: array.pointer for name, array in given.items()})
@@ -322,6 +323,24 @@ class GpuCall:
         found._given = self._given | {name: self._given[name]._replace(pointer=place) for name, place in places.items()}
         found._launches, found._args = {}, self._placed(places)
         return found
+
+    def renumbered(self, options: dict[str, Any]) -> GpuCall | None:
+        """The call with other numbers that functions captured; None where they make other kinds of options than these were."""
+        numbers = self._plan.op.numbers_of(self._given, options)
+        if numbers is None:
+            return None
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        found._numbers, found._launches = numbers, {}
+        found._args = [found._numbered(bytearray(args), each) for args, each in zip(self._args, self._plan._loaded, strict=True)]
+        return found
+
+    def _numbered(self, memory: bytearray, loaded: _Loaded) -> bytearray:
+        """The arguments of a launch with the numbers in them that are not the plan's own."""
+        for name, value in self._numbers.items():
+            if (offset := loaded.layout.offsets.get(name)) is not None:
+                struct.pack_into(loaded.layout.formats[name], memory, offset, value)
+        return memory
 
     def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library.
@@ -428,7 +447,7 @@ class GpuCall:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
                         memory[offset : offset + 128] = encode(pointers[name])
-            found.append(memory)
+            found.append(self._numbered(memory, loaded) if self._numbers else memory)
         return found
 
     def _of_input(self, fill: Any) -> Any:

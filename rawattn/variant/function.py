@@ -251,13 +251,25 @@ def _option(
     found = recognition.recognised(code, numbers)
     if found is not None:
         return found
-    if code.role == "mask" and any(element == "fp64" for element, _ in code.arrays):
+    if code.role == "mask" and _has_doubles(code):
         raise ProblemError(
             "a mask captured an array of float64, and floats of a mask are computed in float32; convert it, or use integers."
         )
-    pyramids = pyramids_of(code)
-    arrays = tuple(
+    made = object.__new__(FunctionMask if code.role == "mask" else FunctionScore)
+    made.__dict__.update(code=code, numbers=numbers, arrays=_arrays(code, shapes, labels), checked=checked)  # all of its form
+    return made
+
+
+@functools.lru_cache(maxsize=4096)
+def _arrays(code: Code, shapes: tuple[tuple[int, ...], ...], labels: tuple[str, ...]) -> tuple[Captured, ...]:
+    return tuple(
         Captured(f"{code.role}_{i}", element, shape, pyramid, label)
-        for i, ((element, _), shape, pyramid, label) in enumerate(zip(code.arrays, shapes, pyramids, labels, strict=True))
+        for i, ((element, _), shape, pyramid, label) in enumerate(
+            zip(code.arrays, shapes, pyramids_of(code), labels, strict=True)
+        )
     )
-    return (FunctionMask if code.role == "mask" else FunctionScore)(code, numbers, arrays, checked)
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_doubles(code: Code) -> bool:
+    return any(element == "fp64" for element, _ in code.arrays)

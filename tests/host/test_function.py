@@ -343,22 +343,6 @@ def test_arrays_are_not_kept(library: str) -> None:
     assert [each() for each in references] == [None] * 6
 
 
-def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan of a family is resized without a proof, so a function has none, whatever it captured."""
-    torch = pytest.importorskip("torch")
-    q, k, v = torch.zeros(1, 1, 4, 64), torch.zeros(1, 4100, 4, 64), torch.zeros(1, 4100, 4, 64)
-    found: list[Any] = []
-    own = Forward.family.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr(Forward, "family", classmethod(lambda cls, *given: found.append(given) or own(cls, *given)))
-    f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
-    rawattn.attention(q, k, v)
-    assert len(found) == 1
-    rawattn.attention(q, k, v, mask=f)
-    assert len(found) == 1
-    with pytest.raises(ProblemError, match="integers must fit 32 bits"):
-        rawattn.attention(q, *(torch.zeros(1, 5100, 4, 64),) * 2, mask=f)
-
-
 def test_keys_tell_numbers_and_arrays_apart() -> None:
     """Functions of one code whose numbers, formats or shapes differ, one after the other and back."""
     q, k, v = inputs()

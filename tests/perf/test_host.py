@@ -37,7 +37,7 @@ counting(driver.Launch, "__init__", "launches")
 counting(driver.Launch, "__call__", "issued")
 counting(plans.Plan, "__init__", "plans")
 found = {}
-for name in ("eager", "plan", "step", "new_pointers", "new_kv_len"):
+for name in ("eager", "plan", "step", "new_pointers", "new_kv_len", "fresh_array", "fresh_prepass", "new_number"):
     row = getattr(host, name)()
     row(0)(), row(0)()  # a library's first call of all is not kept
     before = dict(counts)
@@ -57,6 +57,10 @@ def test_a_row_has_new_what_it_says() -> None:
     """Each call is a launch, and two where keys are split. Tensor maps are made for new addresses."""
     found = json.loads(ran("-c", COUNT))
     step = found.pop("step")
+    array, prepass, number = (found.pop(name) for name in ("fresh_array", "fresh_prepass", "new_number"))
+    assert array == {"maps": 0, "launches": 0, "issued": 30, "plans": 0}
+    assert prepass == {"maps": 0, "launches": 0, "issued": 60, "plans": 0}, "what makes its pyramid"
+    assert number == {"maps": 0, "launches": 60, "issued": 60, "plans": 0}
     assert [row["issued"] for row in found.values()] == [30, 30, 30, 60]
     assert found["plan"] == {"maps": 0, "launches": 0, "issued": 30, "plans": 0}
     assert found["eager"] == found["plan"]
