@@ -376,6 +376,8 @@ class Explanation:
                 continue
             yield f"{role:8} {str(option).partition('(')[2][:-1]}"
             yield from (f"  {each}" for each in option.notes)
+            if role == "mask" and isinstance(self._forward, Forward):
+                yield from (f"  {each}" for each in option.intervals(self._forward.limits))
             if role == "mask" and self.tiles is not None:
                 yield f"  tiles of {self.tiles}"
 

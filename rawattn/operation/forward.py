@@ -165,6 +165,13 @@ class Forward(OverKeys):
         lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
         return (o, lse) if self.spec.return_lse else (o,)
 
+    @property
+    def limits(self) -> Limits:
+        """The sizes that its functions are for."""
+        (q_offset, kv_offset), rows = self.spec.offsets or (0, 0), (self.total_q, self.total_kv)
+        q_len, kv_len = rows if self.varlen else (self.q_len, self.kv_len)
+        return Limits(self.batch, self.heads, q_len + q_offset, kv_len + kv_offset, *(rows if self.varlen else (0, 0)))
+
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of q, k and v."""
         return layout_of((name, arrays[name]) for name in "qkv")

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import ProblemError
 from .canonical import Code, number_keys, numbers_of
 from .expressions import Expr, nodes
-from .ranges import LIMITS, Range, anything, bounds, exactly, hull
+from .ranges import LIMITS, Leaf, Range, anything, bounds, exactly, hull
 
 ELEMENT_LIMITS = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(1 << 15), (1 << 15) - 1)}
 
@@ -103,10 +103,37 @@ def prove(
     axis. A number may stand for a class of them: a pair of ints for all between, None for any float.
 
     Raises ProblemError where an integer may not fit 32 bits, a shift is not by 0 to 31, or a captured number divides by 0."""
-    box, is_empty = limits.box(), min(limits[:4]) == 0
+    is_empty = min(limits[:4]) == 0
     order = nodes(code.root)
     place = {x: i for i, x in enumerate(order)}
     checked: list[tuple[int, int]] = []
+
+    def leaf(x: Expr, operands: Sequence[Range]) -> Range:
+        if x.op == "load":
+            shape = shapes[x.args[0]]
+            if 0 in shape and not is_empty:
+                raise ProblemError(f"an array of shape {shape} was captured, which has no element that the function could read.")
+            checked.extend(
+                (place[x], axis) for axis, (i, n) in enumerate(zip(operands, shape, strict=True)) if i.lo < 0 or i.hi >= n
+            )
+        return known(x, operands)
+
+    known = _leaf(shapes, numbers, limits)
+    found = bounds(code.root, leaf, _check)
+    for x in order:
+        _check_operands(x, found)
+    return () if is_empty else tuple(sorted(checked))
+
+
+def intervals(
+    root: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits
+) -> dict[Expr, Range]:  # fmt: skip
+    """Bounds of all that an expression is made of, over the whole problem."""
+    return bounds(root, _leaf(shapes, numbers, limits))
+
+
+def _leaf(shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits) -> Leaf:
+    box = limits.box()
 
     def leaf(x: Expr, operands: Sequence[Range]) -> Range:
         match x.op:
@@ -116,17 +143,10 @@ def prove(
                 return _of_number(numbers[x.args[0]], x.type)
             case "dim":
                 return _exact_int(shapes[x.args[0]][x.args[1]])
-        shape = shapes[x.args[0]]
-        if 0 in shape and not is_empty:
-            raise ProblemError(f"an array of shape {shape} was captured, which has no element that the function could read.")
-        checked.extend((place[x], axis) for axis, (i, n) in enumerate(zip(operands, shape, strict=True)) if i.lo < 0 or i.hi >= n)
         lo, hi = ELEMENT_LIMITS.get(x.args[1], LIMITS[x.type])
         return anything("float") if x.type == "float" else Range(np.int64(lo), np.int64(hi))
 
-    found = bounds(code.root, leaf, _check)
-    for x in order:
-        _check_operands(x, found)
-    return () if is_empty else tuple(sorted(checked))
+    return leaf
 
 
 def _of_number(x: Any, kind: str) -> Range:

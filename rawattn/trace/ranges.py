@@ -33,6 +33,12 @@ class Range:
         """Says where there is one value."""
         return (self.lo == self.hi) & ~np.asarray(self.nan)
 
+    def __str__(self) -> str:
+        """One box's, in words."""
+        lo, hi = np.asarray(self.lo).item(), np.asarray(self.hi).item()
+        ends = (lo, hi) in LIMITS.values()
+        return "of any value" if ends else f"from {lo:g} to {hi:g}" if isinstance(lo, float) else f"from {lo} to {hi}"
+
 
 def anything(kind: str, nan: Any = True) -> Range:
     """The range of which nothing is known."""

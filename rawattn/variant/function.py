@@ -13,13 +13,13 @@ from ..errors import ProblemError
 from ..program import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
 from ..trace import cuda_text, fields, recognition
 from ..trace.canonical import Code, number_keys, numbers_of
-from ..trace.classes import classify
+from ..trace.classes import classify, strengthened
 from ..trace.cuda_ranges import pyramids_of
 from ..trace.evaluation import Evaluation, evaluate
 from ..trace.expressions import Q, children, nodes
 from ..trace.gradients import by_elements, slope
-from ..trace.infix import infix
-from ..trace.proofs import Limits, checked_indices
+from ..trace.infix import infix, infix_of
+from ..trace.proofs import Limits, checked_indices, intervals
 from . import Option
 
 
@@ -120,7 +120,20 @@ class _Function(Option):
         for i, each in enumerate(self.arrays):
             axes = sorted({axis for node, axis in self.checked if order[node].args[0] == i})
             checked = f", indices along {' and '.join(f'axis {axis}' for axis in axes)} are clipped" if axes else ""
-            found.append(f"{each.label or each.name} {each.element} {tuple(each.shape)}{checked}")
+            blocks = ", bounded by minima and maxima of its blocks" * (each.pyramid > 0)
+            found.append(f"{each.label or each.name} {each.element} {tuple(each.shape)}{blocks}{checked}")
+        return found
+
+    def intervals(self, limits: Limits) -> list[str]:
+        """The comparisons by which tiles are classified, those that follow from the function's own among them, in words: both
+        sides with their bounds over the whole problem. A kernel has the same of a tile."""
+        labels, shapes = [each.label or each.name for each in self.arrays], [each.shape for each in self.arrays]
+        root = strengthened(self.code)
+        known, found = intervals(root, shapes, self.numbers, limits), list[str]()
+        for node in nodes(root):
+            if node.op in ("lt", "le", "eq"):
+                sides = [f"{infix_of(x, labels, self.numbers)} {known[x]}" for x in node.args if not known[x].point.all()]
+                found.append(f"{infix_of(node, labels, self.numbers)}: {', '.join(sides) or 'known'}")
         return found
 
 

@@ -343,6 +343,24 @@ def test_arrays_are_not_kept(library: str) -> None:
     assert [each() for each in references] == [None] * 6
 
 
+def test_explain_says_the_bounds() -> None:
+    """Of both sides of each comparison, and of those that follow from two; none of a score."""
+    (q, k, v), doc, reach = inputs(), np.zeros(50, np.uint8), 20
+    mask = lambda q, kv: (doc[q] == doc[kv]) & (q - kv <= reach) & (doc[q] >= 3)  # noqa: E731
+    lines = str(rawattn.explain(q, k, v, mask=mask, score=lambda s, q: s * (q < 3))).splitlines()
+    found = {line.strip() for line in lines[2:7]}
+    assert found >= {
+        "doc uint8 (50,), bounded by minima and maxima of its blocks",
+        "(q - 20) <= kv: q - 20 from -20 to 19, kv from 0 to 49",
+        "3 <= doc[q]: doc[q] from 0 to 255",
+        "3 <= doc[kv]: doc[kv] from 0 to 255",
+    }
+    (equal,) = (line for line in found if "==" in line)
+    assert equal.count("from 0 to 255") == 2
+    floats = np.zeros(50, np.float32)
+    assert "floats[q] - floats[kv] of any value" in str(rawattn.explain(q, k, v, mask=lambda q, kv: floats[q] - floats[kv] < 1))
+
+
 def test_keys_tell_numbers_and_arrays_apart() -> None:
     """Functions of one code whose numbers, formats or shapes differ, one after the other and back."""
     q, k, v = inputs()
