@@ -225,8 +225,11 @@ def test_errors_of_arrays_without_memory() -> None:
 
 
 def test_errors_of_options() -> None:
-    raises("mask was given beside causal or window", mask=lambda b, q, kv: (kv >= 3) & (q != kv), causal=True)
-    raises(r"A function says it itself, as lambda .* Chunked and Prefix are causal", mask=rawattn.mask.Chunked(8), causal=True)
+    for beside in ({"causal": True}, {"window": (3, 0)}):
+        words = r"mask was given beside causal or window; mask is a function, which says both itself, as lambda"
+        raises(words, mask=lambda b, q, kv: (kv >= 3) & (q != kv), **beside)
+        raises(words + ".* Chunked and Prefix are causal", mask=rawattn.mask.Chunked(8), **beside)
+    raises(r"combine options as mask=rawattn.mask.Both\(a, b\)", mask=lambda q, kv: q - kv <= 3, causal=True)  # is a Window
     with pytest.raises(ProblemError, match=r"b of Both is .*Chunked.*, a function; write what both keep as one function"):
         rawattn.mask.Both(rawattn.mask.Causal(), rawattn.mask.Chunked(8))
     raises("score was given beside softcap", score=lambda s, q: s * (q + 1), softcap=3.0)
