@@ -342,6 +342,9 @@ def test_bounds_of_sums_and_of_what_fits() -> None:
             found = ranges.bounds(tree, lambda x, _, ends=ends: ranges.Range(*map(np.int64, ends[x])))[tree]
             values = [constant + c * x + d * y for x in range(a[0], a[1] + 1) for y in range(b[0], b[1] + 1)]
             assert (found.lo, found.hi) == (min(values), max(values))
+    far = expr.make("lin", "long", (0, ((q, 1 << 32), (kv, 1 << 32))))
+    most = ranges.bounds(far, lambda x, _: ranges.Range(np.int64(-(1 << 31)), np.int64((1 << 31) - 1)))[far]
+    assert most.lo < -(1 << 60) and 1 << 60 < most.hi, "a sum of two that are far is far, on its side"
     seen: list[tuple[int, int]] = []
     large = q * (1 << 30) + kv
     leaf = lambda x, _: ranges.Range(np.int64(-8), np.int64(4))  # noqa: E731
@@ -361,7 +364,20 @@ def test_ranges_of_one_value_and_of_any() -> None:
     assert str(ranges.exactly(3, "int")) == "from 3 to 3"
 
 
-@pytest.mark.parametrize(("shift", "lo", "hi"), [(31, 1, 1), (31, -3, 2), (40, 1, 1), (0, -(1 << 40), 1 << 40)])
+def test_a_choice_has_the_nan_of_what_may_be_chosen() -> None:
+    for never, always, a, b in itertools.product((False, True), repeat=4):
+        lo, hi = (1, 1) if always else (0, 0) if never else (0, 1)
+        found = ranges.RULES["where"](
+            ranges.Range(np.int64(lo), np.int64(hi)), ranges.Range(np.float64(1), np.float64(2), a),
+            ranges.Range(np.float64(-2), np.float64(-1), b),
+        )  # fmt: skip
+        assert bool(found.nan) == ((a and hi == 1) or (b and lo == 0))
+        assert (found.lo, found.hi) == (1 if lo else -2, 2 if hi else -1)
+
+
+@pytest.mark.parametrize(
+    ("shift", "lo", "hi"), [(31, 1, 1), (31, -3, 2), (40, 1, 1), (0, -(1 << 40), 1 << 40), (3, -(1 << 31), 1 << 31)]
+)
 def test_a_shift_to_the_left_that_leaves_32_bits(shift: int, lo: int, hi: int) -> None:
     """By more than 31, or of more than 32 bits, nothing is known that would be wrong."""
     found = ranges.RULES["shl"](ranges.Range(np.int64(lo), np.int64(hi)), ranges.exactly(shift, "int"))
