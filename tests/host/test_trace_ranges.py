@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rawattn.errors import ProblemError
 from rawattn.trace import expressions as expr
 from rawattn.trace import ranges
-from rawattn.trace.classes import EMPTY, FULL
+from rawattn.trace.classes import CUT, EMPTY, FULL
 from rawattn.trace.expressions import LOADED
 from rawattn.trace.formulas import FORMULAS
 from rawattn.variant.function import FunctionMask
@@ -194,6 +194,37 @@ def test_classes_of_the_smallest_and_the_largest(tmp_path: pathlib.Path) -> None
                 assert classes[x, y] != EMPTY or not part.any()
                 assert classes[x, y] != FULL or part.all()
                 assert tile != (1, 1) or classes[x, y] != 1 or i > 10, "of a single pair all is known"
+
+
+# ---- classes by hand
+
+
+def classes_of(f: Any, q: tuple[int, int], kv: tuple[int, int], n: int = 10) -> int:
+    """The class of one box."""
+    (found, arrays) = function(f, "mask", (1, 1, n, n))
+    return int(found.classify(arrays, 0, 0, *(tuple(map(np.array, ends)) for ends in (q, kv)), n, n))
+
+
+def test_classes_by_hand() -> None:
+    """What is empty, cut and full, as kernels number it; also by what follows from two comparisons together."""
+    assert (EMPTY, CUT, FULL) == (0, 1, 2)
+    ids = np.array([0, 0, 0, 1, 1, 1, 0, 5, 5, 5], np.int32)
+    same = lambda q, kv: ids[q] == ids[kv]  # noqa: E731
+    assert [classes_of(same, (0, 2), kv) for kv in ((0, 2), (2, 3), (3, 5), (7, 9))] == [2, 1, 0, 0]
+    counted = lambda q, kv: same(q, kv) & (ids[q] >= 1)  # noqa: E731
+    assert classes_of(counted, (0, 5), (0, 2)) == 0 and classes_of(same, (0, 5), (0, 2)) == 1, "ids[kv] >= 1 follows"
+    assert classes_of(counted, (3, 9), (3, 5)) == 1
+    first, last = np.arange(5, 15, dtype=np.int32), np.arange(-5, 5, dtype=np.int32)
+    between = lambda q, kv: (first[q] <= kv) & (kv <= last[q])  # noqa: E731
+    assert classes_of(between, (0, 9), (0, 9), 10) == 0, "first[q] <= last[q] follows"
+    reverse = lambda q, kv: (last[q] <= kv) & (kv <= first[q])  # noqa: E731
+    assert (classes_of(reverse, (0, 3), (0, 4)), classes_of(reverse, (0, 9), (0, 9))) == (2, 1)
+    table = np.zeros((3, 7), np.int32)
+    wide = lambda q, kv: (kv < table.shape[1]) & (q >= table[0, 0])  # noqa: E731
+    assert [classes_of(wide, (0, 9), kv) for kv in ((3, 6), (3, 7), (7, 9))] == [2, 1, 0]
+    rows = lambda q, kv, q_start, kv_start: (q + q_start <= 5) & (kv + kv_start <= 5)  # noqa: E731
+    assert [classes_of(rows, (0, 5), kv) for kv in ((0, 5), (0, 6), (6, 9))] == [2, 1, 0]
+    assert [classes_of(rows, q, (0, 5)) for q in ((0, 6), (6, 9))] == [1, 0]
 
 
 # ---- each rule by itself
