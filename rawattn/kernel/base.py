@@ -110,7 +110,7 @@ class Kernel(abc.ABC, Generic[Op]):
         return self.name
 
 
-MOST_TRIED = 5  # configurations that are compiled to see whether they spill: the first, and at the same time those after it
+MOST_TRIED = 4  # configurations that are compiled to see whether they spill: the first, and at the same time those after it
 SMALL_SPILL_COST = 1.05  # of the expected time: what a spill that a kernel calls small counts as
 
 
