@@ -18,16 +18,16 @@
 //   barrier              arrives                        waits                    protects
 //   work_full[i]         lane 0 of the producer         all other warps          smem.work[i] until read
 //   work_empty[i]        one lane per such warp         producer                 the same until written again
-//   kv_full              copy engine (K and V)          each consumer            smem.k, smem.v until read
+//   kv_full              TMA (K and V)                  each consumer            smem.k, smem.v until read
 //   kv_empty             one lane per consumer warp     producer                 the same until refilled
-//   q_full[s]            copy engine (Q, lse)           each consumer            smem.q[s], smem.lse_log2[s] until read
+//   q_full[s]            TMA (Q, lse)                   each consumer            smem.q[s], smem.lse_log2[s] until read
 //   q_empty[s]           one lane per consumer warp     producer                 the same until refilled
 //   do_full[s], do_empty[s]: the same for dO and delta
 //   ds_full[s]           one lane per consumer warp     who computes dq          smem.ds[s] until read
 //   ds_empty[s]          one lane per warp of those     each consumer            the same until written again
 //   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
 //   dq_empty[t][c]       writer                         who computes dq          the same until written again
-//   dq_sum[t][c]         writer (or copy engine)        who computes dq          the sum in smem.dq[t], where Store finishes dq
+//   dq_sum[t][c]         writer (or TMA)                who computes dq          the sum in smem.dq[t], where Store finishes dq
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices

@@ -12,9 +12,9 @@
 //   barrier            arrives                                   waits            protects
 //   work_full[i]       lane 0 of the producer                    each consumer    smem.work[i] until read
 //   work_empty[i]      one lane per consumer warp                producer         the same until written again
-//   kv_full            copy engine (K, V)                        each consumer    smem.k, smem.v until read
+//   kv_full            TMA (K, V)                                each consumer    smem.k, smem.v until read
 //   kv_empty           one lane per consumer warp                producer         the same until refilled
-//   q_full[s]          copy engine (Q, lse)                      each consumer    smem.q[s], smem.lse_log2[s] until read
+//   q_full[s]          TMA (Q, lse)                              each consumer    smem.q[s], smem.lse_log2[s] until read
 //   q_empty[s]         one lane per consumer warp: S, dk done    producer         the same until refilled
 //   do_full[s], do_empty[s]: the same for dO and delta: dv, dP done
 //   p_full[s]          one lane per warp of values               keys             smem.p[s] until read
@@ -60,7 +60,7 @@ template struct KvSchedulerOption<Scheduler>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, true};
 
-// What both roles have: products of 64 keys by a tile of queries, and the accumulator of one gradient.
+// This is what both roles have: products of 64 keys by a tile of queries, and the accumulator of one gradient.
 template <class Mma>
 struct Role {
     const Args& args;

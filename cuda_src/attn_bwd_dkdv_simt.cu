@@ -34,7 +34,7 @@ constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, v_chunks =
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 256, false};
 
-// What a query head's rows are read from.
+// This is what a query head's rows are read from.
 struct QueryHead {
     AnyMatrix q, d_o;
 

@@ -8,7 +8,7 @@
 //   barrier            arrives                         waits             protects
 //   work_full[i]       lane 0 of the producer          each consumer     smem.work[i] until read
 //   work_empty[i]      one lane per consumer warp      producer          the same until written again
-//   q_full             copy engine (Q and dO)          each consumer     smem.q, smem.d_o until read
+//   q_full             TMA (Q and dO)                  each consumer     smem.q, smem.d_o until read
 //   q_empty            one lane per consumer warp      producer          the same until refilled
 //   k_full[s], k_empty[s], v_full, v_empty: the same for a tile of K (two stages) and of V (one)
 
@@ -82,7 +82,7 @@ __device__ void produce(const Args& args, Smem& smem) {
     Walk::produce(producer);
 }
 
-// What a consumer has for one work.
+// This is what a consumer has for one work.
 struct Work {
     const Rows rows;
     const Mask mask;

@@ -81,7 +81,7 @@ struct Pairs {
     const Score& score;
     const i32 q, kv;
 };
-// What a step has of its queries, and the factor of all weights.
+// This is what a step has of its queries, and the factor of all weights.
 struct Stage {
     const QTile& q;
     const DoTile& d_o;
@@ -140,7 +140,7 @@ __device__ void differentiate(const Sums (&s)[n], const Sums (&dp)[n], Words (&d
     }
 }
 
-// What a warp computes. Its part of the columns is every cfg::sharing-th block of 16, or of dq every dq_column_warps-th.
+// This is what a warp computes. Its part of the columns is every cfg::sharing-th block of 16, or of dq every dq_column_warps-th.
 struct Warp {
     Smem& smem;
     const u32 warp = ptx::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;

@@ -54,7 +54,7 @@ struct Ring {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
 };
-// What a block does of a work. Producers alone find it out: its code is long, and nobody has it in an instruction cache.
+// This is what a block does of a work. Producers alone find it out: its code is long, and nobody has it in an instruction cache.
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
@@ -93,6 +93,15 @@ __device__ u32 stage(u32 place) { return place % cfg::stages; }
 __device__ u32 barrier(u32 place) { return place % barriers; }
 __device__ u32 parity(u32 place) { return place / barriers % 2; }
 
+// Two blocks next to each other that have parts of one work leave their states in the args.slots places of the border between them. The
+// one before it leaves what it has of the group there, if that is not whole (place 0), and all groups up to that one, which are one
+// state. The one after it leaves the rest of that group split by split (places 1 to split_group - 1), then whole groups. These follow
+// the group with the border, so the place of a work's second group is free for all groups up to one that is cut.
+__device__ i32 slot_before(const Args& args, i32 block, i32 place) { return block * args.slots + place; }
+__device__ i32 slot_after(const Args& args, i32 block, i32 place) { return (block - 1) * args.slots + place; }
+__device__ i32 place_of_group(i32 split) { return split_group - 1 + split / split_group; }
+__device__ i32 place_of_groups(i32 border) { return border % split_group ? split_group : 0; }
+
 // Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits. Every
 // group has split_group entries, the last one too: who folds reads them all.
 __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, const SplitRun& run) {
@@ -103,11 +112,12 @@ __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, cons
         const i32 block = line.owner(splits, run.at, min(split, end - 1));
         const i32 from = line.first_split(splits, run.at, block), to = line.first_split(splits, run.at, block + 1);
         const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
-        i32 index = -1;
-        if (from > begin) index = split % split_group;
-        else if (split == splits.begin && whole > split) index = split_group;
-        else if (split == begin && (from > splits.begin || split >= whole)) index = end <= to ? split_group + split / split_group : 0;
-        smem.pieces[at] = index < 0 || split >= end ? -1 : block * args.slots + index;
+        i32 slot = -1;
+        if (from > begin) slot = slot_after(args, block, split % split_group);
+        else if (split == splits.begin && whole > split) slot = slot_before(args, block, place_of_groups(to));
+        else if (split == begin && (from > splits.begin || split >= whole))
+            slot = end <= to ? slot_after(args, block, place_of_group(split)) : slot_before(args, block, 0);
+        smem.pieces[at] = split >= end ? -1 : slot;
         if (split == splits.begin) smem.owner = block;
     }
     __syncwarp();
@@ -367,10 +377,17 @@ struct Consumer {
         const int quarter = block / quarter_blocks, i = block % quarter_blocks;
         return i / merge_blocks == pass ? quarter * merge_blocks + i % merge_blocks : -1;
     }
+    // The same for a lane to which columns of this block or of the next are dealt, two blocks in one pass where they can be.
+    __device__ static int place_dealt(int block, int pass, u32 lane) {
+        constexpr bool together = merge_blocks % Operands::dealt_blocks == 0;
+        const int upper = Operands::is_upper(lane) ? 1 : 0, first = place_in_pass(together ? block : block + upper, pass);
+        return together && first >= 0 ? first + upper : first;
+    }
     // What the four warps found, as one; this warp's quarter of the columns.
     __device__ Quarter merge(const OnlineSoftmax& softmax) {
         Quarter merged;
         const u32 lane = thread % 32;
+        const bool mine = has_rows();
 #pragma unroll
         for (int r = 0; r < 2; ++r) merged.max[r] = softmax.max[r], merged.sum[r] = quad_sum(softmax.sum[r]);
         own.strands.max_sum[warp][lane] = merged.max_sum();
@@ -378,9 +395,9 @@ struct Consumer {
         for (int pass = 0; pass < cfg::merge_passes; ++pass) {
 #pragma unroll
             for (int block = 0; block < cfg::head_dim_v / 8; block += Operands::dealt_blocks) {
-                const int at = place_in_pass(block + (Operands::is_upper(lane) ? 1 : 0), pass);
+                const int at = place_dealt(block, pass, lane);
                 const float* x = strand.o + fragment_index(block, 0);
-                if (at < 0 || !has_rows()) continue;
+                if (at < 0 || !mine) continue;
 #pragma unroll
                 for (int i = 0; i < Operands::dealt_blocks; ++i) own.strands.o[warp][at][Operands::place(lane, i)] = Operands::pair(x, i);
             }
@@ -405,27 +422,27 @@ struct Consumer {
         for (int i = 0; i < merge_blocks; ++i) state.o[i] = own.strands.o[of][warp * merge_blocks + i][lane];
     }
 
-    // A block's states in global memory: of a split by its number in the group, of a group by its own after these. 0 is for a group
-    // whose end the block does not have, split_group for the groups of which it has all up to the first.
     __device__ StateSlot slot(i32 at) const {
         return {reinterpret_cast<float4*>(args.partials + (i64(at) * cfg::m_tiles + m) * StateSlot::floats)};
     }
-    __device__ void leave(i32 index, const Quarter& state) const {
-        if (has_rows()) slot(blockIdx.x * args.slots + index).put(state, thread);
+    __device__ void leave(i32 at, const Quarter& state) const {
+        if (has_rows()) slot(at).put(state, thread);
     }
+    __device__ void leave_before(i32 place, const Quarter& state) const { leave(slot_before(args, blockIdx.x, place), state); }
+    __device__ void leave_after(i32 place, const Quarter& state) const { leave(slot_after(args, blockIdx.x, place), state); }
 
     // Takes in a split's result.
     __device__ void push(i32 split, const Quarter& state, float scale_log2) {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
-        if (run.split > begin) return leave(split % split_group, state);
+        if (run.split > begin) return leave_after(split % split_group, state);
         if (split > begin) own.group.fold(state, scale_log2, thread);
         else own.group.put(state, thread);
         if (split + 1 < end && split + 1 < run.split_end) return;
         const Quarter group = own.group.get(thread);
-        if (split + 1 < end) leave(0, group);
-        else if (run.split > splits.begin) leave(split_group + split / split_group, group);
+        if (split + 1 < end) leave_before(0, group);
+        else if (run.split > splits.begin) leave_after(place_of_group(split), group);
         else if (begin > splits.begin) own.groups.fold(group, scale_log2, thread);
         else own.groups.put(group, thread);
     }
@@ -463,7 +480,8 @@ struct Consumer {
         if (run.is_whole()) {
             if (has_rows()) store(own.groups.get(thread), thread % 32, warp * (quarter_blocks * 8), scale_log2);
         } else {
-            if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin)) leave(split_group, own.groups.get(thread));
+            if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
+                leave_before(place_of_groups(run.split_end), own.groups.get(thread));
             arrive();
             if (smem.is_last) fold_pieces(scale_log2);
         }

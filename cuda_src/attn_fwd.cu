@@ -89,17 +89,18 @@ __device__ void produce(const Args& args, Smem& smem) {
     Walk::produce(producer);
 }
 
-// What a consumer has for one work.
+// This is what a consumer has for one work.
 struct Work {
     const Rows rows;
     const Mask mask;
     const Score score;
     const Weight weight;
     const i32 row;  // this thread's upmost
+    const MaskRows<Mask> mask_rows;
     Softmax softmax;
 
     __device__ Work(const Args& args, const WorkTile& tile, i32 row)
-        : rows(args, tile.batch), mask(args, rows, tile), score(args, rows, tile), weight(args, rows, tile), row(row),
+        : rows(args, tile.batch), mask(args, rows, tile), score(args, rows, tile), weight(args, rows, tile), row(row), mask_rows(mask, row),
           softmax(args, rows, tile, score.scale_log2) {}
 };
 
@@ -168,7 +169,7 @@ struct Consumer {
     __device__ i32 first_key(KeyTile tile) const { return tile.index * cfg::tile_kv + lane % 4 * 2; }  // of this thread
     // Asked before a tile's dot products are awaited: which of them the mask keeps.
     __device__ auto kept_of(const Work& work, KeyTile tile) const {
-        return kept_ahead<QkMma::accumulators>(work.mask, !tile.full, work.row, first_key(tile));
+        return kept_ahead<QkMma::accumulators>(work.mask, work.mask_rows, !tile.full, work.row, first_key(tile), Walk::columns(smem.board, kv.stage));
     }
     // From dot products to weights; true, in the whole warp, when o must be rescaled. `again` makes the dot products once more.
     template <class Kept, class Again>

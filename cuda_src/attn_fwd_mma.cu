@@ -85,7 +85,7 @@ struct Tiles {
     }
 };
 
-// What a warp has for the work, but for its registers of numbers.
+// This is what a warp has for the work, but for its registers of numbers.
 struct Work {
     const Rows& rows;
     const Mask& mask;
@@ -99,7 +99,7 @@ struct Work {
           softmax(args, rows, tile, score.scale_log2) {}
 };
 
-// What a warp computes: cfg::m_tiles_per_warp times 16 rows. Registers are laid out as in tile/fragment.cuh.
+// This is what a warp computes: cfg::m_tiles_per_warp times 16 rows. Registers are laid out as in tile/fragment.cuh.
 struct Warp {
     static constexpr int m_tiles_per_warp = cfg::m_tiles_per_warp, qk_steps = QTile::chunks / 2, pv_steps = cfg::tile_kv / 16;
     const u32 first_row;  // in the tile

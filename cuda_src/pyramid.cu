@@ -19,7 +19,7 @@ constexpr i32 levels_each = cfg::axes == 2 ? 5 : 9;                             
 
 __device__ constexpr i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 
-// What elements are compared by, and whether one is NaN. Formats of 16 bits are compared as integers, sign and magnitude.
+// This is what elements are compared by, and whether one is NaN. Formats of 16 bits are compared as integers, sign and magnitude.
 template <class T> __device__ inline T order(T x) { return x; }
 __device__ inline i32 order(u16 bits) { return bits >> 15 ? -i32(bits & 0x7fff) : i32(bits); }
 __device__ inline i32 order(function::Bool x) { return x.bits; }
@@ -138,7 +138,7 @@ struct Pyramid {
             }
         return found;
     }
-    // Whether all other thread blocks of this row or matrix have ended.
+    // Says whether all other thread blocks of this row or matrix have ended.
     __device__ bool is_last() {
         __threadfence();
         __syncthreads();

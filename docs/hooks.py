@@ -24,14 +24,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS, CUDA = ROOT / "perf" / "record", ROOT / "cuda_src"
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import numpy as np  # noqa: E402
 import timeline  # noqa: E402
 
+from rawattn import trace  # noqa: E402
 from rawattn.device import TYPICAL  # noqa: E402
 from rawattn.device import cpu as this_cpu  # noqa: E402
 from rawattn.operation import AttentionKVCache, Backward, Forward  # noqa: E402
 from rawattn.select import KERNELS_OF  # noqa: E402
 from rawattn.spec import Spec  # noqa: E402
 from rawattn.variant.element import ELEMENTS, FP8  # noqa: E402
+from rawattn.variant.ready import Biased  # noqa: E402
 
 FORMS = ("bf16", "fp16", "fp32", "fp64")
 
@@ -50,12 +53,29 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 MIDDLE: dict[str, Any] = {"batch": 2, "q_len": 512, "kv_len": 512, "heads": 4, "kv_heads": 4, "head_dim": 64, "head_dim_v": 64}
 CACHE: dict[str, Any] = {"q_len": 1, "heads": 8, "kv_heads": 2, "pages": 64, "page_size": 16, "form": "table", "table": 32}
+DOC, NUMBERS = np.zeros(512, np.int32), np.zeros((4, 512, 512), np.float32)
+
+
+def function(value: Any, role: str) -> Spec:
+    """The options with a Python function for the mask or the score."""
+    traced, arrays, numbers = trace.bind(value, role)
+    forms = [(element, array.shape) for (element, _), array in zip(traced.code.arrays, arrays, strict=True)]
+    return dataclasses.replace(Spec(), **{role: traced.option(forms, numbers, (2, 4, 512, 512))})
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"spec": Spec.of(causal=True)},
     "window": {"spec": Spec.of(window=(128, 64))},
     "causal and window": {"spec": Spec.of(causal=True, window=(128, 64))},
+    "a function as mask": {"spec": function(lambda q, kv: DOC[q] == DOC[kv], "mask")},
     "softcap": {"spec": Spec.of(softcap=30.0)},
+    "a function as score": {"spec": function(lambda s, h, q, kv: s + NUMBERS[h, q, kv], "score")},
+    "`alibi`": {"spec": function(Biased(slopes=NUMBERS[:, 0, 0]), "score")},
     "sinks": {"sinks": True},
+}
+PLAIN = {  # not over caches
+    "`bias`": {"spec": function(Biased(bias=NUMBERS), "score")},
+    "`dropout`": {"spec": Spec.of(dropout=0.1)},
 }
 ROWS = {
     "grouped heads": {"heads": 8, "kv_heads": 2},
@@ -64,11 +84,11 @@ ROWS = {
     "`q_lens`, `kv_lens`": {"q_lens": True, "kv_lens": True},
 }
 OF_OPERATION: dict[str, dict[str, dict[str, Any]]] = {
-    "Forward": OPTIONS | ROWS | {
+    "Forward": OPTIONS | PLAIN | ROWS | {
         "`constant_time`": {"spec": Spec.of(constant_time=True)},
         "`invariant`": {"spec": Spec.of(invariant=True)},
     },
-    "Backward": OPTIONS | ROWS,
+    "Backward": OPTIONS | PLAIN | ROWS,
     "AttentionKVCache": OPTIONS | {
         "dense cache": {"form": "dense", "table": 1, "pages": 2, "page_size": 512},
         "pages of one row": {"page_size": 1, "table": 512},
@@ -105,6 +125,10 @@ def properties(kernel: Any, operation: str) -> Iterable[tuple[str, str]]:
         yield f"`{name}`", spanned(sizes)
     for name, changes in OF_OPERATION[operation].items():
         yield name, "yes" if takes(kernel, plain(operation, **changes), devices[-1]) else "no"
+    if operation == "Backward":
+        ops = [plain(operation, spec=Spec.of(deterministic=flag)) for flag in (True, False)]
+        ordered, free = ([] if kernel.name == "cpu" else kernel.candidates(op, devices[-1])[:1] for op in ops)
+        yield "`deterministic=False`", "the same bits" if ordered == free else "faster, other bits"
 
 
 def plain(operation: str, **changes: Any) -> Any:

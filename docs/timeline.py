@@ -17,7 +17,7 @@ from typing import Any
 
 TILES, STAGES, CONSUMERS = 4, 2, 2
 COPY, PRODUCT, SOFTMAX, STORE = 2.0, 2.0, 3.0, 1.5  # durations
-LANES = ("producer warp", "copy engine (TMA)", "tensor cores", "consumer 1", "consumer 2")
+LANES = ("producer warp", "TMA", "tensor cores", "consumer 1", "consumer 2")
 SCALE, HEIGHT, LEFT, TOP = 14.5, 44, 118, 24  # pixels of a unit of time and of a lane, and before the first
 
 
@@ -90,12 +90,12 @@ def producer() -> Iterator[Any]:
     def load(name: str, use: int) -> Iterator[Any]:
         if use >= STAGES:
             yield "wait", (f"{name.lower()}_empty", use - STAGES)
-        yield "issue", "copy engine (TMA)", f"{name}{TILES - 1 - use}", "load", COPY, (f"{name.lower()}_full", use)
+        yield "issue", "TMA", f"{name}{TILES - 1 - use}", "load", COPY, (f"{name.lower()}_full", use)
 
     for tile in range(TILES):
         yield from load("K", tile)
         if tile == 0:
-            yield "issue", "copy engine (TMA)", "Q", "load", COPY, ("q_full", 0)
+            yield "issue", "TMA", "Q", "load", COPY, ("q_full", 0)
         else:
             yield from load("V", tile - 1)
     yield from load("V", TILES - 1)

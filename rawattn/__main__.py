@@ -31,7 +31,7 @@ COMPARED = 6  # configurations that `choose` lists, best first
 INSTRUCTIONS = {  # by how their names begin; those that a kernel has are counted
     "HGMMA": "matrix products of a warpgroup on the tensor cores",
     "HMMA": "matrix products of a warp on the tensor cores",
-    "UTMALDG": "tiles fetched by the copy engine",
+    "UTMALDG": "tiles fetched by TMA",
     "LDGSTS": "copies from global to shared memory",
     "LDSM": "loads of matrices from shared memory",
     "DFMA": "float64 multiply-adds",

@@ -55,7 +55,7 @@ def _read_torch(x: Any, name: str) -> Array:
     dtype = _torch_names().get(x.dtype)
     try:
         found = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
-        fits = _fits(x)
+        fits = _fits(x, found.shape, found.strides)
     except (RuntimeError, NotImplementedError) as error:
         raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
     if not fits:  # the pointer alone does not tell: in a freed storage it is the offset
@@ -66,10 +66,10 @@ def _read_torch(x: Any, name: str) -> Array:
     return found
 
 
-def _fits(x: Any) -> bool:
+def _fits(x: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Says whether a torch tensor's storage has room for its elements."""
-    last = x.storage_offset() + sum([(n - 1) * s for n, s in zip(x.size(), x.stride(), strict=True)])
-    return bool((last + 1) * x.element_size() <= x.untyped_storage().nbytes() or 0 in x.size())
+    last = x.storage_offset() + sum(map(operator.mul, shape, strides)) - sum(strides)
+    return bool((last + 1) * x.element_size() <= x.untyped_storage().nbytes() or 0 in shape)
 
 
 def _pending(x: Any) -> str | None:
@@ -226,10 +226,10 @@ def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return None if found is None else tuple([each[1:] for each in found])
 
 
-def have_memory(given: tuple[Any, ...]) -> bool:
+def have_memory(given: tuple[Any, ...], signatures: tuple[tuple[Any, ...], ...]) -> bool:
     """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
     FSDP does, the address is the offset."""
-    return all(x is None or _fits(x) for x in given)
+    return all(_fits(x, each[2], each[3]) for x, each in zip(given, signatures, strict=True) if each)
 
 
 def address(x: Any) -> int:

@@ -175,6 +175,18 @@ def _pdl() -> list[Any]:
     return [attribute]
 
 
+@functools.lru_cache(maxsize=4096)
+def _config(function: Function, grid: int, stream: int) -> Any:
+    """The configuration of a launch, which nothing changes."""
+    config, facts = library().CUlaunchConfig(), function.facts
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = facts.threads, 1, 1
+    config.sharedMemBytes, config.hStream = facts.smem_bytes, stream
+    if facts.uses_pdl:
+        config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
+    return config
+
+
 @functools.cache
 def _block_type(size: int) -> Any:
     return ctypes.c_char * size
@@ -188,20 +200,14 @@ class Launch:
     """One launch, ready to be issued any number of times and from any thread: nothing in it changes."""
 
     def __init__(self, function: Function, grid: int, args: bytes, stream: int) -> None:
-        facts, cuda = function.facts, library()
+        facts, config = function.facts, _config(function, grid, stream)
         if len(args) != facts.args_bytes:
             raise DeviceError(f"the kernel has {facts.args_bytes} bytes of arguments; the host filled {len(args)}.")
-        config = cuda.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = facts.threads, 1, 1
-        config.sharedMemBytes, config.hStream = facts.smem_bytes, stream
-        if facts.uses_pdl:
-            config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
         self._index, self._handle, self._config = function.index, function.handle, config
         self._block = _block_type(_ARGS + len(args)).from_buffer_copy(bytes(_ARGS) + args)
         place = ctypes.addressof(self._block)
         _address(self._block, 0, place + _ARGS)
-        self._issue = functools.partial(cuda.cuLaunchKernelEx, config, function.handle, place, 0)
+        self._issue = functools.partial(library().cuLaunchKernelEx, config, function.handle, place, 0)
 
     def moved(self, places: Iterable[tuple[int, int]], addresses: tuple[int, ...]) -> Launch:
         """The same launch with other addresses in its arguments, each by its number and an offset: a microsecond, where a new

@@ -12,6 +12,8 @@ SlowKernelWarning(UserWarning)            a kernel serves the call that is much 
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RawattnError(Exception):
     """The root of everything that rawattn raises on purpose."""
@@ -48,3 +50,12 @@ class BinaryError(DeviceError):
 
 class SlowKernelWarning(UserWarning):
     """The call is computed by a kernel that is much slower than the best one for the device; the message says why."""
+
+
+def brief(value: Any) -> str:
+    """Returns how a message shows a value: of an int of many digits the first ones and their number."""
+    if not isinstance(value, int) or abs(value) < 10**30:
+        return repr(value)
+    digits = int(value.bit_length() * 0.30102999566398120)
+    digits += abs(value) >= 10**digits
+    return f"{'-' * (value < 0)}{abs(value) // 10 ** (digits - 6)}... (an int of {digits} digits)"

@@ -69,12 +69,12 @@ class Plan:
         self._calls: dict[Any, GpuCall] = {}
         self._captured, self._loaded = len(op.captured), list[_Loaded]()
         if not device.is_cpu:
-            self.program = selection.kernel.lower(op, selection.config, device)
+            self.program = selection.kernel.lower(op.to_lower, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
 
     def resized(self, op: Operation) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
-        found, program = object.__new__(Plan), self._kernel.lower(op, self.config, self.device)
+        found, program = object.__new__(Plan), self._kernel.lower(op.to_lower, self.config, self.device)
         found.__dict__ |= self.__dict__ | {"op": op, "program": program, "_calls": {}}
         found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
         return found
@@ -168,12 +168,13 @@ def load_all(op: Operation, selection: Selection, device: Device) -> None:
 
 Place = tuple[str, int]  # what lies at an address, and the offset of the address in struct Args
 Form = tuple[Any, Callable[..., None], int]  # a fill, how its value is written, and the offset
+_Sized = tuple[bytearray, list[tuple[str, int, Callable[[int], bytes]]]]  # arguments, and tensor maps: of what, where, by what
 
 
 class _Loaded(NamedTuple):
-    """A kernel on a device, and where the values of its arguments lie in memory, by what they depend on: the operation alone, how
-    inputs and outputs lie, or addresses. ``late`` addresses, of outputs, scratch memory and captured arrays, are known when a
-    launch is issued, as counters are."""
+    """A kernel on a device, and where the values of its arguments lie in memory, by what they depend on: what was lowered alone,
+    the strides of inputs and how outputs lie, the lengths of inputs, or addresses. ``late`` addresses, of outputs, scratch memory
+    and captured arrays, are known when a launch is issued, as counters are."""
 
     binary: compiler.Binary
     function: driver.Function
@@ -181,7 +182,8 @@ class _Loaded(NamedTuple):
     layout: render.ArgsLayout
     values: Callable[[Mapping[str, float]], tuple[float, ...]]  # those that ``only_values`` packs, in order
     only_values: struct.Struct  # all of memory, with nothing else in it
-    inputs: tuple[Form, ...]
+    inputs: tuple[Form, ...]  # by their strides
+    lengths: tuple[Form, ...]  # of inputs
     outputs: tuple[Form, ...]
     maps: tuple[tuple[Any, int], ...]
     places: tuple[Place, ...]
@@ -202,7 +204,8 @@ class _Loaded(NamedTuple):
         places = [(name, offset + more) for fill, offset in at for name, more in _addresses(fill)]
         return cls(
             binary, function, launch.fields, layout, _taker(names), layout.only(names),
-            tuple(form for form in forms if getattr(form[0], "operand", None) not in outputs),
+            tuple(form for form in forms if not _is_length(form[0]) and getattr(form[0], "operand", None) not in outputs),
+            tuple(form for form in forms if _is_length(form[0])),
             tuple(form for form in forms if getattr(form[0], "operand", None) in outputs),
             tuple((fill, offset) for fill, offset in at if _is_map(fill)),
             tuple(place for place in places if not _is_late(place[0], later)),
@@ -227,6 +230,11 @@ def _is_late(name: str, later: set[str]) -> bool:
 def _is_map(fill: Any) -> bool:
     """Says whether a field begins with a tensor map."""
     return isinstance(fill, (TensorMap, PageRows, PackedHeads)) or (isinstance(fill, Pages) and fill.page_rows > 0)
+
+
+def _is_length(fill: Any) -> bool:
+    """Says whether a field is filled by the shape of an input, and not by its strides alone."""
+    return isinstance(fill, (Dim, Pages))
 
 
 def _addresses(fill: Any) -> list[Place]:
@@ -310,18 +318,29 @@ class GpuCall:
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
         self._numbers: dict[str, Any] = {}  # of functions, where they are not the plan's own
-        self._maps: list[list[tuple[str, int, Callable[[int], bytes]]]] = []
         self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
-        self._args = self._placed({name: array.pointer for name, array in given.items()})
+        self._sized = [self._with_lengths(*each) for each in zip(self._blocks, plan._loaded, strict=True)]
+        self._args = self._placed()
 
-    def moved(self, pointers: Sequence[int]) -> GpuCall:
-        """The call for arrays that lie as these did in other places, which are given in order; those that functions captured are
-        not among them."""
+    @property
+    def op(self) -> Operation:
+        """The operation of the plan, whose lengths may be others."""
+        return self._plan.op
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays that it was made for, in order."""
+        return tuple(self._given)
+
+    def moved(self, given: Mapping[str, Array]) -> GpuCall:
+        """The call for arrays in other places that lie as these did, by name. Those that functions captured are not among them.
+        Lengths may be others for which the same program serves (``Operation.layout_key``)."""
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        places = dict(zip(self._given, pointers, strict=False))
-        found._given = self._given | {name: self._given[name]._replace(pointer=place) for name, place in places.items()}
-        found._launches, found._args = {}, self._placed(places)
+        found._given = {**self._given, **given}
+        if any(array.shape != self._given[name].shape for name, array in given.items()):
+            found._sized = [found._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
+        found._launches, found._args = {}, found._placed()
         return found
 
     def renumbered(self, options: dict[str, Any]) -> GpuCall | None:
@@ -341,6 +360,10 @@ class GpuCall:
             if (offset := loaded.layout.offsets.get(name)) is not None:
                 struct.pack_into(loaded.layout.formats[name], memory, offset, value)
         return memory
+
+    def has_lengths_of(self, other: GpuCall) -> bool:
+        """Says whether it was moved from the other one to arrays of the same lengths."""
+        return self._sized is other._sized
 
     def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library.
@@ -420,33 +443,39 @@ class GpuCall:
         return tuple(found)
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
-        """The arguments of a launch but for the addresses, with outputs that are made."""
-        block, maps = bytearray(loaded.only_values.pack(*loaded.values(launch.values))), []
+        """The arguments of a launch but for addresses and the inputs' lengths, with outputs that are made."""
+        block = bytearray(loaded.only_values.pack(*loaded.values(launch.values)))
         for fill, write, offset in loaded.inputs:
             write(block, offset, self._of_input(fill))
         if loaded.outputs:
             made = {each.name: arrays.made(each.shape, each.element) for each in self._plan.op.outputs}
             for fill, write, offset in loaded.outputs:
                 write(block, offset, _form(fill, made[fill.operand]))
-        for fill, offset in loaded.maps:
-            name, encode, rest = _map(fill, self._given)
-            block[offset + 128 : offset + 128 + len(rest)] = rest
-            maps.append((name, offset, encode))
-        self._maps.append(maps)
         return block
 
-    def _placed(self, pointers: Mapping[str, int]) -> list[bytearray]:
-        """The blocks with the inputs' addresses in them. An input that is not given has none."""
+    def _with_lengths(self, block: bytearray, loaded: _Loaded) -> _Sized:
+        """The arguments with the inputs' lengths in them, and what makes their tensor maps."""
+        found, maps = bytearray(block), []
+        for fill, write, offset in loaded.lengths:
+            write(found, offset, self._of_input(fill))
+        for fill, offset in loaded.maps:
+            name, encode, rest = _map(fill, self._given)
+            found[offset + 128 : offset + 128 + len(rest)] = rest
+            maps.append((name, offset, encode))
+        return found, maps
+
+    def _placed(self) -> list[bytearray]:
+        """The arguments with the inputs' addresses in them. An input that is not given has none."""
         found = []
-        for block, loaded, maps in zip(self._blocks, self._plan._loaded, self._maps, strict=True):
+        for (block, maps), loaded in zip(self._sized, self._plan._loaded, strict=True):
             memory = bytearray(block)
             for name, offset in loaded.places:
-                if name in pointers:
-                    _address(memory, offset, pointers[name])
+                if name in self._given:
+                    _address(memory, offset, self._given[name].pointer)
             if maps:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
-                        memory[offset : offset + 128] = encode(pointers[name])
+                        memory[offset : offset + 128] = encode(self._given[name].pointer)
             found.append(self._numbered(memory, loaded) if self._numbers else memory)
         return found
 

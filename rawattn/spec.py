@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ProblemError
+from .errors import ProblemError, brief
 from .variant import Option, weight
 from .variant import mask as masks
 from .variant import score as scores
@@ -81,7 +81,7 @@ class Spec:
         return None if self.q_offset is None and self.kv_offset is None else (self.q_offset or 0, self.kv_offset or 0)
 
     @property
-    def steady(self) -> bool:
+    def data_independent(self) -> bool:
         """Says whether each row's maximum is sought in every tile, whatever its numbers are and those of the rows beside it."""
         return self.constant_time or self.invariant
 
@@ -110,6 +110,11 @@ class Spec:
     def weight(self) -> Option:
         """The option that says what becomes of a weight."""
         return weight.make(self.dropout)
+
+    @functools.cached_property
+    def values(self) -> dict[str, float]:
+        """The run-time values of mask, score and weight, by the names of fields."""
+        return {**self.mask.values, **self.score.values, **self.weight.values}
 
     def to_json(self) -> dict[str, Any]:
         """The options that are not the defaults, as JSON can hold them."""
@@ -215,7 +220,7 @@ def make_offset(name: str, offset: Any) -> int | None:
             if hasattr(offset, "item") and not isinstance(offset, np.generic)
             else ""
         )
-        raise ProblemError(f"{name} is {offset!r}; it must be an int >= 0, or None.{way}")
+        raise ProblemError(f"{name} is {brief(offset)}; it must be an int >= 0, or None.{way}")
     return int(offset)
 
 
@@ -243,7 +248,7 @@ def is_int(seed: Any) -> bool:
     """Says whether a seed is a plain int. Raises ProblemError for one that 64 bits do not hold, and for what is no seed."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         if not -(1 << 63) <= seed < 1 << 63:
-            raise ProblemError(f"seed is {seed}; an int must be from -2^63 to 2^63 - 1.")
+            raise ProblemError(f"seed is {brief(int(seed))}; an int must be from -2^63 to 2^63 - 1.")
         return True
     if not hasattr(seed, "shape"):
         raise ProblemError(f"seed is {seed!r}; it must be an int, or one int64 in an array of shape (1,).")

@@ -7,6 +7,7 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ def tma_unsupported_reason(
         return None
     if pointer % ALIGNMENT:
         fix = f"{name}.clone() in torch, {name}.copy() in CuPy"
-        return f"{name} begins at an address that is no multiple of {ALIGNMENT} bytes, as the copy engine needs; copy it: {fix}"
+        return f"{name} begins at an address that is no multiple of {ALIGNMENT} bytes, as TMA needs; copy it: {fix}"
     axes = ("batch", "row", "head")[-(len(shape) - 1) :]
     for axis, size, stride in zip(axes, shape, strides, strict=False):
         bytes_, limit = stride * itemsize, STRIDE_LIMIT if len(shape) == 4 or axis == "head" else RAGGED_STRIDE_LIMIT
@@ -51,7 +52,7 @@ def tma_unsupported_reason(
         if bytes_ % ALIGNMENT or not 0 < bytes_ < limit:
             need = f"a positive multiple of {ALIGNMENT} bytes below 2^{limit.bit_length() - 1}"
             fix = f"{name}.contiguous() in torch, cupy.ascontiguousarray({name}) in CuPy"
-            return f"{name} has a {axis} stride of {bytes_} bytes, but the copy engine needs {need}; copy it: {fix}"
+            return f"{name} has a {axis} stride of {bytes_} bytes, but TMA needs {need}; copy it: {fix}"
     return None
 
 
@@ -59,10 +60,18 @@ def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, po
     """Says whether a quick test shows that TMA and threads can read an array. If not, the functions that give reasons decide."""
     if pointer % ALIGNMENT:
         return False
+    if _are_readable(strides, itemsize):
+        return True
     for size, stride in zip(shape[:-1], strides, strict=False):
         if size > 1 and (stride * itemsize % ALIGNMENT or not 0 < stride * itemsize < ROW_LIMIT):
             return False
     return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_readable(strides: tuple[int, ...], itemsize: int) -> bool:
+    """Says whether an array with these strides can be read whatever its shape is."""
+    return all(stride * itemsize % ALIGNMENT == 0 and 0 < stride * itemsize < ROW_LIMIT for stride in strides[:-1])
 
 
 def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:
@@ -104,7 +113,7 @@ def heads_geometry(
     """Returns how TMA reads such an array in boxes of the rows of ``heads`` heads side by side, a row's heads one after the other
     (tile/tma_heads.cuh). Raises ProblemError where heads share their memory."""
     if strides[-2] == 0 and shape[-2] > 1:
-        raise ProblemError(f"{name} has a head stride of 0, and the copy engine reads several heads at once; copy it.")
+        raise ProblemError(f"{name} has a head stride of 0, and TMA reads several heads at once; copy it.")
     box = BOX_COLUMNS, heads, box_rows // heads, 1, 1
     head_bytes = ALIGNMENT if shape[-2] == 1 else strides[-2] * itemsize
     row_bytes = ALIGNMENT if shape[-3] == 1 else strides[-3] * itemsize
@@ -162,7 +171,7 @@ def page_rows_geometry(
     page_steps, row_steps = page_bytes // step, row_bytes // step
     if row_bytes >= RAGGED_STRIDE_LIMIT or (pages - 1) * page_steps + rows * row_steps >= _RAGGED_EXTENT:
         found = f"{name} has {pages} pages {page_bytes} bytes apart, of {rows} rows {row_bytes} bytes apart"
-        raise ProblemError(f"{found}; the copy engine counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
+        raise ProblemError(f"{found}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
     sizes = columns, _RAGGED_ROWS, heads if has_heads else 1, _RAGGED_EXTENT, _RAGGED_EXTENT
     map_strides = row_bytes, strides[2] * itemsize if has_heads else ALIGNMENT, RAGGED_STRIDE_LIMIT - row_bytes, step
     return PageRowsGeometry(sizes, map_strides, (BOX_COLUMNS, box_rows, 1, 1, 1), int(has_heads), page_steps, row_steps)

@@ -47,6 +47,7 @@ class Decode:
     v_scale: float = 1.0
     k_scales: bool = False  # arrays say so
     v_scales: bool = False
+    kv_len: int = 1 << 20  # what the cache has room for
 
     @property
     def group(self) -> int:
@@ -56,7 +57,7 @@ class Decode:
     def operation(self) -> AttentionKVCache:
         spec = Spec(mask=self.mask, score=self.score, scale=self.scale, return_lse=self.return_lse)
         return AttentionKVCache(
-            self.element, self.batch, self.q_len, 1 << 20, self.heads, self.kv_heads, self.head_dim, self.head_dim_v,
+            self.element, self.batch, self.q_len, self.kv_len, self.heads, self.kv_heads, self.head_dim, self.head_dim_v,
             1, self.page or 1 << 20, spec, "table" if self.page else "dense", 1, self.varlen, self.total_q if self.varlen else -1,
             sinks=self.sinks, split_keys=self.split_keys, kv_element=self.kv_element, k_scale=self.k_scale, v_scale=self.v_scale,
             k_scales=self.k_scales, v_scales=self.v_scales, layout=Layout(None if self.aligned else "it is not aligned"),
@@ -75,14 +76,13 @@ def split_rule(op: Decode) -> tuple[int, int]:
     return attn_decode.split_rule(op.operation)
 
 
-def slots(op: Decode, config: Config) -> int:
-    return attn_decode.SPLIT_GROUP + -(-split_rule(op)[1] // attn_decode.SPLIT_GROUP)
-
-
 def workspace(op: Decode, config: Config, grid: int) -> dict[str, int]:
     """Bytes of scratch memory, and of counters, which are zero between launches."""
-    floats = slots(op, config) * attn_decode.state_floats(op.operation, config)
-    return {"partials": 4 * grid * floats, "arrived": 4 * attn_decode.MOST_BLOCKS, "violations": 4}
+    return {
+        "partials": attn_decode.partials_bytes(op.operation, config, grid),
+        "arrived": 4 * attn_decode.MOST_BLOCKS,
+        "violations": 4,
+    }
 
 
 def options(op: Decode, config: Config, arch: str) -> dict[str, Option]:
@@ -101,8 +101,4 @@ def values(op: Decode, config: Config, max_kv_len: int, table_stride: int = 0) -
     """The numbers of struct Args."""
     found = {**ATTN_DECODE.values(op.operation), "max_kv_len": max_kv_len, "page_table_stride": table_stride}
     keys, most = split_rule(op)
-    return found | {
-        "split_keys_log2": keys.bit_length() - 1,
-        "most_splits_log2": most.bit_length() - 1,
-        "slots": slots(op, config),
-    }
+    return found | {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}

@@ -48,7 +48,7 @@ __device__ inline double reciprocal(double x) { return 1 / x; }
 // other warpgroup gives it up. https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int count> __device__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count> __device__ void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
-// Whether a block has registers for a producer's warpgroup and its consumers'. It starts with as many for each thread, a multiple of
+// Says whether a block has registers for a producer's warpgroup and its consumers'. It starts with as many for each thread, a multiple of
 // eight, as a multiprocessor's 65536 allow. The numbers are those of the two instructions.
 constexpr bool has_registers(int producer, int consumer, int consumers) {
     const int warpgroups = 1 + consumers, each = 65536 / (128 * warpgroups) / 8 * 8;

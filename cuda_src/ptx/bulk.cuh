@@ -1,5 +1,5 @@
 #pragma once
-// The copy engine on bytes on end: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
+// TMA on bytes on end: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 // and, added: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk
 // Addresses and sizes are multiples of 16 bytes. What leaves shared memory forms groups of the thread, as cp.async does.
 #include "ptx/mbarrier.cuh"
@@ -21,7 +21,7 @@ __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;
 __device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Orders this thread's plain accesses to shared memory, or to global memory, and those of the copy engine and of wgmma:
+// Orders this thread's plain accesses to shared memory, or to global memory, and those of TMA and of wgmma:
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar
 // Without a state space it is one for all of the GPU's memory, some hundred clocks.
 __device__ inline void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,5 +1,5 @@
 #pragma once
-// How a word is read: as ever, or from L2, past what a multiprocessor has kept of it. The launch in front may be writing what is read
+// This is how a word is read: as ever, or from L2, past what a multiprocessor has kept of it. The launch in front may be writing what is read
 // so; whoever reads it again behind griddepcontrol.wait finds what that launch wrote.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 #include "ptx/base.cuh"

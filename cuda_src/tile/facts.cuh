@@ -1,5 +1,5 @@
 #pragma once
-// What the host must know of a kernel to launch it: it reads the kernel's `facts`, so that no size is computed twice.
+// This is what the host must know of a kernel to launch it: it reads the kernel's `facts`, so that no size is computed twice.
 #include "ptx/base.cuh"
 
 struct Facts {

@@ -61,7 +61,7 @@ __device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
     }
 }
 
-// Which elements of rows r and r + 1 a mask keeps. It is asked for each of them where that is cheap ...
+// This says which elements of rows r and r + 1 a mask keeps. It is asked for each of them where that is cheap ...
 template <class Row>
 struct KeptElements {
     const Row upper, lower;
@@ -132,9 +132,52 @@ struct KeptAhead {
             if (!kept(i)) s[i] = minus_inf;
     }
 };
-template <int n, class M>
-__device__ auto kept_ahead(const M& mask, bool asked, i32 row, i32 first) {
-    if constexpr (requires { requires !M::cheap; }) return KeptAhead<M, n>(mask, asked, row, first);
+// The same, where the tile's columns lie in shared memory, `columns` being the thread's first one; the rows are asked once for a work.
+// A mask around another inherits the columns, but its rows may not have them.
+template <class M>
+concept HasColumns = requires(const M& m, const typename M::Column& column) { m.row(0, 0).keep(0, column), m.row(0, 0).column(0); };
+template <class M>
+struct MaskRows {
+    __device__ MaskRows(const M&, i32) {}
+};
+template <HasColumns M>
+struct MaskRows<M> {
+    using Row = decltype(static_cast<const M*>(nullptr)->row(0, 0));
+    const Row upper, lower;
+
+    __device__ MaskRows(const M& mask, i32 row) : upper(mask.row(row, 0)), lower(mask.row(row + 8, 0)) {}
+};
+template <class M, int n>
+struct KeptByColumns {
+    struct alignas(2 * sizeof(typename M::Column)) Pair { typename M::Column even, odd; };
+    const Pair* columns;
+    const MaskRows<M>& rows;
+
+    __device__ void apply(const M&, float (&s)[n], i32, i32 first) const {
+        static_assert(rows_each == 2);
+        auto upper = rows.upper, lower = rows.lower;
+        upper.move(first), lower.move(first);
+#pragma unroll
+        for (int i = 0; i < n; i += 4) {
+            const i32 at = fragment_column(i);
+            const Pair pair = columns[at / 2];
+            if (!upper.keep(at, pair.even)) s[i] = minus_inf;
+            if (!upper.keep(at + 1, pair.odd)) s[i + 1] = minus_inf;
+            if (!lower.keep(at, pair.even)) s[i + 2] = minus_inf;
+            if (!lower.keep(at + 1, pair.odd)) s[i + 3] = minus_inf;
+        }
+        if (upper.last >= fragment_column(n - 1)) return;
+#pragma unroll
+        for (int i = 0; i < n; ++i)
+            if (fragment_column(i) > upper.last) s[i] = minus_inf;
+    }
+};
+// `columns`: those of the tile, where the mask has any.
+template <int n, class M, class Columns>
+__device__ auto kept_ahead(const M& mask, const MaskRows<M>& rows, bool asked, i32 row, i32 first, const Columns& columns) {
+    if constexpr (requires { columns.of; })
+        return KeptByColumns<M, n>{reinterpret_cast<const typename KeptByColumns<M, n>::Pair*>(columns.of) + threadIdx.x % 4, rows};
+    else if constexpr (requires { requires !M::cheap; }) return KeptAhead<M, n>(mask, asked, row, first);
     else return KeptAfter<M, n>(mask, asked, row, first);
 }
 // The same of a transposed product of one block of rows, whose rows are keys, `key` the upmost, and columns queries from `q` on; likewise.

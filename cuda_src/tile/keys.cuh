@@ -1,5 +1,5 @@
 #pragma once
-// Which keys of a sequence are there. What its pages hold besides may be anything: it is not read, or cleared.
+// This says which keys of a sequence are there. What its pages hold besides may be anything: it is not read, or cleared.
 #include "ptx/base.cuh"
 
 // Those before `end`.

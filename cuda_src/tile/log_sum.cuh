@@ -22,6 +22,6 @@ struct LogSum {
         shrink = ptx::exp2((from - reference) * N(log2_e));
         total = total * shrink + ptx::exp2((x - reference) * N(log2_e));
     }
-    // What makes weighted sums to means; 0 for an empty sum.
+    // This is what makes weighted sums to means; 0 for an empty sum.
     __device__ N inverse() const { return total == 0 ? N(0) : shrink * ptx::reciprocal(total); }
 };

@@ -1,5 +1,5 @@
 #pragma once
-// Which keys count.
+// This says which keys count.
 #include "ptx/base.cuh"
 
 __device__ constexpr i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
@@ -10,7 +10,7 @@ struct KeyTile {
     bool full;  // it needs no mask
 };
 
-// Which keys a query keeps of those from some first one on: offsets [before, end).
+// This says which keys a query keeps of those from some first one on: offsets [before, end).
 struct KeptKeys {
     i32 before, end;
 
@@ -38,7 +38,7 @@ struct TileRange {
         const i32 from = min(ceil_div(max(full_begin, 0), cfg::tile_q), end);
         return {begin, from, max(from, full_end >= q_len ? end : max(full_end, 0) / cfg::tile_q), end};
     }
-    // What one or the other visits; full is what both have full.
+    // This is what one or the other visits; full is what both have full.
     __device__ TileRange either(TileRange y) const {
         if (begin >= end) return {y.begin, y.end, y.end, y.end};
         if (y.begin >= y.end) return {begin, end, end, end};

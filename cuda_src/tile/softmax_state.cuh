@@ -1,5 +1,5 @@
 #pragma once
-// What an online softmax has found over some keys for 16 rows, two of a quad, and how two such findings become one. Four warps share the columns:
+// This is what an online softmax has found over some keys for 16 rows, two of a quad, and how two such findings become one. Four warps share the columns:
 // each has a quarter of the blocks of eight (tile/fragment.cuh), so none of them needs another's numbers.
 #include "tile/fragment.cuh"
 #include "tile/range.cuh"

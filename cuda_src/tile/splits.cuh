@@ -1,5 +1,5 @@
 #pragma once
-// How the keys of one sequence are split. Borders are multiples of a power of two, which follows from the sequence's own length and
+// This is how the keys of one sequence are split. Borders are multiples of a power of two, which follows from the sequence's own length and
 // from constants of the model, powers of two themselves: what a row's splits are, and in which order they are folded, is the same in
 // any batch, on any grid and for any pages, and so are its bits. Splits are folded in groups of `split_group` from left to right,
 // then the groups.

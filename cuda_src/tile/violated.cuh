@@ -1,5 +1,5 @@
 #pragma once
-// What the device found that the host had not allowed: bits of args.violations, which stay until the host clears them. What is
+// This is what the device found that the host had not allowed: bits of args.violations, which stay until the host clears them. What is
 // wrong is left out.
 #include "ptx/base.cuh"
 

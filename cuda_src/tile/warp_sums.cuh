@@ -37,7 +37,7 @@ __device__ void multiply(float (&sums)[columns][rows][8], A a, B b) {
     }
 }
 
-// Which pairs a mask keeps, of blocks whose rows are keys from `kv` on and columns queries from `q` on: asked for each of them ...
+// This says which pairs a mask keeps, of blocks whose rows are keys from `kv` on and columns queries from `q` on: asked for each of them ...
 template <class M>
 struct KeptPairs {
     const M& mask;

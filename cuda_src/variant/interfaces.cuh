@@ -1,5 +1,5 @@
 #pragma once
-// What a kernel may ask of the option on each axis: the whole contract. A kernel instantiates these for its options, so that a wrong
+// This is what a kernel may ask of the option on each axis: the whole contract. A kernel instantiates these for its options, so that a wrong
 // one fails with one line that names the axis and the member. The options of a work are made from (args, rows, work): where it lies,
 // and its batch, head, q_begin and split.
 //

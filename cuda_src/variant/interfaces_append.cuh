@@ -1,5 +1,5 @@
 #pragma once
-// What append.cu asks of the option on each axis. Options are made from (args, token), or from (args, tokens, token), where `token`
+// This is what append.cu asks of the option on each axis. Options are made from (args, token), or from (args, tokens, token), where `token`
 // numbers all new rows and `tokens` says which sequence has it.
 #include "tile/number.cuh"
 #include "tile/strided_tensor.cuh"

@@ -1,5 +1,5 @@
 #pragma once
-// What the kernels of the backward ask of the choices, besides variant/interfaces.cuh. Of masks: key tile n is in kv_tiles() of query
+// This is what the kernels of the backward ask of the choices, besides variant/interfaces.cuh. Of masks: key tile n is in kv_tiles() of query
 // tile t exactly if t is in q_tiles() of n, or blocks would wait for turns that never come. Of weights: they are linear, since what
 // becomes of a weight becomes of its gradient.
 #include "variant/interfaces.cuh"

@@ -1,5 +1,5 @@
 #pragma once
-// How the tiles of a key tile's steps get to the warps of a Hopper kernel that keeps keys stationary, and what its consumers share.
+// This is how the tiles of a key tile's steps get to the warps of a Hopper kernel that keeps keys stationary, and what its consumers share.
 // Smem has the members that are named here.
 #include "ptx/bulk.cuh"
 #include "tile/fragment.cuh"

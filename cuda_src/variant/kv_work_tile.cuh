@@ -1,5 +1,5 @@
 #pragma once
-// Which part of a head a block of the backward computes: the keys of a tile, for all query heads that share them; and in which
+// This says which part of a head a block of the backward computes: the keys of a tile, for all query heads that share them; and in which
 // directions blocks go over key tiles, and each block over query tiles. The schedule makes it, everybody reads it.
 #include "ptx/base.cuh"
 

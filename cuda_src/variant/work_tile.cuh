@@ -1,5 +1,5 @@
 #pragma once
-// Which part of a head a block computes: query rows from q_begin on, over one split of their keys. The scheduler makes it, and
+// This says which part of a head a block computes: query rows from q_begin on, over one split of their keys. The scheduler makes it, and
 // everybody reads it.
 #include "ptx/base.cuh"
 

@@ -21,6 +21,7 @@ MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them 
 SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
+MOST_BYTES = 20_000_000  # of the states of splits, on a stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,27 @@ def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     return min(op.split_keys, LONGEST + 1) or 256, MOST_SPLITS if op.split_keys else most
 
 
+def splits_at_most(op: AttentionKVCache) -> int:
+    """Splits of a sequence at most; the kernel cuts lengths to ``kv_len``."""
+    keys, most = split_rule(op)
+    return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1))
+
+
+def _fill(op: AttentionKVCache, config: Config, room: int) -> Config:
+    """The configuration with the fewest passes of the exchange that leave the ring four stages, and half of shared memory or ten
+    stages; where none does, with those that leave it the most stages."""
+    tile, blocks = config.tile_kv * key_bytes(op), ceil_div(op.head_dim_v, 32)
+    found = config
+    for passes in (n for n in range(1, blocks + 1) if blocks % n == 0):
+        tried = dataclasses.replace(config, merge_passes=passes)
+        stages = min(10, (room - smem_bytes(op, tried)) // (tile + 24) + 1)
+        if passes == 1 or stages > found.stages:
+            found = dataclasses.replace(tried, stages=stages)
+        if stages >= 4 and (stages == 10 or stages * tile >= room // 2):
+            break
+    return found
+
+
 class AttnDecode(Kernel[AttentionKVCache]):
     """The kernel; its configuration follows from the sizes."""
 
@@ -116,6 +138,9 @@ class AttnDecode(Kernel[AttentionKVCache]):
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
         if hasattr(op.mask, "of_head"):
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
+        if not found and not self.candidates(op, device):
+            sizes, room = f"head_dim {op.head_dim} and head_dim_v {op.head_dim_v}", f"{device.smem_bytes} bytes of {device.name}"
+            found.append(f"{sizes} need more shared memory than the {room}")
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
@@ -148,23 +173,18 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[Config]:
         """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32
-        keys are 8 % faster from 16 sequences on."""
+        keys are 8 % faster from 16 sequences on, where half of shared memory is on its way."""
         dims, room, each = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op)
         wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
             fewer = wide or (m_tiles == 2 and not op.spec.invariant)  # other tiles are other bits
             tile = 32 if (not paging.is_fp8(op) and fewer) or (room < 110_000 and each > 256) else 64
-            tight = wide or (m_tiles == 2 and (dims > 256 or must_copy(op, device)))
+            most = 192 if op.kv_element == element.E5M2 else 256  # NVRTC 13.0 spills e5m2 beyond
+            tight = wide or (m_tiles == 2 and (dims > most or must_copy(op, device)))
             kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
-            blocks, at_once = ceil_div(op.head_dim_v, 32), 1 if m_tiles == 2 or wide or tile == 32 else 2
-            found, copies = Config(), must_copy(op, device)
-            for passes in (p for p in (1, 2, 4, 8) if blocks % p == 0):
-                found = Config(m_tiles, tile, 1, kept, at_once, passes, copies, 4 if copies else 1)
-                stages = (room - smem_bytes(op, found)) // (tile * each + 24) + 1
-                found = dataclasses.replace(found, stages=min(10, stages))
-                if stages >= 4:
-                    break
-            if self.legal(found, op, device) is None:
+            at_once, copies = 1 if m_tiles == 2 or wide or tile == 32 else 2, must_copy(op, device)
+            found = _fill(op, Config(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
+            if found.stages * tile >= 64 * m_tiles and self.legal(found, op, device) is None:
                 return [found, *self._lighter(found, op)] if self.is_tried(op) else [found]
         return []
 
@@ -241,11 +261,11 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return found | op.mask.values | op.score.values
 
     def grid(self, op: AttentionKVCache, config: Config, device: Device) -> int:
-        """One block for each multiprocessor, or for each split that there may be."""
-        keys, most = split_rule(op)
-        splits = min(most, ceil_div(max(1, op.kv_len), keys))
+        """One block for each multiprocessor, or for each split that there may be; fewer where their states would take more than
+        MOST_BYTES."""
         works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), config.tile_q)
-        return min(device.sm_count, MOST_BLOCKS, works * splits)
+        room = 1 + MOST_BYTES // (4 * slots(op) * state_floats(op, config))
+        return min(device.sm_count, MOST_BLOCKS, works * splits_at_most(op), room)
 
     def lower(self, op: AttentionKVCache, config: Config, device: Device) -> Program:
         """The launch, and its scratch: states of splits whose work another block finishes. None where no row is computed."""
@@ -256,14 +276,20 @@ class AttnDecode(Kernel[AttentionKVCache]):
         key = (formats, op.head_dim, op.head_dim_v, *options, config, arch)
         rendered = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
         grid = self.grid(op, config, device)
-        partials = Buffer("partials", 4 * grid * slots(op) * state_floats(op, config))
+        partials = Buffer("partials", partials_bytes(op, config, grid))
         program = Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
         return pyramid.before(program, op.mask, device)
 
 
 def slots(op: AttentionKVCache) -> int:
-    """States that a block may leave in global memory."""
-    return SPLIT_GROUP + ceil_div(split_rule(op)[1], SPLIT_GROUP)
+    """States that two blocks may leave in global memory at the border between them: a part of a group, the rest of it split by
+    split, and all groups but that one."""
+    return SPLIT_GROUP - 1 + ceil_div(splits_at_most(op), SPLIT_GROUP)
+
+
+def partials_bytes(op: AttentionKVCache, config: Config, grid: int) -> int:
+    """Bytes of the states at all borders between blocks."""
+    return 4 * max(1, grid - 1) * slots(op) * state_floats(op, config)
 
 
 def state_floats(op: AttentionKVCache, config: Config) -> int:

@@ -87,7 +87,7 @@ def registers(config: Config, op: Forward) -> int:
     if op.head_dim % 16 or op.head_dim_v % 16:
         rest += 8 * plain + 12 * (config.m_tiles_per_warp - 1)
     elif op.varlen and config.m_tiles_per_warp == 2:
-        rest += 12 * op.spec.steady if plain else 4
+        rest += 12 * op.spec.data_independent if plain else 4
     if op.spec.dropout:
         rest += 4 if config.m_tiles_per_warp == 1 and not plain else 8 * config.m_tiles_per_warp * (1 + 2 * config.pack_gqa)
     return config.m_tiles_per_warp * (config.tile_kv // 2 + op.head_dim_v // 2 + 4 * max(1, config.q_steps_in_registers)) + rest

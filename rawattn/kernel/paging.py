@@ -29,7 +29,7 @@ def page_shift(op: AttentionKVCache) -> int:
 
 
 def lengths_option(op: AttentionKVCache) -> Option:
-    """Where the lengths of sequences lie."""
+    """Returns the option that says where the lengths of sequences lie."""
     return PageListLens() if op.form == "indptr" else KvLens()
 
 
@@ -50,7 +50,7 @@ def has_functions(op: AttentionKVCache) -> bool:
 
 
 def rows_option(op: AttentionKVCache, base: Option) -> Option:
-    """Where the rows of sequences lie, with what the step says of each of them."""
+    """Returns the option that says where the rows of sequences lie, with what the step says of each of them."""
     found = rows.CausalEachRows(base) if op.causal_each else base
     found = rows.KvBeginRows(found) if op.kv_begin else found
     return rows.AtPositionsRows(found) if has_functions(op) else found
@@ -136,7 +136,7 @@ def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[s
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
         **own,
     }
-    return constant_time(found) if op.spec.steady else found
+    return constant_time(found) if op.spec.data_independent else found
 
 
 def values(op: AttentionKVCache) -> dict[str, float]:

@@ -60,11 +60,11 @@ def fields(array: Any) -> Fields:
 @functools.lru_cache(maxsize=256)
 def render(element: str, axes: int, arch: str, ctypes: Fields) -> Source:
     """The source for arrays of one format."""
-    begins_early = int(arch[3:].rstrip("a")) >= 90
+    dependent_launch = int(arch[3:].rstrip("a")) >= 90
     options: dict[str, Option] = {
         "Element": FP32,
         "Item": Item(element),
-        "Launch": Dependent() if begins_early else Independent(),
+        "Launch": Dependent() if dependent_launch else Independent(),
     }
     return source(FILE, config_header({"axes": axes}, ctypes, [], options), arch)
 

@@ -1,4 +1,5 @@
-"""Who sends which rows of k and v to whom, and which attention calls a rank then makes: pure functions of numbers and a mask.
+"""This module says who sends which rows of k and v to whom, and which attention calls a rank then makes, by pure functions of
+numbers and a mask.
 
 Every rank holds ``length`` rows of a sequence. In the layout "contiguous" rank r holds the r-th part of the sequence. In
 "zigzag" the sequence has 2n chunks and rank r holds chunks r and 2n - 1 - r, one behind the other: under a causal mask all ranks

@@ -155,7 +155,7 @@ def _first(
     layout = (layout_of(found, cache, step), asked.spec, split_keys, kernel, config)
     like = None if asked.own else _layouts.get(layout)
     if like is not None:
-        return like.moved([array.pointer for array in found.values()]), ()
+        return like.moved({name: array.without_memory() for name, array in found.items()}), ()
     op, found = attention_of(q, cache, step, asked, split_keys, sinks)
     call = _call_of(op, found, cache.layout, kernel, config)
     if isinstance(call, GpuCall) and not asked.own:

@@ -126,7 +126,7 @@ class KVCachePlan(Plan):
         layout = layout_of(found, cache, step)
         call = None if self._asks.order or captured else self._layouts.get(layout)
         if call is not None:  # each array lies as one did that was checked
-            return call.moved([array.pointer for array in found.values()]), ()
+            return call.moved({name: array.without_memory() for name, array in found.items()}), ()
         asked = asked_with(step, self._asks.options, captured, self._asks.return_lse)
         op, found = attention_of(q, cache, step, asked, self._asks.split_keys, sinks)
         self._check(op, found)

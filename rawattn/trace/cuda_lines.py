@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Sequence
 
@@ -11,7 +12,7 @@ from .arithmetic import from_linear, linear
 from .canonical import Code
 from .expressions import INSIDE, Expr, make
 from .fields import Array, Divisor, Made, Number, Size, Step, What
-from .placement import HOST, PLACES, Placement
+from .placement import ELEMENT, HOST, PLACES, Placement
 from .proofs import is_nonnegative
 
 CTYPES = {  # element -> the C++ type of an array's elements
@@ -86,6 +87,17 @@ class Writer:
         self.checked |= set(checked)
         return self.text(root)
 
+    def inner(self, prefix: str) -> Writer:
+        """Another writer of elements, with the same head and rows."""
+        found = copy.copy(self)
+        found.prefix, found.lines = prefix, {**self.lines, "element": []}
+        found._names = {x: name for x, name in self._names.items() if self.place(x) < ELEMENT}
+        return found
+
+    def name(self, x: Expr, text: str) -> None:
+        """Says how a value that is known is called."""
+        self._names[x] = text
+
     def ctype(self, kind: str) -> str:
         return {"bool": "bool", "int": "i32", "long": "i64", "float": self.number}[kind]
 
@@ -142,12 +154,19 @@ class Writer:
             return self.load(x, at)
         if x.op in ("floordiv", "mod"):
             return self.divide(x)
+        if self.is_distance(x):
+            return f"function::within({self.text(x.args[0].args[0])}, {self.text(x.args[1])})"
         args = [self.text(a) for a in x.args]
         if x.op in ("cast", "trunc", "saturate"):
             return f"{self.ctype(x.type)}({args[0]})" if x.op == "cast" else f"function::{x.op}({args[0]})"
         if x.type == "long" and x.op in ("min", "max"):
             args = [f"i64({a})" for a in args]
         return self._formulas[x.op].format(*args) if x.op in self._formulas else f"function::{x.op}({', '.join(args)})"
+
+    def is_distance(self, x: Expr) -> bool:
+        """Says whether an element is asked for whether an integer is as near to 0 as a bound that is known before."""
+        integers = x.op == "le" and x.args[0].op == "abs" and x.args[0].type == x.args[1].type == "int"
+        return integers and self.place(x.args[1]) < ELEMENT == self.place(x)
 
     def sum(self, x: Expr, at: str) -> str:
         """A sum of multiples: what an outer place can add is added there."""
@@ -257,8 +276,14 @@ class Writer:
     def members(self, place: str) -> str:
         return "".join(f"\n    {ctype} {name};" for ctype, name, _ in self.lines[place])
 
-    def assign(self, place: str) -> str:
-        return "".join(f"\n        {name} = {text};" for _, name, text in self.lines[place])
+    def assign(self, place: str, after: str = "") -> str:
+        """The lines of a place, or those that depend on a variable."""
+        known, found = {after}, ""
+        for _, name, text in self.lines[place]:
+            if not after or known & set(re.findall(r"\w+", text)):
+                known.add(name)
+                found += f"\n        {name} = {text};"
+        return found
 
     def body(self) -> str:
         return "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in self.lines["element"])

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from .arithmetic import add, mul
 from .canonical import Code
 from .classes import strengthened
+from .columns import columns
 from .cuda_lines import Writer
 from .cuda_ranges import RangeWriter, pyramids_of
 from .expressions import Expr, nodes
@@ -54,10 +55,10 @@ struct FunctionMaskRow : FunctionMaskHead {{
     }}
     __device__ bool keep(i32 offset) const {{{inside}{element}
         return {result} & (offset <= last);
-    }}
+    }}{with_column}
 }};
 struct FunctionMask : FunctionMaskHead {{
-    static constexpr bool cheap = {cheap};
+    static constexpr bool cheap = {cheap};{column_type}
 
     using FunctionMaskHead::FunctionMaskHead;
 
@@ -73,6 +74,24 @@ struct FunctionMask : FunctionMaskHead {{
     }}
 }};
 """
+_COLUMN = """\
+// What a key is to all queries.
+struct FunctionMaskColumn {{{members}
+}};
+"""
+_WITH_COLUMN = """
+    // The same in two parts: what it is of the key alone, and whether the query keeps the key, which is there (offset <= last).
+    __device__ FunctionMaskColumn column(i32 offset) const {{{inside}{lines}
+        return {{{values}}};
+    }}
+    // Keys from another one on.
+    __device__ void move(i32 key) {{
+        first = key + kv_offset, last = last_kv - key;{moved}
+    }}
+    __device__ bool keep(i32 offset, const FunctionMaskColumn& column) const {{{rest_inside}{rest}
+        return {result};
+    }}"""
+_COLUMN_TYPE = "\n    using Column = FunctionMaskColumn;"
 _ONE_CLASS = """\
 {ranges}
         kept = {{kept.lo && {root}.lo, {root}.hi}};"""
@@ -183,16 +202,47 @@ def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
     root = ranges.add(strengthened(code))
     of_heads = "h" in code.root.deps
     lines = "\n".join(f"{' ' * (12 if of_heads else 8)}{line}" for line in ranges.lines)
+    column, with_column = _columns(code.root, checked, w)
+    of_boxes = (_CLASS_OF_HEADS if of_heads else _ONE_CLASS).format(ranges=lines, root=root)
     head = _HEAD.format(
         role="mask", code=code, name="FunctionMask", head_members=w.members("head"), head=w.assign("head"),
         includes=_include(*_INCLUDES, "variant/function/pyramid.cuh"),
     )  # fmt: skip
-    cheap = len(element) <= 8 and not any("function::" in text or " / " in text for _, _, text in element)
     body = _MASK_STRUCT.format(
+        with_column=with_column, column_type=_COLUMN_TYPE if column else "",
         row_members=w.members("row"), row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
-        cheap=str(cheap).lower(), classes=(_CLASS_OF_HEADS if of_heads else _ONE_CLASS).format(ranges=lines, root=root),
+        cheap=str(_is_cheap(element)).lower(), classes=of_boxes,
     )  # fmt: skip
-    return Written(head + body, _sorted(w.fields), pyramids)
+    return Written(head + column + body, _sorted(w.fields), pyramids)
+
+
+def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
+    """Says whether it is a few instructions without loads."""
+    texts = [text.replace("function::within", "") for _, _, text in element]
+    return len(texts) <= 8 and not any("function::" in text or " / " in text for text in texts)
+
+
+def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str]:
+    """The struct of a mask's columns, and the members of a row that make and use them; nothing where there are none, or where
+    what is left of an element is not cheap."""
+    placed, moved = positioned(root, checked)
+    found = columns(placed, whole.place)
+    if not found:
+        return "", ""
+    own, rest = whole.inner("c"), whole.inner("k")
+    values = [own.add(x, moved) for x in found]
+    kinds = ["i32" if x.type == "bool" else whole.ctype(x.type) for x in found]
+    for i, x in enumerate(found):
+        rest.name(x, f"(column.of_{i} != 0)" if x.type == "bool" else f"column.of_{i}")
+    result = rest.add(placed, moved)
+    if not _is_cheap(rest.lines["element"]):
+        return "", ""
+    with_column = _WITH_COLUMN.format(
+        inside=_inside(own.lines["element"]), lines=own.body(), values=", ".join(values),
+        rest_inside=_inside(rest.lines["element"]), rest=rest.body(), result=result, moved=whole.assign("row", after="first"),
+    )  # fmt: skip
+    members = "".join(f"\n    {kind} of_{i};" for i, kind in enumerate(kinds))
+    return _COLUMN.format(members=members), with_column
 
 
 def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ProblemError
+from ..errors import ProblemError, brief
 from ..program import Field, Fields
 from . import Option, Wrapper
 from .ready import BlockTable as BlockTable
@@ -112,7 +112,7 @@ class Causal(Option):
 
 @dataclasses.dataclass(frozen=True)
 class Window(Option):
-    """A query keeps ``left`` keys before its own position, that key, and ``right`` after it; None is unbounded.
+    """A query keeps ``left`` keys before its own position, that key, and ``right`` after it; None or -1 is unbounded.
 
     ``Window(left=4095, right=0)`` is a causal sliding window of 4096 keys.
     """
@@ -129,10 +129,10 @@ class Window(Option):
             if side is None:
                 continue
             if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
-                raise ProblemError(f"window {name} is {side!r}; it must be an int >= 0, or None for unbounded.")
-            if side < 0:
-                raise ProblemError(f"window {name} is {side}; it must be >= 0, or None for unbounded.")
-            object.__setattr__(self, name, int(side))
+                raise ProblemError(f"window {name} is {side!r}; it must be an int >= 0, or None or -1 for unbounded.")
+            if side < -1:
+                raise ProblemError(f"window {name} is {brief(side)}; it must be >= 0, or None or -1 for unbounded.")
+            object.__setattr__(self, name, None if side == -1 else int(side))
 
     @property
     def constants(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from ..errors import ProblemError
+from ..errors import ProblemError, brief
 from ..program import Field, Fields
 from . import Option
 
@@ -27,7 +27,7 @@ def number(name: str, value: Any, need: str) -> float:
         raise ProblemError(
             f"{name} is a {type(value).__name__}; it must be {need}. Its value is not followed, and gets no gradient: give {way}."
         )
-    raise ProblemError(f"{name} is {value!r}; it must be {need}.")
+    raise ProblemError(f"{name} is {brief(value)}; it must be {need}.")
 
 
 class Score(Protocol):

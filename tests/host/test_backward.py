@@ -19,13 +19,13 @@ from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, Config
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Forward
-from rawattn.program import Launch, Program, Value, View
+from rawattn.program import Dim, Launch, Program, Value, View
 from rawattn.variant.element import ELEMENTS, FP32, FP64
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import Both, Causal, Full, Window, of_head
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator, host_threads
 from tests.operations import backward
-from tests.options import Alibi, Fading
+from tests.options import EXAMPLES, Alibi, Fading
 
 torch = pytest.importorskip("torch")
 Array = npt.NDArray[Any]
@@ -54,6 +54,7 @@ class Case:
 
 SEED = -(5 << 40) + 11
 PADDING = 3  # rows behind the last packed sequence
+SHORT = ((0, 5), (33, 64), (64, 130), (1, 1), (70, 0), (7, 90))  # borders as in PACKED, for cases that run in every run
 PACKED = ((0, 5), (70, 64), (64, 200), (1, 1), (130, 0), (7, 150))
 SIMT = {
     "full": Case((24, 40), {"element": FP64}, ((70, 45),) * 2),
@@ -64,7 +65,7 @@ SIMT = {
     "packed": Case(
         (8, 16),
         {"element": FP64, "mask": Both(Causal("top_left"), Window(20)), "score": Softcap(1.5)},
-        PACKED[:4],
+        SHORT[:4],
         varlen=True,
         dlse=True,
     ),
@@ -100,15 +101,13 @@ HOPPER = {
     "128, later, final": Case((128, 128), {}, ((150, 300),), store="final", order="step_later", grid=3),
     "128, later, causal": Case((128, 128), {"mask": Causal()}, ((300, 200),), order="step_later", sinks=True, dlse=True),
     "120, later, packed": Case((120, 120), {"mask": Causal()}, PACKED, varlen=True, order="step_later", grid=3, sinks=True),
-    "192 and 128, packed": Case((192, 128), {"mask": Window(40, 30), "score": Softcap(2.0)}, PACKED, varlen=True, dlse=True),
+    "192 and 128, packed": Case((192, 128), {"mask": Window(40, 30), "score": Softcap(2.0)}, SHORT, varlen=True, dlse=True),
 }
 HOPPER |= {
     "64, alibi, offsets": Case((64, 64), {"mask": Causal(), "score": Alibi(1.0), "q_offset": 41}, ((70, 140),), heads=(4, 2)),
-    "128, fading": Case((128, 128), {"score": Fading(0.1)}, ((70, 140),) * 2, heads=(4, 2), store="final"),
     "192 and 128, fading, packed": Case((192, 128), {"mask": Causal(), "score": Fading(0.1)}, PACKED[1:4], varlen=True),
 }
 SIMT |= {
-    "fading": Case((24, 17), {"element": FP64, "mask": Causal(), "score": Fading(0.1)}, ((50, 70),) * 2, heads=(4, 2)),
     "alibi, packed": Case((8, 9), {"element": FP64, "score": Alibi(1.0), "kv_offset": 7}, PACKED[:4], varlen=True),
 }
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
@@ -147,7 +146,6 @@ MMA: dict[str, tuple[Config, Case]] = {
     "64, offsets": (LONE, Case((64, 64), {"mask": Causal(), "q_offset": 40, "kv_offset": 9}, ((100, 140),), sinks=True)),
     "64, dropout": (LONE, Case((64, 64), {"mask": Causal(), "dropout": 0.3}, ((100, 140),), heads=(4, 2))),
     "96 and 128, dropout, packed": (PAIRS, Case((96, 128), {"dropout": 0.5, "kv_offset": 9}, PACKED[1:4], varlen=True)),
-    "64, fading": (LONE, Case((64, 64), {"mask": Causal(), "score": Fading(0.1)}, ((100, 140),), heads=(4, 2))),
     "64, lens": (LONE, Case((64, 64), {"mask": Causal()}, ((100, 140),) * 4, dlse=True, sinks=True, lens=LENS)),
     "96 and 128, packed, lens": (
         PAIRS, Case((96, 128), {}, PACKED[1:5], varlen=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))),
@@ -168,6 +166,18 @@ MMA: dict[str, tuple[Config, Case]] = {
 }  # fmt: skip
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
+
+
+OWN = {  # entries of tests/options.py, by each kernel
+    f"{kernel} {name}": pytest.param(dataclasses.replace(case, kinds=case.kinds | option), marks=marks, id=f"{kernel} {name}")
+    for name, option in EXAMPLES
+    for kernel, case, marks in (
+        ("attn_bwd_simt", Case((9, 5), {"element": FP64}, ((40, 70),), simt=True), ()),
+        ("attn_bwd", Case((64, 64), {}, ((70, 140),)), pytest.mark.slow),
+        ("attn_bwd_pair", Case((192, 128), {}, ((70, 140),)), pytest.mark.slow),
+        ("attn_bwd_mma", Case((64, 64), {}, ((70, 140),), mma=LONE), pytest.mark.slow),
+    )
+}
 
 
 def dropped(op: Forward, batch: int, q_len: int, kv_len: int) -> Array:
@@ -195,9 +205,10 @@ def formula(
     rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None]
     s = torch.stack([score.logit(torch, s[h], batch, h, rows, keys) for h in range(op.heads)])
     if kept is None:
-        begin, end = op.spec.placed_mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1])
+        masks = [of_head(op.spec.placed_mask, head) for head in range(op.heads)]
+        begin, end = np.moveaxis([mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1]) for mask in masks], 1, 0)
         keys = np.arange(k.shape[1])
-        kept = (keys >= begin[:, None]) & (keys < end[:, None])
+        kept = (keys >= begin[..., None]) & (keys < end[..., None])
     keep = torch.from_numpy(kept)
     e = torch.where(keep, s, -torch.inf).exp()  # logits are small
     total = e.sum(-1, keepdim=True) + sinks[:, None, None].exp()
@@ -223,7 +234,7 @@ def split(x: Array, lengths: tuple[int, ...], varlen: bool) -> list[Array]:
 
 
 def scratch(count: int, dtype: Any, value: Any) -> Array:
-    """An array on a multiple of 64 bytes, as the copy engine needs."""
+    """An array on a multiple of 64 bytes, as TMA needs."""
     space = np.empty((count + 16) * np.dtype(dtype).itemsize, np.uint8)
     start = -space.ctypes.data % 64
     found = space[start : start + count * np.dtype(dtype).itemsize].view(dtype)
@@ -238,6 +249,8 @@ def emulate(launch: Launch, folder: pathlib.Path, memory: dict[str, Array]) -> N
         if isinstance(field.fill, View):
             x = memory[field.fill.operand]
             values[field.name] = emulator.strided(x if x.ndim == 4 else x[None])
+        elif isinstance(field.fill, Dim):
+            values[field.name] = memory[field.fill.operand].shape[field.fill.axis]
         elif not isinstance(field.fill, Value):
             values[field.name] = memory[getattr(field.fill, "name", None) or getattr(field.fill, "operand", "")]
     emulator.Kernel(launch.source, launch.fields, folder / launch.entry)(launch.grid, values)
@@ -336,6 +349,11 @@ CORE = (
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in CASES])
 def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
+
+
+@pytest.mark.parametrize("case", OWN.values())
+def test_entry_of_options(case: Case, tmp_path: pathlib.Path) -> None:
+    check(Call(case), tmp_path)
 
 
 def check(call: Call, tmp_path: pathlib.Path) -> None:

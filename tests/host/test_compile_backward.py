@@ -238,7 +238,7 @@ def listing(source: compiler.Source) -> list[str]:
 
 @pytest.mark.parametrize("store, instruction", [("ordered", "UBLKRED"), ("unordered", "UBLKRED")])
 def test_machine_code(store: str, instruction: str) -> None:
-    """Products of the configured shapes, loads and adds by the copy engine, transposed stores of dS."""
+    """Products of the configured shapes, loads and adds by TMA, transposed stores of dS."""
     op = backward((128, 128), element=BF16, mask=Causal())
     found = listing(lowered(op, attn_bwd.config_of(op.forward, store))["attn_bwd"])
     for name in ("UTMALDG", "UBLKCP", instruction, "STSM.16.MT88.4", "HGMMA.64x64x16", "HGMMA.64x128x16"):

@@ -402,6 +402,25 @@ with warnings.catch_warnings(record=True) as caught:
     print(json.dumps([cached, time.thread_time() - start, [str(w.message) for w in caught]]))
 """
 
+STOPPED = """\
+from numba.core import compiler
+
+class Stop(BaseException):
+    pass
+
+def stop(*given, **named):
+    raise Stop
+
+compiler.compile_extra = stop  # what comes after the cache was asked
+""" + LOAD.replace(
+    "cached = cpu.load(FP32).cached",
+    """try:
+        cpu.load(FP32)
+        cached = True
+    except Stop:
+        cached = False""",
+)
+
 
 def process(text: str, cache: pathlib.Path | str | None = None) -> Any:
     """Runs the program and returns what it prints at last, as JSON."""
@@ -429,8 +448,10 @@ def test_first_and_later_compilations(tmp_path: pathlib.Path) -> None:
 def test_cache_folder_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
     """One warning, however many kernels are compiled."""
     (tmp_path / "file").touch()
-    load = LOAD.replace("import FP32", "import FP32, FP64").replace("    print", "    cpu.load(FP64)\n    print")
-    cached, _, warned = process(load, tmp_path / "file" / "folder")
+    twice = STOPPED.replace("import FP32", "import FP32, FP64").replace(
+        "    try:\n", "    try:\n        cpu.load(FP64)\n    except Stop:\n        pass\n    try:\n"
+    )
+    cached, _, warned = process(twice, tmp_path / "file" / "folder")
     assert not cached and len(warned) == 1 and "Not a directory" in warned[0] and "RAWATTN_CACHE" in warned[0]
 
 
@@ -445,26 +466,23 @@ class Planted:
 
 
 def test_planted_index_is_not_read(tmp_path: pathlib.Path) -> None:
-    """Numba's index is a pickle: in a folder that others may write it would run their code, as it does in one that is ours."""
+    """Numba's index is a pickle: in a folder that others may write it would run their code, as it does in one that is ours.
+    Folders are made for their owner alone."""
     kept, marker = tmp_path / "cache", tmp_path / "marker"
-    process(LOAD, kept)
+    process(f"import os; os.umask(0)\n{LOAD}", kept)
     (index,) = kept.glob("numba/**/*.nbi")
+    assert {folder.stat().st_mode & 0o777 for folder in list(index.parents)[1:4]} == {0o700}
+    assert process(STOPPED, kept)[0], "nothing is compiled where the index is right"
     with open(index, "rb") as file:
         version = pickle.load(file)
     index.write_bytes(pickle.dumps(version) + pickle.dumps(Planted(marker)))
     for folder in (kept, kept / "numba", index.parents[1]):
         folder.chmod(0o777)
-        _, _, warned = process(LOAD, kept)
+        cached, _, warned = process(STOPPED, kept)
         folder.chmod(0o700)
-        assert not marker.exists() and len(warned) == 1 and f"chmod go-w {folder}" in warned[0]
-    process(LOAD, kept)
+        assert not cached and not marker.exists() and len(warned) == 1 and f"chmod go-w {folder}" in warned[0]
+    process(STOPPED, kept)
     assert marker.exists(), "the plant does what it is for"
-
-
-def test_numba_folders_are_for_their_owner_alone(tmp_path: pathlib.Path) -> None:
-    process(f"import os; os.umask(0)\n{LOAD}", tmp_path / "cache")
-    (index,) = tmp_path.glob("cache/numba/**/*.nbi")
-    assert {folder.stat().st_mode & 0o777 for folder in list(index.parents)[1:4]} == {0o700}
 
 
 def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import tempfile
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import rawattn
 from rawattn import UnsupportedError, compiler
 from rawattn.device import TYPICAL
+from rawattn.kernel import attn_decode
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.select import select
 from rawattn.serving import api
@@ -33,6 +35,7 @@ from tests.emulator.gpu import stand_in
 Array = npt.NDArray[Any]
 ARCH = "sm_90a"
 FOLDER = pathlib.Path(tempfile.mkdtemp())
+AROUND, SEAL = 1 << 14, 0x7FC0FFEE  # numbers on either side of the states of splits, all a NaN of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ def compiled(op: Decode, config: Config) -> emulator.Kernel:
     page = min(op.page, config.tile_kv)
     return kernel(
         dataclasses.replace(
-            op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, scale=float(np.copysign(0.3, op.scale))
+            op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, kv_len=1 << 20, scale=float(np.copysign(0.3, op.scale))
         ),
         config,
     )
@@ -127,9 +130,10 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
     o = np.full((*q.shape[:-1], op.head_dim_v), np.nan, q.dtype)
     lse = np.full((op.heads, len(q)) if case.q_lens else (batch, op.heads, op.q_len), np.nan, np.float32)
     cu_seqlens = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
+    max_kv_len = width * op.page if op.page else k.shape[1]
+    op = dataclasses.replace(op, kv_len=max_kv_len)
     sizes = decode.workspace(op, config, case.grid)
     arrived, violations = np.zeros(sizes["arrived"] // 4, np.uint32), np.zeros(1, np.uint32)
-    max_kv_len = width * op.page if op.page else k.shape[1]
     values: dict[str, Any] = dict(decode.values(op, config, max_kv_len, width))
     strides = (0, *q.strides[:2]) if case.q_lens else q.strides[:3]
     values |= {
@@ -144,7 +148,9 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
             strict=True,
         )
     )
-    values |= {"partials": np.full(sizes["partials"] // 4, np.nan, np.float32), "arrived": arrived, "violations": violations}
+    floats = sizes["partials"] // 4
+    partials = np.full(floats + 2 * AROUND, SEAL, np.uint32)
+    values |= {"partials": partials[AROUND : AROUND + floats], "arrived": arrived, "violations": violations}
     values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
     values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
     for name, scales in zip(("k_scale", "v_scale"), scales_of(case), strict=True):
@@ -154,6 +160,7 @@ def run(case: Case, seed: int = 0, edit: Any = None) -> tuple[list[Array], list[
         edit(values)
     compiled(op, config)(case.grid, values)
     assert not arrived.any(), "the counters are zero again"
+    assert (partials[:AROUND] == SEAL).all() and (partials[AROUND + floats :] == SEAL).all(), "states lie in their memory"
     if case.q_lens:
         bounds = cu_seqlens[1:-1]
         return np.split(o, bounds), np.split(lse, bounds, axis=1), int(violations[0])
@@ -576,12 +583,35 @@ def test_configurations_are_legal_and_share_kernels(arch: str, dims: tuple[int, 
         op = Decode(head_dim=dims[0], head_dim_v=dims[1], q_len=q_len, page=page).operation
         found = ATTN_DECODE.candidates(op, TYPICAL[arch])
         if (arch, dims) == ("sm_120", (256, 256)):  # whose tiles do not fit there
-            assert not found
+            assert not found and "need more shared memory" in ATTN_DECODE.supports(op, TYPICAL[arch])[0]
+            assert select(op, TYPICAL[arch]).kernel.name == "attn_fwd_mma"
             continue
         (config,) = found
         other = dataclasses.replace(op, heads=12 * 4, kv_heads=12, batch=70, kv_len=5000, pages=7, total_q=-1)
         keys = {ATTN_DECODE.lower(each, config, TYPICAL[arch]).launches[0].source.key for each in (op, other)}
         assert len(keys) == 1 and config.stages >= 2
+
+
+@pytest.mark.parametrize("kv_element", [None, E4M3], ids=str)
+@pytest.mark.parametrize("size", [64, 96, 128, 160, 192, 256])
+def test_half_of_shared_memory_is_on_its_way(size: int, kv_element: Element | None) -> None:
+    """On Hopper, for few rows and for many, unless the ring has all its stages."""
+    device = TYPICAL[ARCH]
+    for q_len in (1, 4, 8):
+        op = Decode(head_dim=size, head_dim_v=size, q_len=q_len, kv_element=kv_element).operation
+        config = ATTN_DECODE.candidates(op, device)[0]
+        ring = config.stages * config.tile_kv * attn_decode.key_bytes(op)
+        assert config.stages == 10 or ((config.stages >= 4 or size == 192) and 2 * ring >= device.smem_bytes)
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_120"])
+@pytest.mark.parametrize("size", [144, 160, 192, 256])
+def test_wide_heads_in_little_shared_memory(arch: str, size: int) -> None:
+    """What does not fit goes to the next kernel, which computes it, and a warning says so."""
+    for q_len in (1, 8):
+        found = select(Decode(head_dim=size, head_dim_v=size, q_len=q_len, page=16).operation, TYPICAL[arch])
+        assert found.kernel.name == ("attn_decode" if size <= 192 else "attn_fwd_mma")
+        assert (found.slow is None) == (size <= 192)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -593,6 +623,24 @@ def test_no_spills(arch: str, q_len: int, kv_element: Element | None) -> None:
         arch = "sm_89"
     binary = compiler.compile(ATTN_DECODE.render(op, ATTN_DECODE.candidates(op, TYPICAL[arch])[0], arch))
     assert binary.spill_bytes == 0 and not binary.advisories
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize("kv_element", [None, E5M2], ids=str)
+def test_workspace_is_at_most_20_megabytes(arch: str, kv_element: Element | None) -> None:
+    """For any heads, rows and splits; on an H200 without fewer blocks for models of eight key heads and more."""
+    device, sizes = TYPICAL[arch], (32, 64, 128, 192, 256)
+    for size, kv_heads, q_len, split in itertools.product(sizes, (1, 2, 4, 8, 32), (1, 8, 60), (0, 2048)):
+        given = Decode(64, q_len, 4 * kv_heads, kv_heads, size, size, 16, kv_element=kv_element, split_keys=split)
+        op = given.operation
+        if ATTN_DECODE.supports(op, device):
+            continue
+        program = ATTN_DECODE.lower(op, ATTN_DECODE.candidates(op, device)[0], device)
+        grid = program.launches[0].grid
+        assert sum(buffer.bytes for buffer in program.scratch) <= 20_000_000
+        assert grid >= min(device.sm_count, 36)
+        if arch == "sm_90a" and kv_heads >= 8 and not split and size != 192:
+            assert grid == 132
 
 
 def test_splits_of_any_size() -> None:

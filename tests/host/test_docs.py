@@ -60,6 +60,14 @@ def test_support(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert column("attn_fwd")["sinks"] == "no" and column("attn_fwd")["causal"] == "yes"
 
 
+def test_support_of_gradients(hooks: Any) -> None:
+    """Only a kernel whose choice changes with ``deterministic`` is said to be faster without."""
+    names, *_, last = [line for line in hooks.support("Backward").splitlines() if line.startswith("|")]
+    found = dict(zip(names.split("|")[2:-1], last.split("|")[2:-1], strict=True))
+    assert "deterministic" in last
+    assert [name.strip(" `") for name, cell in found.items() if cell.strip() == "faster, other bits"] == ["attn_bwd_mma"]
+
+
 def test_numbers(hooks: Any) -> None:
     assert hooks.spanned([1, 2, 3]) == "1 to 3" and hooks.spanned([16, 32, 48]) == "multiples of 16, 16 to 48"
     with pytest.raises(ValueError, match="without a simple rule"):

@@ -27,7 +27,7 @@ from rawattn.variant.mask import Both, Causal, Full, SplitMask, UsedQueriesMask,
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator
 from tests.operations import forward
-from tests.options import Alibi, HeadWindow
+from tests.options import EXAMPLES, Alibi, HeadWindow
 
 Array = npt.NDArray[Any]
 DEVICE = TYPICAL["sm_90a"]
@@ -143,7 +143,7 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     values |= {"splits": case.splits, "split_keys": case.split_keys, "partial_rows": partial_rows}
     values |= dict(zip(("o_partial", "lse_partial"), scratch, strict=True))
     values |= {name: np.array(x, np.int32) for name, x in zip(("q_lens", "kv_lens"), case.lens or ((), ()), strict=True)}
-    values |= {"sinks": np.array(case.sinks or (), number), "seed": np.array([SEED])}
+    values |= {"sinks": np.array(case.sinks or (), number), "seed": np.array([SEED]), "kv_len": case.kv_len}
     tma = case.kernel == "attn_fwd"
     for name, x, box in (("q", q, config.tile_q), ("k", k, config.tile_kv), ("v", v, config.tile_kv)):
         values[name] = emulator.tma(x, box) if tma else emulator.strided(x)
@@ -207,12 +207,8 @@ def check(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
 INF = float("inf")
 CASES = [
     *(Case(name) for name in KERNELS),
-    *(Case(name, score=ALIBI, heads=4, kv_heads=2) for name in KERNELS),
-    Case("attn_fwd_mma", q_len=3, score=ALIBI, heads=4, kv_heads=2),
     Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=HEAD_WINDOW, score=Softcap(2.0)),
     Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=Both(Both(HEAD_WINDOW, Causal()), Window(right=9))),
-    Case("attn_fwd_simt", mask=HEAD_WINDOW, heads=4, kv_heads=4),
-    Case("attn_fwd", mask=HEAD_WINDOW, heads=4, kv_heads=4),
     *(Case(name, sinks=(0.5, 200.0)) for name in KERNELS),
     *(Case(name, q_len=95, sinks=(INF, -INF)) for name in KERNELS),
     Case("attn_fwd_mma", q_len=7, kv_len=40, heads=4, sinks=(3.0, -300.0, 100.0, -INF)),
@@ -242,6 +238,13 @@ CASES = [
 ]
 
 
+OWN = {  # entries of tests/options.py, by each kernel, and where heads share a tile
+    f"{kernel} {name}, heads {heads}": Case(kernel, q_len, 70, heads, **{"mask": Full(), **option})
+    for name, option in EXAMPLES
+    for kernel, q_len, heads in (*((kernel, 40, 2) for kernel in KERNELS), ("attn_fwd_mma", 7, 4))
+}
+
+
 def name_of(case: Case) -> str:
     plain = Case(case.kernel)
     changed = [
@@ -253,6 +256,11 @@ def name_of(case: Case) -> str:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_kernel(case: Case, tmp_path: pathlib.Path) -> None:
     check(case, tmp_path)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_entry_of_options(name: str, tmp_path: pathlib.Path) -> None:
+    check(OWN[name], tmp_path)
 
 
 def test_one_split_has_the_bits_of_none(tmp_path: pathlib.Path) -> None:

@@ -20,6 +20,7 @@ FWD, THREE = attn_fwd.Config(128, 32, 2, 1), attn_fwd.Config(192, 32, 3, 2)
 MMA = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)
 RNG = np.random.default_rng(0)
 IDS = torch.from_numpy(np.repeat(RNG.integers(0, 3, 90), RNG.integers(1, 60, 90)).astype(np.int32))
+WIDER = torch.stack([IDS, IDS.flip(0)]).long() << 32
 SLOPES = torch.tensor([0.3, -0.1, 0.2, 0.05])
 BIAS = torch.randn(2, 4, 200, 400, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
 ODD, WIDE = BIAS[..., 1:], BIAS[:, 0, 3].float()
@@ -27,6 +28,15 @@ ODD, WIDE = BIAS[..., 1:], BIAS[:, 0, 3].float()
 
 def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (IDS[q] == IDS[kv]) | (kv < 3)
+
+
+def neighbours(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    y, x = (q // 13).clamp(2, 9), (q % 13).clamp(2, 10)
+    return (abs(y - kv // 13) <= 2) & (abs(x - kv % 13) <= 3)
+
+
+def documents_causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (WIDER[b, q] == WIDER[b, kv]) & (q >= kv)
 
 
 def alibi(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -48,6 +58,8 @@ def bias_of_keys(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
     ("attn_fwd", FWD, 140, 2150, 1, 1, {"mask": documents}),
     ("attn_fwd", THREE, 250, 1300, 1, 1, {"mask": documents, "score": alibi}),
+    ("attn_fwd", THREE, 150, 150, 1, 1, {"mask": neighbours}),
+    ("attn_fwd", THREE, 250, 250, 2, 1, {"mask": documents_causal}),
     ("attn_fwd", FWD, 70, 200, 2, 1, {"score": alibi, "q_offset": 90, "kv_offset": 7}),
     ("attn_fwd", FWD, 130, 262, 2, 2, {"score": bias}),
     ("attn_fwd", FWD, 70, 261, 1, 1, {"score": bias}),

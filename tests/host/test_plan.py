@@ -17,7 +17,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 import rawattn
 from rawattn import api, arrays, compiler, driver, plans, select
@@ -196,6 +198,67 @@ def counting(original: Any, count: list[int]) -> Any:
     return counted
 
 
+LENGTHS = st.one_of(st.integers(0, 40), st.integers(400, 700), st.integers(1000, 1300))
+STEPS = st.lists(st.tuples(LENGTHS, st.integers(0, 1), st.sampled_from([0, 64, 8])), min_size=2, max_size=6)
+
+
+@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(
+    st.sampled_from([None, "attn_fwd", "attn_fwd_simt"]), st.sampled_from([1, 2]), st.sampled_from([1, 3, 70]), STEPS,
+    st.sampled_from([{}, {"causal": True}, {"window": (300, 0)}, {"q_offset": 9}]), st.booleans(),
+)  # fmt: skip
+def test_other_lengths_launch_what_a_new_call_does(
+    kernel: str | None, batch: int, q_len: int, steps: Any, options: dict[str, Any], has_lens: bool
+) -> None:
+    """Each byte of the arguments, the kernel, the grid and the size of scratch memory, of steps over two layers' keys, in which
+    a program that was lowered before may serve."""
+    layers = [torch.zeros(batch, 1400, 2, columns).bfloat16() for columns in (72, 80)]
+    launched, scratch = list[Any](), dict[int, Any]()
+    kv_lens = torch.zeros(batch, dtype=torch.int32) if has_lens else None
+    q, out = torch.zeros(batch, q_len, 4, 64).bfloat16(), torch.zeros(batch, q_len, 4, 64).bfloat16()
+
+    def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
+        return lambda: launched.append((function, grid, args))
+
+    def step(kv_len: int, layer: int, begin: int) -> list[Any]:
+        k, v = (layers[i][:, begin : begin + kv_len, :, :64] for i in (layer, 1 - layer))
+        launched.clear()
+        rawattn.attention(q, k, v, kv_lens=kv_lens, out=out, kernel=kernel, **options)
+        return [*launched]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "Launch", launch)
+        patch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
+        patch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch.setdefault(size, torch.empty(9)))
+        forget()
+        warm = [step(*each) for each in steps]
+        for each, found in zip(steps, warm, strict=True):
+            forget()
+            assert found == step(*each)
+
+
+def test_a_decode_loop_lowers_once_in_256_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, rows = torch.zeros(1, 1, 4, 64).bfloat16(), torch.zeros(1, 1600, 2, 64).bfloat16()
+    rawattn.attention(q, rows[:, :1025], rows[:, :1025])
+    with monkeypatch.context() as patch:
+        patch.setattr(plans.Plan, "resized", lambda *_: pytest.fail("a program was lowered"))
+        for kv_len in range(1026, 1281):
+            rawattn.attention(q, rows[:, :kv_len], rows[:, :kv_len])
+    for n in (1100, 1101):
+        with pytest.raises(ProblemError, match="v has shape"):
+            rawattn.attention(q, rows[:, :n], rows[:, : n + 1])
+    rawattn.attention(q, rows[:, :1281], rows[:, :1281])
+    assert len(LAUNCHED) > 257 and len(api._layouts) == 2
+
+
+def test_near_the_limit_each_length_is_looked_at() -> None:
+    """A longer one may be too long for its offset, though the same would be lowered."""
+    q, rows, offset = torch.zeros(1, 1, 4, 64).bfloat16(), torch.zeros(1, 1200, 2, 64).bfloat16(), (1 << 30) - 1101
+    rawattn.attention(q, rows[:, :1100], rows[:, :1100], kv_offset=offset)
+    with pytest.raises(ProblemError, match="kv_offset is"):
+        rawattn.attention(q, rows[:, :1101], rows[:, :1101], kv_offset=offset)
+
+
 def test_a_launch_is_kept_for_each_output_and_stream() -> None:
     call = variations()["out"]
     rawattn.attention(**call)
@@ -249,9 +312,9 @@ def test_a_refused_call_keeps_nothing() -> None:
 
 def test_storages_are_looked_at_whole() -> None:
     x = torch.randn(2, 80, 4, 64)[:, 40:]
-    assert arrays.have_memory((x, None))
+    assert arrays.have_memory((x, None), arrays.signatures((x, None)))
     x.untyped_storage().resize_(x.nbytes)  # enough for as many numbers, but these lie behind
-    assert not arrays.have_memory((x, None))
+    assert not arrays.have_memory((x, None), arrays.signatures((x, None)))
 
 
 def freed() -> Any:

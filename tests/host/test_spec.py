@@ -35,7 +35,8 @@ NO_NUMBER = {
     "text": ("0.5", "is '0.5'"),
     "1e39": (1e39, "is 1e+39"),
     "minus 1e39": (-1e39, "is -1e+39"),
-    "10**400": (10**400, "is 1000"),
+    "10**400": (10**400, "is 100000... (an int of 401 digits);"),
+    "-10**5000": (-(10**5000), "is -100000... (an int of 5001 digits);"),
     "nan": (float("nan"), "is nan"),
     "inf": (np.float32("inf"), "is np.float32(inf)"),
     "a fraction": (Fraction(1, 2), "is Fraction(1, 2)"),
@@ -278,3 +279,11 @@ def test_an_option_that_json_cannot_hold() -> None:
 
     with pytest.raises(ProblemError, match=r"mask is .*Bare.*; it must be derived from rawattn\.variant\.Option"):
         Spec.of(mask=Bare()).to_json()
+
+
+@pytest.mark.parametrize("name, sign", [("q_offset", 1), ("kv_offset", -1), ("seed", 1)])
+def test_long_ints_are_shown_by_their_first_digits(name: str, sign: int) -> None:
+    """Python makes no text of one with more than 4300 digits."""
+    q, options = np.zeros((1, 4, 2, 8), np.float32), {"dropout": 0.5} if name == "seed" else {}
+    with pytest.raises(ProblemError, match=rf"^{name} is -?100000\.\.\. \(an int of 5001 digits\)"):
+        rawattn.attention(q, q, q, **options, **{name: sign * 10**5000})

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 27200,  # doors; functions over several GPUs; plans over caches, invariant bits
-    "perf": 5420,  # sets over caches, and what the gate knows of them; gradients with functions
-    "cuda_src": 11100,  # rows in use, and what clears the others; first keys and functions over caches
-    "tests": 33850,  # plans over caches, invariant bits, gradients with lengths, programs drawn by chance, rules of intervals
+    "rawattn": 27200,
+    "perf": 5420,
+    "cuda_src": 11100,
+    "tests": 34250,
 }
 FUNCTION_LINES = 60
 
@@ -53,7 +53,7 @@ IMPORTERS = {
         "xformers.py",
     },
     r"jax(\..*)?": {"jax.py"},
-    r"transformers(\..*)?": {"transformers.py"},
+    r"transformers(\..*)?": {"transformers.py", "transformers_paged.py"},
     r"diffusers(\..*)?": {"diffusers.py"},
     r"sglang(\..*)?": {"sglang.py", "sglang_backend.py"},
     r"vllm(\..*)?": {"vllm.py", "vllm_backend.py"},

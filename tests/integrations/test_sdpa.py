@@ -293,7 +293,7 @@ def test_kept() -> None:
 
 
 def test_a_mask_that_requires_grad() -> None:
-    """Where autograd follows it alone, too."""
+    """It is so where autograd follows it alone, too."""
     given, table = make(), torch.zeros(20, 20, requires_grad=True)
     found, wanted = (
         torch.autograd.grad((f(*given, attn_mask=table) ** 2).sum(), table)[0]

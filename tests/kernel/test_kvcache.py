@@ -76,8 +76,18 @@ CASES = {
     "fp16": of(DRAFT, dtype="fp16"),
     "one head": of(STEP, lengths=((1, 33000), (1, 9000)), heads=4, kv_heads=1),
     "long splits": of(STEP, lengths=((1, 33000), (1, 7)), heads=16, kv_heads=8),
+    "pages of 2": of(STEP, page_size=2),
+    "pages of 4, draft": of(DRAFT, page_size=4, pool="interleaved"),
+    "pages of 4, packed": of(PACKED, page_size=4, layout="HND", form="indptr"),
+    "group of 16": of(STEP, heads=32),
+    "group of 16, draft": of(DRAFT, heads=32),
     "columns 64": of(PACKED, head_dim=64, head_dim_v=64),
+    "columns 80": of(STEP, head_dim=80, head_dim_v=80),
+    "columns 80, draft": of(DRAFT, head_dim=80, head_dim_v=80, page_size=8),
+    "columns 96": of(PACKED, head_dim=96, head_dim_v=96),
+    "columns 160, draft": of(DRAFT, head_dim=160, head_dim_v=160),
     "columns 192 and 128": of(STEP, head_dim=192),
+    "columns 192, draft": of(DRAFT, head_dim=192, head_dim_v=192),
     "columns 256": of(STEP, head_dim=256, head_dim_v=256),
 }
 EIGHT_BITS = {
@@ -378,7 +388,7 @@ def test_bits_of_functions_follow_from_the_sequence() -> None:
 
 @pytest.mark.parametrize("case", [DRAFT, pytest.param(SAME, marks=pytest.mark.gpu)], ids=("draft", "chunks"))
 def test_graphs_read_what_functions_captured_anew(case: Cached) -> None:
-    """What ranges are made of, too."""
+    """Values that ranges are made of are read there, too."""
     torch, arrays = pytest.importorskip("torch"), captured(0, len(case.lengths), "cuda")
     functions, other = functions_of("documents", "slopes", arrays), arrays[0].roll(37, 1)
     q, cache, step = _moved(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), case.step("torch")
@@ -407,19 +417,35 @@ def test_arrays_of_cupy() -> None:
     check(case, attend(case, "cupy"))
 
 
-@settings(max_examples=60, deadline=None)
+ANY_PAGES = (  # how they are listed, sizes that one kernel takes, and if there are sinks, windows and queries end to end
+    ("table", (64, 128, 256), False, True, True),
+    ("indptr", (64, 128, 256), True, False, True),
+    ("table", (1, 2, 4), True, True, False),
+    ("indptr", (1, 2, 4), False, False, True),
+    ("table", (8,), True, False, True),
+    ("indptr", (16,), False, True, False),
+    ("table", (32,), False, False, True),
+    ("dense", (2100, 2112), True, True, False),
+)
+
+
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_any_step(data: Any) -> None:
-    """Any lengths, heads, windows and pages; few kinds, which are compiled once."""
-    lengths = st.tuples(st.integers(0, 8), st.sampled_from((0, 1, 63, 64, 65, 255, 256, 257, 2100)) | st.integers(0, 1200))
-    kv_heads, group = data.draw(st.sampled_from((1, 2, 3, 8))), data.draw(st.sampled_from((1, 2, 5, 8)))
+    """Any lengths, heads, windows, sinks, pages and pools, one after the other or padded; few kinds, which are compiled once."""
+    (form, page_sizes, sinks, window, ragged), longest = data.draw(st.sampled_from(ANY_PAGES)), data.draw(st.sampled_from((2, 8)))
+    q_lens = st.integers(0, longest) if ragged else st.just(longest)
+    lengths = st.tuples(q_lens, st.sampled_from((0, 1, 63, 64, 65, 255, 256, 257, 2100)) | st.integers(0, 1200))
+    kv_heads, group = data.draw(st.sampled_from((1, 2, 3, 8))), data.draw(st.sampled_from((1, 2, 5, 8, 16)))
     case = of(
-        PACKED, lengths=tuple(data.draw(st.lists(lengths, min_size=1, max_size=6))), kv_heads=kv_heads, heads=kv_heads * group,
-        form=data.draw(st.sampled_from(("table", "indptr"))), page_size=data.draw(st.sampled_from((64, 128, 256))),
-        window=data.draw(st.tuples(st.integers(0, 400), st.just(0))), layout=data.draw(st.sampled_from(("NHD", "HND"))),
-        head_dim=64, head_dim_v=64, seed=data.draw(st.integers(0, 2**32 - 1)),
+        PACKED, lengths=tuple(data.draw(st.lists(lengths, min_size=1, max_size=6))), ragged=ragged, kv_heads=kv_heads,
+        heads=kv_heads * group, form=form, page_size=data.draw(st.sampled_from(page_sizes)), sinks=sinks,
+        window=data.draw(st.tuples(st.integers(0, 400), st.just(0))) if window else None, head_dim=64, head_dim_v=64,
+        layout=data.draw(st.sampled_from(("NHD", "HND"))), pool=data.draw(st.sampled_from(("apart", "interleaved"))),
+        seed=data.draw(st.integers(0, 2**32 - 1)),
     )  # fmt: skip
     check(case, attend(case, mask=None))
+    assert rawattn.violations() == ()
 
 
 @settings(max_examples=60, deadline=None)

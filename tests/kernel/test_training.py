@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import shutil
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -105,11 +106,34 @@ def test_checkpointed_layers(options: dict[str, Any]) -> None:
     )
 
 
-def test_a_compiled_step() -> None:
+@pytest.fixture
+def compiling() -> None:
     pytest.importorskip("triton", reason="torch.compile needs Triton for a GPU")
     if not (shutil.which("gcc") or shutil.which("clang")):
         pytest.skip("Triton needs a C compiler, gcc or clang")
     torch._dynamo.reset()
+
+
+def test_a_compiled_step(compiling: None) -> None:
     model = make()
     model.loss = torch.compile(model.loss, fullgraph=True)  # type: ignore[method-assign]
     assert gap(train(model), curve()) <= LIMIT
+
+
+def test_a_compiled_step_in_trees_of_cuda_graphs(compiling: None) -> None:
+    """Forward and backward are recorded as CUDA graphs and replayed, none is left out, and kernels run in them as without."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = make()
+    loss, fallen_back = torch.compile(model.loss, mode="reduce-overhead", fullgraph=True), counters["inductor"]
+
+    def step(tokens: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return loss(tokens).clone()  # the next replay writes over what a graph returned
+
+    model.loss = step  # type: ignore[method-assign]
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", autospec=True, side_effect=torch.cuda.CUDAGraph.replay) as replays:
+        assert gap(train(model), curve()) <= LIMIT
+    assert not fallen_back["cudagraph_skips"], dict(fallen_back)
+    assert replays.call_count >= STEPS, "a graph for the forward and one for the backward, from the third step on"

@@ -86,7 +86,8 @@ def members(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def places(source: Source) -> dict[str, int]:
-    """Where each member of ``struct Smem`` begins, as the compiler lays it out: it writes the numbers into the machine code."""
+    """Returns where each member of ``struct Smem`` begins, as the compiler lays it out, which writes the numbers into the
+    machine code."""
     names = members(source.text)
     table = ", ".join(f"__INTADDR__(&((Smem*)0)->{name})" for name in names)  # __builtin_offsetof is new in NVRTC 13.5
     mark = 0x7AC4D06E57A7E5  # before the numbers

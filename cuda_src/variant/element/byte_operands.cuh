@@ -1,5 +1,5 @@
 #pragma once
-// How K and V of eight bits become b operands of mma.sync (ptx/mma.cuh), which are halves: E::pairs_of_k and pairs_of_v make them, exactly.
+// This is how K and V of eight bits become b operands of mma.sync (ptx/mma.cuh), which are halves: E::pairs_of_k and pairs_of_v make them, exactly.
 //
 // A word of ldmatrix has four columns 4 l to 4 l + 3 of a key, l = lane % 4. An operand has columns 2 l, 2 l + 1 and 2 l + 8, 2 l + 9, so
 // the contraction goes over the columns in another order, in which Q lies, too (variant/q_operand/scaled.cuh). Transposed, a word has

@@ -13,7 +13,7 @@ struct E5m2 {
     __device__ static void pairs_of_k(u32 (&halves)[2], u32 word) {
         halves[0] = __byte_perm(word, 0, 0x1404), halves[1] = __byte_perm(word, 0, 0x3424);
     }
-    __device__ static void pairs_of_v(u32 (&halves)[2], u32 word) { halves[0] = word << 8 & 0xff00ff00, halves[1] = word & 0xff00ff00; }
+    __device__ static void pairs_of_v(u32 (&halves)[2], u32 word) { halves[0] = __byte_perm(word, 0, 0x2404), halves[1] = word & 0xff00ff00; }
 
     __device__ static float widen(E5m2 x) {
         const u32 size = x.bits & 0x7f, sign = u32(x.bits & 0x80) << 24, special = 0x7f800000 | size << 21;

@@ -10,6 +10,8 @@ __device__ inline i32 trunc(float x) { return i32(fminf(fmaxf(x, float(-loaded))
 __device__ inline i32 trunc(double x) { return x == x ? i32(fmin(fmax(x, double(-loaded)), double(loaded))) : 0; }
 template <class T> __device__ inline i32 inside(T i, i32 n) { return i32(::max(T(0), ::min(i, T(n - 1)))); }
 __device__ inline i32 abs(i32 x) { return x < 0 ? -x : x; }
+// Whether |x| <= n, by one comparison; the sums may wrap around.
+__device__ inline bool within(i32 x, i32 n) { return u32(x) + u32(n) < (n < 0 ? 0 : 2 * u32(n) + 1); }
 
 // A divisor from the host: x / |value| is 2 x * multiplier >> 32 + shift for 0 <= x < 2^31, without a branch, as many elements ask
 // for quotients. The multiplier of 0 is 0.

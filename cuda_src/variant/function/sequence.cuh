@@ -1,5 +1,5 @@
 #pragma once
-// What a function of queries and keys sees of a work, and which rows there are.
+// This is what a function of queries and keys sees of a work, and which rows there are.
 #include "tile/sequence.cuh"
 #include "variant/work_tile.cuh"
 

@@ -1,5 +1,5 @@
 #pragma once
-// Which pairs of a tile a thread has, where each warp has sums of 16 rows by mma.sync (tile/warp_sums.cuh).
+// This says which pairs of a tile a thread has, where each warp has sums of 16 rows by mma.sync (tile/warp_sums.cuh).
 #include "ptx/base.cuh"
 
 struct MmaLayout {

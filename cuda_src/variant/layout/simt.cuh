@@ -1,5 +1,5 @@
 #pragma once
-// Which pairs of a tile a thread has, of 16 x 16 threads: rows y, y + 16, ... and keys x, x + 16, ...
+// This says which pairs of a tile a thread has, of 16 x 16 threads: rows y, y + 16, ... and keys x, x + 16, ...
 #include "ptx/base.cuh"
 
 struct SimtLayout {

@@ -1,5 +1,5 @@
 #pragma once
-// How many keys a sequence has: args.kv_lens.
+// This is how many keys a sequence has: args.kv_lens.
 #include "ptx/load.cuh"
 #include "ptx/prefetch.cuh"
 

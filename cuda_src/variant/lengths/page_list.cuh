@@ -1,5 +1,5 @@
 #pragma once
-// How many keys a sequence has whose pages lie end to end: all but the last are full.
+// This is how many keys a sequence has whose pages lie end to end: all but the last are full.
 #include "ptx/load.cuh"
 #include "ptx/prefetch.cuh"
 

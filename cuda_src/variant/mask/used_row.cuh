@@ -1,5 +1,5 @@
 #pragma once
-// Which keys a query keeps that may keep none at all.
+// This says which keys a query keeps that may keep none at all.
 #include "ptx/base.cuh"
 
 template <class Row>

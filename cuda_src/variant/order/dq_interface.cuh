@@ -1,5 +1,5 @@
 #pragma once
-// What attn_bwd.cu asks of the order in which a warpgroup issues the products of a step.
+// This is what attn_bwd.cu asks of the order in which a warpgroup issues the products of a step.
 #include "ptx/wgmma.cuh"
 #include "variant/kv_producer.cuh"
 

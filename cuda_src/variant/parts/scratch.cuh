@@ -1,5 +1,5 @@
 #pragma once
-// What variant/store/partial.cuh left of args.splits splits.
+// This is what variant/store/partial.cuh left of args.splits splits.
 #include "variant/work_tile.cuh"
 
 struct Scratch {

@@ -1,5 +1,5 @@
 #pragma once
-// What the numbers that stand for keys in a cache are multiplied by: args.k_scale.
+// This is what the numbers that stand for keys in a cache are multiplied by: args.k_scale.
 #include "ptx/base.cuh"
 
 struct KScale {

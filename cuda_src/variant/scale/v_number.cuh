@@ -1,5 +1,5 @@
 #pragma once
-// What the numbers that stand for values in a cache are multiplied by: args.v_scale.
+// This is what the numbers that stand for values in a cache are multiplied by: args.v_scale.
 #include "ptx/base.cuh"
 
 struct VScale {

@@ -11,7 +11,7 @@
 
 constexpr i32 work_tiles = 2;  // that a work takes as long as, besides its own
 
-// What the schedule knows of a sequence.
+// This is what the schedule knows of a sequence.
 struct Sequence {
     Splits splits;
     i32 works, tiles;  // works, and tiles of each
@@ -141,7 +141,7 @@ struct StreamKScheduler {
     __device__ static void say_violations(const Args& args, const Rows& rows) {
         if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
     }
-    // Whether the lengths are what the warp had seen of them.
+    // Says whether the lengths are what the warp had seen of them.
     __device__ static bool holds(const Args& args, const SeenLength* seen) {
         bool same = true;
         __syncwarp();

@@ -1,5 +1,5 @@
 #pragma once
-// What attn_bwd.cu asks of the choice of how parts of dq meet.
+// This is what attn_bwd.cu asks of the choice of how parts of dq meet.
 #include "variant/interfaces.cuh"
 #include "variant/store/dq_slot.cuh"
 

@@ -1,5 +1,5 @@
 #pragma once
-// What attn_bwd_mma.cu asks of the choice of how parts of dq meet.
+// This is what attn_bwd_mma.cu asks of the choice of how parts of dq meet.
 #include "tile/number.cuh"
 #include "variant/interfaces.cuh"
 

@@ -12,6 +12,7 @@ struct IntervalWalk {
 
     template <class Smem>
     __device__ IntervalWalk(const Smem&, u32) {}
+    __device__ static const Board& columns(const Board& board, u32) { return board; }  // of no tile
 
     // The first warp: one lane loads every tile of a work.
     template <class Producer>

@@ -7,6 +7,7 @@
 //   board.full[i]    lane 0 of the second warp     the first warp    board.found[i] until read
 //   board.empty[i]   lane 0 of the first warp      the second warp   board.found[i] until written again
 //   k_full[s]        (see the kernel)              the second warp   nothing: a work is drawn when the last K of a ring is on its way
+#include "variant/walk/columns.cuh"
 #include "variant/walk/publish.cuh"
 #include "variant/walk/scan.cuh"
 
@@ -27,6 +28,7 @@ struct ListWalk {
     };
     struct Board {
         Entry entry[cfg::stages];  // written before the barrier of the stage's K, and free with it
+        Columns<Mask> columns[cfg::stages];  // likewise
         u32 first[2];              // the classes of a work's first tile; 0: it has none
         FoundTiles found[2];
         ptx::Mbarrier full[2], empty[2];
@@ -39,6 +41,9 @@ struct ListWalk {
 
     template <class Smem>
     __device__ ListWalk(const Smem& smem, u32 stage) : classes(ptx::uniform(smem.board.first[stage])) {}
+
+    // Of the tile in a stage of K.
+    __device__ static const Columns<Mask>& columns(const Board& board, u32 stage) { return board.columns[stage]; }
 
     template <class Producer>
     __device__ static void produce(Producer& producer) {
@@ -90,7 +95,7 @@ struct ListWalk {
         place.advance();
     }
 
-    // What the first warp reads of it.
+    // This is what the first warp reads of it.
     struct Reader {
         Board& board;
         Ring<2> place{};
@@ -135,11 +140,14 @@ struct ListWalk {
     __device__ static void load(Producer& producer, Reader& reader, const WorkTile& work, Visit at) {
         const Rows rows(producer.args, work.batch);
         const Kv source(producer.args, rows, work);
+        const Mask mask(producer.args, rows, work);
         i32 before = -1;
         while (at.classes) {
             const Visit after = reader.next();
+            const typename Columns<Mask>::Made columns(mask, at.tile, is_cut(at.classes));
+            producer.await_k();
+            columns.leave(producer.smem.board.columns[producer.kv.stage]);
             if (threadIdx.x == 0) {
-                producer.await_k();
                 producer.smem.board.entry[producer.kv.stage] = {at.tile, after.classes};
                 producer.load_k(source, at.tile);
                 if (before < 0) producer.load_q(rows, work);

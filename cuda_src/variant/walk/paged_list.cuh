@@ -22,12 +22,15 @@ struct PagedListWalk : ListWalk {
     __device__ static void load(Producer& producer, Reader& reader, const WorkTile& work, Visit at) {
         const Rows rows(producer.args, work.batch);
         const Kv source(producer.args, rows, work);
+        const Mask mask(producer.args, rows, work);
         const auto find = [&](Visit x) { return Kv::at(producer.smem.board.pages, x.tile, x.classes ? source.find(x.tile) : -1); };
         auto before = find({0, 0}), here = find(at);
         for (bool first = true; at.classes; first = false) {
             const Visit after = reader.next();
             const auto there = find(after);
+            const typename Columns<Mask>::Made columns(mask, at.tile, is_cut(at.classes));
             producer.await_k();
+            columns.leave(producer.smem.board.columns[producer.kv.stage]);
             if (threadIdx.x == 0) producer.smem.board.entry[producer.kv.stage] = {at.tile, after.classes};
             producer.load_k(source, here);
             if (!first) producer.load_v(source, before);

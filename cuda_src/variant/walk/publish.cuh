@@ -1,5 +1,5 @@
 #pragma once
-// How the first warp of a Hopper kernel that keeps queries stationary hands a work to the others, with the classes of its first key
+// This is how the first warp of a Hopper kernel that keeps queries stationary hands a work to the others, with the classes of its first key
 // tile; 0: it has none.
 #include "tile/ring.cuh"
 #include "variant/work_tile.cuh"

@@ -1,5 +1,5 @@
 #pragma once
-// How a block of the backward goes over the queries of a key tile, in kernels that keep keys stationary: those that keep any of its
+// This is how a block of the backward goes over the queries of a key tile, in kernels that keep keys stationary: those that keep any of its
 // keys lie side by side, and so do the key tiles of a query tile. Everybody computes from the mask which they are.
 #include "variant/interfaces_bwd.cuh"
 #include "variant/walk/turn_interval.cuh"

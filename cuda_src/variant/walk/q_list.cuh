@@ -1,5 +1,5 @@
 #pragma once
-// How a block of the backward goes over the queries of a key tile, in Hopper kernels that keep keys stationary: those that keep any of
+// This is how a block of the backward goes over the queries of a key tile, in Hopper kernels that keep keys stationary: those that keep any of
 // its keys are a list with holes. The first warp finds them, up to 32 at a time, and leaves them for the others in one of two lists.
 // Where they are ordered, the last of its warpgroup's warps finds out who adds next to their tiles of dq: both together would need
 // more registers than consumers can spare.

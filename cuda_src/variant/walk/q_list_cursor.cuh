@@ -1,5 +1,5 @@
 #pragma once
-// How a block of the backward goes over the queries of a key tile, where each of its warps does so by itself: a list with holes.
+// This is how a block of the backward goes over the queries of a key tile, where each of its warps does so by itself: a list with holes.
 #include "variant/interfaces_bwd.cuh"
 #include "variant/walk/scan.cuh"
 

@@ -8,7 +8,7 @@
 using Bounds = function::Ints;
 template struct ListMaskOption<Mask, Bounds>;
 
-// What a mask says of boxes of queries and keys of one head.
+// This is what a mask says of boxes of queries and keys of one head.
 struct Boxes {
     const Mask& mask;
     const Rows& rows;

@@ -1,5 +1,5 @@
 #pragma once
-// Whether a tile of dq has a sum: whether the key tiles that its queries visit, which lie side by side, are any.
+// Says whether a tile of dq has a sum: whether the key tiles that its queries visit, which lie side by side, are any.
 #include "variant/walk/key_interval.cuh"
 
 struct IntervalSum {

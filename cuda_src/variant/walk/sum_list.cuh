@@ -1,5 +1,5 @@
 #pragma once
-// Whether a tile of dq has a sum, where key tiles are a list: where a row keeps a key, its logarithm is finite, and a key tile has added.
+// Says whether a tile of dq has a sum, where key tiles are a list: where a row keeps a key, its logarithm is finite, and a key tile has added.
 #include "variant/interfaces_bwd.cuh"
 
 struct ListSum {

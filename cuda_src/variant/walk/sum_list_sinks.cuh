@@ -1,5 +1,5 @@
 #pragma once
-// Whether a tile of dq has a sum, where key tiles are a list and rows have sinks: the logarithm of a row that keeps no key is finite then,
+// Says whether a tile of dq has a sum, where key tiles are a list and rows have sinks: the logarithm of a row that keeps no key is finite then,
 // too, so the mask is asked whether the tile visits any.
 #include "variant/walk/scan.cuh"
 

@@ -1,5 +1,5 @@
 #pragma once
-// Which pairs of a thread's fragment are kept, whose rows are keys: eight of each block of 16 x 16. They are found once, and asked for
+// This says which pairs of a thread's fragment are kept, whose rows are keys: eight of each block of 16 x 16. They are found once, and asked for
 // the weights and for their gradients.
 #include "ptx/base.cuh"
 

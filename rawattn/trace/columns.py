@@ -1,0 +1,27 @@
+"""The columns of a mask: the parts that depend on a key alone. A warp computes them once for a tile, and threads of all queries
+read them."""
+
+from __future__ import annotations
+
+from .expressions import Expr, children, nodes
+from .placement import ELEMENT, Placement
+
+_LIGHT = {
+    "var", "lin", "lt", "le", "eq", "and", "or", "xor", "not", "where", "min", "max", "neg", "cast", "abs", "band", "bor", "bxor"
+}  # fmt: skip
+_WORDS = {"bool": 1, "int": 1, "long": 2, "float": 1}
+MOST_WORDS = 2  # of 32 bits
+
+
+def columns(root: Expr, place: Placement) -> list[Expr]:
+    """The outmost parts of a placed expression that depend on no query and take more than a few instructions; none where they
+    are more words than kernels have room for."""
+    order = nodes(root)
+    own = {x for x in order if place(x) == ELEMENT and not x.deps & {"q", "s", "less"}}
+    heavy: set[Expr] = set()
+    for x in order:
+        if x in own and (x.op not in _LIGHT or any(a in heavy for a in children(x))):
+            heavy.add(x)
+    parents = [a for x in order if x not in own for a in children(x)]
+    found = [x for x in order if x in heavy and (x is root or any(a is x for a in parents))]
+    return found if sum(_WORDS[x.type] for x in found) <= MOST_WORDS else []

@@ -1,0 +1,87 @@
+"""append on a GPU against its definition: rotary embeddings of both styles, whole and partial, slots, and queries on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn.testing import _moved
+from rawattn.variant.element import ELEMENTS
+from tests.caches import Cached
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu("any")
+LENGTHS = ((8, 700), (1, 1), (0, 40), (3, 65), (5, 5), (1, 0), (2, 258))
+CASE = Cached(LENGTHS, page_size=16, dtype="bf16", heads=8, kv_heads=2, head_dim=128, head_dim_v=128, device="cuda")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    case: Cached = CASE
+    half: int = 0  # columns of cos and sin
+    interleaved: bool = False
+    q: bool = False
+    in_place: bool = False
+    slots: bool = False  # of rows in any order; every fourth is negative
+    positions: bool = False
+    angles: str = "fp32"
+
+
+def of(**changes: Any) -> Cached:
+    return dataclasses.replace(CASE, **changes)
+
+
+CALLS = {
+    "plain": Call(),
+    "rotary": Call(half=64, q=True),
+    "interleaved": Call(half=64, interleaved=True, q=True),
+    "partial": Call(half=16, q=True, in_place=True),
+    "interleaved, partial": Call(half=24, interleaved=True, q=True, angles="bf16"),
+    "keys alone": Call(half=64, slots=True),
+    "slots": Call(slots=True),
+    "slots and q": Call(half=64, q=True, slots=True, positions=True),
+    "slots, interleaved, partial": Call(of(layout="HND"), 20, True, True, slots=True, positions=True),
+    "positions": Call(half=32, q=True, positions=True),
+    "HND, interleaved pools": Call(of(layout="HND", pool="interleaved", page_size=1), 64, q=True),
+    "end to end": Call(of(form="indptr", page_size=64), 64, interleaved=True, q=True),
+    "dense": Call(of(form="dense", page_size=700), 64, q=True),
+    "v in k": Call(of(pool="shared", head_dim_v=64), 64, q=True),
+    "narrow": Call(of(head_dim=18, head_dim_v=7), 9, q=True),
+    "fp16": Call(of(dtype="fp16", head_dim=80, head_dim_v=96), 40, q=True),
+    "fp32": Call(of(dtype="fp32", head_dim=64, head_dim_v=64), 32, interleaved=True, q=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_append(name: str) -> None:
+    call = CALLS[name]
+    case, device = call.case, call.case.device
+    rows = {
+        "k": case.rows(case.kv_heads, case.head_dim, 1), "v": case.rows(case.kv_heads, case.head_dim_v, 2),
+        "q": case.rows(case.heads, case.head_dim, 3),
+    }  # fmt: skip
+    given = {x: _moved(rows[x], "torch", device) for x in rows if (x != "v" or case.pool != "shared") and (x != "q" or call.q)}
+    count, cache, step, options = len(rows["k"]), case.made(*case.pools(), "torch"), case.step("torch"), {}
+    rng = np.random.default_rng(0)
+    if call.half:
+        angles = (case.normal(800, call.half, seed=seed).astype(ELEMENTS[call.angles].dtype) for seed in (5, 6))
+        positions = _moved(rng.integers(0, 800, count), "torch", device) if call.positions else None
+        options["rotary"] = rawattn.Rotary(*(_moved(x, "torch", device) for x in angles), call.interleaved, positions)
+    if call.slots:
+        slots = rng.permutation(cache.pages * cache.page_size)[:count]
+        slots[::4] = -1 - slots[::4]
+        options["slots"] = _moved(slots, "torch", device)
+    k, v, q = given["k"], given.get("v"), given.get("q")
+    wanted = list(rawattn.reference.append(cache, step, k, v, q=q, **options))
+    if call.in_place:  # where rows of no sequence stay as they are
+        wanted[2] = np.where(np.isnan(wanted[2]), rows["q"].astype(np.float64), wanted[2])
+    q_out = None if q is None else q if call.in_place else q.new_full(q.shape, float("nan"))
+    assert rawattn.append(cache, step, k, v, q=q, q_out=q_out, **options) is q_out
+    close = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 1e-6}[case.dtype] if call.half else 0
+    for found, exact in zip((cache.k, cache.v, q_out), wanted, strict=False):
+        np.testing.assert_allclose(found.double().cpu().numpy(), exact, rtol=close, atol=1e-5 if close else 0)
+    assert rawattn.violations() == ()
