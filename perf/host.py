@@ -23,6 +23,14 @@ new_step, plan_new_step               a layer's call in a step that was never me
 append, append_new_step               new keys and values, rotated with q; the same in such a step
 step_object                           ``rawattn.Step`` itself, once for all layers
 
+Of masks and scores that are functions:
+
+fresh_lambda    eager, with a score that is a lambda, made anew for each call, of the same captured tensor
+fresh_array     the same, of a captured tensor that was never met, of a known form
+fresh_prepass   the same with a mask, whose captured tensor a pre-pass reads
+new_number      that mask, with a captured number that was never met, as of a window that grows with each step
+function_kv_len new_kv_len under that mask
+
 Times hold for one host. ``over eager`` is for comparison between hosts.
 """
 
@@ -50,6 +58,7 @@ FIRST_KV_LEN = 1024
 STEP = 128  # elements between the addresses of new tensors
 BATCH, LAYERS = 64, 32  # sequences of a step over caches, and caches that it goes through
 PROFILED = 12  # functions
+FUNCTION_ROWS = ("fresh_lambda", "fresh_array", "fresh_prepass", "new_number", "function_kv_len")
 Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
 
 
@@ -114,6 +123,55 @@ class Host:
         configs = [dataclasses.replace(config, split=split) for split in (False, True)]
         calls = [lambda c=c: rawattn.attention(self.token, k, v, causal=True, kernel=kernel, config=c) for c in configs]
         return lambda i: calls[i % 2]
+
+    def alibi(self, slopes: Any) -> dict[str, Any]:
+        """A score that captured a tensor. Nothing runs before its kernel."""
+        return {"score": lambda s, b, h, q, kv: s + slopes[h] * (kv - q)}
+
+    def documents(self, doc: Any, window: int) -> dict[str, Any]:
+        """A mask that captured a tensor and a number. A pre-pass makes the tensor's pyramid."""
+        return {"mask": lambda b, h, q, kv: (doc[q] == doc[kv]) & (q - kv <= window)}
+
+    def ids(self, *shape: int) -> Any:
+        return self.torch.zeros(shape, dtype=self.torch.int32, device=self.device)
+
+    def called(self, **options: Any) -> Any:
+        return rawattn.attention(self.q, self.k, self.v, **options)
+
+    def fresh_lambda(self) -> Row:
+        slopes = self.tensor(8)
+        return lambda i: lambda: self.called(**self.alibi(slopes))
+
+    def fresh_array(self) -> Row:
+        slopes = self.tensor(self.calls + 1, 8)
+
+        def row(i: int) -> Callable[[], Any]:
+            own = slopes[i]
+            return lambda: self.called(**self.alibi(own))
+
+        return row
+
+    def fresh_prepass(self) -> Row:
+        ids = self.ids(self.calls + 1, self.q.shape[1])
+
+        def row(i: int) -> Callable[[], Any]:
+            own = ids[i]
+            return lambda: self.called(**self.documents(own, 100))
+
+        return row
+
+    def new_number(self) -> Row:
+        ids = self.ids(self.q.shape[1])
+        return lambda i: lambda: self.called(**self.documents(ids, 100 + i))
+
+    def function_kv_len(self) -> Row:
+        mask = self.documents(self.ids(FIRST_KV_LEN + self.calls + 1), 100)["mask"]
+
+        def row(i: int) -> Callable[[], Any]:
+            k, v = (x[:, : FIRST_KV_LEN + i] for x in self.cache)
+            return lambda: rawattn.attention(self.token, k, v, mask=mask)
+
+        return row
 
     def training(self, attention: Callable[..., Any], *inputs: Any) -> Row:
         """A step of a function; the gradients of the call before are dropped when it is made ready."""
@@ -239,6 +297,7 @@ ROWS = (
     "eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step",
     "kvcache_1", "kvcache_64", "kvcache_1024", "kvcache_plan", "new_step", "plan_new_step", "append", "append_new_step",
     "step_object",
+    *FUNCTION_ROWS,
 )  # fmt: skip
 COMPUTED = ("sdpa", "sdpa_step")  # not by us, so that without a GPU they would be computed here
 

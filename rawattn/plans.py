@@ -318,6 +318,7 @@ class GpuCall:
         self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
+        self._changed: dict[str, Any] = {}  # numbers that functions captured, where they are not the plan's own
         self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
         self._late = [
             [(self._numbers[name], offset) for name, offset in (*loaded.late, *loaded.places) if name in self._numbers]
@@ -346,6 +347,24 @@ class GpuCall:
             found._sized = [found._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
         found._launches, found._args = {}, found._placed()
         return found
+
+    def renumbered(self, options: dict[str, Any]) -> GpuCall | None:
+        """The call with other numbers that functions captured; None where they make other kinds of options than these were."""
+        numbers = self._plan.op.numbers_of(self._given, options)
+        if numbers is None:
+            return None
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        found._changed, found._launches = numbers, {}
+        found._args = [found._numbered(bytearray(args), each) for args, each in zip(self._args, self._plan._loaded, strict=True)]
+        return found
+
+    def _numbered(self, memory: bytearray, loaded: _Loaded) -> bytearray:
+        """The arguments of a launch with the numbers in them that are not the plan's own."""
+        for name, value in self._changed.items():
+            if (offset := loaded.layout.offsets.get(name)) is not None:
+                struct.pack_into(loaded.layout.formats[name], memory, offset, value)
+        return memory
 
     def has_lengths_of(self, other: GpuCall) -> bool:
         """Says whether it was moved from the other one to arrays of the same lengths."""
@@ -482,7 +501,7 @@ class GpuCall:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
                         memory[offset : offset + 128] = encode(self._given[name].pointer)
-            found.append(memory)
+            found.append(self._numbered(memory, loaded) if self._changed else memory)
         return found
 
     def _of_input(self, fill: Any) -> Any:
