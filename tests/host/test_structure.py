@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 27250,
     "perf": 5700,
     "cuda_src": 11100,
-    "tests": 35000,
+    "tests": 35200,
 }
 FUNCTION_LINES = 60
 
