@@ -43,6 +43,8 @@ TESTS = {  # module -> its tests, where they are not test_MODULE.py in tests/hos
     "rawattn/demo.py": "test_main", "rawattn/device.py": "test_dispatch", "rawattn/doctor.py": "test_main",
     "rawattn/kernel/tiling.py": "test_program", "rawattn/lanes.py": "test_cpu", "rawattn/operation/forward.py": "test_operation",
     "rawattn/plans.py": "test_plan", "rawattn/select.py": "test_dispatch", "rawattn/tokens.py": "test_compiler",
+    "rawattn/trace/classes.py": "test_trace_ranges", "rawattn/trace/conditions.py": "test_trace",
+    "rawattn/trace/proofs.py": "test_trace", "rawattn/trace/ranges.py": "test_trace_ranges",
     "rawattn/variant/mask.py": "test_masks", "rawattn/variant/scheduler.py": "test_scheduler",
 }  # fmt: skip
 COMPARISONS = {

@@ -376,6 +376,8 @@ class Explanation:
                 continue
             yield f"{role:8} {str(option).partition('(')[2][:-1]}"
             yield from (f"  {each}" for each in option.notes)
+            if role == "mask" and isinstance(self._forward, Forward):
+                yield from (f"  {each}" for each in option.intervals(self._forward.limits))
             if role == "mask" and self.tiles is not None:
                 yield f"  tiles of {self.tiles}"
 
@@ -418,6 +420,11 @@ class Asked:
         self.operation, self.options, self.lengths, self.kernel, self.config = operation, options, lengths, kernel, config
         self.is_kept, self.has_functions = is_kept, bool(functions.among(options))
         self.followed: dict[tuple[str, ...], Any] = {}
+
+    def without_numbers(self) -> Asked:
+        """Returns what calls ask for whose functions captured any numbers: for keys."""
+        found = functions.without_numbers(self.options)
+        return self if found is self.options else asked_of(self.operation, found, self.lengths, self.kernel, self.config)
 
     def of_family(self) -> Asked:
         """Returns what calls of one family ask for."""
@@ -573,7 +580,7 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
         given, key = dense, _key(dense, captured)
         call = _calls.get((asked, key))
     if call is None and key is not None:
-        call = _known(given, key, asked)
+        call = _known(given, captured, key, asked)
     if call is None:
         found = arrays.named(asked.operation.input_names(len(given)), given) | functions.read(asked.options, captured)
         plan = _plan(asked, found)
@@ -591,6 +598,8 @@ def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
     if asked.is_kept:
         cache_put(_calls, (asked, key), call, KEPT_CALLS)
         cache_put(_layouts, layout, call, KEPT_CALLS)
+        if asked.has_functions:
+            cache_put(_layouts, (asked.without_numbers(), *layout[1:]), call, KEPT_CALLS)  # which no call asks for
 
 
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
@@ -601,17 +610,24 @@ def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
 
 
 def _family(key: Any, asked: Asked) -> Any:
-    """The key of a family of calls; None where there is none. What is proved of functions is proved for their lengths, and a
-    family has others."""
-    if asked.has_functions or not asked.is_kept:
+    """The key of a family of calls; None where there is none. Its functions have the same code and arrays of the same form."""
+    if not asked.is_kept or (asked.has_functions and asked.operation is not Forward):
         return None
     family = asked.operation.family(key[0], asked.options)
-    return family and (family, asked.of_family())
+    return family and (family, key[1], asked.of_family())
 
 
-def _known(given: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
-    """The call on tensors that lie as those of another call in other places, or whose lengths or offsets are others: a plan of
-    the same family is resized."""
+def _renumbered(layout: tuple[Any, ...], asked: Asked) -> GpuCall | None:
+    """The call on tensors that lie so whose functions captured other numbers, with these. What is proved is proved anew."""
+    like = _layouts.get((asked.without_numbers(), *layout[1:]))
+    if like is None or os.environ.get("RAWATTN_LOG"):  # which each new operation goes to
+        return None
+    return like.renumbered(asked.options)
+
+
+def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
+    """The call on tensors that lie as those of another call in other places, or whose functions captured other numbers; or whose
+    lengths or offsets are others: a plan of the same family is resized."""
     if not arrays.have_memory(given, key[0]):
         return None
     like = _layouts.get(layout := _layout(key, asked))
@@ -622,11 +638,19 @@ def _known(given: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
             log_operation(like.op.resized_to(found, asked.options))
         cache_put(_calls, (asked, key), call, KEPT_CALLS)
         return call
+    renumbered = _renumbered(layout, asked) if asked.has_functions else None
+    if renumbered is not None:
+        _keep(key, layout, asked, renumbered)
+        return renumbered
     plan = _families.get(_family(key, asked))
     if plan is None:
         return None
     found = dict(zip(plan.op.input_names(len(given)), map(arrays.of_signature, key[0]), strict=False))
+    if asked.has_functions:
+        found |= functions.read(asked.options, captured)
     op = plan.op.resized_to(found, asked.options)
+    if op is None:
+        return None
     if op is not plan.op:
         plan = plan.resized(op)
         log_operation(op)

@@ -106,18 +106,18 @@ class Plan:
             return one_or_all(bound(given[0], out, tuple([found[each.name].object for each in self.op.captured])))
         return one_or_all(call(given[0], out, captured))
 
-    def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
-        """The plan on arrays that were checked, by name."""
+    def bind(self, given: Mapping[str, Array], loose: tuple[str, ...] = ()) -> GpuCall | CpuCall:
+        """The plan on arrays that were checked, by name; ``loose`` as of ``GpuCall``, the same in all calls of one operation."""
         if self.device.is_cpu:
             return CpuCall(self, given)
         if self.library == "torch":  # whose calls are kept by the tensors' signatures
-            return GpuCall(self, given)
+            return GpuCall(self, given, loose)
         places = [array._replace(object=None) for array in given.values()]
         own = len(places) - len(self.op.captured)
         key = (*places[:own], *(place._replace(pointer=0) for place in places[own:]))
         call = self._calls.get(key)
         if call is None:
-            call = GpuCall(self, given)
+            call = GpuCall(self, given, loose)
             cache_put(self._calls, key, call, KEPT_CALLS)
         return call
 
@@ -298,26 +298,32 @@ _address = struct.Struct("<Q").pack_into
 class GpuCall:
     """A plan on arrays of a GPU: all is known but where the results go, and the stream.
 
-    It may be kept, and called from several threads at once, for any arrays that lie as these did. Captured arrays may lie
-    anywhere; ``moved`` gives the call for others that lie elsewhere.
+    It may be kept, and called from several threads at once, for any arrays that lie as these did. Captured arrays, and those with
+    a name in ``loose``, may lie anywhere: every call says where. ``moved`` gives the call for others that lie elsewhere.
     """
 
-    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
+    def __init__(self, plan: Plan, given: Mapping[str, Array], loose: tuple[str, ...] = ()) -> None:
         assert plan.program is not None
         self._given = {name: array.without_memory() for name, array in given.items()}
         like, op = next(iter(self._given.values())), plan.op  # makers keep it
         self._plan, self._device = plan, like.device
-        self._captured = tuple([operand.name for operand in op.captured])
-        self._late = (*[operand.name for operand in op.outputs], *self._captured)
+        self._loose = (*loose, *[operand.name for operand in op.captured])
         self._program: Program = plan.program
         self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in op.outputs])
         begins, scratch = offsets(plan.program.scratch)
-        self._scratch = [(_SCRATCH + name, begin) for name, begin in begins.items()]
+        self._scratch = tuple(begins.values())
+        late = (*[operand.name for operand in op.outputs], *self._loose, *[_SCRATCH + name for name in begins])
+        self._numbers = {name: i for i, name in enumerate(late)}
         self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
+        self._changed: dict[str, Any] = {}  # numbers that functions captured, where they are not the plan's own
         self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
+        self._late = [
+            [(self._numbers[name], offset) for name, offset in (*loaded.late, *loaded.places) if name in self._numbers]
+            for loaded in plan._loaded
+        ]
         self._sized = [self._with_lengths(*each) for each in zip(self._blocks, plan._loaded, strict=True)]
         self._args = self._placed()
 
@@ -342,13 +348,33 @@ class GpuCall:
         found._launches, found._args = {}, found._placed()
         return found
 
+    def renumbered(self, options: dict[str, Any]) -> GpuCall | None:
+        """The call with other numbers that functions captured; None where they make other kinds of options than these were."""
+        numbers = self._plan.op.numbers_of(self._given, options)
+        if numbers is None:
+            return None
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        found._changed, found._launches = numbers, {}
+        found._args = [found._numbered(bytearray(args), each) for args, each in zip(self._args, self._plan._loaded, strict=True)]
+        return found
+
+    def _numbered(self, memory: bytearray, loaded: _Loaded) -> bytearray:
+        """The arguments of a launch with the numbers in them that are not the plan's own."""
+        for name, value in self._changed.items():
+            if (offset := loaded.layout.offsets.get(name)) is not None:
+                struct.pack_into(loaded.layout.formats[name], memory, offset, value)
+        return memory
+
     def has_lengths_of(self, other: GpuCall) -> bool:
         """Says whether it was moved from the other one to arrays of the same lengths."""
         return self._sized is other._sized
 
-    def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    def __call__(
+        self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = ()
+    ) -> tuple[Any, ...]:
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library.
-        ``captured`` are all arrays that functions captured."""
+        ``captured`` are all arrays that functions captured, ``loose`` the addresses of those that lie anywhere."""
         given: tuple[Any, ...] = ()
         if out is None:
             results = tuple([make(like) for make in self._makers])
@@ -366,16 +392,20 @@ class GpuCall:
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
             places.append(arrays.address(scratch))
-        addresses = tuple(map(arrays.address, captured)) if captured else ()
+        addresses = (*loose, *map(arrays.address, captured)) if captured else loose
         key = (stream_id, *places)
         launches, of = self._launches.get(key, (None, ()))
         if launches is None or capturing or of != addresses:
+            if launches is None and not given:  # any launches on the stream that write to what was made
+                launches, _ = self._launches.get(stream_id, (None, ()))
             if launches is None or capturing or given:
                 launches = self._prepare(results, given, addresses, scratch, stream, stream_id, capturing)
             else:
-                launches = self._moved(launches, addresses)
+                launches = self._moved(launches, results, addresses, scratch)
             if None not in places and not capturing:
                 cache_put(self._launches, key, (launches, addresses), KEPT_LAUNCHES)
+                if not given and stream_id not in self._launches:
+                    cache_put(self._launches, stream_id, (launches, addresses), KEPT_LAUNCHES)
         for launch in launches:
             launch()
         for x in given:
@@ -386,42 +416,56 @@ class GpuCall:
         """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
         return arrays.signature(out) if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
 
+    def _places(self, results: Sequence[Any], loose: Sequence[int], scratch: Any) -> list[int]:
+        """The addresses that are known now, in the order of ``_late``'s numbers."""
+        first = None if scratch is None else arrays.address(scratch)  # None: nothing is there to be written
+        return [*map(arrays.address, results), *loose, *[0 if first is None else first + begin for begin in self._scratch]]
+
     def _prepare(
-        self, results: Sequence[Any], given: Sequence[Any], captured: Sequence[int], scratch: Any, stream: int, stream_id: int,
+        self, results: Sequence[Any], given: Sequence[Any], loose: Sequence[int], scratch: Any, stream: int, stream_id: int,
         capturing: bool,
     ) -> tuple[driver.Launch, ...]:  # fmt: skip
-        """The launches on a stream, with all that was open filled in. ``captured`` are the addresses of captured arrays."""
-        places = dict(zip(self._late, (*map(arrays.address, results), *captured), strict=True))
+        """The launches on a stream, with all that was open filled in. ``loose`` are the addresses of arrays that lie anywhere."""
+        places = self._places(results, loose, scratch)
         found: dict[str, Array] = {}
         if given:
-            moved = {name: self._given[name]._replace(pointer=x) for name, x in zip(self._captured, captured, strict=True)}
-            inputs = {**self._given, **moved}
+            pairs = [(name, x) for name, x in zip(self._loose, loose, strict=True) if name in self._given]
+            inputs = {**self._given, **{name: self._given[name]._replace(pointer=x) for name, x in pairs}}
             found = read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
-        first = None if scratch is None else arrays.address(scratch)  # None: nothing is there to be written
-        for name, begin in self._scratch:
-            places[name] = 0 if first is None else first + begin
-        launches = []
-        for launch, loaded, args in zip(self._program.launches, self._plan._loaded, self._args, strict=True):
+        launches, every = [], zip(self._program.launches, self._plan._loaded, self._args, self._late, self._sized, strict=True)
+        for launch, loaded, args, late, (_, maps) in every:
             memory = bytearray(args)
             for fill, write, offset in loaded.outputs if found else ():
                 if fill.operand in found:
                     write(memory, offset, _form(fill, found[fill.operand]))
-            for name, offset in loaded.late:
-                _address(memory, offset, places[name])
+            for number, offset in late:
+                _address(memory, offset, places[number])
+            for offset, text in self._encoded(maps, places):
+                memory[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
                 _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
             launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
         return tuple(launches)
 
-    def _moved(self, launches: tuple[driver.Launch, ...], addresses: tuple[int, ...]) -> tuple[driver.Launch, ...]:
-        """The launches with captured arrays at other addresses."""
-        numbers, found = {name: i for i, name in enumerate(self._captured)}, []
-        for launch, loaded in zip(launches, self._plan._loaded, strict=True):
-            places = [(numbers[name], offset) for name, offset in loaded.late if name in numbers]
-            found.append(launch.moved(places, addresses) if places else launch)
+    def _moved(
+        self, launches: tuple[driver.Launch, ...], results: Sequence[Any], loose: Sequence[int], scratch: Any
+    ) -> tuple[driver.Launch, ...]:
+        """The launches with results, arrays that lie anywhere and scratch memory at other addresses."""
+        places, found = self._places(results, loose, scratch), []
+        for launch, late, (_, maps) in zip(launches, self._late, self._sized, strict=True):
+            texts = self._encoded(maps, places)
+            found.append(launch.moved(late, places, texts) if late or texts else launch)
         return tuple(found)
+
+    def _encoded(self, maps: Sequence[tuple[str, int, Callable[[int], bytes]]], places: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Those tensor maps of a launch that are of arrays which lie anywhere, with their offsets."""
+        loose = [(offset, encode, places[self._numbers[name]]) for name, offset, encode in maps if name in self._numbers]
+        if not loose:
+            return []
+        with driver.current(self._device):  # which the driver wants
+            return [(offset, encode(place)) for offset, encode, place in loose]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
         """The arguments of a launch but for addresses and the inputs' lengths, with outputs that are made."""
@@ -457,7 +501,7 @@ class GpuCall:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
                         memory[offset : offset + 128] = encode(self._given[name].pointer)
-            found.append(memory)
+            found.append(self._numbered(memory, loaded) if self._changed else memory)
         return found
 
     def _of_input(self, fill: Any) -> Any:

@@ -154,7 +154,7 @@ struct KeptByColumns {
     const MaskRows<M>& rows;
 
     __device__ void apply(const M&, float (&s)[n], i32, i32 first) const {
-        static_assert(rows_each == 2);
+        static_assert(n > 0 && rows_each == 2);  // of the kernels that have columns
         auto upper = rows.upper, lower = rows.lower;
         upper.move(first), lower.move(first);
 #pragma unroll

@@ -123,10 +123,10 @@ class Benchmark:
 
 def rivals(case: Case, peers: dict[str, Adapter]) -> list[str]:
     """The names of the contenders beside ours in a case: of functions FlexAttention alone, and what is built-in."""
-    if sets.is_backward(case):
-        return list(backward.peers_among(peers))
     if isinstance(case, sets.FunctionCase):
         return ["built_in"] * (case.built_in is not None) + ["flex"] * ("flex" in peers)
+    if sets.is_backward(case):
+        return list(backward.peers_among(peers))
     return list(peers)
 
 

@@ -91,20 +91,24 @@ def ours(task: Task, name: str, kernel: str | None = None) -> Call:
 
 def built_in(task: Task) -> Call:
     """Returns what computes the same as a function without it, or nearly (``FunctionCase.built_in``), on the same q, k and v."""
+    case, inputs, packed = plain_of(task)
+    call = ours(dataclasses.replace(task, case=case, q=inputs[0], k=inputs[1], v=inputs[2], packed=packed), "ours")
+    return dataclasses.replace(call, view=lambda o: o.view(task.o_shape), checked="mask" in task.functions)
+
+
+def plain_of(task: Task) -> tuple[Case, tuple[Any, ...], tuple[Any, ...]]:
+    """The case without a function, q, k and v as it has them, and cu_seqlens and longest lengths where they are packed."""
     import torch
 
     case = task.case.built_in if isinstance(task.case, FunctionCase) else None
     if case is None:
         raise Unserved("nothing built-in computes it")
     inputs: tuple[Any, ...] = (task.q, task.k, task.v)
-    packed: tuple[Any, ...] = ()
-    if case.lengths is not None:
-        starts = torch.tensor([0, *(n for n, _ in case.lengths)], device=task.q.device).cumsum(0).int()
-        longest = max(n for n, _ in case.lengths)
-        inputs = tuple(x.flatten(0, 1) for x in inputs)
-        packed = (starts, starts, longest, longest)
-    call = ours(dataclasses.replace(task, case=case, q=inputs[0], k=inputs[1], v=inputs[2], packed=packed), "ours")
-    return dataclasses.replace(call, view=lambda o: o.view(task.o_shape), checked="mask" in task.functions)
+    if case.lengths is None:
+        return case, inputs, ()
+    starts = torch.tensor([0, *(n for n, _ in case.lengths)], device=task.q.device).cumsum(0).int()
+    longest = max(n for n, _ in case.lengths)
+    return case, tuple(x.flatten(0, 1) for x in inputs), (starts, starts, longest, longest)
 
 
 def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], Any]:

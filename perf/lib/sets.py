@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.functions import FLOATS
 from rawattn.operation import Backward, Forward
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
@@ -50,6 +51,16 @@ class FunctionCase(Case):
         return None if found is None else Case(**{**own, **found})
 
 
+@dataclasses.dataclass(frozen=True)
+class FunctionBackwardCase(FunctionCase, BackwardCase):
+    """A case with a function whose gradients are timed: dq, dk, dv, and those of the arrays of floats that its score captured."""
+
+    @property
+    def built_in(self) -> Case | None:
+        found = super().built_in
+        return None if found is None else backward([found])[0]
+
+
 def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
     """A case with one length and one head_dim unless ``more`` says otherwise."""
     fields = {"q_len": length, "kv_len": length, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "head_dim_v": head_dim}
@@ -71,7 +82,11 @@ def grid(*lengths: int) -> list[Case]:
 
 def backward(cases: list[Case], kernel: str = "") -> list[Case]:
     """The same cases, of which the backward is timed, by this kernel if one is named."""
-    return [BackwardCase(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)}, kernel=kernel) for case in cases]
+    return [_backward(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)}, kernel=kernel) for case in cases]
+
+
+def _backward(**fields: Any) -> BackwardCase:
+    return FunctionBackwardCase(**fields) if "function" in fields else BackwardCase(**fields)
 
 
 def constant_time(case: Case) -> Case:
@@ -119,6 +134,8 @@ SETS["paper-bwd"] = backward(SETS["paper"])
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS)]
 )
+SETS["masks-bwd"] = backward(of_functions(("documents+causal", "sliding", "neighbours"), (4096,), (128,)))
+SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))
 SETS["fp32-bwd"] = backward(SETS["fp32"])
 SETS["gate"] += of_functions(("causal", "documents", "blocks", "alibi", "pair_bias"), (4096,))
 SETS["gate"] += backward([*grid(1024, 4096), packed(16, 128)])
@@ -153,7 +170,7 @@ def load(names: str, file: str | None) -> list[Case]:
 def from_json(fields: dict[str, Any]) -> Case:
     """A case from what ``to_json`` gave."""
     fields = dict(fields)
-    made = BackwardCase if fields.pop("backward", False) else FunctionCase if "function" in fields else Case
+    made: Any = _backward if fields.pop("backward", False) else FunctionCase if "function" in fields else Case
     made = ConstantTimeCase if fields.pop("constant_time", False) else made
     tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     if "lengths" in tuples:
@@ -203,11 +220,11 @@ def mask_label(case: Case) -> str:
 def flops(case: Case) -> int:
     """Multiplications and additions of both products, or of the five of a backward, over the pairs that the mask keeps, counted
     for every sequence."""
+    columns = 3 * case.head_dim + 2 * case.head_dim_v if is_backward(case) else case.head_dim + case.head_dim_v
     if isinstance(case, FunctionCase):
-        return 2 * (case.head_dim + case.head_dim_v) * functions.FUNCTIONS[case.function].pairs(case)
+        return 2 * columns * functions.FUNCTIONS[case.function].pairs(case)
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
     kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}
-    columns = 3 * case.head_dim + 2 * case.head_dim_v if is_backward(case) else case.head_dim + case.head_dim_v
     return 2 * columns * case.heads * sum(kept[pair] for pair in lengths)
 
 
@@ -216,7 +233,8 @@ def operation(case: Case, constant_time: bool = False) -> Any:
     constant_time = constant_time or isinstance(case, ConstantTimeCase)
     spec = dataclasses.replace(case.op.spec, return_lse=False, constant_time=constant_time)
     forward = dataclasses.replace(case.op, spec=spec)
-    return Backward(forward) if is_backward(case) else forward
+    wrt = tuple(each.name for each in getattr(spec.score, "arrays", ()) if each.element in FLOATS)
+    return Backward(forward, wrt=wrt) if is_backward(case) else forward
 
 
 def pick(text: str) -> Case:

@@ -236,7 +236,8 @@ class AttnBwd(BackwardKernel):
         grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
         own = [self.launch(op, config, device, "attn_bwd", kv_values, grid, _main)]
         if config.store != "final" and forward.total_q:
-            last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts)
+            chains = config.dq_chains if config.store == "ordered" else 0
+            last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
             own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")

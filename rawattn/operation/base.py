@@ -143,6 +143,11 @@ class Operation(abc.ABC):
         """The operation on tensors of the same family: itself where their lengths are its own."""
         raise NotImplementedError
 
+    def numbers_of(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> dict[str, Any] | None:
+        """The values of launches that follow from numbers that functions captured, on arrays that lie as its own do; None where
+        the numbers make other kinds of options."""
+        return None
+
     # ---- as text
 
     @abc.abstractmethod

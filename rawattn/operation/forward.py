@@ -166,6 +166,13 @@ class Forward(OverKeys):
         lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
         return (o, lse) if self.spec.return_lse else (o,)
 
+    @property
+    def limits(self) -> Limits:
+        """The sizes that its functions are for."""
+        (q_offset, kv_offset), rows = self.spec.offsets or (0, 0), (self.total_q, self.total_kv)
+        q_len, kv_len = rows if self.varlen else (self.q_len, self.kv_len)
+        return Limits(self.batch, self.heads, q_len + q_offset, kv_len + kv_offset, *(rows if self.varlen else (0, 0)))
+
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of q, k and v."""
         return layout_of((name, arrays[name]) for name in "qkv")
@@ -237,11 +244,12 @@ class Forward(OverKeys):
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """The options, offsets to three significant bits: a new offset is like a new length."""
-        offsets = make_offsets(options["q_offset"], options["kv_offset"])
+        """The options, offsets to three significant bits: a new offset is like a new length. So is a number that a function
+        captured."""
+        offsets, found = make_offsets(options["q_offset"], options["kv_offset"]), functions.without_numbers(options)
         if offsets is None:
-            return options
-        return {**options, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
+            return found
+        return {**found, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
 
     @classmethod
     def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -265,14 +273,40 @@ class Forward(OverKeys):
         lengths = three_bits(batch), three_bits(q_len), three_bits(kv_len)
         return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])
 
-    def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward:
-        """The operation on q, k and v of the same family: itself where their lengths and offsets are its own."""
+    def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
+        """The operation on arrays of the same family: itself where their lengths and offsets are its own; None where its
+        functions become options of other kinds."""
+        if functions.among(options):
+            return self._resized_with_functions(arrays, options)
         q_shape, kv_len = arrays["q"].shape, arrays["k"].shape[1]
         batch, q_len = q_shape[0], q_shape[1]
         offsets = make_offsets(options["q_offset"], options["kv_offset"])
         if batch == self.batch and q_len == self.q_len and kv_len == self.kv_len and offsets == self.spec.offsets:
             return self
         return self.resized(batch, q_len, kv_len, offsets)
+
+    def numbers_of(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> dict[str, Any] | None:
+        own = self._of_this_kind(options, functions.made(options, arrays, limits(arrays, options)))
+        return None if own is None else {name: x for option in own.values() for name, x in option.values.items()}
+
+    def _resized_with_functions(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
+        """Whatever depends on lengths and numbers is proved of them anew."""
+        own = self._of_this_kind(options, functions.resolved(options, arrays, limits(arrays, options)))
+        if own is None:
+            return None
+        (batch, q_len), kv_len = arrays["q"].shape[:2], arrays["k"].shape[1]
+        resized = self.resized(batch, q_len, kv_len, make_offsets(options["q_offset"], options["kv_offset"]))
+        resized.__dict__["spec"] = dataclasses.replace(resized.spec, **own)
+        resized.__dict__.pop("captured", None)
+        return resized
+
+    def _of_this_kind(self, options: dict[str, Any], found: dict[str, Any]) -> dict[str, Any] | None:
+        """The options that functions became, by role; None where one is of another kind, or a built-in one with other numbers, by
+        which configurations are chosen."""
+        own = {role: found[role] for role, _ in functions.among(options)}
+        before = {role: getattr(self.spec, role) for role in own}
+        same = (x == before[role] or (hasattr(x, "arrays") and x.kind == before[role].kind) for role, x in own.items())
+        return own if all(same) else None
 
     # ---- its options, as kernels read them
 

@@ -26,6 +26,7 @@ from rawattn import api, arrays, compiler, driver, plans, select
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
 from rawattn.operation import Forward
+from tests.emulator import gpu as stand_ins
 
 torch = pytest.importorskip("torch")
 
@@ -35,12 +36,9 @@ STATE = {"stream": 0, "capturing": False}
 LOAD = plans._load
 
 
-class Launch:
-    def __init__(self, function: Any, grid: int, args: bytes, stream: int) -> None:
-        self.said = args, stream
-
+class Launch(stand_ins.Launch):
     def __call__(self) -> None:
-        LAUNCHED.append(self.said)
+        LAUNCHED.append((self.args, self.stream))
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +112,88 @@ def test_a_warm_call_launches_what_a_cold_one_does(return_lse: bool) -> None:
         run(**call, **({"return_lse": return_lse} if run is rawattn.attention else {}))
         warm.append(lse_apart(LAUNCHED.pop()))
     assert warm == [said for said in cold * 2 for _ in range(2)]
+
+
+DOC, TABLE = torch.arange(80, dtype=torch.int32) // 9, torch.randn(4, 120)
+OF_NUMBERS: dict[str, tuple[str, Any, list[Any]]] = {  # role, what makes the function of a number, numbers
+    "window": ("mask", lambda n: lambda q, kv: (DOC[q] == DOC[kv]) & (q - kv <= n), [30, 31, 5, 1 << 29, 0, 1000]),
+    "negative": ("mask", lambda n: lambda q, kv: (DOC[q] == DOC[kv]) & (q - kv <= n), [-3, -4, 7, -5]),
+    "built in": ("mask", lambda n: lambda q, kv: (q >= kv) & (q - kv <= n), [30, 31, -1, 2]),
+    "divisor": ("mask", lambda n: lambda q, kv: q // n == kv // n, [7, 8, 64, 1, 79]),
+    "an index": ("mask", lambda n: lambda q, kv: DOC[kv] <= DOC[(q + n).clip(0, n + 70)], [0, 3, 9, 10, 50, 2]),
+    "a float": ("score", lambda x: lambda s, h, q, kv: s * x + TABLE[h, kv], [0.5, -1.0, -0.0, 0.0, float("inf"), 1e30]),
+    "a cap": ("score", lambda x: lambda s: x * torch.tanh(s / x), [30.0, 50.0, 20.0]),
+    "another type": ("score", lambda x: lambda s, h, q, kv: s + x * (q - kv) + TABLE[h, kv], [1, 2, 0.5, 3, 0.25]),
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each other number: arguments, kernel and grid. Only numbers for which something else is proved need another plan."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    role, make, numbers = OF_NUMBERS[name]
+    call, alone, after = tensors(), [], []
+
+    def launched(number: Any) -> Any:
+        LAUNCHED.clear()
+        rawattn.attention(**call, **{role: make(number)})
+        bound = list(api._calls.values())[-1]
+        sources = [(launch.source.key, launch.grid) for launch in bound._program.launches]
+        assert len(LAUNCHED) == len(sources)
+        return sources, [bytes(args) for args in bound._args]
+
+    for number in numbers:
+        forget()
+        alone.append(launched(number))
+    forget()
+    for number in numbers:
+        after.append(launched(number))
+    assert after == alone
+    assert len({str(each) for each in alone}) == len({repr(x) for x in numbers}), "the number is among the arguments"
+
+
+def test_another_number_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a new length, of one kind and size; but a plan is made where an index leaves its array, and numbers that may
+    overflow raise, whatever was proved of those before."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    made = [0]
+    monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
+    call, long = tensors(), torch.zeros(4096, dtype=torch.int32)
+
+    def attend(n: int, length: int = 80) -> int:
+        rawattn.attention(call["q"], *(call[x][:, :length] for x in "kv"), mask=lambda q, kv: long[q + n] == long[kv])
+        return made[0]
+
+    assert [attend(n) for n in (5, 6, 7, 4000, 4016, 5)] == [1] * 6
+    assert attend(4017) == 2, "it is clipped"
+    assert [attend(n) for n in (4016, 1 << 20)] == [2, 2], "both are known"
+    with pytest.raises(ProblemError, match="may reach 2147483648, and integers must fit 32 bits"):
+        attend((1 << 31) - 79)
+    assert [attend((1 << 31) - 80), attend(6)] == [2, 2]
+    assert [attend(6, length) for length in (79, 78, 77)] == [3] * 3, "the last plan had an index clipped"
+
+
+def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of a family is resized, and its functions are proved for the new lengths."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    made, resized = [0], [0]
+    monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
+    monkeypatch.setattr(plans.Plan, "resized", counting(plans.Plan.resized, resized))
+    f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
+    q, k = torch.zeros(1, 1, 4, 64), torch.zeros(1, 5100, 4, 64)
+    for length in (4100, 4101, 4102):
+        rawattn.attention(q, k[:, :length], k[:, :length], mask=f, kernel="attn_fwd_simt")
+    assert (made, resized) == ([1], [2])
+    with pytest.raises(ProblemError, match="integers must fit 32 bits"):
+        rawattn.attention(q, k, k, mask=f, kernel="attn_fwd_simt")
+
+
+def counting(original: Any, count: list[int]) -> Any:
+    def counted(*given: Any, **named: Any) -> Any:
+        count[0] += 1
+        return original(*given, **named)
+
+    return counted
 
 
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(400, 700), st.integers(1000, 1300))
