@@ -15,6 +15,7 @@ from ..operation import Forward
 from ..program import Field, Fields, PageRows, TensorMap
 from ..render import config_header, source, wgmma
 from ..variant import Option, kv, order, rows, softmax, store
+from ..variant.ahead import ahead_bytes, ahead_of
 from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
@@ -64,12 +65,13 @@ def panels(columns: int) -> int:
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
-    """Shared memory of a block, at most: tiles, barriers (8 bytes each) and two works."""
+    """Shared memory of a block, at most: tiles, elements that come ahead, barriers (8 bytes each) and two works."""
     q = config.q_stages * config.tile_q * panels(op.head_dim)
     kv_rows = config.stages * config.tile_kv
     tiles = 128 * (q + kv_rows * (panels(op.head_dim) + panels(op.head_dim_v)))
-    barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
-    return -(-(tiles + barriers) // 1024) * 1024
+    ahead = 2 * config.tile_q * config.tile_kv * ahead_bytes(op.score)
+    barriers = 8 * (1 + 2 * config.q_stages + 4 * config.stages + 4) + 24
+    return -(-(tiles + ahead + barriers) // 1024) * 1024
 
 
 def accumulators(config: Config, op: Forward) -> int:
@@ -198,7 +200,7 @@ class AttnFwd(OneLaunch):
         own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
             op, Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out, Order=self.order(op, config),
-            Walk=walk, **own,
+            Walk=walk, Ahead=ahead_of(op.score), **own,
         )  # fmt: skip
 
     def order(self, op: Forward, config: Config) -> Option:

@@ -236,6 +236,11 @@ static void cp_async(u32 to, const void* from, u32 bytes = 16) {
     memset(raw + to, 0, 16);
     memcpy(raw + to, from, bytes);
 }
+template <int width>
+static void cp_async(u32 to, const void* from, u32 bytes) {
+    memset(raw + to, 0, width);
+    memcpy(raw + to, from, bytes);
+}
 static void cp_async_commit() {}
 template <int pending> void cp_async_wait() {}
 // Blocks run one after the other: a turn that has not come never will.
