@@ -195,7 +195,7 @@ struct Consumer {
         Work work(args, tile, tile.q_begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4);
 #pragma unroll
         for (int i = 0; i < PvMma::accumulators; ++i) o[i] = 0.f;
-        ahead.forget();
+        ahead.begin(work.score, work.row);
         walk.visit(*this, work, tile);
         store_fragment(Store(args, work.rows, tile), work.softmax, o, work.row, work.rows.q_len, Weight::factor(args));
         __syncwarp();  // the warp is converged again, and the compiler knows: else the ring's stages are no uniform values to it, and

@@ -79,7 +79,7 @@ template <class A, class Score> struct AheadOption : Given {
     static typename A::Board& board;
     static const Score& score;
     static_assert(requires { A(board); }, "Ahead: Board in shared memory, Ahead(board), by consumers");
-    static_assert(requires { a.forget(), a.come(score, i, i); }, "Ahead: forget(), come(score, row, tile): other rows follow; the tile that is weighed next");
+    static_assert(requires { a.begin(score, i), a.come(score, i, i); }, "Ahead: begin(score, row), come(score, row, tile): other rows follow; the tile that is weighed next");
     static_assert(requires { a.placed(score, i, i).score; }, "Ahead: placed(score, row, first): as a PlacedScore");
 };
 // softmax: what else is in the sum of a row ...

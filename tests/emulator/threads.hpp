@@ -150,6 +150,14 @@ static u32 __ballot_sync(u32, bool vote) {
 }
 static bool __any_sync(u32 all, bool vote) { return __ballot_sync(all, vote) != 0; }
 static bool __all_sync(u32 all, bool vote) { return __ballot_sync(all, vote) == ~0u; }
+static u32 __reduce_or_sync(u32, u32 x) {
+    const u64 word = x;
+    return exchange(&word, 1, [](auto& all) {
+        u32 found = 0;
+        for (i32 lane = 0; lane < 32; ++lane) found |= u32(all[lane][0]);
+        return found;
+    });
+}
 static void __syncwarp() { __ballot_sync(~0u, true); }
 static void __syncthreads() { named[0].wait(blockDim.x); }
 static void __threadfence() {}

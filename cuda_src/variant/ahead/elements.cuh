@@ -11,6 +11,8 @@
 #include "tile/softmax.cuh"
 #include "variant/function/element.cuh"
 
+template <i32 n> struct Width { static constexpr i32 bytes = n; };
+
 struct WarpElements {
     static constexpr i32 row_bytes = cfg::tile_kv * cfg::ahead_bytes;
     unsigned char bytes[16 * row_bytes];
@@ -19,17 +21,28 @@ struct WarpElements {
     __device__ static u32 offset(u32 row, u32 pair, u32 half) { return pair * 512 + half * 256 + (row ^ (half * 4 + pair % 4)) * 16; }
 
     // Starts the copy of 16 rows of `given` bytes, `width` at a time; lane i has the address of row i % 16. What is not given is 0.
-    template <i32 width>
-    __device__ void fill(u64 from, i32 given) {
+    template <i32 width, class Copy>
+    __device__ void fill(u64 from, i32 given, Copy copy) {
         constexpr i32 parts = row_bytes / width;
         const i32 lane = threadIdx.x % 32;
-        const u32 to = ptx::smem_address(bytes);
-#pragma unroll (width / 4)
+#pragma unroll (width < 4 ? 8 : width < 16 ? 2 : parts / 2)
         for (i32 i = 0; i < parts / 2; ++i) {
             const i32 at = i * 32 + lane, row = at / parts, byte = at % parts * width;
-            const u64 source = __shfl_sync(0xffffffffu, from, row) + byte;
-            ptx::cp_async<width>(to + offset(row, byte / 32, byte / 16 % 2) + byte % 16, reinterpret_cast<const void*>(source), max(0, min(given - byte, width)));
+            copy(bytes + offset(row, byte / 32, byte / 16 % 2) + byte % 16, __shfl_sync(0xffffffffu, from, row) + byte, max(0, min(given - byte, width)));
         }
+    }
+    // As wide as all rows allow. Elements of two bytes at odd places wait for their bytes.
+    __device__ void fill(u64 from, i32 given, u32 misaligned) {
+        const auto start = [](auto width) {
+            return [](unsigned char* to, u64 source, i32 count) {
+                ptx::cp_async<decltype(width)::bytes>(ptx::smem_address(to), reinterpret_cast<const void*>(source), count);
+            };
+        };
+        if (misaligned == 0) fill<16>(from, given, start(Width<16>{}));
+        else if (misaligned % 4 == 0) fill<4>(from, given, start(Width<4>{}));
+        else fill<2>(from, given, [](unsigned char* to, u64 source, i32 count) {
+            *reinterpret_cast<u16*>(to) = count > 0 ? __ldg(reinterpret_cast<const u16*>(source)) : 0;
+        });
     }
     // This thread's elements in two pieces, two by two: of its upper and its lower row, and so on where each has more of them.
     template <class T>
@@ -57,7 +70,6 @@ struct WarpElements {
 template <class S>
 struct ScoreAhead : PlacedScore<S> {
     const WarpElements& elements;
-    const bool copied;
 
     template <int n>
     __device__ void logits(float (&s)[n]) const {
@@ -71,11 +83,6 @@ struct ScoreAhead : PlacedScore<S> {
     __device__ void map(const Row& upper, const Row& lower, float (&s)[n]) const {
         using T = decltype(upper.element());
         constexpr int each = 8 / sizeof(T);
-        if (!copied) {
-#pragma unroll
-            for (int i = 0; i < n; ++i) s[i] = (fragment_row(i) ? lower : upper).value(s[i], fragment_column(i));
-            return;
-        }
         ptx::cp_async_wait<1>();
         __syncwarp();
 #pragma unroll
@@ -97,15 +104,21 @@ struct ElementsAhead {
     struct Board { alignas(128) WarpElements places[4 * cfg::consumers][2]; };
 
     WarpElements (&places)[2];
-    u32 at = 0;         // the place of the tile at hand
-    i32 tile = -1;      // whose elements are in the other place, or on their way
-    bool copied = true;  // not so where a row begins at an odd element of two bytes
+    u32 at = 0;      // the place of the tile at hand
+    i32 tile = -1;   // whose elements are in the other place, or on their way
+    u64 from = 0;    // where row lane % 16 of the warp begins
+    u32 misaligned = 0;  // lowest bits of all rows' beginnings
 
     __device__ explicit ElementsAhead(Board& board) : places(board.places[threadIdx.x / 32 - 4]) {}
 
-    // Other rows follow.
-    __device__ void forget() { tile = -1; }
-    // Tile `index` is weighed next. `row` is this thread's upmost.
+    // Other rows follow. `row` is this thread's upmost.
+    template <class S>
+    __device__ void begin(const S& score, i32 row) {
+        const i32 lane = threadIdx.x % 32;
+        from = reinterpret_cast<u64>(score.row(row - lane / 4 + lane % 16, 0).at(0)), tile = -1;
+        misaligned = __reduce_or_sync(0xffffffffu, u32(from) % 16);
+    }
+    // Tile `index` is weighed next.
     template <class S>
     __device__ void come(const S& score, i32 row, i32 index) {
         at ^= 1;
@@ -117,16 +130,11 @@ struct ElementsAhead {
         ptx::cp_async_commit();
     }
     template <class S>
-    __device__ ScoreAhead<S> placed(const S& score, i32 row, i32 first) const { return {{score, row, first}, places[at], copied}; }
+    __device__ ScoreAhead<S> placed(const S& score, i32 row, i32 first) const { return {{score, row, first}, places[at]}; }
 
     template <class S>
-    __device__ void copy(const S& score, i32 row, i32 index, WarpElements& to) {
-        const i32 lane = threadIdx.x % 32;
-        const auto own = score.row(row - lane / 4 + lane % 16, index * cfg::tile_kv);
-        const u64 from = reinterpret_cast<u64>(own.at(0));
-        const i32 given = (min(own.last, cfg::tile_kv - 1) + 1) * cfg::ahead_bytes;
-        copied = !__any_sync(0xffffffffu, from % 4 != 0);
-        if (!__any_sync(0xffffffffu, from % 16 != 0)) to.template fill<16>(from, given);
-        else if (copied) to.template fill<4>(from, given);
+    __device__ void copy(const S& score, i32 row, i32 index, WarpElements& to) const {
+        const i32 first = index * cfg::tile_kv, given = min(score.row(row, first).last, cfg::tile_kv - 1) + 1;
+        to.fill(from + i64(first) * cfg::ahead_bytes, given * cfg::ahead_bytes, misaligned);
     }
 };

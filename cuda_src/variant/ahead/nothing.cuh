@@ -6,7 +6,7 @@ struct NothingAhead {
     struct Board {};
 
     __device__ explicit NothingAhead(Board&) {}
-    __device__ static void forget() {}
+    template <class S> __device__ static void begin(const S&, i32) {}
     template <class S> __device__ static void come(const S&, i32, i32) {}
     template <class S> __device__ static PlacedScore<S> placed(const S& score, i32 row, i32 first) { return {score, row, first}; }
 };
