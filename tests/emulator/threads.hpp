@@ -244,9 +244,8 @@ static void cp_async(u32 to, const void* from, u32 bytes = 16) {
     memset(raw + to, 0, 16);
     memcpy(raw + to, from, bytes);
 }
-template <int width>
-static void cp_async(u32 to, const void* from, u32 bytes) {
-    memset(raw + to, 0, width);
+static void cp_async_word(u32 to, const void* from, u32 bytes) {
+    memset(raw + to, 0, 4);
     memcpy(raw + to, from, bytes);
 }
 static void cp_async_commit() {}
