@@ -105,6 +105,11 @@ def rendered(op: Forward, config: Config, arch: str, fields: Fields, options: di
     return source(FILE, config_header(constants, fields, products, options), arch)
 
 
+def _keys_of_ring(config: Config) -> int:
+    """Keys that a ring holds, as far as more of them are of use: two stages of Q are worth less than those."""
+    return min(config.stages * config.tile_kv, 192)
+
+
 def _is_cut(op: Forward) -> bool:
     """Says whether dense sequences end before their rows of k and v do: a map of such tensors knows one end for all of them."""
     return op.kv_lens and not op.varlen
@@ -167,7 +172,7 @@ class AttnFwd(OneLaunch):
             if lists(op.mask):
                 own = [rings for rings in own if rings[0].tile_kv >= 64] or own
                 own = own[:1] + own[1:][-1:]
-            found += [config for rings in own for config in (rings[:1] if self.is_tried(op) else rings)]
+            found += [config for rings in own for config in ([max(rings, key=_keys_of_ring)] if self.is_tried(op) else rings)]
         return [c for c in found if c.tile_kv >= 64] or found
 
     def _deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[Config]:
