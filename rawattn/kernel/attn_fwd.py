@@ -125,6 +125,9 @@ class AttnFwd(OneLaunch):
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
+    def may_spill(self, op: Forward) -> bool:
+        return not lists(op.mask)  # warps that find tiles wait for what they spill
+
     def prefers(self, op: Forward) -> bool:
         return op.invariant or not tiling.is_few(op)  # attn_fwd_mma has more blocks for each, and shares tiles among heads
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from .. import compiler
@@ -66,6 +66,10 @@ class Kernel(abc.ABC, Generic[Op]):
         function."""
         return False
 
+    def may_spill(self, op: Op) -> bool:
+        """Says whether one that spills a few bytes may be better than a smaller one that does not."""
+        return False
+
     @abc.abstractmethod
     def legal(self, config: Any, op: Op, device: Device) -> str | None:
         """The reason why the configuration cannot be compiled and run for the operation; None where it can."""
@@ -109,19 +113,28 @@ class Kernel(abc.ABC, Generic[Op]):
 MOST_TRIED = 8  # configurations that are compiled to see whether they spill
 
 
-def without_spills(kernel: Kernel[Any], op: Any, device: Device, configs: list[Any]) -> Any:
-    """The first of some configurations that keeps all in registers: of those that are tried, or the one that spills least. Where
-    nothing can be compiled, the first; None for none."""
-    spilled: dict[Any, int] = {}
+SPILL = 1 / 1600  # of the cost: what a byte of a thread that is stored or loaded in place of a register takes; guessed
+
+
+def without_spills(
+    kernel: Kernel[Any], op: Any, device: Device, configs: list[Any], costs: Mapping[Any, float] | None = None
+) -> Any:
+    """The first of some configurations that keeps all in registers: of those that are tried, or the one that spills least; where
+    ``costs`` are given, in whose order they are, the cheapest with its spills. Where nothing can be compiled, the first; None for
+    none."""
+    found: dict[Any, float] = {}
     for config in configs[:MOST_TRIED]:
+        if costs and found and min(found.values()) <= costs[config]:
+            break
         try:
             binaries = [compiler.compile(launch.source) for launch in kernel.lower(op, config, device).launches]
         except UnsupportedError:
             return config
-        spilled[config] = sum(binary.spill_bytes for binary in binaries)
-        if not spilled[config]:
+        spilled = sum(binary.spill_bytes for binary in binaries)
+        found[config] = costs[config] * (1 + SPILL * spilled) if costs else spilled
+        if not spilled:
             break
-    return min(spilled, key=spilled.__getitem__, default=None)
+    return min(found, key=found.__getitem__, default=None)
 
 
 class OneLaunch(Kernel[Forward]):

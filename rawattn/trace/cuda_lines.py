@@ -48,7 +48,7 @@ _PAIRS = """
         return {result};
     }}"""
 _AHEAD = """
-    // Where the element is that a key reads, before that of the next key, and the value with one of two neighbours that were read.
+    // Where the element is that a key reads, before the next key's, and the value with one of two neighbours that were read.
     __device__ auto at(i32 offset) const {{
         const i32 inside = offset;{known}
         return {place};
@@ -256,7 +256,9 @@ class Writer:
             return ""
         text = next(iter(self.pairwise))
         place = _place(text)
-        known = "".join(f"\n        const {ctype} {name} = {line};" for ctype, name, line in _needed([place], self.lines["element"]))
+        known = "".join(
+            f"\n        const {ctype} {name} = {line};" for ctype, name, line in _needed([place], self.lines["element"])
+        )
         return _AHEAD.format(known=known, place=place, body=self.body().replace(text, "function::get<n>(two)"), result=result)
 
     def step(self, x: Expr, axis: int) -> str:
