@@ -34,13 +34,13 @@ struct Smem {
     QTile q[cfg::q_stages];
     KTile k[cfg::stages];
     VTile v[cfg::stages];
-    Ahead::Board ahead;
     ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages];
     ptx::Mbarrier k_full[cfg::stages], k_empty[cfg::stages];
     ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
     ptx::Mbarrier work_full[2], work_empty[2];
     WorkTile work[2];
     Walk::Board board;  // of stage s of K and of work i, as these are
+    Ahead::Board ahead;
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;

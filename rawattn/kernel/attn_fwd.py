@@ -70,7 +70,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     kv_rows = config.stages * config.tile_kv
     tiles = 128 * (q + kv_rows * (panels(op.head_dim) + panels(op.head_dim_v)))
     ahead = 2 * config.tile_q * config.tile_kv * ahead_bytes(op.score)
-    barriers = 8 * (1 + 2 * config.q_stages + 4 * config.stages + 4) + 24
+    barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
     return -(-(tiles + ahead + barriers) // 1024) * 1024
 
 
