@@ -162,8 +162,10 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
     for op in shapes:
         costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
         ordered = sorted(costs, key=costs.__getitem__)
-        charged = costs if kernel.may_spill(op) else None
-        modelled = without_spills(kernel, op, device, ordered, charged) if kernel.is_tried(op) else next(iter(ordered), None)
+        if kernel.is_tried(op):
+            modelled = without_spills(kernel, op, device, ordered, costs if kernel.may_spill(op) else None)
+        else:
+            modelled = next(iter(ordered), None)
         if modelled is not None and modelled not in found:
             has_record = kernel.has_records and isinstance(op, Forward)
             record = records.find(kernel.recorded, op, device) if has_record else None
