@@ -364,7 +364,8 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     The yardstick is the plain formula with logits and probabilities rounded to q's dtype. The largest ratio of its error in a row
     to the row's size, the root of the sum of its squared terms p |v|, is the same for all rows but for chance: o may err by twice
     this ratio times the row's size, and by 2 eps of the dtype times the row's largest element (in float32 and float64 the size is
-    the sum of p |v|, for the rounding of the sums themselves, and it may err by 2 eps times this).
+    the sum of p |v|, for the rounding of the sums themselves, and it may err by 2 eps times this; the ratio counts as at least
+    the sqrt(head_dim / 24) eps by which a sum of n terms, one after the other, errs, as the plain formula may sum by blocks).
 
     lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
     itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
@@ -392,7 +393,8 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     if functions.is_function(options.get("score")):
         added = _Added(**_fields(_sizes(q, k, options, 1))).forward(q, k, v, *_given(options), options.get("rows"))[1]
         lse_error += 2.0**-23 * tolerance.scaled * _finite(_float64(added))
-    return Expected(o, lse, tolerance.rows(plain_o, o, o_size), lse_error)
+    least = 0.0 if tolerance.is_16_bit else (q.shape[-1] / 24) ** 0.5
+    return Expected(o, lse, tolerance.rows(plain_o, o, o_size, least), lse_error)
 
 
 def expect_backward(

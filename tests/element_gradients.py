@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 
 from rawattn import functions, reference
 from rawattn.reference import Formula, Tile, make_formula
+from rawattn.trace.formulas import FORMULAS
 
 Array = npt.NDArray[Any]
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -45,6 +47,20 @@ class Sizes(Formula):
         super().scatter(sums, indices, abs(parts))
 
 
+class OfTanh(Sizes):
+    """The squares of what an error in tanh adds to the terms: kernels take it as 1 - 2 / (1 + exp 2x), so that it errs by 2^-21,
+    however small it is itself."""
+
+    def gather(self, gradients: Any, dot: Any, place: tuple[int, int], tile: Tile) -> None:
+        score = functions.of_lengths(self.score, *tile.lengths)
+        exact = [*score.element_gradients(self.xp, dot, *place, tile.q, tile.kv)]
+        with mock.patch.dict(FORMULAS, {"tanh": lambda xp, x: xp.tanh(x) + 2.0**-21}):
+            moved = [*score.element_gradients(self.xp, dot, *place, tile.q, tile.kv)]
+        for (i, indices, a), (_, _, b) in zip(exact, moved, strict=True):
+            if i in self.sums:
+                self.scatter(self.sums[i], indices, self.xp.where(tile.kept, (gradients * (b - a)) ** 2, 0.0))
+
+
 class Expected(NamedTuple):
     """The gradients of some arrays, and the error that each number of them may have."""
 
@@ -69,22 +85,25 @@ def expect(
 ) -> Expected:  # fmt: skip
     """Returns what ``attention_backward`` must give for these arrays, from the o and lse that are given: these are rounded, but
     what is computed of them is not, so that an error is that of the sums, of the exponent, and of weights too small to be
-    numbers. Each of the ``operations`` of a derivative that has many rounds, too."""
+    numbers. Each of the ``operations`` of a derivative that has many rounds, too, and each tanh in it errs (``OfTanh``)."""
     starts = cu_seqlens_q, cu_seqlens_kv
     asked = {"causal": False, "window": None, "softcap": None, "scale": None, "mask": None, **options}
     formula = make_formula(q, k, "float64", lambda x: x, **asked, score=score, starts=starts)
     own, captured = functions.taken({"score": score})
     numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(own, captured, tuple(wrt))]
-    exact, size, reach = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(3))
+    exact, size, reach, of_tanh = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(4))
     fields = {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
     given = do, q, k, v, o, lse, dlse, starts, (q_lens, kv_lens)
     _add(dataclasses.replace(formula, sums=exact), *given, abs_delta=False)
     _add(Sizes(**fields | {"sums": size}), *given, abs_delta=True)
     _add(Sizes(**fields | {"sums": reach, "flat": True}), *given, abs_delta=True)
     is_double = dtype_of(q) == "float64"
+    if operations and not is_double:
+        _add(OfTanh(**fields | {"sums": of_tanh}), *given, abs_delta=True)
     eps, lost = (EPS["float64"], 0.0) if is_double else (EPS["float32"], LEAST_WEIGHT)
+    rounds = (4 + operations / 2) * eps
     errors = [
-        (4 + operations / 2) * eps * size[i] + lost * reach[i] + EPS[dtype_of(x)] * abs(exact[i]) + LEAST[dtype_of(x)]
+        rounds * size[i] + 4 * of_tanh[i] ** 0.5 + lost * reach[i] + EPS[dtype_of(x)] * abs(exact[i]) + LEAST[dtype_of(x)]
         for i, x in zip(numbers, wrt, strict=True)
     ]
     return Expected([exact[i] for i in numbers], errors)
