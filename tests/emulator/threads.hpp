@@ -92,7 +92,7 @@ static long progress, switches;
 static std::vector<std::function<void()>> copies;  // of TMA, on their way
 // A thread's asynchronous copies, by groups: they are made as late as may be, when it waits for them. The last group is open.
 struct Copy { u32 to, width, bytes; const void* from; };
-static std::vector<std::vector<Copy>> groups[1024];
+static std::vector<std::vector<Copy>> copy_groups[1024];
 static bool waited[1024];                          // for the launch in front
 
 static void yield() {
@@ -185,7 +185,7 @@ static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::
         for (Meeting& each : named) each = {};
         for (Meeting& each : warps) each = {};
         memset(waited, !uses_pdl, sizeof waited);
-        for (auto& own : groups) own.clear();
+        for (auto& own : copy_groups) own.clear();
         fibers.clear();
         for (i32 i = 0; i < threads; ++i) {
             auto& fiber = *fibers.emplace_back(std::make_unique<Fiber>());
@@ -245,19 +245,19 @@ static void launch_dependents() {}
 static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
 static void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }
 static void finish_copies(u32 pending) {
-    auto& own = groups[threadIdx.x];
+    auto& own = copy_groups[threadIdx.x];
     const size_t ended = own.empty() ? 0 : own.size() - 1, count = ended > pending ? ended - pending : 0;
     for (size_t i = 0; i < count; ++i)
         for (const Copy& each : own[i]) memset(raw + each.to, 0, each.width), memcpy(raw + each.to, each.from, each.bytes);
     own.erase(own.begin(), own.begin() + count);
 }
 static void start_copy(const Copy& copy) {
-    if (groups[threadIdx.x].empty()) groups[threadIdx.x].resize(1);
-    groups[threadIdx.x].back().push_back(copy);
+    if (copy_groups[threadIdx.x].empty()) copy_groups[threadIdx.x].resize(1);
+    copy_groups[threadIdx.x].back().push_back(copy);
 }
 static void cp_async(u32 to, const void* from, u32 bytes = 16) { start_copy({to, 16, bytes, from}); }
 static void cp_async_word(u32 to, const void* from, u32 bytes) { start_copy({to, 4, bytes, from}); }
-static void cp_async_commit() { groups[threadIdx.x].resize(groups[threadIdx.x].empty() ? 2 : groups[threadIdx.x].size() + 1); }
+static void cp_async_commit() { copy_groups[threadIdx.x].resize(copy_groups[threadIdx.x].empty() ? 2 : copy_groups[threadIdx.x].size() + 1); }
 template <int pending> void cp_async_wait() { finish_copies(pending); }
 // Blocks run one after the other: a turn that has not come never will.
 static i32 load_acquire(const i32* from) { return yield(), *from; }
