@@ -13,12 +13,14 @@ gathers for every step: a copy, of which a warning tells once.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 
 from .. import api, serving
 from ..errors import UnsupportedError
@@ -34,8 +36,11 @@ def continuous_batching(model: Any) -> Iterator[Any]:
     >>> with continuous_batching(model):
     ...     outputs = model.generate_batch(prompts, generation_config)
 
-    Other calls of the model are refused meanwhile; afterwards its implementations are what they were.
+    Other calls of the model are refused meanwhile; afterwards its implementations are what they were. Raises UnsupportedError
+    where transformers is older than 5.19, whose batching takes the implementations that it knows alone.
     """
+    if "page_size" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters:  # as it is called since
+        raise UnsupportedError(f"transformers is {transformers.__version__}; continuous batching by rawattn needs 5.19 or newer.")
     before = [(config, config._attn_implementation) for config in _configs(model.config)]
     model.config._attn_implementation = NAME  # of all parts
     try:

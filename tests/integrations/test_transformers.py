@@ -229,10 +229,25 @@ def test_dropout() -> None:
 PROMPTS = [IDS[0, :n].tolist() for n in (3, 17, 40, 1)] + [IDS[0, :17].tolist()]  # which have pages in common
 
 
+def is_new() -> bool:
+    return tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 19)
+
+
+def test_older_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Config:
+        def __init__(self, block_size: int) -> None: ...
+
+    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", Config)
+    with pytest.raises(UnsupportedError, match=r"needs 5\.19"), door.continuous_batching(make("Llama")):
+        pass
+
+
 def serve(model: Any) -> list[list[int]]:
     pytest.importorskip("psutil", reason="transformers' paged cache needs psutil")
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+    if not is_new():
+        pytest.skip("continuous batching needs transformers 5.19")
     batching = ContinuousBatchingConfig(page_size=8, num_blocks=40, max_batch_tokens=32)
     greedy = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with door.continuous_batching(model):
@@ -270,6 +285,7 @@ def test_position_bias_beside_floats() -> None:
         door.attention(torch.nn.Module(), q, q, q, q[..., :4], position_bias=q[..., :4])
 
 
+@pytest.mark.skipif(not is_new(), reason="continuous batching needs transformers 5.19")
 def test_continuous_batching_refuses() -> None:
     q = torch.ones(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="cache is None; rawattn_flash serves continuous batching alone"):
@@ -529,6 +545,7 @@ def test_layers_that_share_keys(name: str) -> None:
     assert all((x - y).abs().max() < 3e-6 for x, y in zip(wanted, others, strict=True))
 
 
+@pytest.mark.skipif(not is_new(), reason="continuous batching needs transformers 5.19")
 def test_continuous_batching_gives_implementations_back() -> None:
     """Those of a model's parts, too, which may differ."""
     model = torch.nn.Module()

@@ -37,7 +37,7 @@ try:
     print("it ended")
 except Exception as error:
     assert watchdog.LOST.search(str(error)), error
-print(*map(watchdog.words, watchdog.page().take()), sep="\\n")
+print(*watchdog.page().told(), sep="\\n")
 """
 FAULTS = {
     "none": (("", "", ""), ("it ended",)),

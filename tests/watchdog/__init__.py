@@ -39,7 +39,8 @@ EDITS: Mapping[str, tuple[tuple[str, str], ...]] = {  # of every file in which a
     "variant/store/dq_ordered.cuh": (TURN,),
     "variant/store/dq_red_ordered.cuh": (TURN,),
 }
-NOTES = 64  # that there is room for
+NOTES = 4096  # that there is room for: of all warps of a GPU
+TOLD = 64  # of them, in words
 LONGEST = 600  # seconds of a test
 LOST = re.compile("LAUNCH_FAILED|LaunchFailure|launch fail", re.IGNORECASE)
 PATIENT: list[Source] = []  # sources that were made, by their numbers in notes less 1
@@ -117,10 +118,15 @@ class Page:
         self.numbers[:] = 0
 
     def take(self) -> list[Note]:
-        """The notes that were left since."""
+        """The notes that were left since, those on turns first: who waits for a turn has others wait for barriers."""
         found = [Note(*map(int, each[:6])) for each in self.numbers if each[0]]
         self.numbers[:] = 0
-        return sorted(found)
+        return sorted(found, key=lambda note: (-note.kind, note))
+
+    def told(self) -> list[str]:
+        """The same as lines."""
+        found = self.take()
+        return [*map(words, found[:TOLD]), *([f"and {len(found) - TOLD} more"] if len(found) > TOLD else [])]
 
 
 page = functools.cache(Page)
@@ -148,7 +154,7 @@ def give_up(item: pytest.Item) -> None:
         capture.suspend_global_capture(in_=True)
     print(
         f"\nwatchdog: {item.nodeid} has taken {LONGEST} s. The process ends.",
-        *map(words, page().take()),
+        *page().told(),
         sep="\n",
         file=sys.stderr,
     )
@@ -176,7 +182,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if item.config.getoption("watchdog") is not None and call.excinfo is not None and LOST.search(str(call.excinfo.value)):
-        lines = list(map(words, page().take())) or ["A kernel ended, and no thread left a note: it was no wait."]
+        lines = page().told() or ["A kernel ended, and no thread left a note: it was no wait."]
         report.sections.append(("watchdog", "\n".join(lines)))
         item.session.shouldstop = "the device's context is lost with the kernel that ended"
     return report
