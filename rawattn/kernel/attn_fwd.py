@@ -15,7 +15,7 @@ from ..operation import Forward
 from ..program import Field, Fields, PageRows, TensorMap
 from ..render import config_header, source, wgmma
 from ..variant import Option, kv, order, rows, softmax, store
-from ..variant.ahead import ahead_bytes, ahead_of
+from ..variant.ahead import ahead_of, bytes_in_smem
 from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
@@ -69,7 +69,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     q = config.q_stages * config.tile_q * panels(op.head_dim)
     kv_rows = config.stages * config.tile_kv
     tiles = 128 * (q + kv_rows * (panels(op.head_dim) + panels(op.head_dim_v)))
-    ahead = 2 * config.tile_q * config.tile_kv * ahead_bytes(op.score)
+    ahead = 2 * config.tile_q * config.tile_kv * bytes_in_smem(op.score)
     barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
     return -(-(tiles + ahead + barriers) // 1024) * 1024
 

@@ -29,12 +29,29 @@ class ElementsAhead(Option):
         return {"ahead_bytes": self.bytes}
 
 
+@dataclasses.dataclass(frozen=True)
+class PrefetchedElements(Option):
+    """Elements of ``bytes`` bytes, one for each pair of a query and a key, come to L2 a tile ahead."""
+
+    bytes: int
+    type: ClassVar[str] = "PrefetchedElements"
+    source: ClassVar[str] = "variant/ahead/prefetched.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ahead_bytes": self.bytes}
+
+
 def ahead_of(score: object) -> Option:
-    """The option for a score."""
-    found = ahead_bytes(score)
-    return ElementsAhead(found) if found else NothingAhead()
+    """The option for a score. Elements of four bytes fill a warp's pieces of shared memory at a cost that loads of them have not
+    (perf/notes/functions.md)."""
+    found = getattr(score, "ahead_bytes", 0)
+    if not found:
+        return NothingAhead()
+    return ElementsAhead(found) if found == 2 else PrefetchedElements(found)
 
 
-def ahead_bytes(score: object) -> int:
-    """The bytes of such an element that a score reads, or 0."""
-    return getattr(score, "ahead_bytes", 0)
+def bytes_in_smem(score: object) -> int:
+    """The bytes of each element that comes to shared memory, or 0."""
+    found = ahead_of(score)
+    return found.bytes if isinstance(found, ElementsAhead) else 0

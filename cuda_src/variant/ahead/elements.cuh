@@ -12,43 +12,35 @@
 #include "variant/function/element.cuh"
 
 struct WarpElements {
-    static constexpr i32 row_bytes = cfg::tile_kv * cfg::ahead_bytes, pairs = row_bytes / 32;
+    static constexpr i32 row_bytes = cfg::tile_kv * cfg::ahead_bytes;
     unsigned char bytes[16 * row_bytes];
 
-    // Where a piece is: number 2 pair + half.
+    // Where a piece is; that of number 2 pair + half is 512 pair behind the half's, but for the order.
     __device__ static u32 offset(u32 row, u32 pair, u32 half) { return pair * 512 + half * 256 + (row ^ (half * 4 + pair % 4)) * 16; }
-    __device__ u32 mine(i32 pair) const {
-        const u32 lane = threadIdx.x % 32;
-        return ptx::smem_address(bytes) + offset(lane / 2, pair, lane % 2);
-    }
 
-    // Starts the copy of every second piece of row lane / 2, from lane % 2 on, of which `given` bytes are there; the others become 0.
-    __device__ void fill(const unsigned char* from, i32 given) {
-        if (given >= row_bytes - 16) {
-#pragma unroll
-            for (i32 i = 0; i < pairs; ++i) ptx::cp_async(mine(i), from + i * 32);
-        } else {
-#pragma unroll 1
-            for (i32 i = 0; i < pairs; ++i) ptx::cp_async(mine(i), from + i * 32, max(0, min(given - i * 32, 16)));
+    // Starts the copy of 16 rows of `given` bytes, `width` at a time; lane i has the address of row i % 16. What is not given is 0.
+    template <i32 width, class Copy>
+    __device__ void fill(u64 from, i32 given, Copy copy) {
+        constexpr i32 parts = row_bytes / width;
+        const i32 lane = threadIdx.x % 32;
+#pragma unroll(width < 4 ? 8 : width < 16 ? 2 \
+                                          : parts / 2)
+        for (i32 i = 0; i < parts / 2; ++i) {
+            const i32 at = i * 32 + lane, row = at / parts, byte = at % parts * width;
+            copy(bytes + offset(row, byte / 32, byte / 16 % 2) + byte % 16, __shfl_sync(0xffffffffu, from, row) + byte, max(0, min(given - byte, width)));
         }
     }
-    // The same of rows that begin where no 16 bytes do, by words ...
-    __device__ void fill_words(const unsigned char* from, i32 given) {
-#pragma unroll 1
-        for (i32 i = 0; i < 4 * pairs; ++i) ptx::cp_async_word(mine(i / 4) + i % 4 * 4, from + i / 4 * 32 + i % 4 * 4, max(0, min(given - i / 4 * 32 - i % 4 * 4, 4)));
-    }
-    // ... or, of elements of two bytes at odd places, by threads that wait for them.
-    __device__ void fill_halves(const unsigned char* from, i32 given) {
-        const u32 lane = threadIdx.x % 32;
-#pragma unroll 1
-        for (i32 i = 0; i < pairs; ++i) {
-            u16 x[8];
-#pragma unroll
-            for (i32 j = 0; j < 8; ++j) x[j] = i * 32 + j * 2 < given ? __ldg(reinterpret_cast<const u16*>(from + i * 32) + j) : 0;
-            u32* const to = reinterpret_cast<u32*>(bytes + offset(lane / 2, i, lane % 2));
-#pragma unroll
-            for (i32 j = 0; j < 4; ++j) to[j] = x[2 * j] | u32(x[2 * j + 1]) << 16;
-        }
+    // As wide as all rows allow. Elements of two bytes at odd places wait for their bytes.
+    __device__ void fill(u64 from, i32 given, u32 misaligned) {
+        if (misaligned == 0) fill<16>(from, given, [](unsigned char* to, u64 source, i32 count) {
+            ptx::cp_async(ptx::smem_address(to), reinterpret_cast<const void*>(source), count);
+        });
+        else if (misaligned % 4 == 0) fill<4>(from, given, [](unsigned char* to, u64 source, i32 count) {
+            ptx::cp_async_word(ptx::smem_address(to), reinterpret_cast<const void*>(source), count);
+        });
+        else fill<2>(from, given, [](unsigned char* to, u64 source, i32 count) {
+            *reinterpret_cast<u16*>(to) = count > 0 ? __ldg(reinterpret_cast<const u16*>(source)) : 0;
+        });
     }
     // This thread's elements in two pieces, two by two: of its upper and its lower row, and so on where each has more of them.
     template <class T>
@@ -112,8 +104,8 @@ struct ElementsAhead {
     WarpElements (&places)[2];
     u32 at = 0;      // the place of the tile at hand
     i32 tile = -1;   // whose elements are in the other place, or on their way
-    const unsigned char* from = nullptr;  // this thread's first piece of row lane / 2 of the warp, at key 0
-    u32 misaligned = 0;                   // lowest bits of where pieces begin
+    u64 from = 0;    // where row lane % 16 of the warp begins
+    u32 misaligned = 0;  // lowest bits of all rows' beginnings
 
     __device__ explicit ElementsAhead(Board& board) : places(board.places[threadIdx.x / 32 - 4]) {}
 
@@ -121,8 +113,8 @@ struct ElementsAhead {
     template <class S>
     __device__ void begin(const S& score, i32 row) {
         const i32 lane = threadIdx.x % 32;
-        from = reinterpret_cast<const unsigned char*>(score.row(row - lane / 4 + lane / 2, 0).at(0)) + lane % 2 * 16, tile = -1;
-        misaligned = __reduce_or_sync(0xffffffffu, u32(reinterpret_cast<u64>(from)) % 16);
+        from = reinterpret_cast<u64>(score.row(row - lane / 4 + lane % 16, 0).at(0)), tile = -1;
+        misaligned = __reduce_or_sync(0xffffffffu, u32(from) % 16);
     }
     // Tile `index` is weighed next.
     template <class S>
@@ -140,11 +132,7 @@ struct ElementsAhead {
 
     template <class S>
     __device__ void copy(const S& score, i32 row, i32 index, WarpElements& to) const {
-        const i32 key = index * cfg::tile_kv, keys = min(score.row(row, key).last, cfg::tile_kv - 1) + 1;
-        const i32 given = keys * cfg::ahead_bytes - i32(threadIdx.x) % 2 * 16;
-        const unsigned char* const at = from + i64(key) * cfg::ahead_bytes;
-        if (misaligned == 0) to.fill(at, given);
-        else if (misaligned % 4 == 0) to.fill_words(at, given);
-        else to.fill_halves(at, given);
+        const i32 first = index * cfg::tile_kv, given = min(score.row(row, first).last, cfg::tile_kv - 1) + 1;
+        to.fill(from + i64(first) * cfg::ahead_bytes, given * cfg::ahead_bytes, misaligned);
     }
 };
