@@ -56,6 +56,18 @@ def test_masks(name: str, kernel: Any) -> None:
         check(dataclasses.replace(CASE, q_len=n, kv_len=m), kernel, mask=on_gpu(name, n, m))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("begin", [0, 1, 2, 3, 4])
+def test_elements_for_each_pair_wherever_rows_begin(begin: int, dtype: str) -> None:
+    """Rows that begin at 16 bytes, at words, and at odd elements of two bytes; with keys that are left out between."""
+    every = torch.randn(2, 2, 333, 480 + begin % 2, device="cuda", dtype=getattr(torch, dtype))
+    bias, ids = every[..., begin : begin + 470], torch.arange(470, device="cuda", dtype=torch.int32) // 150
+    check(CASE, ATTN_FWD, bias=bias)
+    check(CASE, ATTN_FWD, bias=bias, causal=True)
+    check(CASE, ATTN_FWD, score=lambda s, b, h, q, kv: s + bias[b, h, q, kv], mask=lambda q, kv: (ids[q] == ids[kv]) | (kv < 2))
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str, kernel: Any) -> None:
