@@ -34,10 +34,8 @@ def configs_of(op: Forward) -> list[Config]:
     chunk = min(64, -(-widest // 16) * 16)
     if op.element.lse_bytes == 8:
         tiles = [(tile, tile, 1) for tile, most in ((64, 64), (32, 128), (16, 512)) if widest <= most]
-    elif widest <= 64:
-        tiles = [(64, 64, 2), (32, 32, 1)]
     else:
-        tiles = [(128, 64, 1)] * (widest <= 128) + [(64, 64, 1)] * (widest <= 192) + [(32, 32, 1)]
+        tiles = [(64, 64, 2 if widest <= 128 else 1)] * (widest <= 192) + [(32, 32, 1)]
     return [Config(tile_q, tile_kv, chunk, blocks) for tile_q, tile_kv, blocks in tiles]
 
 
