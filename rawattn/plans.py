@@ -318,6 +318,7 @@ class GpuCall:
         self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
+        self.there: tuple[int, ...] = ()  # addresses of arrays that lie anywhere, as whoever keeps the call last looked at them
         self._changed: dict[str, Any] = {}  # numbers that functions captured, where they are not the plan's own
         self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
         self._late = [
@@ -396,6 +397,8 @@ class GpuCall:
         key = (stream_id, *places)
         launches, of = self._launches.get(key, (None, ()))
         if launches is None or capturing or of != addresses:
+            if captured:
+                self._check_memory(captured)
             if launches is None and not given:  # any launches on the stream that write to what was made
                 launches, _ = self._launches.get(stream_id, (None, ()))
             if launches is None or capturing or given:
@@ -411,6 +414,12 @@ class GpuCall:
         for x in given:
             arrays.written(x)
         return results if self._is_torch else to_libraries(results, given, like)
+
+    def _check_memory(self, captured: tuple[Any, ...]) -> None:
+        """Raises ProblemError where a captured tensor's storage was freed: kept calls know how such arrays lie, not where."""
+        if self._is_torch and not arrays.are_held(captured):
+            for operand, x in zip(self._plan.op.captured, captured, strict=True):
+                arrays.read(x, operand.label)
 
     def _place(self, out: Any) -> Any:
         """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import arrays, driver, functions, memory
@@ -173,7 +173,7 @@ def attend(
     check_lse(lse, asked.spec.return_lse)
     captured, (like, places) = asked.captured, like_of(q, cache, step, sinks, asked.captured)
     key = None if like is None else (asked.key, like)
-    call: GpuCall | CpuCall | None = None if key is None else _calls.get(key)
+    call: GpuCall | CpuCall | None = kept_of(_calls, key, (q, sinks), places)
     if call is None:
         call, captured, places = _first(q, cache, step, asked, sinks)
         if key is not None and isinstance(call, GpuCall):
@@ -192,6 +192,17 @@ def like_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any,
     if like is None or forms is None:
         return None, ()
     return (like[0], cache.held.alike, cache.held.places, step.held.alike, forms), like[1]
+
+
+def kept_of(calls: Mapping[Any, Any], key: Any, given: tuple[Any, ...], places: tuple[int, ...]) -> Any:
+    """The call that is kept for tensors that lie so, at these places; None where there is none, and where a storage has no room
+    for its tensor, which the address of a view does not say."""
+    call = None if key is None else calls.get(key)
+    if call is not None and call.there != places:
+        if not arrays.are_held(given):
+            return None
+        call.there = places
+    return call
 
 
 def loose_of(step: Step, sinks: Any) -> tuple[str, ...]:
@@ -337,7 +348,7 @@ def write(
         key = (like[0], in_place, cache.held.alike, cache.held.places, *[x.alike for x in beside])
         places = like[1] if in_place or q_out is None else like[1][:-1]
         kept = _calls.get(key)
-        call = kept.call if kept is not None and kept.is_apart(places) else None
+        call = kept.call if kept is not None and kept.is_apart(places, own) else None
     if call is None:
         op, found = _append_of(cache, step, rotary, given)
         names = tuple([name for name in ("k", "v", "slots", "q") if name in found])
@@ -363,10 +374,13 @@ class _Write:
         self._q = names.index("q") if in_place else None
         self._apart: tuple[int, ...] = ()
 
-    def is_apart(self, places: tuple[int, ...]) -> bool:
-        """Says whether arrays at these addresses lie apart from what is written; where their ends alone do not tell, False."""
+    def is_apart(self, places: tuple[int, ...], given: tuple[Any, ...]) -> bool:
+        """Says whether arrays at these addresses have memory, apart from what is written; where their ends alone do not tell,
+        False."""
         if places == self._apart:
             return True
+        if not arrays.are_held(given):
+            return False
         spans = [(place + begin, place + end) for place, (begin, end) in zip(places, self._sizes, strict=True)]
         for i, (first, last) in enumerate(spans):
             written = self._pools if self._q in (None, i) else [*self._pools, spans[self._q]]

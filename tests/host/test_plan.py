@@ -324,6 +324,21 @@ def freed() -> Any:
     return found
 
 
+def test_a_captured_array_that_was_freed() -> None:
+    """It is looked at wherever a kept call finds it elsewhere than before."""
+    call, rows = tensors(), torch.zeros(2, 80)
+    last = rows[1]
+    plan = rawattn.plan(**call, score=(add := lambda s, q, kv: s + last[kv]))
+    for _ in range(2):
+        rawattn.attention(**call, score=add), plan.run(*call.values(), last)
+    rows.untyped_storage().resize_(0)
+    LAUNCHED.clear()
+    for run in (lambda: rawattn.attention(**call, score=add), lambda: plan.run(*call.values(), last)):
+        with pytest.raises(ProblemError, match=r"^last, which score captured, is a"):
+            run()
+    assert not LAUNCHED
+
+
 WRONG: dict[str, Any] = {
     "k of another dtype": lambda x: {"k": x["k"].half()},
     "k of another length": lambda x: {"k": torch.cat([x["k"]] * 2, 1)},
