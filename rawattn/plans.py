@@ -295,6 +295,14 @@ def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple
 _address = struct.Struct("<Q").pack_into
 
 
+def _as_float32(x: Any) -> Any:
+    """A float that a function captured as float32 has it, which no ``struct`` makes: infinite beyond the largest."""
+    if not isinstance(x, float):
+        return x
+    with np.errstate(over="ignore"):
+        return float(np.float32(x))
+
+
 class GpuCall:
     """A plan on arrays of a GPU: all is known but where the results go, and the stream.
 
@@ -364,7 +372,8 @@ class GpuCall:
         """The arguments of a launch with the numbers in them that are not the plan's own."""
         for name, value in self._changed.items():
             if (offset := loaded.layout.offsets.get(name)) is not None:
-                struct.pack_into(loaded.layout.formats[name], memory, offset, value)
+                is_float32 = loaded.layout.formats[name] == "<f"
+                struct.pack_into(loaded.layout.formats[name], memory, offset, _as_float32(value) if is_float32 else value)
         return memory
 
     def has_lengths_of(self, other: GpuCall) -> bool:
@@ -478,7 +487,11 @@ class GpuCall:
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
         """The arguments of a launch but for addresses and the inputs' lengths, with outputs that are made."""
-        block = bytearray(loaded.only_values.pack(*loaded.values(launch.values)))
+        values = loaded.values(launch.values)
+        try:
+            block = bytearray(loaded.only_values.pack(*values))
+        except OverflowError:
+            block = bytearray(loaded.only_values.pack(*map(_as_float32, values)))
         for fill, write, offset in loaded.inputs:
             write(block, offset, self._of_input(fill))
         if loaded.outputs:
