@@ -654,3 +654,12 @@ def test_a_slow_kernel_is_told_of_where_it_is_called() -> None:
             forget()
             run(**{name: x.float() for name, x in tensors().items()})
         assert [(each.category, each.filename) for each in caught] == [(SlowKernelWarning, __file__)]
+
+
+def test_another_order_of_lengths() -> None:
+    """Lengths that q, k and v of an earlier call had, on others of them."""
+    long, short = torch.zeros(2, 2, 128, 4, 64).bfloat16(), torch.zeros(2, 80, 4, 64).bfloat16()
+    rawattn.attention(short, *long)
+    with pytest.raises(ProblemError, match="v has shape"):
+        rawattn.attention(*long, short)
+    rawattn.attention(long[0], short, short)
