@@ -346,18 +346,18 @@ def write(
     like = arrays.forms_and_places(own if in_place or q_out is None else (*own, q_out))
     if like is not None and not [x for x in (cache.held, *beside) if x.requires_grad]:
         key = (like[0], in_place, cache.held.alike, cache.held.places, *[x.alike for x in beside])
-        places = like[1] if in_place or q_out is None else like[1][:-1]
+        places = sum([x.places for x in beside], like[1] if in_place or q_out is None else like[1][:-1])
         kept = _calls.get(key)
         call = kept.call if kept is not None and kept.is_apart(places, own) else None
     if call is None:
         op, found = _append_of(cache, step, rotary, given)
         names = tuple([name for name in ("k", "v", "slots", "q") if name in found])
-        places = tuple([found[name].pointer for name in names])
+        places = sum([x.places for x in beside], tuple([found[name].pointer for name in names]))
         loose = (*names, *({} if step is None else step.arrays), *({} if rotary is None else rotary.arrays))
         call = _call_of(op, found, cache.layout, loose=loose)
         if isinstance(call, GpuCall) and key is not None:
-            cache_put(_calls, key, _Write(call, found, names, in_place), KEPT_CALLS)
-    results = call(k, None if in_place else q_out, (), sum([x.places for x in beside], places))
+            cache_put(_calls, key, _Write(call, found, loose, in_place), KEPT_CALLS)
+    results = call(k, None if in_place else q_out, (), places)
     for pool in (cache.k, cache.v):
         arrays.written(pool)
     return q_out if in_place else results[0] if results else None
@@ -370,7 +370,8 @@ class _Write:
     def __init__(self, call: GpuCall, found: dict[str, Array], names: tuple[str, ...], in_place: bool) -> None:
         self.call = call
         self._pools = [memory.extent(found[name]) for name in ("k_cache", "v_cache")]
-        self._sizes = [[x - found[name].pointer for x in memory.extent(found[name])] for name in names]
+        read = [found.get(name) for name in names]  # but for those of the step that nothing reads
+        self._sizes = [[x - array.pointer for x in memory.extent(array)] if array else [0, 0] for array in read]
         self._q = names.index("q") if in_place else None
         self._apart: tuple[int, ...] = ()
 

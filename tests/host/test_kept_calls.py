@@ -287,6 +287,11 @@ def test_what_is_appended_lies_apart_from_the_cache() -> None:
         rawattn.append(CACHE, step, *NEW, rotary=rotary, q=(x := POOL[0].view(-1)[: q.numel()].view(q.shape)), q_out=x)
     with pytest.raises(ProblemError, match="q_out overlaps k in memory"):
         rawattn.append(CACHE, step, q.view(-1)[: NEW[0].numel()].view(NEW[0].shape), NEW[1], rotary=rotary, q=q, q_out=q)
+    with pytest.raises(ProblemError, match="q_out overlaps cos in memory"):
+        angles = q.view(-1)[:512].view(torch.float32).view(16, 16), torch.zeros(16, 16)
+        rawattn.append(CACHE, step, *NEW, rotary=rawattn.Rotary(*torch.zeros(2, 16, 16)), q=Q, q_out=Q)
+        LAUNCHED.clear()
+        rawattn.append(CACHE, step, *NEW, rotary=rawattn.Rotary(*angles), q=q, q_out=q)
     assert not LAUNCHED
     between = rows(PAGES, 16, 2, 3 * 64)  # k and v of a cache, and rows to append between them
     cache = rawattn.KVCache(between[..., :64], between[..., 64:128])
