@@ -279,6 +279,11 @@ def have_memory(given: tuple[Any, ...], signatures: tuple[tuple[Any, ...], ...])
     return all(_fits(x, each[2], each[3]) for x, each in zip(given, signatures, strict=True) if each)
 
 
+def are_held(given: tuple[Any, ...]) -> bool:
+    """``have_memory`` of torch tensors without their signatures."""
+    return all(x is None or _fits(x, x.size(), x.stride()) for x in given)
+
+
 def address(x: Any) -> int:
     """Returns the address where a torch or CuPy array begins."""
     return x.data_ptr() if isinstance(x, _tensor) else x.data.ptr

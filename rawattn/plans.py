@@ -295,6 +295,14 @@ def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple
 _address = struct.Struct("<Q").pack_into
 
 
+def _as_float32(x: Any) -> Any:
+    """A float that a function captured as float32 has it, which no ``struct`` makes: infinite beyond the largest."""
+    if not isinstance(x, float):
+        return x
+    with np.errstate(over="ignore"):
+        return float(np.float32(x))
+
+
 class GpuCall:
     """A plan on arrays of a GPU: all is known but where the results go, and the stream.
 
@@ -318,6 +326,7 @@ class GpuCall:
         self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
+        self.there: tuple[int, ...] = ()  # addresses of arrays that lie anywhere, as whoever keeps the call last looked at them
         self._changed: dict[str, Any] = {}  # numbers that functions captured, where they are not the plan's own
         self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
         self._late = [
@@ -363,7 +372,8 @@ class GpuCall:
         """The arguments of a launch with the numbers in them that are not the plan's own."""
         for name, value in self._changed.items():
             if (offset := loaded.layout.offsets.get(name)) is not None:
-                struct.pack_into(loaded.layout.formats[name], memory, offset, value)
+                is_float32 = loaded.layout.formats[name] == "<f"
+                struct.pack_into(loaded.layout.formats[name], memory, offset, _as_float32(value) if is_float32 else value)
         return memory
 
     def has_lengths_of(self, other: GpuCall) -> bool:
@@ -396,6 +406,8 @@ class GpuCall:
         key = (stream_id, *places)
         launches, of = self._launches.get(key, (None, ()))
         if launches is None or capturing or of != addresses:
+            if captured:
+                self._check_memory(captured)
             if launches is None and not given:  # any launches on the stream that write to what was made
                 launches, _ = self._launches.get(stream_id, (None, ()))
             if launches is None or capturing or given:
@@ -411,6 +423,12 @@ class GpuCall:
         for x in given:
             arrays.written(x)
         return results if self._is_torch else to_libraries(results, given, like)
+
+    def _check_memory(self, captured: tuple[Any, ...]) -> None:
+        """Raises ProblemError where a captured tensor's storage was freed: kept calls know how such arrays lie, not where."""
+        if self._is_torch and not arrays.are_held(captured):
+            for operand, x in zip(self._plan.op.captured, captured, strict=True):
+                arrays.read(x, operand.label)
 
     def _place(self, out: Any) -> Any:
         """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
@@ -469,7 +487,11 @@ class GpuCall:
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
         """The arguments of a launch but for addresses and the inputs' lengths, with outputs that are made."""
-        block = bytearray(loaded.only_values.pack(*loaded.values(launch.values)))
+        values = loaded.values(launch.values)
+        try:
+            block = bytearray(loaded.only_values.pack(*values))
+        except OverflowError:
+            block = bytearray(loaded.only_values.pack(*map(_as_float32, values)))
         for fill, write, offset in loaded.inputs:
             write(block, offset, self._of_input(fill))
         if loaded.outputs:

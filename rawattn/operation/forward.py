@@ -240,7 +240,8 @@ class Forward(OverKeys):
             (at % ALIGNMENT, dtype, (batch, keys, heads, dim), *rest)
             for at, dtype, (batch, _, heads, dim), *rest in signatures[1:3]
         ]
-        return (*kv, *super().layout_key((signatures[0], *signatures[3:]), options))
+        q, *others = super().layout_key((signatures[0], *signatures[3:]), options)
+        return (q, *kv, *others)
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:

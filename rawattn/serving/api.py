@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import arrays, driver, functions, memory
@@ -173,7 +173,7 @@ def attend(
     check_lse(lse, asked.spec.return_lse)
     captured, (like, places) = asked.captured, like_of(q, cache, step, sinks, asked.captured)
     key = None if like is None else (asked.key, like)
-    call: GpuCall | CpuCall | None = None if key is None else _calls.get(key)
+    call: GpuCall | CpuCall | None = kept_of(_calls, key, (q, sinks), places)
     if call is None:
         call, captured, places = _first(q, cache, step, asked, sinks)
         if key is not None and isinstance(call, GpuCall):
@@ -192,6 +192,17 @@ def like_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any,
     if like is None or forms is None:
         return None, ()
     return (like[0], cache.held.alike, cache.held.places, step.held.alike, forms), like[1]
+
+
+def kept_of(calls: Mapping[Any, Any], key: Any, given: tuple[Any, ...], places: tuple[int, ...]) -> Any:
+    """The call that is kept for tensors that lie so, at these places; None where there is none, and where a storage has no room
+    for its tensor, which the address of a view does not say."""
+    call = None if key is None else calls.get(key)
+    if call is not None and call.there != places:
+        if not arrays.are_held(given):
+            return None
+        call.there = places
+    return call
 
 
 def loose_of(step: Step, sinks: Any) -> tuple[str, ...]:
@@ -335,18 +346,18 @@ def write(
     like = arrays.forms_and_places(own if in_place or q_out is None else (*own, q_out))
     if like is not None and not [x for x in (cache.held, *beside) if x.requires_grad]:
         key = (like[0], in_place, cache.held.alike, cache.held.places, *[x.alike for x in beside])
-        places = like[1] if in_place or q_out is None else like[1][:-1]
+        places = sum([x.places for x in beside], like[1] if in_place or q_out is None else like[1][:-1])
         kept = _calls.get(key)
-        call = kept.call if kept is not None and kept.is_apart(places) else None
+        call = kept.call if kept is not None and kept.is_apart(places, own) else None
     if call is None:
         op, found = _append_of(cache, step, rotary, given)
         names = tuple([name for name in ("k", "v", "slots", "q") if name in found])
-        places = tuple([found[name].pointer for name in names])
+        places = sum([x.places for x in beside], tuple([found[name].pointer for name in names]))
         loose = (*names, *({} if step is None else step.arrays), *({} if rotary is None else rotary.arrays))
         call = _call_of(op, found, cache.layout, loose=loose)
         if isinstance(call, GpuCall) and key is not None:
-            cache_put(_calls, key, _Write(call, found, names, in_place), KEPT_CALLS)
-    results = call(k, None if in_place else q_out, (), sum([x.places for x in beside], places))
+            cache_put(_calls, key, _Write(call, found, loose, in_place), KEPT_CALLS)
+    results = call(k, None if in_place else q_out, (), places)
     for pool in (cache.k, cache.v):
         arrays.written(pool)
     return q_out if in_place else results[0] if results else None
@@ -359,14 +370,18 @@ class _Write:
     def __init__(self, call: GpuCall, found: dict[str, Array], names: tuple[str, ...], in_place: bool) -> None:
         self.call = call
         self._pools = [memory.extent(found[name]) for name in ("k_cache", "v_cache")]
-        self._sizes = [[x - found[name].pointer for x in memory.extent(found[name])] for name in names]
+        read = [found.get(name) for name in names]  # but for those of the step that nothing reads
+        self._sizes = [[x - array.pointer for x in memory.extent(array)] if array else [0, 0] for array in read]
         self._q = names.index("q") if in_place else None
         self._apart: tuple[int, ...] = ()
 
-    def is_apart(self, places: tuple[int, ...]) -> bool:
-        """Says whether arrays at these addresses lie apart from what is written; where their ends alone do not tell, False."""
+    def is_apart(self, places: tuple[int, ...], given: tuple[Any, ...]) -> bool:
+        """Says whether arrays at these addresses have memory, apart from what is written; where their ends alone do not tell,
+        False."""
         if places == self._apart:
             return True
+        if not arrays.are_held(given):
+            return False
         spans = [(place + begin, place + end) for place, (begin, end) in zip(places, self._sizes, strict=True)]
         for i, (first, last) in enumerate(spans):
             written = self._pools if self._q in (None, i) else [*self._pools, spans[self._q]]

@@ -24,6 +24,7 @@ from .api import (
     check_cpu,
     check_lse,
     check_objects,
+    kept_of,
     layout_of,
     like_of,
     log,
@@ -112,7 +113,7 @@ class KVCachePlan(Plan):
         check_objects(cache, step)
         check_lse(lse, self._asks.return_lse)
         key, places = like_of(q, cache, step, sinks, captured)
-        call: GpuCall | CpuCall | None = None if key is None else self._calls.get(key)
+        call: GpuCall | CpuCall | None = kept_of(self._calls, key, (q, sinks), places)
         if call is None:
             call, captured, places = self._bound(q, cache, step, sinks, captured)
             if key is not None and isinstance(call, GpuCall):

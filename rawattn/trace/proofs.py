@@ -121,7 +121,7 @@ def prove(
     known = _leaf(shapes, numbers, limits)
     found = bounds(code.root, leaf, _check)
     for x in order:
-        _check_operands(x, found)
+        _check_operands(x, found, any(isinstance(n, tuple) for n in numbers))
     return () if is_empty else tuple(sorted(checked))
 
 
@@ -175,7 +175,8 @@ def _refuse(x: Expr, reached: int) -> None:
     )
 
 
-def _check_operands(x: Expr, found: dict[Expr, Range]) -> None:
+def _check_operands(x: Expr, found: dict[Expr, Range], has_classes: bool) -> None:
+    """Raises ProblemError for operands that no kernel computes with; where numbers are classes, for what one of them may make."""
     if x.op == "lin":  # the terms are added in any order
         reached = abs(x.args[0]) + sum(max(abs(c * int(found[atom].lo)), abs(c * int(found[atom].hi))) for atom, c in x.args[1])
         if reached > LIMITS["int"][1]:
@@ -187,7 +188,8 @@ def _check_operands(x: Expr, found: dict[Expr, Range]) -> None:
             raise ProblemError(f"{x!r} may shift by less than 0 or more than {most}; write the shift as n % {most + 1}.")
     if x.op in ("floordiv", "mod"):
         divisor = found[x.args[1]]
-        if not x.args[1].deps and divisor.lo == divisor.hi == 0:
+        is_zero = divisor.lo <= 0 <= divisor.hi if has_classes else divisor.lo == divisor.hi == 0
+        if not x.args[1].deps and is_zero:
             raise ProblemError(f"{x!r} divides by 0; give a number that is not.")
 
 

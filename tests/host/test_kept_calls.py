@@ -237,6 +237,33 @@ def test_memory_that_went_away(how: str) -> None:
     assert not LAUNCHED
 
 
+@pytest.mark.parametrize("is_kept", [False, True], ids=["freed", "shrunk"])
+def test_views_whose_memory_went_away(is_kept: bool) -> None:
+    """The address of a view in a freed storage is its offset, which is aligned as that of any other."""
+    step, sinks = rawattn.Step(LENS, TABLE), torch.zeros(4)
+    views = {"q": torch.zeros(2, *Q.shape).bfloat16(), "sinks": torch.zeros(2, 4), "k": torch.zeros(2, *NEW[0].shape).bfloat16()}
+    plan = rawattn.plan_kvcache(Q, CACHE, step, sinks=sinks)
+    calls: dict[str, list[Callable[[Any], Any]]] = {
+        "q": [
+            lambda x: rawattn.attention_kvcache(x, CACHE, step, sinks=sinks),
+            lambda x: plan.run(x, CACHE, step, sinks=sinks),
+        ],
+        "sinks": [lambda x: rawattn.attention_kvcache(Q, CACHE, step, sinks=x), lambda x: plan.run(Q, CACHE, step, sinks=x)],
+        "k": [lambda x: rawattn.append(CACHE, step, x, NEW[1])],
+    }
+    for name, good in (("q", Q.clone()), ("sinks", sinks), ("k", NEW[0].clone())):
+        for call in calls[name]:
+            call(good)
+    LAUNCHED.clear()
+    last = {name: x[1] for name, x in views.items()}
+    for name, x in views.items():
+        x.untyped_storage().resize_(x.nbytes // 4 * 3 * is_kept)
+        for call in calls[name]:
+            with pytest.raises(ProblemError, match=f"^{name} is a"):
+                call(last[name])
+    assert not LAUNCHED
+
+
 def test_copies() -> None:
     """A deep copy has other tensors than what was read."""
     with pytest.raises(ProblemError, match="k has other memory than it had when the KVCache was made"):
@@ -260,6 +287,11 @@ def test_what_is_appended_lies_apart_from_the_cache() -> None:
         rawattn.append(CACHE, step, *NEW, rotary=rotary, q=(x := POOL[0].view(-1)[: q.numel()].view(q.shape)), q_out=x)
     with pytest.raises(ProblemError, match="q_out overlaps k in memory"):
         rawattn.append(CACHE, step, q.view(-1)[: NEW[0].numel()].view(NEW[0].shape), NEW[1], rotary=rotary, q=q, q_out=q)
+    with pytest.raises(ProblemError, match="q_out overlaps cos in memory"):
+        angles = q.view(-1)[:512].view(torch.float32).view(16, 16), torch.zeros(16, 16)
+        rawattn.append(CACHE, step, *NEW, rotary=rawattn.Rotary(*torch.zeros(2, 16, 16)), q=Q, q_out=Q)
+        LAUNCHED.clear()
+        rawattn.append(CACHE, step, *NEW, rotary=rawattn.Rotary(*angles), q=q, q_out=q)
     assert not LAUNCHED
     between = rows(PAGES, 16, 2, 3 * 64)  # k and v of a cache, and rows to append between them
     cache = rawattn.KVCache(between[..., :64], between[..., 64:128])

@@ -121,7 +121,7 @@ OF_NUMBERS: dict[str, tuple[str, Any, list[Any]]] = {  # role, what makes the fu
     "built in": ("mask", lambda n: lambda q, kv: (q >= kv) & (q - kv <= n), [30, 31, -1, 2]),
     "divisor": ("mask", lambda n: lambda q, kv: q // n == kv // n, [7, 8, 64, 1, 79]),
     "an index": ("mask", lambda n: lambda q, kv: DOC[kv] <= DOC[(q + n).clip(0, n + 70)], [0, 3, 9, 10, 50, 2]),
-    "a float": ("score", lambda x: lambda s, h, q, kv: s * x + TABLE[h, kv], [0.5, -1.0, -0.0, 0.0, float("inf"), 1e30]),
+    "a float": ("score", lambda x: lambda s, h, q, kv: s * x + TABLE[h, kv], [0.5, -1.0, -0.0, 0.0, float("inf"), 1e30, -3.5e38]),
     "a cap": ("score", lambda x: lambda s: x * torch.tanh(s / x), [30.0, 50.0, 20.0]),
     "another type": ("score", lambda x: lambda s, h, q, kv: s + x * (q - kv) + TABLE[h, kv], [1, 2, 0.5, 3, 0.25]),
 }
@@ -324,6 +324,21 @@ def freed() -> Any:
     memory.untyped_storage().resize_(0)
     assert found.data_ptr()
     return found
+
+
+def test_a_captured_array_that_was_freed() -> None:
+    """It is looked at wherever a kept call finds it elsewhere than before."""
+    call, rows = tensors(), torch.zeros(2, 80)
+    last = rows[1]
+    plan = rawattn.plan(**call, score=(add := lambda s, q, kv: s + last[kv]))
+    for _ in range(2):
+        rawattn.attention(**call, score=add), plan.run(*call.values(), last)
+    rows.untyped_storage().resize_(0)
+    LAUNCHED.clear()
+    for run in (lambda: rawattn.attention(**call, score=add), lambda: plan.run(*call.values(), last)):
+        with pytest.raises(ProblemError, match=r"^last, which score captured, is a"):
+            run()
+    assert not LAUNCHED
 
 
 WRONG: dict[str, Any] = {
@@ -641,3 +656,12 @@ def test_a_slow_kernel_is_told_of_where_it_is_called() -> None:
             forget()
             run(**{name: x.float() for name, x in tensors().items()})
         assert [(each.category, each.filename) for each in caught] == [(SlowKernelWarning, __file__)]
+
+
+def test_another_order_of_lengths() -> None:
+    """Lengths that q, k and v of an earlier call had, on others of them."""
+    long, short = torch.zeros(2, 2, 128, 4, 64).bfloat16(), torch.zeros(2, 80, 4, 64).bfloat16()
+    rawattn.attention(short, *long)
+    with pytest.raises(ProblemError, match="v has shape"):
+        rawattn.attention(*long, short)
+    rawattn.attention(long[0], short, short)

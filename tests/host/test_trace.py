@@ -356,7 +356,14 @@ def test_a_number_is_proved_whatever_came_before() -> None:
     at = lambda n: lambda q, kv: table[q + n] <= kv  # noqa: E731
     divided = lambda n: lambda q, kv: (q + 1) // n < table[kv]  # noqa: E731
     product = lambda n: lambda q, kv: q * n < table[kv]  # noqa: E731
+    within = lambda n: lambda q, kv: q // (n - 5) + q % (n - 6) < table[kv]  # noqa: E731
     for _ in range(2):
+        for n in (4, 5, 6, 7, 12):
+            if n in (5, 6):
+                with pytest.raises(ProblemError, match="divides by 0"):
+                    option(within(n))
+            else:
+                assert option(within(n)).numbers == (n,)
         for n, checked in ((0, 0), (40, 0), (62, 0), (63, 1), (64, 1), (-1, 1), (33, 0), (1 << 30, 1)):
             assert len(option(at(n)).checked) == checked, n
         for n in (1, -1, 2, 0, 3):
