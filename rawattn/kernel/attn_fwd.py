@@ -65,12 +65,13 @@ def panels(columns: int) -> int:
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
-    """Shared memory of a block, at most: tiles, barriers (8 bytes each) and two works."""
+    """Shared memory of a block, at most: tiles, barriers (8 bytes each), two works, and a mask's columns."""
     q = config.q_stages * config.tile_q * panels(op.head_dim)
     kv_rows = config.stages * config.tile_kv
     tiles = 128 * (q + kv_rows * (panels(op.head_dim) + panels(op.head_dim_v)))
     barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
-    return -(-(tiles + barriers) // 1024) * 1024
+    columns = kv_rows * getattr(op.mask, "column_bytes", 0)
+    return -(-(tiles + barriers + columns) // 1024) * 1024
 
 
 def accumulators(config: Config, op: Forward) -> int:
