@@ -153,7 +153,7 @@ class FunctionMask(_Function):
 
     @property
     def column_bytes(self) -> int:
-        """Bytes that kernels keep in shared memory of each key of a tile that is on its way: what the mask makes of it alone."""
+        """Bytes of what the mask makes of a key alone, in shared memory."""
         return self._written.column_bytes
 
     def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:

@@ -453,7 +453,7 @@ def test_kernels_compile(kernel: str) -> None:
 
 
 def test_columns_are_counted_in_shared_memory() -> None:
-    """Of the candidates with the deepest rings, some fit a block but for the columns of a mask; as many bytes as the kernel says."""
+    """Some of the deepest rings fit a block but for the columns of a mask. They take as many bytes as the kernel says."""
     ids, others = np.zeros(528, np.int64), np.zeros(528, np.int32)
     for each, column_bytes in (
         (documents(others), 4), (lambda q, kv: (ids[q] == ids[kv]) & (q >= kv), 8),

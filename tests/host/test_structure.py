@@ -16,7 +16,7 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 27200,
+    "rawattn": 27220,
     "perf": 5650,
     "cuda_src": 11100,
     "tests": 35200,
