@@ -25,12 +25,14 @@ from .placement import LESS, Lowering, positioned
 
 class Written(NamedTuple):
     """A struct, the fields that it adds to Args, as (name, C++ type, what it holds), over how many of its last axes each
-    captured array has a pyramid, and the bytes of a mask's columns, of each key."""
+    captured array has a pyramid, the bytes of a mask's columns, of each key, and those of an element of the one array that is
+    read for each pair, or 0."""
 
     text: str
     fields: tuple[tuple[str, str, What], ...]
     pyramids: tuple[int, ...]
     column_bytes: int = 0
+    ahead_bytes: int = 0
 
 
 _HEAD = """\
@@ -214,7 +216,7 @@ def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         row_members=w.members("row"), row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
         cheap=str(_is_cheap(element)).lower(), classes=of_boxes,
     )  # fmt: skip
-    return Written(head + column + body, _sorted(w.fields), pyramids, column_bytes)
+    return Written(head + column + body, _sorted(w.fields), pyramids, column_bytes=column_bytes)
 
 
 def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
@@ -267,7 +269,7 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         exponent_row=exponents.assign("row"), exponent_element=exponents.body(), exponent=exponent,
         pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent),
     )  # fmt: skip
-    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))
+    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays), ahead_bytes=value.ahead_bytes)
 
 
 @functools.lru_cache(maxsize=256)
