@@ -66,13 +66,14 @@ def panels(columns: int) -> int:
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
-    """Shared memory of a block, at most: tiles, elements that come ahead, barriers (8 bytes each) and two works."""
+    """Shared memory of a block, at most: tiles, elements ahead, columns of a mask, barriers (8 bytes each) and two works."""
     q = config.q_stages * config.tile_q * panels(op.head_dim)
     kv_rows = config.stages * config.tile_kv
     tiles = 128 * (q + kv_rows * (panels(op.head_dim) + panels(op.head_dim_v)))
     ahead = 2 * config.tile_q * config.tile_kv * bytes_in_smem(op.score)
     barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
-    return -(-(tiles + ahead + barriers) // 1024) * 1024
+    columns = kv_rows * getattr(op.mask, "column_bytes", 0)
+    return -(-(tiles + ahead + columns + barriers) // 1024) * 1024
 
 
 def accumulators(config: Config, op: Forward) -> int:

@@ -3,6 +3,8 @@ read them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .expressions import Expr, children, nodes
 from .placement import ELEMENT, Placement
 
@@ -24,4 +26,9 @@ def columns(root: Expr, place: Placement) -> list[Expr]:
             heavy.add(x)
     parents = [a for x in order if x not in own for a in children(x)]
     found = [x for x in order if x in heavy and (x is root or any(a is x for a in parents))]
-    return found if sum(_WORDS[x.type] for x in found) <= MOST_WORDS else []
+    return found if column_bytes(found) <= 4 * MOST_WORDS else []
+
+
+def column_bytes(found: Iterable[Expr]) -> int:
+    """The bytes that they take of a key, in shared memory."""
+    return 4 * sum(_WORDS[x.type] for x in found)

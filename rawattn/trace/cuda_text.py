@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .arithmetic import add, mul
 from .canonical import Code
 from .classes import strengthened
-from .columns import columns
+from .columns import column_bytes, columns
 from .cuda_lines import Writer
 from .cuda_ranges import RangeWriter, pyramids_of
 from .expressions import Expr, nodes
@@ -25,11 +25,13 @@ from .placement import LESS, Lowering, positioned
 
 class Written(NamedTuple):
     """A struct, the fields that it adds to Args, as (name, C++ type, what it holds), over how many of its last axes each
-    captured array has a pyramid, and the bytes of an element of the one array that is read for each pair, or 0."""
+    captured array has a pyramid, the bytes of a mask's columns, of each key, and those of an element of the one array that is
+    read for each pair, or 0."""
 
     text: str
     fields: tuple[tuple[str, str, What], ...]
     pyramids: tuple[int, ...]
+    column_bytes: int = 0
     ahead_bytes: int = 0
 
 
@@ -203,7 +205,7 @@ def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
     root = ranges.add(strengthened(code))
     of_heads = "h" in code.root.deps
     lines = "\n".join(f"{' ' * (12 if of_heads else 8)}{line}" for line in ranges.lines)
-    column, with_column = _columns(code.root, checked, w)
+    column, with_column, column_bytes = _columns(code.root, checked, w)
     of_boxes = (_CLASS_OF_HEADS if of_heads else _ONE_CLASS).format(ranges=lines, root=root)
     head = _HEAD.format(
         role="mask", code=code, name="FunctionMask", head_members=w.members("head"), head=w.assign("head"),
@@ -214,7 +216,7 @@ def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         row_members=w.members("row"), row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
         cheap=str(_is_cheap(element)).lower(), classes=of_boxes,
     )  # fmt: skip
-    return Written(head + column + body, _sorted(w.fields), pyramids)
+    return Written(head + column + body, _sorted(w.fields), pyramids, column_bytes=column_bytes)
 
 
 def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
@@ -223,13 +225,13 @@ def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
     return len(texts) <= 8 and not any("function::" in text or " / " in text for text in texts)
 
 
-def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str]:
-    """The struct of a mask's columns, and the members of a row that make and use them; nothing where there are none, or where
-    what is left of an element is not cheap."""
+def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str, int]:
+    """The struct of a mask's columns, the members of a row that make and use them, and the struct's bytes; nothing where there
+    are none, or where what is left of an element is not cheap."""
     placed, moved = positioned(root, checked)
     found = columns(placed, whole.place)
     if not found:
-        return "", ""
+        return "", "", 0
     own, rest = whole.inner("c"), whole.inner("k")
     values = [own.add(x, moved) for x in found]
     kinds = ["i32" if x.type == "bool" else whole.ctype(x.type) for x in found]
@@ -237,13 +239,13 @@ def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple
         rest.name(x, f"(column.of_{i} != 0)" if x.type == "bool" else f"column.of_{i}")
     result = rest.add(placed, moved)
     if not _is_cheap(rest.lines["element"]):
-        return "", ""
+        return "", "", 0
     with_column = _WITH_COLUMN.format(
         inside=_inside(own.lines["element"]), lines=own.body(), values=", ".join(values),
         rest_inside=_inside(rest.lines["element"]), rest=rest.body(), result=result, moved=whole.assign("row", after="first"),
     )  # fmt: skip
     members = "".join(f"\n    {kind} of_{i};" for i, kind in enumerate(kinds))
-    return _COLUMN.format(members=members), with_column
+    return _COLUMN.format(members=members), with_column, column_bytes(found)
 
 
 def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
@@ -267,7 +269,7 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         exponent_row=exponents.assign("row"), exponent_element=exponents.body(), exponent=exponent,
         pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent),
     )  # fmt: skip
-    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays), value.ahead_bytes)
+    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays), ahead_bytes=value.ahead_bytes)
 
 
 @functools.lru_cache(maxsize=256)

@@ -151,6 +151,11 @@ class FunctionMask(_Function):
         uses = [node for node in nodes(self.code.root) if any(each is Q for each in children(node))]
         return bool(uses) and all(node.op == "floordiv" for node in uses)
 
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of what the mask makes of a key alone, in shared memory."""
+        return self._written.column_bytes
+
     def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
         """All keys: the queries may keep any of them."""
         return np.zeros_like(q), np.full_like(q, kv_len)

@@ -17,12 +17,14 @@ import rawattn
 from rawattn import api, compiler, functions, plans, reference
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
+from rawattn.kernel.attn_fwd import ATTN_FWD, smem_bytes
 from rawattn.operation import Backward, Forward, from_json
 from rawattn.select import select
 from rawattn.testing import Case, expect, expect_backward
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
 from tests import zoo
+from tests.host.test_render import words
 
 Array = npt.NDArray[Any]
 H200 = TYPICAL["sm_90a"]
@@ -448,6 +450,22 @@ def test_kernels_compile(kernel: str) -> None:
     choice = select(op, H200, kernel)
     for launch in choice.kernel.lower(op, choice.config, H200).launches:
         assert "error" not in compiler.compile(launch.source).log
+
+
+def test_columns_are_counted_in_shared_memory() -> None:
+    """Some of the deepest rings fit a block but for the columns of a mask. They take as many bytes as the kernel says."""
+    ids, others = np.zeros(528, np.int64), np.zeros(528, np.int32)
+    for each, column_bytes in (
+        (documents(others), 4), (lambda q, kv: (ids[q] == ids[kv]) & (q >= kv), 8),
+        (lambda q, kv: (others[q] == others[kv]) & (ids[q] > ids[kv]), 0), (lambda q, kv: q // 7 == kv % 3, 4),
+    ):  # fmt: skip
+        op = operation(mask=each, score=None)
+        assert op.mask.column_bytes == column_bytes  # type: ignore[union-attr]
+        found = [config for config in ATTN_FWD.candidates(op, H200) if config.tile_q == config.tile_kv == 128]
+        assert [config.stages for config in found] == [5 if column_bytes else 6]
+        if column_bytes == 8:
+            (launch,) = (launch for launch in ATTN_FWD.lower(op, found[0], H200).launches if launch.entry == "attn_fwd")
+            assert words(compiler.compile(launch.source).cubin, "facts")[0] == smem_bytes(found[0], op) <= H200.smem_bytes
 
 
 def test_selections_are_shared() -> None:

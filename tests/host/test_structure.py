@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 27450,
-    "perf": 5700,
-    "cuda_src": 11100,
-    "tests": 35200,
+    "rawattn": 27600,
+    "perf": 5750,
+    "cuda_src": 11300,
+    "tests": 36000,
 }
 FUNCTION_LINES = 60
 

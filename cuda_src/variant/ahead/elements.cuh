@@ -23,8 +23,7 @@ struct WarpElements {
     __device__ void fill(u64 from, i32 given, Copy copy) {
         constexpr i32 parts = row_bytes / width;
         const i32 lane = threadIdx.x % 32;
-#pragma unroll(width < 4 ? 8 : width < 16 ? 2 \
-                                          : parts / 2)
+#pragma unroll 4
         for (i32 i = 0; i < parts / 2; ++i) {
             const i32 at = i * 32 + lane, row = at / parts, byte = at % parts * width;
             copy(bytes + offset(row, byte / 32, byte / 16 % 2) + byte % 16, __shfl_sync(0xffffffffu, from, row) + byte, max(0, min(given - byte, width)));
