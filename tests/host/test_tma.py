@@ -333,3 +333,8 @@ def test_pools_at_the_limit_of_steps() -> None:
     with pytest.raises(ProblemError, match="k_cache has 1 pages 0 bytes apart"):
         pool(1, row_elements=1 << 33)
     assert pool(1, row_elements=(1 << 33) - 8).strides[2] == 16
+
+
+def test_strides_that_are_never_used_may_be_anything() -> None:
+    found = geometry((1, 1, 1, 64), (3, 5, 7, 1), 2, 64)
+    assert found.strides == (16, 16, 16) and (found.head_step, found.batch_step) == (0, 0)
