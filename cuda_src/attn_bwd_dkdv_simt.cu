@@ -2,9 +2,9 @@
 // formulas are attn_bwd.cu's.
 //
 // A block of 16 x 16 threads owns cfg::tile_kv keys of one head of k and v and goes over the query tiles that keep any of them, for
-// each query head of the group. All threads load, cfg::chunk columns at a time: Q and K for S, dO and V for dP, then dO once more for
-// dv += P' dO and Q for dk += dS' Q. Thread (y, x) has queries y, y + 16, ... and keys x, x + 16, ... of S and dP, and keys y, y + 16,
-// ... and columns x, x + 16, ... of dk and dv. Nothing is added across blocks.
+// each query head of the group. All threads load, cfg::chunk columns at a time: Q and K for S, dO and V for dP, then dO, but for its
+// last columns, for dv += P' dO and Q for dk += dS' Q. Thread (y, x) has queries y, y + 16, ... and keys x, x + 16, ... of S and dP;
+// keys and columns of dk and dv are spread over y and x as vectors. Nothing is added across blocks.
 //
 //   barrier                  arrives        waits          protects
 //   __syncthreads, before    every thread   every thread   smem.a and smem.b, after a tile's last product smem.p and smem.ds: read
@@ -33,6 +33,12 @@ constexpr int q_each = cfg::tile_q / 16, keys_each = cfg::tile_kv / 16;
 constexpr int chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, v_chunks = (cfg::head_dim_v + cfg::chunk - 1) / cfg::chunk;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 256, false};
+
+// Of a thread's c-th number in a row of dk or dv.
+__device__ inline int column_of(int thread, int c) {
+    constexpr int each = cfg::chunk / 16;
+    return c / each * cfg::chunk + Spread<each>::index(thread, c % each);
+}
 
 // This is what a query head's rows are read from.
 struct QueryHead {
@@ -96,10 +102,12 @@ struct Block {
     }
     __device__ void add(const QueryHead& head, i32 q_begin) {
 #pragma unroll
-        for (int chunk = 0; chunk < v_chunks; ++chunk) {
+        for (int chunk = v_chunks - 1; chunk >= 0; --chunk) {
             __syncthreads();
-            smem.a.load<OElement>(head.d_o, q_begin, rows.q_len, chunk * cfg::chunk, cfg::head_dim_v);
-            __syncthreads();
+            if (chunk < v_chunks - 1) {  // the last one is there
+                smem.a.load<OElement>(head.d_o, q_begin, rows.q_len, chunk * cfg::chunk, cfg::head_dim_v);
+                __syncthreads();
+            }
             multiply_rows(dv, chunk * cfg::chunk, smem.p, smem.a);
         }
 #pragma unroll
@@ -114,12 +122,12 @@ struct Block {
     __device__ void store(const StridedOutput& to, i32 head, int end, const Number (&x)[keys_each][n], Number factor) const {
 #pragma unroll
         for (int i = 0; i < keys_each; ++i) {
-            const i32 key = kv_begin + at.y + 16 * i;
+            const i32 key = kv_begin + Spread<keys_each>::index(at.y, i);
             if (key >= rows.kv_len) continue;
             KvElement* row = reinterpret_cast<KvElement*>(to.rows(rows.kv, head) + key * to.row_bytes);
 #pragma unroll
             for (int c = 0; c < n; ++c)
-                if (at.x + 16 * c < end) row[at.x + 16 * c] = KvElement::narrow(x[i][c] * factor);
+                if (const int column = column_of(at.x, c); column < end) row[column] = KvElement::narrow(x[i][c] * factor);
         }
     }
 };
@@ -136,7 +144,7 @@ __device__ void compute(const Args& args, Smem& smem, const KvWorkTile& work) {
     block.store(args.dv, work.kv_head, cfg::head_dim_v, block.dv, Weight::factor(args));
 }
 
-extern "C" __global__ __launch_bounds__(256) void attn_bwd_dkdv_simt(const __grid_constant__ Args args) {
+extern "C" __global__ __launch_bounds__(256, cfg::blocks) void attn_bwd_dkdv_simt(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) unsigned char raw[];
     Scheduler scheduler(args);
     const KvWorkTile work = scheduler.next();

@@ -1,8 +1,8 @@
 // dq in plain CUDA C, for any number format, stride and GPU: the second kernel of a pair. The formulas are attn_bwd.cu's.
 //
 // A block of 16 x 16 threads owns cfg::tile_q query rows of one head and goes over the key tiles that they keep. All threads load,
-// cfg::chunk columns at a time: Q and K for S, dO and V for dP, then K once more for dq += dS K. Thread (y, x) has rows y, y + 16, ...
-// of all, and keys or columns x, x + 16, ...
+// cfg::chunk columns at a time: dO and V for dP, Q and K for S, then K, but for its last columns, for dq += dS K. Thread (y, x) has
+// rows y, y + 16, ... of all, and keys x, x + 16, ...; columns of dq are spread over x as vectors.
 //
 //   barrier                  arrives        waits          protects
 //   __syncthreads, before    every thread   every thread   smem.a and smem.b, after a tile's last product smem.ds: read
@@ -27,7 +27,7 @@ struct Smem {
     Numbers<cfg::tile_kv, cfg::chunk> b;
     Numbers<cfg::tile_q, cfg::tile_kv> ds;
 };
-constexpr int q_each = cfg::tile_q / 16, keys_each = cfg::tile_kv / 16, chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk;
+constexpr int q_each = cfg::tile_q / 16, keys_each = cfg::tile_kv / 16, chunks = (cfg::head_dim + cfg::chunk - 1) / cfg::chunk, each = cfg::chunk / 16;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 256, false};
 
@@ -41,7 +41,7 @@ struct Block {
     const Place at{};
     const i32 q_begin;
     const AnyMatrix q, k, v, d_o;
-    Number dq[q_each][chunks * cfg::chunk / 16] = {};
+    Number dq[q_each][chunks * each] = {};
 
     __device__ Block(const Args& args, Smem& smem, const WorkTile& work)
         : args(args), smem(smem), rows(args, work.batch), mask(args, rows, work), score(args, rows, work), weight(args, rows, work), q_begin(work.q_begin),
@@ -53,20 +53,20 @@ struct Block {
         const Number factor = Weight::factor(args);
         Number s[q_each][keys_each] = {}, dp[q_each][keys_each] = {};
 #pragma unroll 1
-        for (int column = 0; column < cfg::head_dim; column += cfg::chunk) {
-            __syncthreads();
-            smem.a.load<QElement>(q, q_begin, rows.q_len, column, cfg::head_dim, cfg::scale_sign);
-            smem.b.load<KvElement>(k, kv_begin, rows.kv_len, column, cfg::head_dim);
-            __syncthreads();
-            multiply_columns(s, smem.a, smem.b);
-        }
-#pragma unroll 1
         for (int column = 0; column < cfg::head_dim_v; column += cfg::chunk) {
             __syncthreads();
             smem.a.load<OElement>(d_o, q_begin, rows.q_len, column, cfg::head_dim_v);
             smem.b.load<KvElement>(v, kv_begin, rows.kv_len, column, cfg::head_dim_v);
             __syncthreads();
             multiply_columns(dp, smem.a, smem.b);
+        }
+#pragma unroll 1
+        for (int column = 0; column < cfg::head_dim; column += cfg::chunk) {
+            __syncthreads();
+            smem.a.load<QElement>(q, q_begin, rows.q_len, column, cfg::head_dim, cfg::scale_sign);
+            smem.b.load<KvElement>(k, kv_begin, rows.kv_len, column, cfg::head_dim);
+            __syncthreads();
+            multiply_columns(s, smem.a, smem.b);
         }
 #pragma unroll
         for (int i = 0; i < q_each; ++i) {
@@ -84,10 +84,12 @@ struct Block {
     }
     __device__ void add(i32 kv_begin) {
 #pragma unroll
-        for (int chunk = 0; chunk < chunks; ++chunk) {
+        for (int chunk = chunks - 1; chunk >= 0; --chunk) {
             __syncthreads();
-            smem.b.load<KvElement>(k, kv_begin, rows.kv_len, chunk * cfg::chunk, cfg::head_dim);
-            __syncthreads();
+            if (chunk < chunks - 1) {  // the last one is there
+                smem.b.load<KvElement>(k, kv_begin, rows.kv_len, chunk * cfg::chunk, cfg::head_dim);
+                __syncthreads();
+            }
             multiply_plain(dq, chunk * cfg::chunk, smem.ds, smem.b);
         }
     }
@@ -98,8 +100,9 @@ struct Block {
             if (row >= rows.q_len) continue;
             QElement* to = reinterpret_cast<QElement*>(args.dq.rows(rows.q, head) + row * args.dq.row_bytes);
 #pragma unroll
-            for (int c = 0; c < chunks * cfg::chunk / 16; ++c)
-                if (at.x + 16 * c < cfg::head_dim) to[at.x + 16 * c] = QElement::narrow(dq[i][c] * (args.scale * cfg::scale_sign));
+            for (int c = 0; c < chunks * each; ++c)
+                if (const int column = c / each * cfg::chunk + Spread<each>::index(at.x, c % each); column < cfg::head_dim)
+                    to[column] = QElement::narrow(dq[i][c] * (args.scale * cfg::scale_sign));
         }
     }
 };
@@ -116,7 +119,7 @@ __device__ void compute(const Args& args, Smem& smem, const WorkTile& work) {
     block.store(work.head);
 }
 
-extern "C" __global__ __launch_bounds__(256) void attn_bwd_dq_simt(const __grid_constant__ Args args) {
+extern "C" __global__ __launch_bounds__(256, cfg::blocks) void attn_bwd_dq_simt(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) unsigned char raw[];
     Scheduler scheduler(args);
     const WorkTile work = scheduler.next();

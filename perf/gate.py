@@ -5,11 +5,11 @@ python -m perf.gate --update     the same, and what it finds becomes the record
 
 Some steps over caches are timed beside cuDNN and a kernel that reads as many bytes (``perf.decode``), and compared likewise.
 
-Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio to cuDNN or FlashAttention 2, or of a
-Python function to what is built-in, that is worse than the recorded one by more than 2 % and by more than the noise of both runs.
-A case that no other computes is compared by its rate over the matrix product's of its run. Where that product is slower than
-recorded, as on a warm GPU, a ratio may fall by as much: what power bounds loses to what it does not. What was recorded and is
-missing now is a failure too.
+Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio that is worse than the recorded one by
+more than 2 % and by more than the noise of both runs: to cuDNN or FlashAttention 2, in float32 to SDPA's efficient backend, or of
+a Python function to what is built-in. A case that no other computes is compared by its rate over the matrix product's of its run.
+Where that product is slower than recorded, as on a warm GPU, a ratio may fall by as much: what power bounds loses to what it does
+not. What was recorded and is missing now is a failure too. Cases: the set "gate" of ``perf/lib/sets.py``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,27 @@ from typing import Any
 from rich.console import Console
 
 from rawattn import compiler
+from rawattn.testing import Case
 
 from .lib import benchmark, command, machine, report, sets, steps
 from .lib.compiling import faults
 from .lib.ours import sources
+from .lib.peers import Adapter
 from .lib.report import NONE, Run
 
-PEERS = ("cudnn", "fa2")
+PEERS = ("cudnn", "fa2", "efficient")  # the last in float32, which the others do not compute
 WORSE = 0.98
 ROUNDS = 21  # of a step over caches
 
 
 Ratios = dict[str, tuple[float, float, float]]  # peer -> value, low, high
+
+
+def rivals(case: Case, peers: dict[str, Adapter]) -> list[str]:
+    """The names of the contenders beside ours: those that compute the number format."""
+    return [
+        name for name in benchmark.rivals(case, peers) if (name == "efficient") == (case.dtype == "fp32") or name == "built_in"
+    ]
 
 
 def ratios(run: Run) -> dict[str, Ratios]:
@@ -114,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad = [] if options.no_tests else run_tests()
     run = Run(machine.facts(), {"set": "gate", "protocol": "burst"})
     settings = benchmark.Settings(peers=",".join(PEERS), quick=True)
-    benchmark.measure(settings, device, cases, run, lambda: None, Console(stderr=True))
+    benchmark.measure(settings, device, cases, run, lambda: None, Console(stderr=True), rivals)
     bad += [failure for failure in run.failures() if ": ours: " in failure]
     built = [compiler.compile(source) for source in sources({case: ["ours"] for case in cases}, device)]
     bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]

@@ -15,6 +15,22 @@ sdpa         torch's own call, as a measure for the machine
 sdpa_step    the same as ``step`` by torch's own call
 empty_step   an ``autograd.Function`` that only allocates what ``step`` gives: no Python function can cost less
 
+Over caches, for one query of each of 64 sequences, in pages:
+
+kvcache_1, kvcache_64, kvcache_1024   the same call again, with so many sequences
+kvcache_plan                          the same by ``KVCachePlan.run``
+new_step, plan_new_step               a layer's call in a step that was never met, whose lengths and q lie elsewhere, by both
+append, append_new_step               new keys and values, rotated with q; the same in such a step
+step_object                           ``rawattn.Step`` itself, once for all layers
+
+Of masks and scores that are functions:
+
+fresh_lambda    eager, with a score that is a lambda, made anew for each call, of the same captured tensor
+fresh_array     the same, of a captured tensor that was never met, of a known form
+fresh_prepass   the same with a mask, whose captured tensor a pre-pass reads
+new_number      that mask, with a captured number that was never met, as of a window that grows with each step
+function_kv_len new_kv_len under that mask
+
 Times hold for one host. ``over eager`` is for comparison between hosts.
 """
 
@@ -40,7 +56,9 @@ from .lib import command, machine, report, stand_in
 CALLS, PAUSE = 2000, 50  # calls of a row; after so many the GPU is waited for
 FIRST_KV_LEN = 1024
 STEP = 128  # elements between the addresses of new tensors
+BATCH, LAYERS = 64, 32  # sequences of a step over caches, and caches that it goes through
 PROFILED = 12  # functions
+FUNCTION_ROWS = ("fresh_lambda", "fresh_array", "fresh_prepass", "new_number", "function_kv_len")
 Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
 
 
@@ -106,6 +124,55 @@ class Host:
         calls = [lambda c=c: rawattn.attention(self.token, k, v, causal=True, kernel=kernel, config=c) for c in configs]
         return lambda i: calls[i % 2]
 
+    def alibi(self, slopes: Any) -> dict[str, Any]:
+        """A score that captured a tensor. Nothing runs before its kernel."""
+        return {"score": lambda s, b, h, q, kv: s + slopes[h] * (kv - q)}
+
+    def documents(self, doc: Any, window: int) -> dict[str, Any]:
+        """A mask that captured a tensor and a number. A pre-pass makes the tensor's pyramid."""
+        return {"mask": lambda b, h, q, kv: (doc[q] == doc[kv]) & (q - kv <= window)}
+
+    def ids(self, *shape: int) -> Any:
+        return self.torch.zeros(shape, dtype=self.torch.int32, device=self.device)
+
+    def called(self, **options: Any) -> Any:
+        return rawattn.attention(self.q, self.k, self.v, **options)
+
+    def fresh_lambda(self) -> Row:
+        slopes = self.tensor(8)
+        return lambda i: lambda: self.called(**self.alibi(slopes))
+
+    def fresh_array(self) -> Row:
+        slopes = self.tensor(self.calls + 1, 8)
+
+        def row(i: int) -> Callable[[], Any]:
+            own = slopes[i]
+            return lambda: self.called(**self.alibi(own))
+
+        return row
+
+    def fresh_prepass(self) -> Row:
+        ids = self.ids(self.calls + 1, self.q.shape[1])
+
+        def row(i: int) -> Callable[[], Any]:
+            own = ids[i]
+            return lambda: self.called(**self.documents(own, 100))
+
+        return row
+
+    def new_number(self) -> Row:
+        ids = self.ids(self.q.shape[1])
+        return lambda i: lambda: self.called(**self.documents(ids, 100 + i))
+
+    def function_kv_len(self) -> Row:
+        mask = self.documents(self.ids(FIRST_KV_LEN + self.calls + 1), 100)["mask"]
+
+        def row(i: int) -> Callable[[], Any]:
+            k, v = (x[:, : FIRST_KV_LEN + i] for x in self.cache)
+            return lambda: rawattn.attention(self.token, k, v, mask=mask)
+
+        return row
+
     def training(self, attention: Callable[..., Any], *inputs: Any) -> Row:
         """A step of a function; the gradients of the call before are dropped when it is made ready."""
         leaves, do = [x.detach().clone().requires_grad_() for x in inputs], self.torch.ones_like(inputs[0])
@@ -142,6 +209,73 @@ class Host:
 
         return self.training(Empty.apply, self.q, self.k, self.v)
 
+    def pools(self) -> rawattn.KVCache:
+        """The cache of a layer."""
+        return rawattn.KVCache(*(self.tensor(256, 16, 8, 128) for _ in range(2)))
+
+    def ints(self, *shape: int) -> Any:
+        return self.torch.zeros(shape, dtype=self.torch.int32, device=self.device)
+
+    def served(self, batch: int) -> tuple[Any, rawattn.KVCache, rawattn.Step]:
+        """One query of each sequence, a cache and a step."""
+        return self.tensor(batch, 1, 32, 128), self.pools(), rawattn.Step(self.ints(batch), self.ints(batch, 64))
+
+    def kvcache(self, batch: int) -> Row:
+        given = self.served(batch)
+        return lambda i: functools.partial(rawattn.attention_kvcache, *given)
+
+    def kvcache_plan(self) -> Row:
+        given = self.served(BATCH)
+        run = rawattn.plan_kvcache(*given).run
+        return lambda i: functools.partial(run, *given)
+
+    def in_new_steps(self, call: Callable[[Any, rawattn.KVCache, rawattn.Step], Any]) -> Row:
+        """A call whose step was never met, in the next of the layers; q and the lengths lie where none did."""
+        layers, size = [self.pools() for _ in range(LAYERS)], BATCH * 32 * 128
+        rows, lengths, pages = (
+            self.tensor(size + (self.calls + 1) * STEP),
+            self.ints(BATCH + 4 * self.calls + 4),
+            self.ints(BATCH, 64),
+        )
+
+        def row(i: int) -> Callable[[], Any]:
+            q, step = (
+                rows[i * STEP : i * STEP + size].view(BATCH, 1, 32, 128),
+                rawattn.Step(lengths[4 * i : 4 * i + BATCH], pages),
+            )
+            return lambda: call(q, layers[i % LAYERS], step)
+
+        return row
+
+    def new_step(self) -> Row:
+        return self.in_new_steps(rawattn.attention_kvcache)
+
+    def plan_new_step(self) -> Row:
+        return self.in_new_steps(rawattn.plan_kvcache(*self.served(BATCH)).run)
+
+    def appending(self) -> Callable[[Any, rawattn.KVCache, rawattn.Step], Any]:
+        """New rows of all sequences, with their queries, rotated."""
+        k, v = (self.tensor(BATCH, 1, 8, 128) for _ in range(2))
+        cos, sin = (self.torch.zeros(4096, 64, device=self.device) for _ in range(2))
+        rotary = rawattn.Rotary(cos, sin)
+        return lambda q, cache, step: rawattn.append(cache, step, k, v, rotary=rotary, q=q)
+
+    def append(self) -> Row:
+        call = functools.partial(self.appending(), *self.served(BATCH))
+        return lambda i: call
+
+    def append_new_step(self) -> Row:
+        return self.in_new_steps(self.appending())
+
+    def step_object(self) -> Row:
+        lengths, pages = self.ints(BATCH), self.ints(BATCH, 64)
+        return lambda i: lambda: rawattn.Step(lengths, pages)
+
+    def row(self, name: str) -> Row:
+        """The row of a name; behind the last underscore there may be a number of sequences."""
+        kind, _, batch = name.rpartition("_")
+        return self.kvcache(int(batch)) if kind == "kvcache" and batch.isdigit() else getattr(self, name)()
+
     def samples(self, row: Row, profile: cProfile.Profile | None = None) -> list[float]:
         """Microseconds of each call; the first one, which compiles and loads, is not among them."""
         found = []
@@ -159,7 +293,12 @@ class Host:
         return found[1:]
 
 
-ROWS = ("eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step")
+ROWS = (
+    "eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step",
+    "kvcache_1", "kvcache_64", "kvcache_1024", "kvcache_plan", "new_step", "plan_new_step", "append", "append_new_step",
+    "step_object",
+    *FUNCTION_ROWS,
+)  # fmt: skip
 COMPUTED = ("sdpa", "sdpa_step")  # not by us, so that without a GPU they would be computed here
 
 
@@ -170,7 +309,7 @@ def measure(host: Host) -> dict[str, dict[str, Any]]:
         if host.dry and name in COMPUTED:
             found[name] = {"skipped": "it would be computed here"}
             continue
-        samples = np.array(host.samples(getattr(host, name)()))
+        samples = np.array(host.samples(host.row(name)))
         if name == "two_launches":
             samples = second_launch(samples)
         us, low, high = (round(float(x), 2) for x in np.percentile(samples, (50, 10, 90)))
@@ -205,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = Host(options.calls, options.dry)
     if options.profile:
         profile = cProfile.Profile()
-        host.samples(getattr(host, options.profile)(), profile)
+        host.samples(host.row(options.profile), profile)
         pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(PROFILED)
         return 0
     found = measure(host)

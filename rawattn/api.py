@@ -376,6 +376,8 @@ class Explanation:
                 continue
             yield f"{role:8} {str(option).partition('(')[2][:-1]}"
             yield from (f"  {each}" for each in option.notes)
+            if role == "mask" and isinstance(self._forward, Forward):
+                yield from (f"  {each}" for each in option.intervals(self._forward.limits))
             if role == "mask" and self.tiles is not None:
                 yield f"  tiles of {self.tiles}"
 
@@ -418,6 +420,11 @@ class Asked:
         self.operation, self.options, self.lengths, self.kernel, self.config = operation, options, lengths, kernel, config
         self.is_kept, self.has_functions = is_kept, bool(functions.among(options))
         self.followed: dict[tuple[str, ...], Any] = {}
+
+    def without_numbers(self) -> Asked:
+        """Returns what calls ask for whose functions captured any numbers: for keys."""
+        found = functions.without_numbers(self.options)
+        return self if found is self.options else asked_of(self.operation, found, self.lengths, self.kernel, self.config)
 
     def of_family(self) -> Asked:
         """Returns what calls of one family ask for."""
@@ -567,10 +574,13 @@ def _key(given: tuple[Any, ...], captured: tuple[Any, ...]) -> Any:
 def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked, out: Any) -> Any:
     """Computes a call on arrays that it was not made for yet. The first of these that applies serves it: a call of a copy that is
     made, a call on arrays that lie so in other places, the plan of a family, and a plan of its own."""
+    call: Any = None
     dense = asked.operation.dense(given)
     if dense is not given:
         given, key = dense, _key(dense, captured)
-    call: Any = None if key is None else _calls.get((asked, key)) or _known(given, key, asked)
+        call = _calls.get((asked, key))
+    if call is None and key is not None:
+        call = _known(given, captured, key, asked)
     if call is None:
         found = arrays.named(asked.operation.input_names(len(given)), given) | functions.read(asked.options, captured)
         plan = _plan(asked, found)
@@ -580,7 +590,7 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
             family = _family(key, asked)
             if family is not None:
                 cache_put(_families, family, plan, KEPT_PLANS)
-            _keep(key, (asked, _layout(key)), asked, call)
+            _keep(key, _layout(key, asked), asked, call)
     return one_or_all(call(given[0], out, captured))
 
 
@@ -588,37 +598,59 @@ def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
     if asked.is_kept:
         cache_put(_calls, (asked, key), call, KEPT_CALLS)
         cache_put(_layouts, layout, call, KEPT_CALLS)
+        if asked.has_functions:
+            cache_put(_layouts, (asked.without_numbers(), *layout[1:]), call, KEPT_CALLS)  # which no call asks for
 
 
-def _layout(key: Any) -> tuple[Any, ...]:
-    """A key of tensors that lie so, wherever: how they are aligned is all of their addresses that a plan depends on."""
-    return (*[(x[0] % 16, *x[1:]) if x else x for x in key[0]], key[1])
+def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
+    """A key of tensors that lie so, wherever, for which the same program serves. What is proved of functions is proved for their
+    lengths."""
+    operation = Operation if asked.has_functions else asked.operation
+    return (asked, operation.layout_key(key[0], asked.options), key[1])
 
 
 def _family(key: Any, asked: Asked) -> Any:
-    """The key of a family of calls; None where there is none. What is proved of functions is proved for their lengths, and a
-    family has others."""
-    if asked.has_functions or not asked.is_kept:
+    """The key of a family of calls; None where there is none. Its functions have the same code and arrays of the same form."""
+    if not asked.is_kept or (asked.has_functions and asked.operation is not Forward):
         return None
     family = asked.operation.family(key[0], asked.options)
-    return family and (family, asked.of_family())
+    return family and (family, key[1], asked.of_family())
 
 
-def _known(given: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
-    """The call on tensors that lie as those of another call in other places, or whose lengths or offsets are others: a plan of
-    the same family is resized."""
-    if not arrays.have_memory(given):
+def _renumbered(layout: tuple[Any, ...], asked: Asked) -> GpuCall | None:
+    """The call on tensors that lie so whose functions captured other numbers, with these. What is proved is proved anew."""
+    like = _layouts.get((asked.without_numbers(), *layout[1:]))
+    if like is None or os.environ.get("RAWATTN_LOG"):  # which each new operation goes to
         return None
-    like = _layouts.get(layout := (asked, _layout(key)))
+    return like.renumbered(asked.options)
+
+
+def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
+    """The call on tensors that lie as those of another call in other places, or whose functions captured other numbers; or whose
+    lengths or offsets are others: a plan of the same family is resized."""
+    if not arrays.have_memory(given, key[0]):
+        return None
+    like = _layouts.get(layout := _layout(key, asked))
     if like is not None:
-        call = like.moved([x[0] for x in key[0] if x])
+        found = dict(zip(like.names, map(arrays.of_signature, filter(None, key[0])), strict=False))
+        call = like.moved(found)
+        if not call.has_lengths_of(like) and is_logging():
+            log_operation(like.op.resized_to(found, asked.options))
         cache_put(_calls, (asked, key), call, KEPT_CALLS)
         return call
+    renumbered = _renumbered(layout, asked) if asked.has_functions else None
+    if renumbered is not None:
+        _keep(key, layout, asked, renumbered)
+        return renumbered
     plan = _families.get(_family(key, asked))
     if plan is None:
         return None
     found = dict(zip(plan.op.input_names(len(given)), map(arrays.of_signature, key[0]), strict=False))
+    if asked.has_functions:
+        found |= functions.read(asked.options, captured)
     op = plan.op.resized_to(found, asked.options)
+    if op is None:
+        return None
     if op is not plan.op:
         plan = plan.resized(op)
         log_operation(op)
@@ -647,6 +679,11 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
         if asked.is_kept:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan
+
+
+def is_logging() -> bool:
+    """Says whether new operations are written to a file."""
+    return bool(os.environ.get("RAWATTN_LOG"))
 
 
 def log_operation(op: Operation, key: Any = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +55,7 @@ def _read_torch(x: Any, name: str) -> Array:
     dtype = _torch_names().get(x.dtype)
     try:
         found = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
-        fits = _fits(x)
+        fits = _fits(x, found.shape, found.strides)
     except (RuntimeError, NotImplementedError) as error:
         raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
     if not fits:  # the pointer alone does not tell: in a freed storage it is the offset
@@ -66,10 +66,10 @@ def _read_torch(x: Any, name: str) -> Array:
     return found
 
 
-def _fits(x: Any) -> bool:
+def _fits(x: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Says whether a torch tensor's storage has room for its elements."""
-    last = x.storage_offset() + sum([(n - 1) * s for n, s in zip(x.size(), x.stride(), strict=True)])
-    return bool((last + 1) * x.element_size() <= x.untyped_storage().nbytes() or 0 in x.size())
+    last = x.storage_offset() + sum(map(operator.mul, shape, strides)) - sum(strides)
+    return bool((last + 1) * x.element_size() <= x.untyped_storage().nbytes() or 0 in shape)
 
 
 def _pending(x: Any) -> str | None:
@@ -226,10 +226,57 @@ def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return None if found is None else tuple([each[1:] for each in found])
 
 
-def have_memory(given: tuple[Any, ...]) -> bool:
+def forms_and_places(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+    """The signature of each array with its address modulo 16, and the addresses of those that are not None; None where one has no
+    signature."""
+    found = signatures(given)
+    if found is None:
+        return None
+    return tuple([(x[0] % 16, x[1:]) if x else x for x in found]), tuple([x[0] for x in found if x])
+
+
+def facts(array: Array) -> tuple[Any, ...]:
+    """All that a plan depends on of an array that was read, wherever it lies."""
+    return (*array[:5], array.pointer % 16)
+
+
+@functools.lru_cache(maxsize=4096)
+def alike(*facts: Any) -> object:
+    """An object that stands for these facts, to be hashed and compared quickly."""
+    return object()
+
+
+class Held:
+    """Arrays by name that an object holds, and where they lay when it was made. Torch can give a tensor other memory later."""
+
+    def __init__(self, found: Mapping[str, Array], *beside: Any) -> None:
+        """``beside`` is what a call depends on besides. ``alike`` is one object for all whose arrays lie so."""
+        self.places = tuple([array.pointer for array in found.values()])
+        self.alike = alike(tuple(found), *[facts(array) for array in found.values()], *beside)
+        tensors = {name: array for name, array in found.items() if array.library == "torch"}
+        self._names, self._tensors = tuple(tensors), [array.object for array in tensors.values()]
+        self._there = [array.pointer for array in tensors.values()]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Says whether autograd would have to follow an operation on these; arrays may come to require grad at any time."""
+        return bool([x for x in self._tensors if x.requires_grad]) and bool(_grad_enabled())
+
+    def check(self, owner: str) -> None:
+        """Raises ProblemError where a tensor has other memory than it had."""
+        if [x.data_ptr() for x in self._tensors] != self._there:
+            moved = [x.data_ptr() != place for x, place in zip(self._tensors, self._there, strict=True)]
+            name = self._names[moved.index(True)]
+            raise ProblemError(
+                f"{name} has other memory than it had when the {owner} was made (resized, freed, or its data replaced?); make "
+                f"another {owner}."
+            )
+
+
+def have_memory(given: tuple[Any, ...], signatures: tuple[tuple[Any, ...], ...]) -> bool:
     """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
     FSDP does, the address is the offset."""
-    return all(x is None or _fits(x) for x in given)
+    return all(_fits(x, each[2], each[3]) for x, each in zip(given, signatures, strict=True) if each)
 
 
 def address(x: Any) -> int:

@@ -48,6 +48,7 @@ SECONDS_PER_NUMBER = {"fp64": 1.2e-9, "fp32": 0.8e-9, "fp16": 1.5e-9, "bf16": 1.
 SECONDS_PER_UNIT = 40e-6
 SECONDS_PER_THREAD = 80e-6
 BACKWARD_UNITS = 32  # of a backward, where there are keys enough
+DELTA_IN_THREADS = 1 << 20  # numbers of o from which on threads that compute delta pay
 KEYS_PER_UNIT = 1024  # of a backward, at least: each unit brings in all queries anew
 
 Array = npt.NDArray[Any]
@@ -421,13 +422,13 @@ def _random(
 ) -> tuple[Array, Array]:
     """Returns what the loops ask for dropout: ``_places``, and what all rows share."""
     if dropped is None:
-        return NO_PLACES, np.zeros(4, np.int64)
+        return NO_PLACES, NOTHING_DROPPED
     q_offset, kv_offset = dropped.offsets
     shared = dropped.option.threshold, dropped.seed, sequence, kv_offset + first_key
     return _places(head, group, queries, q_offset, width), np.array(shared, np.int64)
 
 
-NO_PLACES = np.zeros((2, 0), np.int64)
+NO_PLACES, NOTHING_DROPPED = np.zeros((2, 0), np.int64), np.zeros(4, np.int64)
 
 
 def _compute(element: Element, attend: Any, factors: tuple[Any, ...], dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
@@ -479,6 +480,25 @@ def _compute_by_formula(element: Element, scale: float, dropped: Dropped | None,
         sequence.lse[heads, queries] = lse[:, queries]
 
 
+class _Rows(NamedTuple):
+    """Arrays of a backward, of one sequence and all heads."""
+
+    number: int  # of the sequence
+    do: Array
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array  # (heads, q_len)
+    dlse: Array | None
+    delta: Array  # (heads, q_len), to be computed
+    sinks: Array
+    dsinks: Array | None
+    dq: Array
+    dk: Array
+    dv: Array
+
+
 class _Gradients(NamedTuple):
     """Arrays of a backward, of one sequence and the query heads that share one head of k and v."""
 
@@ -487,25 +507,30 @@ class _Gradients(NamedTuple):
     q: Array
     k: Array
     v: Array
-    o: Array
     lse: Array  # (heads, q_len)
+    delta: Array
     dlse: Array | None
     sinks: Array
-    begin: Array
-    end: Array
-    delta: Array  # (heads, q_len), to be computed
     dq: Array
     dk: Array
     dv: Array
-    dsinks: Array
     parts: Array | None  # (units, q_len, heads, head_dim), what each unit adds to dq; None where one unit has all keys
+
+
+class _Keys(NamedTuple):
+    """Some keys of a sequence: the queries that keep any of them, and, for the rows of these queries, which."""
+
+    span: slice
+    queries: slice
+    begin: Array  # from the first of these keys on, (queries * heads)
+    end: Array
+    pairs: int
 
 
 class _KeyUnit(NamedTuple):
     gradients: _Gradients
     number: int
-    keys: slice
-    pairs: int  # that its keys are in
+    keys: _Keys
 
 
 def run_backward(
@@ -528,31 +553,27 @@ def run_backward(
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
     element, cap, (heads, kv_heads) = _element(q), None if hasattr(mask, "keep") else _cap(score), (q.shape[-2], k.shape[-2])
     number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
-    interval = functools.cache(functools.partial(kept, mask, heads))
     delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)
-    sink_parts = np.zeros((len(sequences), heads), number)
-    group, shared, units = heads // kv_heads, [], []
+    sink_parts = None if dsinks is None else np.zeros((len(sequences), heads), number)
+    group, all_rows, shared, units = heads // kv_heads, list[_Rows](), list[_Gradients](), list[_KeyUnit]()
     cuts = max(1, BACKWARD_UNITS // max(1, len(sequences) * kv_heads)) if cap is not None else 1
+    keys_of = functools.cache(functools.partial(_keys_of, mask, group, kv_heads, cuts))
     for x, some in ((dq, (cu_seqlens_q, q_lens)), (dk, (cu_seqlens_kv, kv_lens)), (dv, (cu_seqlens_kv, kv_lens))):
         if any(each is not None for each in some):
             x[...] = 0
     for i, (rows, keys, at) in enumerate(sequences):
         n, m = (slice(len(x) if lens is None else int(lens[i])) for x, lens in ((q[rows], q_lens), (k[keys], kv_lens)))
-        begin, end = interval(len(q[rows][n]), len(k[keys][m]))
-        for h in range(kv_heads):
-            own = slice(h * group, (h + 1) * group)
-            spans = _spans(len(k[keys][m]), cuts)
-            parts = None if len(spans) == 1 else np.zeros((len(spans), *q[rows][n, own].shape), number)
-            found = _Gradients(
-                (i, own.start), do[rows][n, own], q[rows][n, own], k[keys][m, h], v[keys][m, h], o[rows][n, own], lse[at][own, n],
-                None if dlse is None else dlse[at][own, n], sink_logits[own], begin[:, own], end[:, own], delta[at][own, n],
-                dq[rows][n, own], dk[keys][m, h], dv[keys][m, h], sink_parts[i, own], parts,
-            )  # fmt: skip
-            shared.append(found)
-            units += [_KeyUnit(found, j, span, _pairs(found.begin, found.end, span)) for j, span in enumerate(spans)]
-    units.sort(key=lambda unit: -unit.pairs)
+        own_do, own_q, own_o, own_dq = (x[rows][n] for x in (do, q, o, dq))
+        own_k, own_v, own_dk, own_dv = (x[keys][m] for x in (k, v, dk, dv))
+        own_dlse, own_dsinks = (None if dlse is None else dlse[at][:, n]), (None if sink_parts is None else sink_parts[i])
+        statistics = lse[at][:, n], own_dlse, delta[at][:, n], sink_logits, own_dsinks
+        all_rows.append(_Rows(i, own_do, own_q, own_k, own_v, own_o, *statistics, own_dq, own_dk, own_dv))
+        for gradients, spans in _by_head(all_rows[-1], keys_of(len(own_q), len(own_k))):
+            shared.append(gradients)
+            units += [_KeyUnit(gradients, j, some_keys) for j, some_keys in enumerate(spans)]
+    units.sort(key=lambda unit: -unit.keys.pairs)
     if threads is None:
-        seconds = _backward_seconds(sum(unit.pairs for unit in units), q.shape[-1] + v.shape[-1])
+        seconds = _backward_seconds(sum(unit.keys.pairs for unit in units), q.shape[-1] + v.shape[-1])
         threads = _backward_threads(seconds, this_cpu())
     sums = {i: np.zeros(x.shape) for i, x in (captured or {}).items()}
     threads = 1 if sums else threads  # one order of sums
@@ -562,12 +583,25 @@ def run_backward(
     else:
         factors = scale / cap if cap else scale, cap, scale
         compute = functools.partial(_gradients, load(element, "backward").loops, factors, dropped)
-    for work, todo in ((_delta, shared), (compute, units), (_add_parts, shared)):
-        _in_threads(threads, todo, work)
-    if dsinks is not None:
+    _in_threads(threads if o.size >= DELTA_IN_THREADS else 1, all_rows, _delta)
+    _in_threads(threads, units, compute)
+    _in_threads(threads, [each for each in shared if each.parts is not None], _add_parts)
+    if dsinks is not None and sink_parts is not None:
         dsinks[...] = sink_parts.sum(0)
     for i, x in (captured or {}).items():
         x[...] = sums[i]
+
+
+def _by_head(x: _Rows, keys: list[list[_Keys]]) -> Iterator[tuple[_Gradients, list[_Keys]]]:
+    """The arrays of each head of k and v, and the keys of its units."""
+    group = x.q.shape[1] // x.k.shape[1]
+    for h, spans in enumerate(keys):
+        own = slice(h * group, (h + 1) * group)
+        q, dlse = x.q[:, own], None if x.dlse is None else x.dlse[own]
+        parts = None if len(spans) == 1 else np.zeros((len(spans), *q.shape), x.delta.dtype)
+        statistics = x.lse[own], x.delta[own], dlse, x.sinks[own]
+        outputs = x.dq[:, own], x.dk[:, h], x.dv[:, h]
+        yield _Gradients((x.number, own.start), x.do[:, own], q, x.k[:, h], x.v[:, h], *statistics, *outputs, parts), spans
 
 
 def _backward_seconds(pairs: int, columns: int) -> float:
@@ -587,42 +621,51 @@ def _spans(kv_len: int, cuts: int) -> list[slice]:
     return [slice(*ends[i : i + 2]) for i in range(count)]
 
 
-def _pairs(begin: Array, end: Array, keys: slice) -> int:
-    return int(np.maximum(np.minimum(end, keys.stop) - np.maximum(begin, keys.start), 0).sum())
+def _keys_of(mask: Pairs, group: int, kv_heads: int, cuts: int, q_len: int, kv_len: int) -> list[list[_Keys]]:
+    """The keys of each unit of a sequence of these lengths, for each head of k and v."""
+    begin, end = kept(mask, group * kv_heads, q_len, kv_len)
+    heads = range(kv_heads if hasattr(mask, "of_head") else min(1, kv_heads))  # elsewhere all have the same
+    of = [slice(h * group, (h + 1) * group) for h in heads]
+    found = [[_some_keys(begin[:, own], end[:, own], span) for span in _spans(kv_len, cuts)] for own in of]
+    return found * (kv_heads // max(1, len(found)))
 
 
-def _delta(x: _Gradients) -> None:
+def _some_keys(begin: Array, end: Array, span: slice) -> _Keys:
+    if span.start:
+        begin, end = begin - span.start, end - span.start
+    begin, end = np.maximum(begin, 0).astype(np.int64, copy=False), np.minimum(end, span.stop - span.start)
+    counts = np.maximum(end - begin, 0)
+    touched = counts.any(1).nonzero()[0]
+    queries = slice(int(touched[0]), int(touched[-1]) + 1) if len(touched) else slice(0, 0)
+    return _Keys(span, queries, begin[queries].ravel(), end[queries].astype(np.int64, copy=False).ravel(), int(counts.sum()))
+
+
+def _delta(x: _Rows) -> None:
     """Computes delta, and the gradients of the sinks from it."""
     number = x.delta.dtype
     x.delta[...] = np.einsum("qhd,qhd->hq", x.do.astype(number, copy=False), x.o.astype(number, copy=False))
     if x.dlse is not None:
         x.delta[...] -= x.dlse
-    with np.errstate(all="ignore"):
-        sinks = x.sinks[:, None]
-        p = np.where(sinks == -np.inf, 0.0, np.where(x.lse == sinks, 1.0, np.exp(sinks - x.lse)))  # 1 where both are inf
-    x.dsinks[...] = -(p * x.delta).sum(-1)
+    if x.dsinks is not None:
+        with np.errstate(all="ignore"):
+            sinks = x.sinks[:, None]
+            p = np.where(sinks == -np.inf, 0.0, np.where(x.lse == sinks, 1.0, np.exp(sinks - x.lse)))  # 1 where both are inf
+        x.dsinks[...] = -(p * x.delta).sum(-1)
 
 
 def _gradients(loops: Any, factors: tuple[float, ...], dropped: Dropped | None, unit: _KeyUnit) -> None:
-    x, j, keys, _ = unit
-    group, head_dim, number = x.q.shape[1], x.q.shape[2], x.delta.dtype
-    begin, end = (np.clip(bound, keys.start, keys.stop) - keys.start for bound in (x.begin, x.end))
-    touched = np.nonzero((begin < end).any(1))[0]
-    queries = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0, 0)
-    do, q = (rows[queries].astype(number, order="C").reshape(-1, rows.shape[-1]) for rows in (x.do, x.q))
-    k, v = (rows[keys].astype(number, order="C") for rows in (x.k, x.v))
-    lse, delta = (rows[:, queries].T.ravel() for rows in (x.lse, x.delta))
-    lse = np.where(lse == -np.inf, np.inf, lse)  # its probabilities are 0
-    begin, end = (bound[queries].flatten() for bound in (begin, end))
-    dq, dk, dv = (np.empty(rows.shape, number) for rows in (q, k, v))
-    sequence, head = x.origin
-    random = _random(dropped, sequence, head, group, queries, _width(number), keys.start)
-    loops(do, q, k, v, lse, delta, begin, end, *random, *factors, dq, dk, dv)
-    x.dk[keys], x.dv[keys] = dk, dv
-    out = x.dq if x.parts is None else x.parts[j]
-    out[queries] = dq.reshape(-1, group, head_dim)
-    out[: queries.start] = 0
-    out[queries.stop :] = 0
+    x, j, (keys, queries, begin, end, _) = unit
+    number, (sequence, head) = x.delta.dtype, x.origin
+    inputs = (rows.astype(number, copy=False) for rows in (x.do[queries], x.q[queries], x.k[keys], x.v[keys]))
+    random = _random(dropped, sequence, head, x.q.shape[1], queries, _width(number), keys.start)
+    dq, dk, dv = (x.dq if x.parts is None else x.parts[j]), x.dk[keys], x.dv[keys]
+    outputs = tuple(out if out.dtype == number else np.empty(out.shape, number) for out in (dq[queries], dk, dv))
+    loops(*inputs, x.lse[:, queries], x.delta[:, queries], begin, end, *random, *factors, *outputs)
+    for out, own in zip((dq[queries], dk, dv), outputs, strict=True):
+        if out.dtype != number:
+            out[...] = own
+    dq[: queries.start] = 0
+    dq[queries.stop :] = 0
 
 
 def _gradients_by_formula(formula: reference.Formula, unit: _KeyUnit) -> None:

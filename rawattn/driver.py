@@ -15,7 +15,7 @@ import functools
 import importlib
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .device import Device, arch_of
@@ -175,6 +175,18 @@ def _pdl() -> list[Any]:
     return [attribute]
 
 
+@functools.lru_cache(maxsize=4096)
+def _config(function: Function, grid: int, stream: int) -> Any:
+    """The configuration of a launch, which nothing changes."""
+    config, facts = library().CUlaunchConfig(), function.facts
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = facts.threads, 1, 1
+    config.sharedMemBytes, config.hStream = facts.smem_bytes, stream
+    if facts.uses_pdl:
+        config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
+    return config
+
+
 @functools.cache
 def _block_type(size: int) -> Any:
     return ctypes.c_char * size
@@ -188,24 +200,20 @@ class Launch:
     """One launch, ready to be issued any number of times and from any thread: nothing in it changes."""
 
     def __init__(self, function: Function, grid: int, args: bytes, stream: int) -> None:
-        facts, cuda = function.facts, library()
+        facts, config = function.facts, _config(function, grid, stream)
         if len(args) != facts.args_bytes:
             raise DeviceError(f"the kernel has {facts.args_bytes} bytes of arguments; the host filled {len(args)}.")
-        config = cuda.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = facts.threads, 1, 1
-        config.sharedMemBytes, config.hStream = facts.smem_bytes, stream
-        if facts.uses_pdl:
-            config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
         self._index, self._handle, self._config = function.index, function.handle, config
         self._block = _block_type(_ARGS + len(args)).from_buffer_copy(bytes(_ARGS) + args)
         place = ctypes.addressof(self._block)
         _address(self._block, 0, place + _ARGS)
-        self._issue = functools.partial(cuda.cuLaunchKernelEx, config, function.handle, place, 0)
+        self._issue = functools.partial(library().cuLaunchKernelEx, config, function.handle, place, 0)
 
-    def moved(self, places: Iterable[tuple[int, int]], addresses: tuple[int, ...]) -> Launch:
-        """The same launch with other addresses in its arguments, each by its number and an offset: a microsecond, where a new
-        launch takes ten."""
+    def moved(
+        self, places: Iterable[tuple[int, int]], addresses: Sequence[int], texts: Iterable[tuple[int, bytes]] = ()
+    ) -> Launch:
+        """The same launch with other addresses in its arguments, each by its number and an offset, and other bytes at offsets: a
+        microsecond, where a new launch takes ten."""
         found = object.__new__(Launch)
         found._index, found._handle, found._config = self._index, self._handle, self._config
         found._block = block = type(self._block).from_buffer_copy(self._block)
@@ -213,6 +221,8 @@ class Launch:
         _address(block, 0, place + _ARGS)
         for number, offset in places:
             _address(block, _ARGS + offset, addresses[number])
+        for offset, text in texts:
+            block[_ARGS + offset : _ARGS + offset + len(text)] = text
         found._issue = functools.partial(self._issue.func, self._config, self._handle, place, 0)
         return found
 
@@ -319,7 +329,7 @@ def drop() -> None:
             del gone  # outside the lock, as it runs code of its own
 
 
-COUNTERS = 1 << 18  # pairs on a device for streams, and as many for launches that graphs hold
+COUNTERS = 1 << 18  # pairs on a device for streams, and as many at a time for launches that graphs hold
 _LARGE_COUNTERS = 1 << 13  # likewise, where a launch has more than a pair
 _CLEANED = 4096  # pairs of graphs that are cleaned at once, some 10 ms at most
 
@@ -339,7 +349,8 @@ class Counters:
     for kernels that count more.
 
     Launches that may overlap need pairs of their own: each stream has one, since its launches follow each other, and each launch
-    that a graph captures has one, since the graph may be replayed on any stream. Memory is allocated when the first is taken.
+    that a graph captures has one, since the graph may be replayed on any stream. Memory is allocated when the first is taken, and
+    more of it where graphs hold all that there are.
     """
 
     def __init__(self, index: int, size: int = 8) -> None:
@@ -347,17 +358,21 @@ class Counters:
         self._count = COUNTERS if size == 8 else min(COUNTERS, _LARGE_COUNTERS)
         self._of_stream: dict[int, int] = {}
         self._streams = self._launches = 0  # how many streams have been given a pair, how many pairs captured launches have had
+        self._first = 0  # address of the pairs of which captured launches get those that none has had
         self._clean: list[int] = []
         self._returned: collections.deque[int] = collections.deque()  # by graphs that are gone, with whatever is in them
 
     @functools.cached_property
     def _base(self) -> int:
-        """Address of the default stream's pair, then those of streams, then those of captured launches."""
-        size = self._size * (1 + 2 * self._count)
+        """Address of the default stream's pair, then those of streams, then the first ones of captured launches."""
+        return self._zeros(1 + 2 * self._count)
+
+    def _zeros(self, count: int) -> int:
+        """The address of so many new pairs."""
         with current(self._index), relaxed_capture():
-            base = int(call("cuMemAlloc", size))
-        self._clear([base], size)
-        return base
+            address = int(call("cuMemAlloc", self._size * count))
+        self._clear([address], self._size * count)
+        return address
 
     def _clear(self, addresses: list[int], size: int = 0) -> None:
         """Sets ``size`` bytes of device memory to zero, those of a launch where it is 0, without touching the legacy stream."""
@@ -403,14 +418,15 @@ class Counters:
 
     def _of_launch(self) -> int:
         """A pair for a captured launch."""
-        if not self._clean and self._launches == self._count:
+        is_full = self._launches % self._count == 0  # where captured launches have had all pairs there are
+        if is_full and self._launches and not self._clean:
             self._clean_returned()
-            if not self._clean:
-                raise DeviceError(f"all {self._count} schedule counters of the device are taken by captured graphs.")
         if self._clean:
             return self._clean.pop()
+        if is_full:
+            self._first = self._zeros(self._count) if self._launches else self._base + self._size * (1 + self._count)
         self._launches += 1
-        return self._base + self._size * (self._count + self._launches)
+        return self._first + self._size * ((self._launches - 1) % self._count)
 
     def _clean_returned(self) -> None:
         """Makes pairs that graphs gave back zero again: a launch may have been aborted."""

@@ -237,6 +237,12 @@ def without(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **{role: defaults[role] for role, _ in among(options)}}
 
 
+def without_numbers(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with functions whose numbers tell nothing apart; themselves where no function has some. It is for keys."""
+    found = {role: function(own.traced, (), own.sizes) for role, own in among(options) if own.numbers}
+    return {**options, **found} if found else options
+
+
 def names(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the captured arrays of a call, in order."""
     return tuple(f"{role}_{i}" for role, each in among(options) for i in range(len(each.traced.labels)))

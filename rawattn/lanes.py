@@ -548,14 +548,31 @@ def differentiate(s, ds, keys, column, pitch, lse, delta, panel, cap, masked, lo
 
 @njit
 def pack(x, panels, width):
-    """The rows of x twice: as panels (panel, column, lane), and as rows of this width; zeros where x has none."""
-    lanes = BYTES // x.itemsize
-    across, along = np.zeros(panels * x.shape[1] * lanes, x.dtype), np.zeros(panels * lanes * width, x.dtype)
-    for row in range(x.shape[0]):
-        for i in range(x.shape[1]):
-            across[(row // lanes * x.shape[1] + i) * lanes + row % lanes] = x[row, i]
-            along[row * width + i] = x[row, i]
+    """The rows of x, query by query and head by head, twice: as panels (panel, column, lane), and as rows of this width; zeros
+    where x has none."""
+    (queries, heads, columns), lanes = x.shape, BYTES // x.itemsize
+    across, along = np.zeros(panels * columns * lanes, x.dtype), np.zeros(panels * lanes * width, x.dtype)
+    for query in range(queries):
+        for head in range(heads):
+            row = query * heads + head
+            for i in range(columns):
+                along[row * width + i] = x[query, head, i]
+            for i in range(columns):
+                across[(row // lanes * columns + i) * lanes + row % lanes] = along[row * width + i]
     return across, along
+
+
+@njit
+def pack_statistics(lse, delta, size):
+    """lse, inf where it is -inf, and delta, (heads, queries), query by query and head by head; inf and 0 past the last."""
+    row_lse, row_delta = np.full(size, np.inf, lse.dtype), np.zeros(size, lse.dtype)
+    for head in range(lse.shape[0]):
+        for query in range(lse.shape[1]):
+            row = query * lse.shape[0] + head
+            row_delta[row] = delta[head, query]
+            if lse[head, query] != -np.inf:
+                row_lse[row] = lse[head, query]
+    return row_lse, row_delta
 
 
 @njit
@@ -601,24 +618,23 @@ def write_scaled(tile, width, scale, x, first, rows):
 def backward(do, q, k, v, lse, delta, begin, end, places, random, factor, cap, scale, dq, dk, dv):
     """Gradients of the rows of q and the keys of k, where a row keeps the keys begin[row] to end[row]: writes dq, dk and dv.
 
-    All arrays are contiguous, in one format: do (rows, head_dim_v), q and dq (rows, head_dim), k and dk (kv_len, head_dim), v and
-    dv (kv_len, head_dim_v), lse and delta (rows). lse is inf where a row's probabilities are 0. Where cap is 0, the logit is
-    scale * q.k, and factor is scale; else it is cap * tanh(factor * q.k), and factor is scale / cap.
+    Arrays are in one format: do (queries, heads, head_dim_v), q and dq (queries, heads, head_dim), k and dk (kv_len, head_dim), v
+    and dv (kv_len, head_dim_v), lse and delta (heads, queries); a row is a head of a query, and begin and end have them one after
+    the other. Where lse is -inf, a row's probabilities are 0. Where cap is 0, the logit is scale * q.k, and factor is scale; else
+    it is cap * tanh(factor * q.k), and factor is scale / cap.
     ``places`` and ``random`` are those of ``find_kept``.
 
     For a tile of keys and some panels of rows, S and its gradient dS are (key, row). The products S = K Q^T, dP = V dO^T and
     dQ = K^T dS have rows in lanes, as in ``attend``; dV = P dO and dK = dS Q have columns.
     """
-    (rows, head_dim), (kv_len, head_dim_v) = q.shape, v.shape
-    lanes, pitch = BYTES // q.itemsize, GROUP * (BYTES // q.itemsize)
+    (queries, heads, head_dim), (kv_len, head_dim_v) = q.shape, v.shape
+    rows, lanes, pitch = queries * heads, BYTES // q.itemsize, GROUP * (BYTES // q.itemsize)
     panels, block = (rows + lanes - 1) // lanes, (head_dim + BLOCK - 1) // BLOCK * BLOCK
     width, width_v = (head_dim + lanes - 1) // lanes * lanes, (head_dim_v + lanes - 1) // lanes * lanes
     panel_q, row_q = pack(q, panels, width)
     panel_do, row_do = pack(do, panels, width_v)
     panel_dq = np.zeros(panels * block * lanes, q.dtype)
-    row_lse, row_delta = np.full(panels * lanes, np.inf, q.dtype), np.zeros(panels * lanes, q.dtype)
-    for row in range(rows):
-        row_lse[row], row_delta[row] = lse[row], delta[row]
+    row_lse, row_delta = pack_statistics(lse, delta, panels * lanes)
     tile_k, tile_v = np.zeros((TILE_KV + BLOCK) * block, q.dtype), np.zeros((TILE_KV + BLOCK) * head_dim_v, q.dtype)
     tile_dk, tile_dv = np.zeros((TILE_KV + BLOCK) * width, q.dtype), np.zeros((TILE_KV + BLOCK) * width_v, q.dtype)
     s, ds = np.zeros((TILE_KV + BLOCK) * pitch, q.dtype), np.zeros((TILE_KV + BLOCK) * pitch, q.dtype)
@@ -657,7 +673,7 @@ def backward(do, q, k, v, lse, delta, begin, end, places, random, factor, cap, s
 
     for row in range(rows):
         for i in range(head_dim):
-            dq[row, i] = panel_dq[(row // lanes * block + i) * lanes + row % lanes] * scale
+            dq[row // heads, row % heads, i] = panel_dq[(row // lanes * block + i) * lanes + row % lanes] * scale
 
 
 def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -> Any:
@@ -681,6 +697,9 @@ def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -
         given = (rows, kv, kv, pages, bounds, bounds, row, places, bounds, x, x, types.intp, row)
         loops.compile((*given, types.int64, bounds, types.Array(types.uint8, 2, "C"), rows, row))
     else:
-        loops.compile((*[rows] * 4, row, row, bounds, bounds, places, bounds, x, x, x, *[rows] * 3))
+        given = {i: types.Array(x, i, "A", readonly=True, aligned=False) for i in (2, 3)}
+        made = {i: types.Array(x, i, "A", aligned=False) for i in (2, 3)}
+        inputs = (given[3], given[3], given[2], given[2], given[2], given[2])
+        loops.compile((*inputs, bounds, bounds, places, bounds, x, x, x, made[3], made[2], made[2]))
     loops.disable_compile()
     return loops

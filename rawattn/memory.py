@@ -22,7 +22,7 @@ class _Places:
         }  # fmt: skip
 
 
-def _extent(array: Array) -> tuple[int, int]:
+def extent(array: Array) -> tuple[int, int]:
     """Addresses from the first byte of an array's elements to behind the last."""
     steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
     size = DTYPES[array.dtype].itemsize
@@ -35,7 +35,7 @@ def overlap(a: Array, b: Array) -> bool:
         return False
     if a is b:
         return _overlaps_itself(a)
-    (a_begin, a_end), (b_begin, b_end) = _extent(a), _extent(b)
+    (a_begin, a_end), (b_begin, b_end) = extent(a), extent(b)
     if a_end <= b_begin or b_end <= a_begin:
         return False
     try:

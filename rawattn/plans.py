@@ -69,12 +69,12 @@ class Plan:
         self._calls: dict[Any, GpuCall] = {}
         self._captured, self._loaded = len(op.captured), list[_Loaded]()
         if not device.is_cpu:
-            self.program = selection.kernel.lower(op, selection.config, device)
+            self.program = selection.kernel.lower(op.to_lower, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
 
     def resized(self, op: Operation) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
-        found, program = object.__new__(Plan), self._kernel.lower(op, self.config, self.device)
+        found, program = object.__new__(Plan), self._kernel.lower(op.to_lower, self.config, self.device)
         found.__dict__ |= self.__dict__ | {"op": op, "program": program, "_calls": {}}
         found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
         return found
@@ -106,18 +106,18 @@ class Plan:
             return one_or_all(bound(given[0], out, tuple([found[each.name].object for each in self.op.captured])))
         return one_or_all(call(given[0], out, captured))
 
-    def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
-        """The plan on arrays that were checked, by name."""
+    def bind(self, given: Mapping[str, Array], loose: tuple[str, ...] = ()) -> GpuCall | CpuCall:
+        """The plan on arrays that were checked, by name; ``loose`` as of ``GpuCall``, the same in all calls of one operation."""
         if self.device.is_cpu:
             return CpuCall(self, given)
         if self.library == "torch":  # whose calls are kept by the tensors' signatures
-            return GpuCall(self, given)
+            return GpuCall(self, given, loose)
         places = [array._replace(object=None) for array in given.values()]
         own = len(places) - len(self.op.captured)
         key = (*places[:own], *(place._replace(pointer=0) for place in places[own:]))
         call = self._calls.get(key)
         if call is None:
-            call = GpuCall(self, given)
+            call = GpuCall(self, given, loose)
             cache_put(self._calls, key, call, KEPT_CALLS)
         return call
 
@@ -168,12 +168,13 @@ def load_all(op: Operation, selection: Selection, device: Device) -> None:
 
 Place = tuple[str, int]  # what lies at an address, and the offset of the address in struct Args
 Form = tuple[Any, Callable[..., None], int]  # a fill, how its value is written, and the offset
+_Sized = tuple[bytearray, list[tuple[str, int, Callable[[int], bytes]]]]  # arguments, and tensor maps: of what, where, by what
 
 
 class _Loaded(NamedTuple):
-    """A kernel on a device, and where the values of its arguments lie in memory, by what they depend on: the operation alone, how
-    inputs and outputs lie, or addresses. ``late`` addresses, of outputs, scratch memory and captured arrays, are known when a
-    launch is issued, as counters are."""
+    """A kernel on a device, and where the values of its arguments lie in memory, by what they depend on: what was lowered alone,
+    the strides of inputs and how outputs lie, the lengths of inputs, or addresses. ``late`` addresses, of outputs, scratch memory
+    and captured arrays, are known when a launch is issued, as counters are."""
 
     binary: compiler.Binary
     function: driver.Function
@@ -181,7 +182,8 @@ class _Loaded(NamedTuple):
     layout: render.ArgsLayout
     values: Callable[[Mapping[str, float]], tuple[float, ...]]  # those that ``only_values`` packs, in order
     only_values: struct.Struct  # all of memory, with nothing else in it
-    inputs: tuple[Form, ...]
+    inputs: tuple[Form, ...]  # by their strides
+    lengths: tuple[Form, ...]  # of inputs
     outputs: tuple[Form, ...]
     maps: tuple[tuple[Any, int], ...]
     places: tuple[Place, ...]
@@ -202,7 +204,8 @@ class _Loaded(NamedTuple):
         places = [(name, offset + more) for fill, offset in at for name, more in _addresses(fill)]
         return cls(
             binary, function, launch.fields, layout, _taker(names), layout.only(names),
-            tuple(form for form in forms if getattr(form[0], "operand", None) not in outputs),
+            tuple(form for form in forms if not _is_length(form[0]) and getattr(form[0], "operand", None) not in outputs),
+            tuple(form for form in forms if _is_length(form[0])),
             tuple(form for form in forms if getattr(form[0], "operand", None) in outputs),
             tuple((fill, offset) for fill, offset in at if _is_map(fill)),
             tuple(place for place in places if not _is_late(place[0], later)),
@@ -227,6 +230,11 @@ def _is_late(name: str, later: set[str]) -> bool:
 def _is_map(fill: Any) -> bool:
     """Says whether a field begins with a tensor map."""
     return isinstance(fill, (TensorMap, PageRows, PackedHeads)) or (isinstance(fill, Pages) and fill.page_rows > 0)
+
+
+def _is_length(fill: Any) -> bool:
+    """Says whether a field is filled by the shape of an input, and not by its strides alone."""
+    return isinstance(fill, (Dim, Pages))
 
 
 def _addresses(fill: Any) -> list[Place]:
@@ -290,42 +298,83 @@ _address = struct.Struct("<Q").pack_into
 class GpuCall:
     """A plan on arrays of a GPU: all is known but where the results go, and the stream.
 
-    It may be kept, and called from several threads at once, for any arrays that lie as these did. Captured arrays may lie
-    anywhere; ``moved`` gives the call for others that lie elsewhere.
+    It may be kept, and called from several threads at once, for any arrays that lie as these did. Captured arrays, and those with
+    a name in ``loose``, may lie anywhere: every call says where. ``moved`` gives the call for others that lie elsewhere.
     """
 
-    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
+    def __init__(self, plan: Plan, given: Mapping[str, Array], loose: tuple[str, ...] = ()) -> None:
         assert plan.program is not None
         self._given = {name: array.without_memory() for name, array in given.items()}
         like, op = next(iter(self._given.values())), plan.op  # makers keep it
         self._plan, self._device = plan, like.device
-        self._captured = tuple([operand.name for operand in op.captured])
-        self._late = (*[operand.name for operand in op.outputs], *self._captured)
+        self._loose = (*loose, *[operand.name for operand in op.captured])
         self._program: Program = plan.program
         self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in op.outputs])
         begins, scratch = offsets(plan.program.scratch)
-        self._scratch = [(_SCRATCH + name, begin) for name, begin in begins.items()]
+        self._scratch = tuple(begins.values())
+        late = (*[operand.name for operand in op.outputs], *self._loose, *[_SCRATCH + name for name in begins])
+        self._numbers = {name: i for i, name in enumerate(late)}
         self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
         self._stream = arrays.stream_of(like.library)
         self._is_torch = like.library == "torch"
-        self._maps: list[list[tuple[str, int, Callable[[int], bytes]]]] = []
+        self._changed: dict[str, Any] = {}  # numbers that functions captured, where they are not the plan's own
         self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
-        self._args = self._placed({name: array.pointer for name, array in given.items()})
+        self._late = [
+            [(self._numbers[name], offset) for name, offset in (*loaded.late, *loaded.places) if name in self._numbers]
+            for loaded in plan._loaded
+        ]
+        self._sized = [self._with_lengths(*each) for each in zip(self._blocks, plan._loaded, strict=True)]
+        self._args = self._placed()
 
-    def moved(self, pointers: Sequence[int]) -> GpuCall:
-        """The call for arrays that lie as these did in other places, which are given in order; those that functions captured are
-        not among them."""
+    @property
+    def op(self) -> Operation:
+        """The operation of the plan, whose lengths may be others."""
+        return self._plan.op
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays that it was made for, in order."""
+        return tuple(self._given)
+
+    def moved(self, given: Mapping[str, Array]) -> GpuCall:
+        """The call for arrays in other places that lie as these did, by name. Those that functions captured are not among them.
+        Lengths may be others for which the same program serves (``Operation.layout_key``)."""
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        places = dict(zip(self._given, pointers, strict=False))
-        found._given = self._given | {name: self._given[name]._replace(pointer=place) for name, place in places.items()}
-        found._launches, found._args = {}, self._placed(places)
+        found._given = {**self._given, **given}
+        if any(array.shape != self._given[name].shape for name, array in given.items()):
+            found._sized = [found._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
+        found._launches, found._args = {}, found._placed()
         return found
 
-    def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    def renumbered(self, options: dict[str, Any]) -> GpuCall | None:
+        """The call with other numbers that functions captured; None where they make other kinds of options than these were."""
+        numbers = self._plan.op.numbers_of(self._given, options)
+        if numbers is None:
+            return None
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        found._changed, found._launches = numbers, {}
+        found._args = [found._numbered(bytearray(args), each) for args, each in zip(self._args, self._plan._loaded, strict=True)]
+        return found
+
+    def _numbered(self, memory: bytearray, loaded: _Loaded) -> bytearray:
+        """The arguments of a launch with the numbers in them that are not the plan's own."""
+        for name, value in self._changed.items():
+            if (offset := loaded.layout.offsets.get(name)) is not None:
+                struct.pack_into(loaded.layout.formats[name], memory, offset, value)
+        return memory
+
+    def has_lengths_of(self, other: GpuCall) -> bool:
+        """Says whether it was moved from the other one to arrays of the same lengths."""
+        return self._sized is other._sized
+
+    def __call__(
+        self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = ()
+    ) -> tuple[Any, ...]:
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library.
-        ``captured`` are all arrays that functions captured."""
+        ``captured`` are all arrays that functions captured, ``loose`` the addresses of those that lie anywhere."""
         given: tuple[Any, ...] = ()
         if out is None:
             results = tuple([make(like) for make in self._makers])
@@ -343,16 +392,20 @@ class GpuCall:
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
             places.append(arrays.address(scratch))
-        addresses = tuple(map(arrays.address, captured)) if captured else ()
+        addresses = (*loose, *map(arrays.address, captured)) if captured else loose
         key = (stream_id, *places)
         launches, of = self._launches.get(key, (None, ()))
         if launches is None or capturing or of != addresses:
+            if launches is None and not given:  # any launches on the stream that write to what was made
+                launches, _ = self._launches.get(stream_id, (None, ()))
             if launches is None or capturing or given:
                 launches = self._prepare(results, given, addresses, scratch, stream, stream_id, capturing)
             else:
-                launches = self._moved(launches, addresses)
+                launches = self._moved(launches, results, addresses, scratch)
             if None not in places and not capturing:
                 cache_put(self._launches, key, (launches, addresses), KEPT_LAUNCHES)
+                if not given and stream_id not in self._launches:
+                    cache_put(self._launches, stream_id, (launches, addresses), KEPT_LAUNCHES)
         for launch in launches:
             launch()
         for x in given:
@@ -363,72 +416,92 @@ class GpuCall:
         """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
         return arrays.signature(out) if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
 
+    def _places(self, results: Sequence[Any], loose: Sequence[int], scratch: Any) -> list[int]:
+        """The addresses that are known now, in the order of ``_late``'s numbers."""
+        first = None if scratch is None else arrays.address(scratch)  # None: nothing is there to be written
+        return [*map(arrays.address, results), *loose, *[0 if first is None else first + begin for begin in self._scratch]]
+
     def _prepare(
-        self, results: Sequence[Any], given: Sequence[Any], captured: Sequence[int], scratch: Any, stream: int, stream_id: int,
+        self, results: Sequence[Any], given: Sequence[Any], loose: Sequence[int], scratch: Any, stream: int, stream_id: int,
         capturing: bool,
     ) -> tuple[driver.Launch, ...]:  # fmt: skip
-        """The launches on a stream, with all that was open filled in. ``captured`` are the addresses of captured arrays."""
-        places = dict(zip(self._late, (*map(arrays.address, results), *captured), strict=True))
+        """The launches on a stream, with all that was open filled in. ``loose`` are the addresses of arrays that lie anywhere."""
+        places = self._places(results, loose, scratch)
         found: dict[str, Array] = {}
         if given:
-            moved = {name: self._given[name]._replace(pointer=x) for name, x in zip(self._captured, captured, strict=True)}
-            inputs = {**self._given, **moved}
+            pairs = [(name, x) for name, x in zip(self._loose, loose, strict=True) if name in self._given]
+            inputs = {**self._given, **{name: self._given[name]._replace(pointer=x) for name, x in pairs}}
             found = read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
-        first = None if scratch is None else arrays.address(scratch)  # None: nothing is there to be written
-        for name, begin in self._scratch:
-            places[name] = 0 if first is None else first + begin
-        launches = []
-        for launch, loaded, args in zip(self._program.launches, self._plan._loaded, self._args, strict=True):
+        launches, every = [], zip(self._program.launches, self._plan._loaded, self._args, self._late, self._sized, strict=True)
+        for launch, loaded, args, late, (_, maps) in every:
             memory = bytearray(args)
             for fill, write, offset in loaded.outputs if found else ():
                 if fill.operand in found:
                     write(memory, offset, _form(fill, found[fill.operand]))
-            for name, offset in loaded.late:
-                _address(memory, offset, places[name])
+            for number, offset in late:
+                _address(memory, offset, places[number])
+            for offset, text in self._encoded(maps, places):
+                memory[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
                 _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
             launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
         return tuple(launches)
 
-    def _moved(self, launches: tuple[driver.Launch, ...], addresses: tuple[int, ...]) -> tuple[driver.Launch, ...]:
-        """The launches with captured arrays at other addresses."""
-        numbers, found = {name: i for i, name in enumerate(self._captured)}, []
-        for launch, loaded in zip(launches, self._plan._loaded, strict=True):
-            places = [(numbers[name], offset) for name, offset in loaded.late if name in numbers]
-            found.append(launch.moved(places, addresses) if places else launch)
+    def _moved(
+        self, launches: tuple[driver.Launch, ...], results: Sequence[Any], loose: Sequence[int], scratch: Any
+    ) -> tuple[driver.Launch, ...]:
+        """The launches with results, arrays that lie anywhere and scratch memory at other addresses."""
+        places, found = self._places(results, loose, scratch), []
+        for launch, late, (_, maps) in zip(launches, self._late, self._sized, strict=True):
+            texts = self._encoded(maps, places)
+            found.append(launch.moved(late, places, texts) if late or texts else launch)
         return tuple(found)
 
+    def _encoded(self, maps: Sequence[tuple[str, int, Callable[[int], bytes]]], places: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Those tensor maps of a launch that are of arrays which lie anywhere, with their offsets."""
+        loose = [(offset, encode, places[self._numbers[name]]) for name, offset, encode in maps if name in self._numbers]
+        if not loose:
+            return []
+        with driver.current(self._device):  # which the driver wants
+            return [(offset, encode(place)) for offset, encode, place in loose]
+
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
-        """The arguments of a launch but for the addresses, with outputs that are made."""
-        block, maps = bytearray(loaded.only_values.pack(*loaded.values(launch.values))), []
+        """The arguments of a launch but for addresses and the inputs' lengths, with outputs that are made."""
+        block = bytearray(loaded.only_values.pack(*loaded.values(launch.values)))
         for fill, write, offset in loaded.inputs:
             write(block, offset, self._of_input(fill))
         if loaded.outputs:
             made = {each.name: arrays.made(each.shape, each.element) for each in self._plan.op.outputs}
             for fill, write, offset in loaded.outputs:
                 write(block, offset, _form(fill, made[fill.operand]))
-        for fill, offset in loaded.maps:
-            name, encode, rest = _map(fill, self._given)
-            block[offset + 128 : offset + 128 + len(rest)] = rest
-            maps.append((name, offset, encode))
-        self._maps.append(maps)
         return block
 
-    def _placed(self, pointers: Mapping[str, int]) -> list[bytearray]:
-        """The blocks with the inputs' addresses in them. An input that is not given has none."""
+    def _with_lengths(self, block: bytearray, loaded: _Loaded) -> _Sized:
+        """The arguments with the inputs' lengths in them, and what makes their tensor maps."""
+        found, maps = bytearray(block), []
+        for fill, write, offset in loaded.lengths:
+            write(found, offset, self._of_input(fill))
+        for fill, offset in loaded.maps:
+            name, encode, rest = _map(fill, self._given)
+            found[offset + 128 : offset + 128 + len(rest)] = rest
+            maps.append((name, offset, encode))
+        return found, maps
+
+    def _placed(self) -> list[bytearray]:
+        """The arguments with the inputs' addresses in them. An input that is not given has none."""
         found = []
-        for block, loaded, maps in zip(self._blocks, self._plan._loaded, self._maps, strict=True):
+        for (block, maps), loaded in zip(self._sized, self._plan._loaded, strict=True):
             memory = bytearray(block)
             for name, offset in loaded.places:
-                if name in pointers:
-                    _address(memory, offset, pointers[name])
+                if name in self._given:
+                    _address(memory, offset, self._given[name].pointer)
             if maps:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
-                        memory[offset : offset + 128] = encode(pointers[name])
-            found.append(memory)
+                        memory[offset : offset + 128] = encode(self._given[name].pointer)
+            found.append(self._numbered(memory, loaded) if self._changed else memory)
         return found
 
     def _of_input(self, fill: Any) -> Any:

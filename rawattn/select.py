@@ -159,10 +159,15 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
     """All that operations of a kind may run in: one for each of the kind's tuning shapes, but for those that the cost model tells
     not apart."""
     found: dict[Any, Tuned] = {}
+    ordered: list[tuple[Any, list[Any]]] = []
     for op in shapes:
         costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
-        ordered = sorted(costs, key=costs.__getitem__)
-        modelled = without_spills(kernel, op, device, ordered) if kernel.is_tried(op) else next(iter(ordered), None)
+        ordered.append((op, sorted(costs, key=costs.__getitem__)))
+    if any(map(kernel.is_tried, shapes)):
+        best = without_spills(kernel, ordered, device)
+    else:
+        best = [next(iter(configs), None) for _, configs in ordered]
+    for op, modelled in zip(shapes, best, strict=True):
         if modelled is not None and modelled not in found:
             has_record = kernel.has_records and isinstance(op, Forward)
             record = records.find(kernel.recorded, op, device) if has_record else None

@@ -111,6 +111,11 @@ class Spec:
         """The option that says what becomes of a weight."""
         return weight.make(self.dropout)
 
+    @functools.cached_property
+    def values(self) -> dict[str, float]:
+        """The run-time values of mask, score and weight, by the names of fields."""
+        return {**self.mask.values, **self.score.values, **self.weight.values}
+
     def to_json(self) -> dict[str, Any]:
         """The options that are not the defaults, as JSON can hold them."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -170,11 +175,15 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
     """The mask that the shorthands ``causal`` and ``window`` mean, or ``mask`` itself."""
     if mask is not None:
         if (not isinstance(causal, (bool, np.bool_)) or causal) or window is not None:
-            raise ProblemError(
-                "mask was given beside causal or window; combine options as mask=rawattn.mask.Both(a, b). A function says it "
-                "itself, as lambda b, h, q, kv: f(b, h, q, kv) & (q >= kv); Chunked and Prefix are causal, and Documents takes "
-                "causal=True."
+            itself = (
+                "as lambda b, h, q, kv: f(b, h, q, kv) & (q >= kv) & (q - kv <= left); Chunked and Prefix are causal, and "
+                "Documents takes causal=True"
             )
+            way = f"mask is a function, which says both itself, {itself}"
+            if not hasattr(mask, "arrays"):
+                both = "combine options as mask=rawattn.mask.Both(a, b)"
+                way = f"{both}. A function, which Both does not take, says it itself, {itself}"
+            raise ProblemError(f"mask was given beside causal or window; {way}.")
         if not hasattr(mask, "interval") or isinstance(mask, type):
             raise ProblemError(f"mask is {mask!r}; it must be a mask, such as rawattn.mask.Causal().")
         return mask

@@ -7,6 +7,7 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -59,10 +60,18 @@ def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, po
     """Says whether a quick test shows that TMA and threads can read an array. If not, the functions that give reasons decide."""
     if pointer % ALIGNMENT:
         return False
+    if _are_readable(strides, itemsize):
+        return True
     for size, stride in zip(shape[:-1], strides, strict=False):
         if size > 1 and (stride * itemsize % ALIGNMENT or not 0 < stride * itemsize < ROW_LIMIT):
             return False
     return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_readable(strides: tuple[int, ...], itemsize: int) -> bool:
+    """Says whether an array with these strides can be read whatever its shape is."""
+    return all(stride * itemsize % ALIGNMENT == 0 and 0 < stride * itemsize < ROW_LIMIT for stride in strides[:-1])
 
 
 def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int = 0) -> str | None:

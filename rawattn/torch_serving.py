@@ -139,11 +139,11 @@ def _attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     (q, k, v), lengths, rest = _split(_whole(args, _ATTENTION._schema, named), 3)
     sinks, layout, *bounds, split_keys, text, captured, k_scales, v_scales, k_scale, v_scale = rest
     (spec, own, causal), step = _spec(text), _step(lengths, tuple(bounds))
-    asked = api.Asked(spec, tuple(own.items()), tuple(captured or ()))
+    asked = api.Asked(spec, tuple(own.items()), tuple(captured or ()), split_keys)
     each = step.causal if "causal" in step.arrays else causal
     if "mask" in own and each is not False:
         asked = api.of_step(asked, each)
-    found = api.attend(q, _cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, asked, split_keys, sinks)
+    found = api.attend(q, _cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, asked, sinks)
     return found[0], found[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -201,6 +202,47 @@ def one_of(which: int, masks: Sequence[Any]) -> Any:
         for i, each in enumerate(masks):
             kept = kept | ((which == i) & each(h, q, kv, q_len))
         return kept
+
+    return f
+
+
+def of_all(f: Any) -> Any:
+    """A function of any arguments by name as one of all that a mask, or with ``s`` a score, may have."""
+    names = tuple(inspect.signature(f).parameters)
+
+    def mask(b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        at = {"b": b, "h": h, "q": q, "kv": kv, "q_len": q_len, "kv_len": kv_len}
+        return f(*[at[name] for name in names])
+
+    def score(s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        at = {"s": s, "b": b, "h": h, "q": q, "kv": kv, "q_len": q_len, "kv_len": kv_len}
+        return f(*[at[name] for name in names])
+
+    return score if "s" in names else mask
+
+
+def one_mask_among(which: int, masks: Sequence[Any]) -> Any:
+    """As ``one_of``, of masks of any arguments by name."""
+    every = tuple(map(of_all, masks))
+
+    def f(b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        kept = False
+        for i, each in enumerate(every):
+            kept = kept | ((which == i) & each(b, h, q, kv, q_len, kv_len))
+        return kept
+
+    return f
+
+
+def one_score_among(which: int, scores: Sequence[Any]) -> Any:
+    """The same of scores."""
+    every = tuple(map(of_all, scores))
+
+    def f(s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        found = s
+        for i, each in enumerate(every):
+            found = np.where(which == i, each(s, b, h, q, kv, q_len, kv_len), found)
+        return found
 
     return f
 

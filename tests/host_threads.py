@@ -19,7 +19,7 @@ import pytest
 
 from rawattn import render, tma
 from rawattn.compiler import Source
-from rawattn.program import Counter, Launch, PageRows, TensorMap, Value, View
+from rawattn.program import Counter, Dim, Launch, PageRows, TensorMap, Value, View
 from tests.emulator import precompiled
 
 BASE = r"""
@@ -444,6 +444,8 @@ def run(
         elif isinstance(fill, View):
             steps = memory[name].strides if memory[name].ndim == 4 else (0, *memory[name].strides)
             data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()
+        elif isinstance(fill, Dim):
+            data = struct.pack(form, memory[name].shape[fill.axis])
         else:
             data = struct.pack(form, launch.values[field.name] if isinstance(fill, Value) else memory[name].ctypes.data)
         space[start + at : start + at + len(data)] = np.frombuffer(data, np.uint8)

@@ -25,12 +25,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     stats = terminalreporter.stats
     passed = [report.keywords for report in stats.get("passed", [])]
     reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", []))
+    said = {name: value for report in stats.get("passed", []) for name, value in report.user_properties}
     found = {
         **machine.facts(),
         "passed": len(passed),
         "passed_on_gpu": sum("gpu" in keywords for keywords in passed),
         "failed": [report.nodeid for name in ("failed", "error") for report in stats.get(name, [])],
         "skipped": dict(reasons.most_common()),
+        "said": said,  # by tests that passed, with record_property
         "seconds": round(time.monotonic() - BEGIN),
     }
     file = machine.record(driver.device(0) if driver.device_count() else device.cpu()) / "tests.json"

@@ -6,6 +6,7 @@ A call computes dq, dk and dv from do and what the forward kept. Each peer keeps
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +16,12 @@ import numpy as np
 
 import rawattn
 import rawattn.reference
+from rawattn.functions import taken
 from rawattn.timing import Call
 
+from . import peers
+from .checking import part_of
+from .ours import plain_of
 from .peers import PACKED, window_of
 from .task import Task, Unserved
 
@@ -25,13 +30,42 @@ TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-5}  # of the relative error;
 
 def ours(task: Task, kernel: str | None = None) -> Call:
     """``rawattn.attention_backward`` on o and lse of our own forward."""
-    case, d_o = task.case, gradient(task)
-    options = {name: value for name, value in case.options.items() if name != "sinks"}
+    case, d_o, kernel = task.case, gradient(task), kernel or getattr(task.case, "kernel", "")
+    options = {name: value for name, value in case.options.items() if name != "sinks"} | task.functions
     lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"), task.packed, strict=bool(task.packed)))
     attention = rawattn.attention_varlen if task.packed else rawattn.attention
     o, lse = attention(task.q, task.k, task.v, *task.packed, return_lse=True, **options)
     inputs, more = (d_o, task.q, task.k, task.v, o, lse), {**lengths, **options, **({"kernel": kernel} if kernel else {})}
+    more |= {"wrt": captured(task)} if captured(task) else {}
     return Call(lambda: rawattn.attention_backward(*inputs, **more))
+
+
+def captured(task: Task) -> tuple[Any, ...]:
+    """The tensors of floats that the task's score captured."""
+    options = {"mask": None, "score": None} | task.functions
+    return tuple(x for x in taken(options)[1] if x.is_floating_point()) if options["score"] is not None else ()
+
+
+def flex(task: Task) -> Call:
+    """FlexAttention's own backward, as autograd runs what torch.compile made of it; also of what a score captured."""
+    import torch
+
+    own = dataclasses.replace(task)  # with inputs and a function of its own, which require grad
+    leaves = [x.requires_grad_() for x in (*own.heads_first, *captured(own))]
+    forward = peers.flex(own)
+    o = forward.run()
+    d_o = torch.empty_like(o).copy_(gradient(task).transpose(1, 2))
+    run = functools.partial(torch.autograd.grad, o, leaves, d_o, retain_graph=True)
+    return Call(run, lambda grads: (*(x.transpose(1, 2) for x in grads[:3]), *grads[3:]), before=forward.before)
+
+
+def built_in(task: Task) -> Call:
+    """The backward of what computes the same without a function, or nearly (``peers.built_in``)."""
+    case, inputs, packed = plain_of(task)
+    call = ours(dataclasses.replace(task, case=case, q=inputs[0], k=inputs[1], v=inputs[2], packed=packed))
+    shapes = [x.shape for x in (task.q, task.k, task.v)]
+    view = lambda grads: tuple(x.view(shape) for x, shape in zip(grads, shapes, strict=True))  # noqa: E731
+    return dataclasses.replace(call, view=view, checked="mask" in task.functions)
 
 
 def gradient(task: Task) -> Any:
@@ -115,7 +149,9 @@ def peers_among(installed: Iterable[str]) -> list[str]:
 
 def prepare(name: str, task: Task, kernel: str | None = None) -> Call:
     """A contender on a task. Raises Unserved, or whatever the library raises."""
-    return ours(task, kernel) if name == "ours" else PEERS[name](task)
+    if name == "ours":
+        return ours(task, kernel)
+    return {**PEERS, "built_in": built_in, "flex": flex}[name](task)
 
 
 class Check:
@@ -130,7 +166,9 @@ class Check:
         given = [self._of_head(x, i) for i, x in enumerate((task.q, task.k, task.v))]
         d_o = self._of_head(gradient(task), 0)
         q, k, v = given
-        self.expected = rawattn.reference.attention_backward(d_o, q, k, v, **cu, **case.options)
+        first = 0 if task.packed else case.batch - 1
+        options = part_of(case.options | task.functions, first, case.heads - group)
+        self.expected = rawattn.reference.attention_backward(d_o, q, k, v, **cu, **options)
 
     def _of_head(self, x: Any, index: int) -> Any:
         """Cuts out q's heads (``index`` 0), or those of k and v."""
@@ -142,6 +180,7 @@ class Check:
         with call.context():
             grads = call.view(call.run())
         error = float(np.max([self._error(i, grad) for i, grad in enumerate(grads[:3])]))  # Python's max would lose a NaN
+        error = error if all(bool(grad.isfinite().all()) for grad in grads[3:]) else math.nan  # of what a score captured
         if not error < TOLERANCE[self.task.case.dtype]:
             raise ArithmeticError(f"relative error {error:.2g}")
         return error

@@ -123,16 +123,17 @@ class Benchmark:
 
 def rivals(case: Case, peers: dict[str, Adapter]) -> list[str]:
     """The names of the contenders beside ours in a case: of functions FlexAttention alone, and what is built-in."""
-    if sets.is_backward(case):
-        return list(backward.peers_among(peers))
     if isinstance(case, sets.FunctionCase):
         return ["built_in"] * (case.built_in is not None) + ["flex"] * ("flex" in peers)
+    if sets.is_backward(case):
+        return list(backward.peers_among(peers))
     return list(peers)
 
 
 def measure(
-    settings: Settings, device: Device, cases: Sequence[Case], run: Run, save: Callable[[], None], console: Console
-) -> None:
+    settings: Settings, device: Device, cases: Sequence[Case], run: Run, save: Callable[[], None], console: Console,
+    rivals: Callable[[Case, dict[str, Adapter]], list[str]] = rivals,
+) -> None:  # fmt: skip
     """Fills ``run``, saving after each case."""
     begin = time.monotonic()
     with Pool() as pool, machine.Monitor() as monitor, Progress(console=console, transient=True) as progress:

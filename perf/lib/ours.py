@@ -20,7 +20,7 @@ from rawattn.select import KERNELS, Selection, select
 from rawattn.testing import Case
 from rawattn.timing import Call
 
-from .sets import FunctionCase, operation
+from .sets import ConstantTimeCase, FunctionCase, operation
 from .task import Task, Unserved
 
 
@@ -61,10 +61,12 @@ def our_options(case: Case, name: str, kernel: str | None = None) -> dict[str, A
     """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``. Where the name
     has no kernel, ``kernel`` says which is asked for; None leaves it to the library."""
     own, _, config = name.removeprefix("ours").removeprefix(":").rpartition("/")
+    kernel = kernel or getattr(case, "kernel", "")
+    options = case.options | ({"constant_time": True} if isinstance(case, ConstantTimeCase) else {})
     if not config:
-        return case.options | ({"kernel": kernel} if kernel else {})
+        return options | ({"kernel": kernel} if kernel else {})
     served = next((k for k in KERNELS if k.name == (own or kernel)), KERNELS[0])
-    return case.options | {"kernel": served.name, "config": parse_config(served.config_type, config)}
+    return options | {"kernel": served.name, "config": parse_config(served.config_type, config)}
 
 
 def sources(names: dict[Case, list[str]], device: Device, kernel: str | None = None) -> Iterator[Source]:
@@ -89,20 +91,24 @@ def ours(task: Task, name: str, kernel: str | None = None) -> Call:
 
 def built_in(task: Task) -> Call:
     """Returns what computes the same as a function without it, or nearly (``FunctionCase.built_in``), on the same q, k and v."""
+    case, inputs, packed = plain_of(task)
+    call = ours(dataclasses.replace(task, case=case, q=inputs[0], k=inputs[1], v=inputs[2], packed=packed), "ours")
+    return dataclasses.replace(call, view=lambda o: o.view(task.o_shape), checked="mask" in task.functions)
+
+
+def plain_of(task: Task) -> tuple[Case, tuple[Any, ...], tuple[Any, ...]]:
+    """The case without a function, q, k and v as it has them, and cu_seqlens and longest lengths where they are packed."""
     import torch
 
     case = task.case.built_in if isinstance(task.case, FunctionCase) else None
     if case is None:
         raise Unserved("nothing built-in computes it")
     inputs: tuple[Any, ...] = (task.q, task.k, task.v)
-    packed: tuple[Any, ...] = ()
-    if case.lengths is not None:
-        starts = torch.tensor([0, *(n for n, _ in case.lengths)], device=task.q.device).cumsum(0).int()
-        longest = max(n for n, _ in case.lengths)
-        inputs = tuple(x.flatten(0, 1) for x in inputs)
-        packed = (starts, starts, longest, longest)
-    call = ours(dataclasses.replace(task, case=case, q=inputs[0], k=inputs[1], v=inputs[2], packed=packed), "ours")
-    return dataclasses.replace(call, view=lambda o: o.view(task.o_shape), checked="mask" in task.functions)
+    if case.lengths is None:
+        return case, inputs, ()
+    starts = torch.tensor([0, *(n for n, _ in case.lengths)], device=task.q.device).cumsum(0).int()
+    longest = max(n for n, _ in case.lengths)
+    return case, tuple(x.flatten(0, 1) for x in inputs), (starts, starts, longest, longest)
 
 
 def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], Any]:

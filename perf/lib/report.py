@@ -17,7 +17,7 @@ import numpy as np
 
 from rawattn.timing import median_of_rounds
 
-from . import statistics
+from . import expected, statistics
 from .sets import from_json, mask_label
 
 NONE = (math.nan, math.nan, math.nan)
@@ -81,7 +81,9 @@ class Result:
             self.ratios[mine.name] = found
 
     def ratio(self, peer: str = "best", mine: str = "ours") -> float:
-        return self.ratios.get(mine, {}).get(peer, NONE)[0]
+        """To a peer, or to one that is expected (``expected.py``); NaN where it has no part in the case."""
+        of = self.ratios.get(mine, {})
+        return (of if peer in of else expected.ratios(from_json(self.case), of)).get(peer, NONE)[0]
 
     def timing(self, name: str) -> Timing:
         return next(timing for timing in self.timings if timing.name == name)
@@ -103,6 +105,12 @@ class Run:
         """Names of the peers that were timed at least once, in order of appearance."""
         return list(dict.fromkeys(t.name for r in self.results for t in r.timings if not t.is_ours and t.medians))
 
+    @property
+    def columns(self) -> list[str]:
+        """The peers, and those that are expected somewhere."""
+        found = [math.isfinite(result.ratio(expected.FA4)) for result in self.results]
+        return self.peers + [expected.FA4] * any(found)
+
     def write(self, folder: pathlib.Path, stem: str) -> None:
         fields = dataclasses.asdict(self)
         for timing in (timing for result in fields["results"] for timing in result["timings"]):
@@ -117,7 +125,7 @@ class Run:
         return cls(**{**fields, "results": results})
 
     def csv(self) -> str:
-        out, peers = io.StringIO(), ("best", *self.peers)
+        out, peers = io.StringIO(), ("best", *self.columns)
         names = [f.name for f in dataclasses.fields(Timing) if f.name not in ("rounds", "medians")]
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["case", *names, "flops", "bytes", "timer", *(f"ratio_{peer}" for peer in peers), *STATE])
@@ -143,7 +151,7 @@ class Run:
 
     def rows(self) -> list[list[str]]:
         """The table of cases, heading first; several configurations of ours get a line each, the fastest first."""
-        peers, matmul = self.peers, self.ceilings.get("matmul_tflops", math.nan)
+        peers, matmul = self.columns, self.ceilings.get("matmul_tflops", math.nan)
         first, last = "case config us p90 TFLOP/s matmul best interval", "err host plan other/us MHz"
         rows = [[*first.split(), *peers, *last.split()]]
         for result in self.results:
@@ -159,13 +167,13 @@ class Run:
 
     def summary(self) -> list[list[str]]:
         """Geometric means and least ratios to the best peer and to each, by head_dim and mask."""
-        rows, groups = [["head_dim", "mask", "cases", "best", "min", *self.peers]], dict[tuple[str, str], list[Result]]()
+        rows, groups = [["head_dim", "mask", "cases", "best", "min", *self.columns]], dict[tuple[str, str], list[Result]]()
         for result in self.results:
             case = from_json(result.case)
             for key in ((str(case.head_dim), mask_label(case)), (str(case.head_dim), "all"), ("all", "all")):
                 groups.setdefault(key, []).append(result)
         for (dim, mask), members in sorted(groups.items(), key=lambda item: (item[0][0].zfill(4), item[0][1])):
-            ratios = {peer: [v for r in members if not math.isnan(v := r.ratio(peer))] for peer in ("best", *self.peers)}
+            ratios = {peer: [v for r in members if not math.isnan(v := r.ratio(peer))] for peer in ("best", *self.columns)}
             means = [f"{statistics.geometric_mean(values):.3f}" for values in ratios.values()]
             rows.append([dim, mask, str(len(members)), means[0], f"{min(ratios['best'], default=math.nan):.3f}", *means[1:]])
         return rows

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rawattn.functions import FLOATS
 from rawattn.operation import Backward, Forward
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
@@ -20,7 +21,14 @@ MASKS = (False, True)  # causal
 
 @dataclasses.dataclass(frozen=True)
 class BackwardCase(Case):
-    """A case whose gradients are timed: dq, dk and dv of do, o and lse."""
+    """A case whose gradients are timed: dq, dk and dv of do, o and lse; ``kernel`` computes them, "" for the library's choice."""
+
+    kernel: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantTimeCase(Case):
+    """A case that is asked for with ``constant_time``, which peers have not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +51,16 @@ class FunctionCase(Case):
         return None if found is None else Case(**{**own, **found})
 
 
+@dataclasses.dataclass(frozen=True)
+class FunctionBackwardCase(FunctionCase, BackwardCase):
+    """A case with a function whose gradients are timed: dq, dk, dv, and those of the arrays of floats that its score captured."""
+
+    @property
+    def built_in(self) -> Case | None:
+        found = super().built_in
+        return None if found is None else backward([found])[0]
+
+
 def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
     """A case with one length and one head_dim unless ``more`` says otherwise."""
     fields = {"q_len": length, "kv_len": length, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "head_dim_v": head_dim}
@@ -62,9 +80,18 @@ def grid(*lengths: int) -> list[Case]:
     return [dense(16384 // s, s, 2048 // d, d, causal) for d in (64, 128, 256) for s in lengths for causal in MASKS]
 
 
-def backward(cases: list[Case]) -> list[Case]:
-    """The same cases, of which the backward is timed."""
-    return [BackwardCase(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)}) for case in cases]
+def backward(cases: list[Case], kernel: str = "") -> list[Case]:
+    """The same cases, of which the backward is timed, by this kernel if one is named."""
+    return [_backward(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)}, kernel=kernel) for case in cases]
+
+
+def _backward(**fields: Any) -> BackwardCase:
+    return FunctionBackwardCase(**fields) if "function" in fields else BackwardCase(**fields)
+
+
+def constant_time(case: Case) -> Case:
+    """The same case, asked for with constant_time."""
+    return ConstantTimeCase(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)})
 
 
 def of_functions(names: tuple[str, ...], lengths: tuple[int, ...], head_dims: tuple[int, ...] = (128, 64)) -> list[Case]:
@@ -107,9 +134,29 @@ SETS["paper-bwd"] = backward(SETS["paper"])
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS)]
 )
+SETS["masks-bwd"] = backward(of_functions(("documents+causal", "sliding", "neighbours"), (4096,), (128,)))
+SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))
 SETS["fp32-bwd"] = backward(SETS["fp32"])
 SETS["gate"] += of_functions(("causal", "documents", "blocks", "alibi", "pair_bias"), (4096,))
 SETS["gate"] += backward([*grid(1024, 4096), packed(16, 128)])
+LAYER = (4, 4096, 16, 128, True)  # batch, length, heads, head_dim, causal
+GATE_KINDS = [  # one of each that the sets above have not: of the forward ...
+    dense(*LAYER, dtype="fp16"),
+    dense(*LAYER, softcap=30.0),
+    dense(*LAYER, window=(1024, 0)),
+    constant_time(dense(*LAYER)),
+    dense(8, 0, 32, 128, False, kv_heads=8, q_len=16, kv_len=8192),
+    *backward(  # ... and of gradients
+        [
+            dense(4, 4096, 32, 128, True, kv_heads=8),
+            dense(*LAYER, window=(1024, 0)),
+            dense(4, 4096, 8, 192, True, head_dim_v=128),
+            dense(1, 2048, 16, 64, True, dtype="fp32"),
+        ]
+    ),
+    *backward([dense(4, 4096, 2048 // d, d, True) for d in (64, 128)], kernel="attn_bwd_mma"),
+]
+SETS["gate"] += GATE_KINDS
 
 
 def load(names: str, file: str | None) -> list[Case]:
@@ -123,7 +170,8 @@ def load(names: str, file: str | None) -> list[Case]:
 def from_json(fields: dict[str, Any]) -> Case:
     """A case from what ``to_json`` gave."""
     fields = dict(fields)
-    made = BackwardCase if fields.pop("backward", False) else FunctionCase if "function" in fields else Case
+    made: Any = _backward if fields.pop("backward", False) else FunctionCase if "function" in fields else Case
+    made = ConstantTimeCase if fields.pop("constant_time", False) else made
     tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     if "lengths" in tuples:
         tuples["lengths"] = tuple(map(tuple, tuples["lengths"]))
@@ -135,7 +183,8 @@ def to_json(case: Case) -> dict[str, Any]:
     if case.mask is not None:
         raise TypeError(f"{case.mask} cannot be written; cases for timing say causal and window")
     found = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if getattr(case, f.name) != f.default}
-    return {**found, **({"backward": True} if is_backward(case) else {})}
+    kinds = {"backward": is_backward(case), "constant_time": isinstance(case, ConstantTimeCase)}
+    return found | {name: True for name, is_one in kinds.items() if is_one}
 
 
 def label(case: Case) -> str:
@@ -144,7 +193,8 @@ def label(case: Case) -> str:
     shape = f"{len(case.lengths)} seqs" if case.lengths is not None else f"{case.batch}x{length}"
     count = f"h{case.heads}" if case.heads == case.kv_heads else f"h{case.heads}/{case.kv_heads}"
     dim = f"d{case.head_dim}" if case.head_dim == case.head_dim_v else f"d{case.head_dim}/{case.head_dim_v}"
-    rest = ["" if case.dtype == "bf16" else case.dtype, "bwd" if is_backward(case) else ""]
+    rest = ["" if case.dtype == "bf16" else case.dtype, "bwd" if is_backward(case) else "", getattr(case, "kernel", "")]
+    rest += ["constant_time" if isinstance(case, ConstantTimeCase) else ""]
     return " ".join(filter(None, [shape, count, dim, mask_label(case), *rest]))
 
 
@@ -155,7 +205,7 @@ def is_backward(case: Case) -> bool:
 def is_tuned(case: Case) -> bool:
     """Says whether a record may say what the case runs in: not for gradients and functions, whose configuration depends on what
     spills."""
-    return not isinstance(case, (BackwardCase, FunctionCase))
+    return not isinstance(case, (BackwardCase, ConstantTimeCase, FunctionCase))
 
 
 def mask_label(case: Case) -> str:
@@ -170,19 +220,21 @@ def mask_label(case: Case) -> str:
 def flops(case: Case) -> int:
     """Multiplications and additions of both products, or of the five of a backward, over the pairs that the mask keeps, counted
     for every sequence."""
+    columns = 3 * case.head_dim + 2 * case.head_dim_v if is_backward(case) else case.head_dim + case.head_dim_v
     if isinstance(case, FunctionCase):
-        return 2 * (case.head_dim + case.head_dim_v) * functions.FUNCTIONS[case.function].pairs(case)
+        return 2 * columns * functions.FUNCTIONS[case.function].pairs(case)
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
     kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}
-    columns = 3 * case.head_dim + 2 * case.head_dim_v if is_backward(case) else case.head_dim + case.head_dim_v
     return 2 * columns * case.heads * sum(kept[pair] for pair in lengths)
 
 
 def operation(case: Case, constant_time: bool = False) -> Any:
     """The operation that a plain call of the case computes, or of its gradients; ``Case.op`` is the forward with lse."""
+    constant_time = constant_time or isinstance(case, ConstantTimeCase)
     spec = dataclasses.replace(case.op.spec, return_lse=False, constant_time=constant_time)
     forward = dataclasses.replace(case.op, spec=spec)
-    return Backward(forward) if is_backward(case) else forward
+    wrt = tuple(each.name for each in getattr(spec.score, "arrays", ()) if each.element in FLOATS)
+    return Backward(forward, wrt=wrt) if is_backward(case) else forward
 
 
 def pick(text: str) -> Case:

@@ -19,25 +19,33 @@ from .backward import BackwardKernel, FirstPass
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile sizes in rows, columns that are in shared memory at a time."""
+    """Tile sizes in rows, columns that are in shared memory at a time, blocks of a multiprocessor that registers suffice for."""
 
     tile_q: int = 32
     tile_kv: int = 32
     chunk: int = 64
+    blocks: int = 1
 
 
-def config_of(op: Forward) -> Config:
-    """The configuration for the head sizes. Wide heads of doubles take smaller tiles: a thread has tile / 16 times columns / 16
-    numbers of each gradient."""
+def configs_of(op: Forward) -> list[Config]:
+    """The configurations for the head sizes, the fastest first (perf/notes/attn_bwd_simt.md). A thread has tile_kv / 16 times
+    columns / 16 numbers of dk and of dv in registers, so that wide heads take smaller tiles, and doubles sooner."""
     widest = max(op.head_dim, op.head_dim_v)
-    tile = 16 if op.element.itemsize == 8 and widest > 128 else 32
-    return Config(tile, tile, min(64, -(-widest // 16) * 16))
+    chunk = min(64, -(-widest // 16) * 16)
+    if op.element.lse_bytes == 8:
+        tiles = [(tile, tile, 1) for tile, most in ((64, 64), (32, 128), (16, 512)) if widest <= most]
+    elif widest <= 64:
+        tiles = [(64, 64, 2), (32, 32, 1)]
+    else:
+        tiles = [(128, 64, 1)] * (widest <= 128) + [(64, 64, 1)] * (widest <= 192) + [(32, 32, 1)]
+    return [Config(tile_q, tile_kv, chunk, blocks) for tile_q, tile_kv, blocks in tiles]
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
     """Shared memory of a block: parts of two tiles, and P and dS."""
-    rows = (config.tile_q + config.tile_kv) * (config.chunk + 1)
-    return op.element.lse_bytes * (rows + 2 * config.tile_q * (config.tile_kv + 1))
+    vector = 16 // op.element.lse_bytes
+    rows = (config.tile_q + config.tile_kv) * (config.chunk + vector)
+    return op.element.lse_bytes * (rows + 2 * config.tile_q * (config.tile_kv + vector))
 
 
 class AttnBwdSimt(BackwardKernel):
@@ -62,7 +70,7 @@ class AttnBwdSimt(BackwardKernel):
         return None
 
     def legal(self, config: Config, op: Backward, device: Device) -> str | None:
-        for which, value in dataclasses.asdict(config).items():
+        for which, value in (("tile_q", config.tile_q), ("tile_kv", config.tile_kv), ("chunk", config.chunk)):
             if value % 16 or value < 16:
                 return f"{which} is {value}; it must be a multiple of 16"
         if smem_bytes(config, op.forward) > device.smem_bytes:
@@ -70,8 +78,8 @@ class AttnBwdSimt(BackwardKernel):
         return None
 
     def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """The one that was found for the head sizes."""
-        return [each for each in (config_of(op.forward),) if self.legal(each, op, device) is None]
+        """The fastest that the device's shared memory suffices for."""
+        return [each for each in configs_of(op.forward) if self.legal(each, op, device) is None][:1]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
         """Returns the time of its products at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""

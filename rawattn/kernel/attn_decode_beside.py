@@ -56,7 +56,7 @@ def few_config(op: AttentionKVCache, device: Device) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _tried_config(op: AttentionKVCache, device: Device) -> Any:
-    return without_spills(_FEW, op, device, _FEW.candidates(op, device))
+    return without_spills(_FEW, [(op, _FEW.candidates(op, device))], device)[0]
 
 
 def beside(op: AttentionKVCache, device: Device, many: Program, entry: str) -> Program:

@@ -23,6 +23,7 @@ from .base import OneLaunch
 from .tiling import kept_keys, most_tiles, tiles
 
 FILE = "attn_fwd.cu"
+SMALL_SPILL = 16  # bytes of a thread: what was measured
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
 _CLOCK = 1.755e9  # per second
 _LAUNCH = 1.9e-6  # seconds
@@ -150,6 +151,11 @@ class AttnFwd(OneLaunch):
         if accumulators(config, op) > limit:
             return f"its accumulators take {accumulators(config, op)} registers of a thread; above {limit} it spills"
         return None
+
+    def small_spill(self, op: Forward) -> int:
+        """Returns 16 for scores: a table of biases by distance takes 1409 us in 192 x 64, which spills 16, and 1505 in 128 x 96,
+        which spills none (perf/notes/functions.md). Nobody measured it for lists, where the producer may be what spills."""
+        return 0 if lists(op.mask) else SMALL_SPILL
 
     def candidates(self, op: Forward, device: Device) -> list[Config]:
         """The legal configurations worth a thought: the deepest rings that fit, key tiles of 64 to 128 rows where

@@ -141,10 +141,10 @@ def values(op: Forward, q_block: int, tile_kv: int) -> dict[str, float]:
     q_offset, kv_offset = op.spec.offsets or (0, 0)
     return {
         "scale": abs(op.scale), "heads": op.heads, "heads_per_kv": op.heads_per_kv, "batches": op.batch,
-        "q_blocks": q_blocks(op, q_block), "q_len": op.q_len, "kv_len": op.kv_len, "total_q": op.total_q, "total_kv": op.total_kv,
+        "q_blocks": q_blocks(op, q_block), "q_len": op.q_len, "total_q": op.total_q, "total_kv": op.total_kv,
         "q_tiles": -(-op.q_len // q_block), "kv_tiles": -(-op.kv_len // tile_kv), "l2_head_group": 1,
         "last_group": max(0, op.heads * op.batch - 1), "q_offset": q_offset, "kv_offset": kv_offset,
-        **op.mask.values, **op.score.values, **op.spec.weight.values,
+        **op.spec.values,
     }  # fmt: skip
 
 

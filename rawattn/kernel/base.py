@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from .. import compiler
 from ..compiler import Source
 from ..device import Device
-from ..errors import UnsupportedError
 from ..operand import Layout
 from ..operation import Forward, Operation
 from ..program import Fields, Launch, Program
@@ -66,6 +66,10 @@ class Kernel(abc.ABC, Generic[Op]):
         function."""
         return False
 
+    def small_spill(self, op: Op) -> int:
+        """The bytes of a thread, stored and loaded, up to which a spill costs less than a smaller tile."""
+        return 0
+
     @abc.abstractmethod
     def legal(self, config: Any, op: Op, device: Device) -> str | None:
         """The reason why the configuration cannot be compiled and run for the operation; None where it can."""
@@ -106,22 +110,54 @@ class Kernel(abc.ABC, Generic[Op]):
         return self.name
 
 
-MOST_TRIED = 8  # configurations that are compiled to see whether they spill
+MOST_TRIED = 4  # configurations that are compiled to see whether they spill: the first, and at the same time those after it
+SMALL_SPILL_COST = 1.05  # of the expected time: what a spill that a kernel calls small counts as
 
 
-def without_spills(kernel: Kernel[Any], op: Any, device: Device, configs: list[Any]) -> Any:
-    """The first of some configurations that keeps all in registers: of those that are tried, or the one that spills least. Where
-    nothing can be compiled, the first; None for none."""
-    spilled: dict[Any, int] = {}
-    for config in configs[:MOST_TRIED]:
-        try:
-            binaries = [compiler.compile(launch.source) for launch in kernel.lower(op, config, device).launches]
-        except UnsupportedError:
-            return config
-        spilled[config] = sum(binary.spill_bytes for binary in binaries)
-        if not spilled[config]:
-            break
-    return min(spilled, key=spilled.__getitem__, default=None)
+def without_spills(kernel: Kernel[Any], tried: Sequence[tuple[Any, Sequence[Any]]], device: Device) -> list[Any]:
+    """Of each operation with configurations, the cheapest first, the one that is best once it is compiled: the cheapest that
+    keeps all in registers, where a small spill counts as some of the time; or the one that spills least. None for none.
+
+    It takes two rounds at most: the first configurations of all are compiled at once, then those after the ones that spill. Where
+    nothing can be compiled, only what the caches or a bundle have counts, or else the first."""
+    spilled: dict[Any, float] = {}
+    for first, last in ((0, 1), (1, MOST_TRIED)):
+        asked = {
+            config: [launch.source for launch in kernel.lower(op, config, device).launches]
+            for op, configs in tried
+            if not _is_settled(kernel, op, configs[:first], configs[first:MOST_TRIED], spilled, device)
+            for config in configs[first:last]
+            if config not in spilled
+        }
+        binaries = compiler.compile_all({source.key: source for sources in asked.values() for source in sources}.values())
+        for config, sources in asked.items():
+            found = [binaries.get(source.key) for source in sources]
+            spilled[config] = NOT_COMPILED if None in found else sum(each.spill_bytes for each in found if each)
+    return [
+        min(configs[:MOST_TRIED], key=lambda config: _worth(kernel, op, config, spilled, device), default=None)
+        for op, configs in tried
+    ]
+
+
+NOT_COMPILED = math.inf
+
+
+def _worth(kernel: Kernel[Any], op: Any, config: Any, spilled: Mapping[Any, float], device: Device) -> tuple[float, float]:
+    """The less, the better: the expected time of what spills nothing, or little, and then the bytes that are spilled."""
+    spill = spilled.get(config, NOT_COMPILED)
+    if spill > kernel.small_spill(op):
+        return math.inf, spill
+    return kernel.cost(config, op, device) * (SMALL_SPILL_COST if spill else 1), spill
+
+
+def _is_settled(
+    kernel: Kernel[Any], op: Any, known: Sequence[Any], rest: Sequence[Any], spilled: Mapping[Any, float], device: Device
+) -> bool:
+    """Says whether none of the rest can be better than the best of those that are known."""
+    if not known or not rest:
+        return not rest
+    best = min(_worth(kernel, op, config, spilled, device)[0] for config in known)
+    return best <= kernel.cost(rest[0], op, device)
 
 
 class OneLaunch(Kernel[Forward]):

@@ -8,7 +8,7 @@ from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import Combine, Forward
-from ..program import Field, Fields, Launch, Parts, Program
+from ..program import Field, Fields, Fill, Launch, Parts, Program, Value
 from ..render import config_header, source
 from ..variant import Option, launch, parts, rows, softmax, store
 from .base import Kernel
@@ -46,7 +46,7 @@ def render(op: Forward, arch: str) -> Source:
 def fold(op: Forward, splits: int, device: Device, rendered: tuple[Source, Fields]) -> Launch:
     """The launch that folds the splits of an operation."""
     result_rows = op.batch * op.heads * op.q_len
-    values = {"heads": op.heads, "batches": op.batch, "q_len": op.q_len, "kv_len": op.kv_len, "splits": splits}
+    values = {"heads": op.heads, "batches": op.batch, "q_len": op.q_len, "splits": splits}
     values["partial_rows"] = result_rows
     return Launch(NAME, *rendered, values, -(-result_rows * 32 // THREADS))
 
@@ -102,7 +102,8 @@ class CombineKernel(Kernel[Combine]):
         """The fields of struct Args, in order."""
         of_options = (field for option in self.options(op, arch).values() for field in option.fields)
         found = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(of_options))
-        return tuple(Field(*field[:2], Parts(op.count)) if field.name == "parts" else field for field in found)
+        own: dict[str, Fill] = {"parts": Parts(op.count), "kv_len": Value()}  # there is no k
+        return tuple(field._replace(fill=own.get(field.name, field.fill)) for field in found)
 
     def lower(self, op: Combine, config: Config, device: Device) -> Program:
         """The launch; none where there is no row."""

@@ -36,6 +36,7 @@ def numbers(shape: tuple[int, ...], axes: int) -> tuple[int, int]:
     return math.prod(shape[:-axes]), -(-lowest[0] // side[0]) * -(-lowest[1] // side[1])
 
 
+@functools.lru_cache(maxsize=1024)
 def buffer(array: Any) -> Buffer:
     """The scratch memory of the pyramids of a captured array."""
     blocks = sum(rows * columns for rows, columns in levels(array.shape, array.pyramid))
@@ -68,6 +69,7 @@ def render(element: str, axes: int, arch: str, ctypes: Fields) -> Source:
     return source(FILE, config_header({"axes": axes}, ctypes, [], options), arch)
 
 
+@functools.lru_cache(maxsize=1024)
 def launch(array: Any, device: Device) -> Launch:
     """The launch for one captured array."""
     axes, shape = array.pyramid, array.shape

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..device import Device
 from ..operation import Forward
+from ..operation.base import KEYS_STEP, SPLIT_FROM
 from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
@@ -20,7 +21,7 @@ RESERVED_SMEM = 1024  # bytes that the system takes for each block
 MOST_TILES = (1 << 31) - (1 << 16)  # a tile's number and the grid's size fit an int32 together
 
 
-SPLIT_KEYS, MOST_SPLITS = 256, 32  # fewest keys of a split, most splits of a row
+SPLIT_KEYS, MOST_SPLITS = KEYS_STEP, 32  # fewest keys of a split, most splits of a row
 
 
 def is_few(op: Forward) -> bool:
@@ -31,7 +32,7 @@ def is_few(op: Forward) -> bool:
 def splits(op: Forward, device: Device) -> tuple[int, int]:
     """The splits of a sequence's keys, and the keys of each: as many as give each multiprocessor a tile of one sequence. They
     follow the sequence's own lengths, the heads and the device, never the batch, so that a row has the same bits in any batch."""
-    if not is_few(op) or op.kv_len < 2 * SPLIT_KEYS:
+    if not is_few(op) or op.kv_len < SPLIT_FROM:
         return 1, max(1, op.kv_len)
     wanted = min(MOST_SPLITS, max(1, device.sm_count // op.kv_heads))
     keys = -(-op.kv_len // (wanted * SPLIT_KEYS)) * SPLIT_KEYS
@@ -202,14 +203,12 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
         "heads": op.heads,
         "heads_per_kv": op.heads_per_kv,
         "batches": op.batch,
-        **op.mask.values,
-        **op.score.values,
-        **op.spec.weight.values,
+        **op.spec.values,
     }
     if op.spec.offsets is not None:
         found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}
     if op.varlen:
         return found | {"total_q": op.total_q}
-    found |= {"q_len": op.q_len, "kv_len": op.kv_len, "q_tiles": -(-op.q_len // tile_q)}
+    found |= {"q_len": op.q_len, "q_tiles": -(-op.q_len // tile_q)}
     found["l2_head_group"], found["last_group"] = head_groups(op, tile_q, device)
     return found

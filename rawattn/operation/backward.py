@@ -172,6 +172,7 @@ class Backward(Operation):
     def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Backward:
         """The operation on arrays of the same family: itself where their lengths are its own."""
         forward = self.forward.resized_to(arrays, options)
+        assert forward is not None, "families of gradients have no functions"
         return self if forward is self.forward else dataclasses.replace(self, forward=forward)
 
     # ---- as text

@@ -12,6 +12,7 @@ from typing import Any
 from ..arrays import DTYPES, Array
 from ..operand import PLAIN, Layout, Operand
 from ..spec import Spec
+from ..tma import ALIGNMENT
 from ..variant.element import Element
 from ..variant.mask import Mask
 from ..variant.score import Score
@@ -24,6 +25,17 @@ def three_bits(n: int) -> int:
     the steps of a decode loop, share one selection. A number near the limit of a length stays."""
     step = 1 << max(0, n.bit_length() - 3)
     return n if n >= 1 << 29 else -(-n // step) * step
+
+
+KEYS_STEP = 256  # the most by which ``in_steps`` rounds
+SPLIT_FROM = 2 * KEYS_STEP  # keys of a sequence, from which on kernels may split them
+
+
+def in_steps(kv_len: int) -> int:
+    """A number of keys from ``kv_len`` up, for whose like one kernel in one configuration is selected, and which are split alike:
+    each other one of a decode loop's 256 steps has the same."""
+    found = min(three_bits(kv_len), -(-kv_len // KEYS_STEP) * KEYS_STEP)
+    return found if kv_len >= SPLIT_FROM else min(found, SPLIT_FROM - 1)
 
 
 class Operation(abc.ABC):
@@ -105,6 +117,17 @@ class Operation(abc.ABC):
         """The operation by which that is selected: the largest with this key."""
         return self
 
+    @property
+    def to_lower(self) -> Any:
+        """The operation that is lowered in its place: programs know no more of it."""
+        return self
+
+    @classmethod
+    def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """A key that torch tensors share, by their signatures, which lie alike in whatever places, and for which the same is
+        lowered: how they are aligned is all of their addresses that a plan depends on."""
+        return tuple([(x[0] % ALIGNMENT, *x[1:]) if x else x for x in signatures])
+
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
         """The options that calls of one family share."""
@@ -119,6 +142,11 @@ class Operation(abc.ABC):
     def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Any:
         """The operation on tensors of the same family: itself where their lengths are its own."""
         raise NotImplementedError
+
+    def numbers_of(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> dict[str, Any] | None:
+        """The values of launches that follow from numbers that functions captured, on arrays that lie as its own do; None where
+        the numbers make other kinds of options."""
+        return None
 
     # ---- as text
 

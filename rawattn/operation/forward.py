@@ -15,12 +15,13 @@ from ..arrays import Array
 from ..errors import ProblemError, brief
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
-from ..tma import readable
+from ..tma import ALIGNMENT, readable
 from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
-from .base import FEW_ROWS, OverKeys, three_bits
+from .base import FEW_ROWS, OverKeys, in_steps, three_bits
 
+_OF_SIZES = {"inputs", "outputs", "pairs", "packed"}  # what an operation keeps that follows from its sizes
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
 
@@ -122,8 +123,8 @@ class Forward(OverKeys):
         """The operation with other sizes, which are not checked; its kind is the same."""
         found = object.__new__(Forward)
         found.__dict__.update(self.__dict__, **sizes)
-        for name in ("inputs", "outputs", "pairs", "packed"):
-            found.__dict__.pop(name, None)
+        for name in _OF_SIZES & found.__dict__.keys():
+            del found.__dict__[name]
         return found
 
     @functools.cached_property
@@ -164,6 +165,13 @@ class Forward(OverKeys):
         o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
         lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
         return (o, lse) if self.spec.return_lse else (o,)
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes that its functions are for."""
+        (q_offset, kv_offset), rows = self.spec.offsets or (0, 0), (self.total_q, self.total_kv)
+        q_len, kv_len = rows if self.varlen else (self.q_len, self.kv_len)
+        return Limits(self.batch, self.heads, q_len + q_offset, kv_len + kv_offset, *(rows if self.varlen else (0, 0)))
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of q, k and v."""
@@ -214,20 +222,41 @@ class Forward(OverKeys):
         (batch, q_len, kv_len, total_q, total_kv), spec = sizes, self._rounded_spec(sizes)
         return dataclasses.replace(self, spec=spec, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
 
+    @property
+    def to_lower(self) -> Forward:
+        """The operation on a number of keys that many share. Kernels read the number itself from k (``rows.Dense``)."""
+        if self.varlen or _is_near_limits(self.kv_len, self.spec.offsets) or self.kv_len == (kv_len := in_steps(self.kv_len)):
+            return self
+        return self.resized(self.batch, self.q_len, kv_len, self.spec.offsets)
+
+    @classmethod
+    def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """As of any operation, but that numbers of keys are one for which the same is lowered."""
+        offsets, shapes = make_offsets(options["q_offset"], options["kv_offset"]), [x[2] for x in signatures[1:3] if x]
+        if [*map(len, shapes)] != [4, 4] or shapes[0][1] != shapes[1][1] or _is_near_limits(shapes[0][1], offsets):
+            return super().layout_key(signatures, options)
+        keys = in_steps(shapes[0][1])
+        kv = [
+            (at % ALIGNMENT, dtype, (batch, keys, heads, dim), *rest)
+            for at, dtype, (batch, _, heads, dim), *rest in signatures[1:3]
+        ]
+        return (*kv, *super().layout_key((signatures[0], *signatures[3:]), options))
+
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """The options, offsets to three significant bits: a new offset is like a new length."""
-        offsets = make_offsets(options["q_offset"], options["kv_offset"])
+        """The options, offsets to three significant bits: a new offset is like a new length. So is a number that a function
+        captured."""
+        offsets, found = make_offsets(options["q_offset"], options["kv_offset"]), functions.without_numbers(options)
         if offsets is None:
-            return options
-        return {**options, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
+            return found
+        return {**found, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
 
     @classmethod
     def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
         offsets = make_offsets(options["q_offset"], options["kv_offset"])
-        if len(signatures) != 3 or not all(signatures) or (offsets is not None and max(offsets) >= FEW_ROWS):
+        if len(signatures) != 3 or not all(signatures):
             return None
         (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
         size = dtype.itemsize
@@ -239,19 +268,45 @@ class Forward(OverKeys):
         (batch, q_len, heads, head_dim), (kv_batch, kv_len, kv_heads, k_dim) = q_shape, k_shape
         if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim:
             return None
-        if batch * q_len * heads >= FEW_ROWS or kv_len >= FEW_ROWS:
+        if batch * q_len * heads >= FEW_ROWS or _is_near_limits(kv_len, offsets):
             return None
         lengths = three_bits(batch), three_bits(q_len), three_bits(kv_len)
         return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])
 
-    def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward:
-        """The operation on q, k and v of the same family: itself where their lengths and offsets are its own."""
+    def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
+        """The operation on arrays of the same family: itself where their lengths and offsets are its own; None where its
+        functions become options of other kinds."""
+        if functions.among(options):
+            return self._resized_with_functions(arrays, options)
         q_shape, kv_len = arrays["q"].shape, arrays["k"].shape[1]
         batch, q_len = q_shape[0], q_shape[1]
         offsets = make_offsets(options["q_offset"], options["kv_offset"])
         if batch == self.batch and q_len == self.q_len and kv_len == self.kv_len and offsets == self.spec.offsets:
             return self
         return self.resized(batch, q_len, kv_len, offsets)
+
+    def numbers_of(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> dict[str, Any] | None:
+        own = self._of_this_kind(options, functions.made(options, arrays, limits(arrays, options)))
+        return None if own is None else {name: x for option in own.values() for name, x in option.values.items()}
+
+    def _resized_with_functions(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
+        """Whatever depends on lengths and numbers is proved of them anew."""
+        own = self._of_this_kind(options, functions.resolved(options, arrays, limits(arrays, options)))
+        if own is None:
+            return None
+        (batch, q_len), kv_len = arrays["q"].shape[:2], arrays["k"].shape[1]
+        resized = self.resized(batch, q_len, kv_len, make_offsets(options["q_offset"], options["kv_offset"]))
+        resized.__dict__["spec"] = dataclasses.replace(resized.spec, **own)
+        resized.__dict__.pop("captured", None)
+        return resized
+
+    def _of_this_kind(self, options: dict[str, Any], found: dict[str, Any]) -> dict[str, Any] | None:
+        """The options that functions became, by role; None where one is of another kind, or a built-in one with other numbers, by
+        which configurations are chosen."""
+        own = {role: found[role] for role, _ in functions.among(options)}
+        before = {role: getattr(self.spec, role) for role in own}
+        same = (x == before[role] or (hasattr(x, "arrays") and x.kind == before[role].kind) for role, x in own.items())
+        return own if all(same) else None
 
     # ---- its options, as kernels read them
 
@@ -330,6 +385,11 @@ class Forward(OverKeys):
             f"Forward {self.element.name} batch {self.batch}, length {length},{packed} heads {heads}, head_dim {dim}, {self.spec}"
             f"{', sinks' if self.sinks else ''}{', q_lens' if self.q_lens else ''}{', kv_lens' if self.kv_lens else ''}"
         )
+
+
+def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:
+    """Says whether lengths must be looked at one by one: a few keys more may be too many, or too many for their offset."""
+    return kv_len >= FEW_ROWS or (offsets is not None and max(offsets) >= FEW_ROWS)
 
 
 def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: Any = None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .. import arrays, driver, functions, memory
-from ..api import Explanation, MaskLike, ScoreLike, explain_operation, log_operation
+from ..api import KEPT_ASKED, Explanation, MaskLike, ScoreLike, explain_operation, log_operation
 from ..arrays import Array
 from ..errors import ProblemError, UnsupportedError
 from ..kernel.attn_fwd_mma import packs
@@ -29,9 +30,9 @@ from .step import Step
 
 def attention_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,
     split: str | int = "auto", out: Any = None, return_lse: bool = False, lse: Any = None, invariant: bool = False,
-    kernel: str | None = None, config: Any = None,
+    dropout: float = 0, kernel: str | None = None, config: Any = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
 
@@ -43,7 +44,7 @@ def attention_kvcache(
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
-        window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``.
+        window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score captures a bias.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
         split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
@@ -78,46 +79,82 @@ def attention_kvcache(
 
     The pages are those of PagedAttention (arXiv 2309.06180, section 4.1). ``rawattn.reference.attention_kvcache`` specifies it.
     """
-    score, softcap = with_slopes(softcap, score, alibi)
+    score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
         o, total = _torch_serving.attention_kvcache(q, cache, step, options, sinks, split)
         return (o, total) if return_lse else o
     check_objects(cache, step)
-    asked = asked_of(step, options, return_lse)
-    return one_or_all(attend(q, cache, step, asked, split_keys_of(split), sinks, out, lse, kernel, config))
+    asked = asked_of(step, options, return_lse, split, kernel, config)
+    return one_or_all(attend(q, cache, step, asked, sinks, out, lse))
 
 
-def with_slopes(softcap: Any, score: Any, alibi: Any) -> tuple[Any, Any]:
-    """The score and the softcap, which is in the score where there are slopes."""
+def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -> tuple[Any, Any]:
+    """The score and the softcap, which is in the score where there are slopes. Raises ProblemError for a bias and for dropout."""
+    if bias is not None:
+        raise ProblemError(
+            "bias was given, whose keys would be those of one length, and sequences in a cache grow; capture it in a score of "
+            "positions: score=lambda s, b, h, q, kv: s + bias[b, h, q, kv]."
+        )
+    if dropout:
+        raise ProblemError(f"dropout is {dropout!r}; it is for training, and attention over a cache has none: leave it out.")
     return (score, softcap) if alibi is None else (functions.biased(softcap, score, alibi, None), None)
 
 
 class Asked(NamedTuple):
-    """The options of a call: a spec, in which functions are left out, the functions, and the arrays that they captured."""
+    """What a call asks for: a spec, in which functions are left out, the functions, the arrays that they captured, the keys of a
+    split, and a kernel and a configuration. ``key`` stands for all but the arrays."""
 
     spec: Spec
     own: tuple[tuple[str, functions.Function], ...] = ()
     captured: tuple[Any, ...] = ()
+    split_keys: int = 0
+    kernel: str | None = None
+    config: Any = None
+    kept: object = None
+
+    @property
+    def key(self) -> Any:
+        """Returns what stands for all but the arrays; calls without functions share one object, ``kept``."""
+        return self.kept or (self.spec, self.own, self.split_keys, self.kernel, self.config)
 
 
-def asked_of(step: Step, options: dict[str, Any], return_lse: bool) -> Asked:
+def asked_of(
+    step: Step, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
+) -> Asked:
     """Returns what a call asks for. A mask that is a function has in it what the step says of its sequences."""
-    return asked_with(step, *functions.taken(options), return_lse)
+    mask, score, window = options["mask"], options["score"], options["window"]
+    if (mask is None or not functions.is_function(mask)) and (score is None or not functions.is_function(score)):
+        types = tuple(map(type, window)) if isinstance(window, tuple) else ()
+        try:
+            return _plain(types, step.is_causal, return_lse, split, kernel, config, **options)
+        except TypeError:  # what cannot be hashed is not kept
+            pass
+    options, captured = functions.taken(options)
+    return asked_with(step, options, captured, return_lse)._replace(split_keys=split_keys_of(split), kernel=kernel, config=config)
+
+
+@functools.lru_cache(maxsize=KEPT_ASKED, typed=True)
+def _plain(
+    types: tuple[type, ...], causal: bool, return_lse: bool, split: Any, kernel: str | None, config: Any, **options: Any
+) -> Asked:
+    """``asked_of`` for options without functions, of a causal step or of another one. ``types`` are those in a window: 1 and 1.0
+    are equal, but not both are right."""
+    return Asked(spec_of(causal, options, return_lse), (), (), split_keys_of(split), kernel, config, object())
 
 
 def asked_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> Asked:
-    """The same of options whose functions have no arrays, and of the arrays that they captured."""
+    """Returns what is asked for by options whose functions have no arrays, and the arrays that they captured."""
     if (needed := len(functions.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
-    causal = step.causal if "causal" in step.arrays else bool(step.causal)
     is_function = type(options["mask"]) is functions.Function
     if is_function and options["window"] is not None:
         raise ProblemError("mask was given beside window; write what both keep in the function.")
     plain = {name: None if type(value) is functions.Function else value for name, value in options.items()}
-    spec = spec_of(causal is True and not is_function, plain, return_lse)
+    spec = spec_of(step.is_causal and not is_function, plain, return_lse)
     asked = Asked(spec, tuple(functions.among(options)), captured)
+    causal = step.causal if "causal" in step.arrays else step.is_causal
     return of_step(asked, causal) if is_function and causal is not False else asked
 
 
@@ -130,43 +167,60 @@ def of_step(asked: Asked, causal: Any) -> Asked:
 
 
 def attend(
-    q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any = None, out: Any = None, lse: Any = None,
-    kernel: str | None = None, config: Any = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any = None, out: Any = None, lse: Any = None
+) -> tuple[Any, ...]:
     """Computes attention over a cache on arrays that have memory."""
-    spec, own, captured = asked
-    check_lse(lse, spec.return_lse)
-    signatures, forms = arrays.signatures((q, sinks)), arrays.forms(captured) if captured else ()
-    key = (signatures, cache.serial, step.serial, spec, split_keys, kernel, config, own, forms)
-    call: GpuCall | CpuCall | None = None if cache.requires_grad else _calls.get(key)
+    check_lse(lse, asked.spec.return_lse)
+    captured, (like, places) = asked.captured, like_of(q, cache, step, sinks, asked.captured)
+    key = None if like is None else (asked.key, like)
+    call: GpuCall | CpuCall | None = None if key is None else _calls.get(key)
     if call is None:
-        call, captured = _first(q, cache, step, asked, split_keys, sinks, kernel, config)
-        if isinstance(call, GpuCall) and signatures is not None and forms is not None:
+        call, captured, places = _first(q, cache, step, asked, sinks)
+        if key is not None and isinstance(call, GpuCall):
             cache_put(_calls, key, call, KEPT_CALLS)
-    return call(q, (out, lse) if spec.return_lse and (out is not None or lse is not None) else out, captured)
+    wanted = (out, lse) if asked.spec.return_lse and (out is not None or lse is not None) else out
+    return call(q, wanted, captured, places + step.held.places)
+
+
+def like_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> tuple[Any, tuple[int, ...]]:
+    """A key of all torch tensors that lie so, in this cache, and where q and the sinks lie; (None, ()) where they must be looked
+    at, or others were given."""
+    if cache.held.requires_grad:
+        return None, ()
+    like = arrays.forms_and_places((q,) if sinks is None else (q, sinks))
+    forms = arrays.forms(captured) if captured else ()
+    if like is None or forms is None:
+        return None, ()
+    return (like[0], cache.held.alike, cache.held.places, step.held.alike, forms), like[1]
+
+
+def loose_of(step: Step, sinks: Any) -> tuple[str, ...]:
+    """The names of the arrays of a call that may lie anywhere: all but those of the cache."""
+    return ("q", *step.arrays) if sinks is None else ("q", "sinks", *step.arrays)
 
 
 def _first(
-    q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any, kernel: str | None, config: Any
-) -> tuple[GpuCall | CpuCall, tuple[Any, ...]]:
-    """The call on arrays for which it was not made yet, and what functions captured: that of others which lie so, moved to these
-    places, or one of its own."""
+    q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any
+) -> tuple[GpuCall | CpuCall, tuple[Any, ...], tuple[int, ...]]:
+    """The call on arrays for which it was not made yet, what functions captured, and where q and the sinks lie. The call is that
+    of another cache which lies so, moved to this one, or one of its own."""
     found = arrays_of(q, cache, step, sinks, asked.captured)
-    layout = (layout_of(found, cache, step), asked.spec, split_keys, kernel, config)
+    places = tuple([found[name].pointer for name in ("q", "sinks") if name in found])
+    layout = (layout_of(found, cache, step), asked.key)
     like = None if asked.own else _layouts.get(layout)
     if like is not None:
-        return like.moved([array.pointer for array in found.values()]), ()
-    op, found = attention_of(q, cache, step, asked, split_keys, sinks)
-    call = _call_of(op, found, cache.layout, kernel, config)
+        return like.moved({name: array.without_memory() for name, array in found.items()}), (), places
+    op, found = attention_of(q, cache, step, asked, sinks)
+    call = _call_of(op, found, cache.layout, asked.kernel, asked.config, loose_of(step, sinks))
     if isinstance(call, GpuCall) and not asked.own:
         cache_put(_layouts, layout, call, KEPT_CALLS)
-    return call, tuple([found[each.name].object for each in op.captured])
+    return call, tuple([found[each.name].object for each in op.captured]), places
 
 
 def layout_of(found: dict[str, Array], cache: KVCache, step: Step) -> tuple[Any, ...]:
     """All that a plan depends on, of the arrays of a call: how they lie and are aligned, and the numbers beside them."""
-    numbers = (cache.scales, step.max_q_len, step.max_kv_len, "causal" in step.arrays or step.causal)
-    return (*found, *[(*array[:5], array.pointer % 16) for array in found.values()], *numbers)
+    own = [arrays.facts(found[name]) for name in ("q", "sinks") if name in found]
+    return (*own, cache.held.alike, step.held.alike)
 
 
 def check_lse(lse: Any, return_lse: bool) -> None:
@@ -185,9 +239,7 @@ def arrays_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[An
     return found
 
 
-def attention_of(
-    q: Any, cache: KVCache, step: Step, asked: Asked, split_keys: int, sinks: Any
-) -> tuple[AttentionKVCache, dict[str, Array]]:
+def attention_of(q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any) -> tuple[AttentionKVCache, dict[str, Array]]:
     """The operation and its arrays. Raises ProblemError for a wrong argument."""
     found = arrays_of(q, cache, step, sinks, asked.captured)
     spec, own = asked.spec, dict(asked.own)
@@ -198,7 +250,7 @@ def attention_of(
         room = Limits(step.batch, found["q"].shape[-2], *(max_kv_len(found, step),) * 2)
         made = functions.resolved(own, found, room)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
-    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, split_keys, cache.scales), found
+    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, asked.split_keys, cache.scales), found
 
 
 def max_kv_len(found: dict[str, Array], step: Step) -> int:
@@ -209,9 +261,9 @@ def max_kv_len(found: dict[str, Array], step: Step) -> int:
 
 def explain_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
-    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, kernel: str | None = None,
-    config: Any = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,
+    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, dropout: float = 0,
+    kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
     """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
     result.
@@ -220,10 +272,10 @@ def explain_kvcache(
 
     Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
     """
-    score, softcap = with_slopes(softcap, score, alibi)
+    score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
-    op, found = attention_of(q, cache, step, asked_of(step, options, return_lse), split_keys_of(split), sinks)
+    op, found = attention_of(q, cache, step, asked_of(step, options, return_lse, split), sinks)
     if found["q"].is_cpu:
         raise UnsupportedError(f"{op} is computed by the kernel cpu, without a choice; explain_kvcache is for arrays on a GPU.")
     return explain_operation(op, device_of(found["q"]), kernel, config)
@@ -275,20 +327,54 @@ def write(
     """Computes ``append`` on arrays that have memory."""
     check_objects(cache, step, rotary, optional=True)
     given = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
-    signatures = arrays.signatures(tuple(given.values()))
-    key = (signatures, cache.serial, None if step is None else step.serial, None if rotary is None else rotary.serial)
-    followed = cache.requires_grad or (rotary is not None and rotary.requires_grad)
-    call: GpuCall | CpuCall | None = None if followed else _calls.get(key)
+    own, in_place = (k, v, slots, q), q is not None and q_out is q
+    beside = [x.held for x in (step, rotary) if x is not None]
+    key: Any = None
+    call: GpuCall | CpuCall | None = None
+    places: tuple[int, ...] = ()
+    like = arrays.forms_and_places(own if in_place or q_out is None else (*own, q_out))
+    if like is not None and not [x for x in (cache.held, *beside) if x.requires_grad]:
+        key = (like[0], in_place, cache.held.alike, cache.held.places, *[x.alike for x in beside])
+        places = like[1] if in_place or q_out is None else like[1][:-1]
+        kept = _calls.get(key)
+        call = kept.call if kept is not None and kept.is_apart(places) else None
     if call is None:
         op, found = _append_of(cache, step, rotary, given)
-        call = _call_of(op, found, cache.layout)
-        if isinstance(call, GpuCall) and signatures is not None:
-            cache_put(_calls, key, call, KEPT_CALLS)
-    in_place = q is not None and q_out is q
-    results = call(k, None if in_place else q_out)
+        names = tuple([name for name in ("k", "v", "slots", "q") if name in found])
+        places = tuple([found[name].pointer for name in names])
+        loose = (*names, *({} if step is None else step.arrays), *({} if rotary is None else rotary.arrays))
+        call = _call_of(op, found, cache.layout, loose=loose)
+        if isinstance(call, GpuCall) and key is not None:
+            cache_put(_calls, key, _Write(call, found, names, in_place), KEPT_CALLS)
+    results = call(k, None if in_place else q_out, (), sum([x.places for x in beside], places))
     for pool in (cache.k, cache.v):
         arrays.written(pool)
     return q_out if in_place else results[0] if results else None
+
+
+class _Write:
+    """An append to a cache of arrays that lie alike, anywhere but in what is written: the cache, and q where it is rotated in
+    place."""
+
+    def __init__(self, call: GpuCall, found: dict[str, Array], names: tuple[str, ...], in_place: bool) -> None:
+        self.call = call
+        self._pools = [memory.extent(found[name]) for name in ("k_cache", "v_cache")]
+        self._sizes = [[x - found[name].pointer for x in memory.extent(found[name])] for name in names]
+        self._q = names.index("q") if in_place else None
+        self._apart: tuple[int, ...] = ()
+
+    def is_apart(self, places: tuple[int, ...]) -> bool:
+        """Says whether arrays at these addresses lie apart from what is written; where their ends alone do not tell, False."""
+        if places == self._apart:
+            return True
+        spans = [(place + begin, place + end) for place, (begin, end) in zip(places, self._sizes, strict=True)]
+        for i, (first, last) in enumerate(spans):
+            written = self._pools if self._q in (None, i) else [*self._pools, spans[self._q]]
+            for begin, end in written:
+                if begin < last and first < end:
+                    return False
+        self._apart = places
+        return True
 
 
 def _append_of(
@@ -379,13 +465,18 @@ def _merge_of(given: list[Any], sinks: Any) -> GpuCall | CpuCall:
 
 
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
-    """Raises ProblemError where an argument is of another class than it must be."""
+    """Raises ProblemError where an argument is of another class than it must be, or its arrays lie elsewhere than they did."""
     if not isinstance(cache, KVCache):
         raise ProblemError(f"cache is a {type(cache).__name__}; it must be a rawattn.KVCache.")
     if not isinstance(step, Step) and not (step is None and optional):
         raise ProblemError(f"step is {'None' if step is None else f'a {type(step).__name__}'}; it must be a rawattn.Step.")
     if rotary is not None and not isinstance(rotary, Rotary):
         raise ProblemError(f"rotary is a {type(rotary).__name__}; it must be a rawattn.Rotary, or None.")
+    cache.held.check("KVCache")
+    if step is not None:
+        step.held.check("Step")
+    if rotary is not None:
+        rotary.held.check("Rotary")
 
 
 def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
@@ -433,7 +524,10 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
     for name in ("k", "v"):
         pool, array = getattr(cache, name), cache.arrays[name]
         if array.object is not pool:
-            raise ProblemError(f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place.")
+            raise ProblemError(
+                f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place; make the cache of torch, CuPy "
+                f"or NumPy arrays. A JAX array is immutable: write by {name}.at[...].set(...), and make another KVCache."
+            )
         if array.is_cpu and array.library == "numpy" and not pool.flags.writeable:
             raise ProblemError(f"the cache's {name} is read-only; make the cache of a writable array.")
         if memory.overlap(array, array):
@@ -444,15 +538,16 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
 
 
 KEPT_CALLS = 1024
-_calls: dict[Any, GpuCall] = {}
+_calls: dict[Any, Any] = {}  # GpuCall of attention, _Write of append
 _layouts: dict[Any, GpuCall] = {}
 _merges: dict[Any, GpuCall] = {}
 _plans: dict[Any, Plan] = {}
 
 
 def _call_of(
-    op: AttentionKVCache | Append | Combine, found: dict[str, Array], layout: str, kernel: str | None = None, config: Any = None
-) -> GpuCall | CpuCall:
+    op: AttentionKVCache | Append | Combine, found: dict[str, Array], layout: str, kernel: str | None = None, config: Any = None,
+    loose: tuple[str, ...] = (),
+) -> GpuCall | CpuCall:  # fmt: skip
     """The operation on arrays that were checked."""
     first = next(iter(found.values()))
     device = device_of(first)
@@ -465,7 +560,7 @@ def _call_of(
     if plan is None:
         plan = Plan(op, device, select(op, device, kernel, config), first.library)
         cache_put(_plans, key, plan, KEPT_CALLS)
-    return plan.bind(found)  # type: ignore[return-value]
+    return plan.bind(found, loose)  # type: ignore[return-value]
 
 
 def check_cpu(kernel: str | None, config: Any) -> None:
@@ -493,8 +588,10 @@ class CpuCall:
     def __init__(self, op: AttentionKVCache | Append | Combine, given: dict[str, Array], layout: str) -> None:
         self._op, self._given, self._layout = op, given, layout
 
-    def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-        """Computes; ``out`` and the results are those of the operation's outputs. Captured arrays are among its own."""
+    def __call__(
+        self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = ()
+    ) -> tuple[Any, ...]:
+        """Computes; ``out`` and the results are those of the operation's outputs. All arrays are among its own."""
         from . import cpu
 
         op, first = self._op, next(iter(self._given.values()))

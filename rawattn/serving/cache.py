@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array
+from ..arrays import Array, Held
 from ..errors import ProblemError
 from ..memory import overlap
 from ..operand import check_contiguous, check_like
@@ -52,13 +51,13 @@ class KVCache:
     layout: str = "NHD"
     k_scale: Any = 1.0
     v_scale: Any = 1.0
-    serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # "k" and "v" as (pages, page_size, kv_heads, head_dim)
     scales: tuple[float, float] = dataclasses.field(init=False, repr=False)  # 1.0 where there is an array
     scale_arrays: dict[str, Array] = dataclasses.field(
         init=False, repr=False
     )  # "k_scale", "v_scale": (batch or 1, kv_heads or 1)
     v_in_k: bool = dataclasses.field(init=False, repr=False)
+    held: Held = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
@@ -70,6 +69,7 @@ class KVCache:
         object.__setattr__(self, "scales", tuple(1.0 if isinstance(x, Array) else x for x in found.values()))
         object.__setattr__(self, "scale_arrays", {name: x for name, x in found.items() if isinstance(x, Array)})
         object.__setattr__(self, "v_in_k", _is_part(v, k))
+        object.__setattr__(self, "held", Held({**self.arrays, **self.scale_arrays}, self.scales, self.layout))
         if not self.v_in_k and overlap(k, v):
             raise ProblemError("v overlaps k in memory, and is no view of k's columns; give memory of its own, or k[..., a:b].")
 
@@ -108,7 +108,7 @@ class KVCache:
     @property
     def requires_grad(self) -> bool:
         """Says whether autograd would have to follow what is computed from it; arrays may come to require grad at any time."""
-        return arrays.requires_grad(self.k, self.v, self.k_scale, self.v_scale)
+        return self.held.requires_grad
 
     def arrays_of(self, batch: int) -> dict[str, Array]:
         """The arrays of a call with so many sequences: k_cache, v_cache, and scales as (batch, kv_heads, 1)."""

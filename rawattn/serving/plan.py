@@ -25,8 +25,11 @@ from .api import (
     check_lse,
     check_objects,
     layout_of,
+    like_of,
     log,
+    loose_of,
     split_keys_of,
+    violations,
     with_slopes,
 )
 from .cache import KVCache
@@ -38,9 +41,9 @@ _WORDS = {"q_len": "max_q_len of the step", "kv_len": "max_kv_len of the step", 
 
 def plan_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, sinks: Any = None,
-    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, kernel: str | None = None, config: Any = None,
-    on_compile: Callable[[], None] | None = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,
+    split: str | int = "auto", return_lse: bool = False, invariant: bool = False, dropout: float = 0,
+    kernel: str | None = None, config: Any = None, on_compile: Callable[[], None] | None = None,
 ) -> KVCachePlan:  # fmt: skip
     """Makes the plan of ``attention_kvcache`` for arrays like these, compiled and loaded: ``plan.run(q, cache, step)`` then
     costs the least a call can cost, with the cache of any layer and the step of any time.
@@ -52,12 +55,13 @@ def plan_kvcache(
     is called before NVRTC runs.
     """
     check_objects(cache, step)
-    score, softcap = with_slopes(softcap, score, alibi)
+    score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options, captured = functions.taken(
         {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     )
     asks = Asks(options, return_lse, split_keys_of(split), order_of(step, options, len(captured)))
-    op, found = attention_of(q, cache, step, asked_with(step, options, captured, return_lse), asks.split_keys, sinks)
+    asked = asked_with(step, options, captured, return_lse)._replace(split_keys=asks.split_keys)
+    op, found = attention_of(q, cache, step, asked, sinks)
     device = device_of(found["q"])
     log(op)
     if device.is_cpu:
@@ -107,36 +111,40 @@ class KVCachePlan(Plan):
         """
         check_objects(cache, step)
         check_lse(lse, self._asks.return_lse)
-        signatures, forms = arrays.signatures((q, sinks)), arrays.forms(captured) if captured else ()
-        key = (signatures, cache.serial, step.serial, forms)
-        call: GpuCall | CpuCall | None = None if cache.requires_grad else self._calls.get(key)
+        key, places = like_of(q, cache, step, sinks, captured)
+        call: GpuCall | CpuCall | None = None if key is None else self._calls.get(key)
         if call is None:
-            call, captured = self._bound(q, cache, step, sinks, captured)
-            if isinstance(call, GpuCall) and signatures is not None and forms is not None:
+            call, captured, places = self._bound(q, cache, step, sinks, captured)
+            if key is not None and isinstance(call, GpuCall):
                 cache_put(self._calls, key, call, KEPT_CALLS)
         elif self._asks.order:
             captured = tuple([step.causal if i is None else captured[i] for i in self._asks.order])
-        return one_or_all(call(q, out if lse is None else (out, lse), captured))
+        return one_or_all(call(q, out if lse is None else (out, lse), captured, places + step.held.places))
+
+    def violations(self) -> tuple[str, ...]:
+        """``rawattn.violations`` of the plan's device: what any launch there found wrong since the last call. A CPU raises."""
+        return () if self.device.is_cpu else violations(self.device.index)
 
     def _bound(
         self, q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]
-    ) -> tuple[GpuCall | CpuCall, tuple[Any, ...]]:
-        """The plan on these arrays, and the captured ones in the order of its kernel."""
+    ) -> tuple[GpuCall | CpuCall, tuple[Any, ...], tuple[int, ...]]:
+        """The plan on these arrays, the captured ones in the order of its kernel, and where q and the sinks lie."""
         found = arrays_of(q, cache, step, sinks)
-        layout = layout_of(found, cache, step)
+        layout, places = layout_of(found, cache, step), tuple([found[name].pointer for name in ("q", "sinks") if name in found])
         call = None if self._asks.order or captured else self._layouts.get(layout)
         if call is not None:  # each array lies as one did that was checked
-            return call.moved([array.pointer for array in found.values()]), ()
-        asked = asked_with(step, self._asks.options, captured, self._asks.return_lse)
-        op, found = attention_of(q, cache, step, asked, self._asks.split_keys, sinks)
+            return call.moved({name: array.without_memory() for name, array in found.items()}), (), places
+        asked = asked_with(step, self._asks.options, captured, self._asks.return_lse)._replace(split_keys=self._asks.split_keys)
+        op, found = attention_of(q, cache, step, asked, sinks)
         self._check(op, found)
         if self.device.is_cpu:
-            return CpuCall(op, found, cache.layout), ()
+            return CpuCall(op, found, cache.layout), (), places
         same = (op.k_scale, op.v_scale) == (self.op.k_scale, self.op.v_scale)  # type: ignore[attr-defined]
-        call = GpuCall(self if same else self.resized(dataclasses.replace(op, layout=self.op.layout)), found)
+        plan = self if same else self.resized(dataclasses.replace(op, layout=self.op.layout))
+        call = GpuCall(plan, found, loose_of(step, sinks))
         if not op.captured:
             cache_put(self._layouts, layout, call, KEPT_CALLS)
-        return call, tuple([found[each.name].object for each in op.captured])
+        return call, tuple([found[each.name].object for each in op.captured]), places
 
     def _check(self, op: AttentionKVCache, found: dict[str, Array]) -> None:
         """Raises ProblemError where arrays are not what the plan was made for."""

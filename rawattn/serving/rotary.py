@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 from .. import arrays
-from ..arrays import Array
+from ..arrays import Array, Held
 from ..errors import ProblemError
 from ..operand import check_contiguous, check_like
 from ..variant.element import ELEMENTS
@@ -34,8 +33,8 @@ class Rotary:
     sin: Any
     interleaved: bool = False
     positions: Any = None
-    serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)
+    held: Held = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.interleaved, bool):
@@ -43,11 +42,12 @@ class Rotary:
         found = arrays.named(("cos", "sin", "positions"), (self.cos, self.sin, self.positions))
         check_angles(found)
         object.__setattr__(self, "arrays", found)
+        object.__setattr__(self, "held", Held(found, self.interleaved))
 
     @property
     def requires_grad(self) -> bool:
         """Says whether autograd would have to follow what is rotated by it."""
-        return arrays.requires_grad(self.cos, self.sin)
+        return self.held.requires_grad
 
     @property
     def rotary_dim(self) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array
+from ..arrays import Array, Held
 from ..errors import ProblemError
 from ..operand import check_contiguous, check_like
 from ..operation.kvcache import batch_of, form_of
@@ -58,8 +57,8 @@ class Step:
     indptr: Any = dataclasses.field(default=None, kw_only=True)
     indices: Any = dataclasses.field(default=None, kw_only=True)
     last_page_len: Any = dataclasses.field(default=None, kw_only=True)
-    serial: int = dataclasses.field(init=False, repr=False, default_factory=itertools.count().__next__)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)
+    held: Held = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in SHAPES}
@@ -72,6 +71,8 @@ class Step:
         for name in ("max_q_len", "max_kv_len"):
             object.__setattr__(self, name, check_bound(name, getattr(self, name)))
         object.__setattr__(self, "arrays", found)
+        bounds = self.max_q_len, self.max_kv_len, self.is_causal
+        object.__setattr__(self, "held", Held(found, *bounds))
 
     @classmethod
     def from_indptr(
@@ -86,6 +87,11 @@ class Step:
         bounds = {"max_q_len": max_q_len, "max_kv_len": max_kv_len}
         rows = {"cu_seqlens_q": cu_seqlens_q, "kv_begin": kv_begin, "causal": causal}
         return cls(None, None, **rows, **bounds, indptr=indptr, indices=indices, last_page_len=last_page_len)
+
+    @property
+    def is_causal(self) -> bool:
+        """Says whether all sequences are causal; where an array says which are, it is False."""
+        return "causal" not in self.arrays and bool(self.causal)
 
     @property
     def form(self) -> str:

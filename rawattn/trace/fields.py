@@ -61,6 +61,8 @@ class Number(Made):
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> Any:
         """The number."""
+        if self.of.op == "param" and self.of.type == "int":
+            return int(numbers[self.of.args[0]])
         found = evaluate(self.of, {}, [_Shaped(shape) for shape in shapes], numbers, dtype=self.dtype).item()
         return int(found) if isinstance(found, bool) else found
 

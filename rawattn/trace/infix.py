@@ -16,6 +16,11 @@ _BETWEEN = {
 
 def infix(code: Code, labels: Sequence[str], numbers: Sequence[int | float]) -> str:
     """The expression of a function, its captured arrays by name and its numbers by value. A long one is cut."""
+    return infix_of(code.root, labels, numbers)
+
+
+def infix_of(root: Expr, labels: Sequence[str], numbers: Sequence[int | float]) -> str:
+    """The same of an expression in it."""
 
     def words(x: Expr, alone: bool = False) -> str:
         """``alone``: where nothing binds more tightly beside it."""
@@ -46,7 +51,7 @@ def infix(code: Code, labels: Sequence[str], numbers: Sequence[int | float]) -> 
             return found if alone else f"({found})"
         return f"{x.op}({', '.join(words(a, True) for a in parts)})"
 
-    found = words(code.root, True)
+    found = words(root, True)
     return found if len(found) <= MOST else f"{found[:MOST]} ..."
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import ProblemError
 from .canonical import Code, number_keys, numbers_of
 from .expressions import Expr, nodes
-from .ranges import LIMITS, Range, anything, bounds, exactly
+from .ranges import LIMITS, Leaf, Range, anything, bounds, exactly, hull
 
 ELEMENT_LIMITS = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(1 << 15), (1 << 15) - 1)}
 
@@ -48,16 +48,45 @@ class Limits(NamedTuple):
 def checked_indices(
     code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
-    """``prove``. What holds of larger limits holds of these, so powers of two above them are tried first, once for many
-    lengths."""
+    """``prove``. What holds of larger limits and of a range of numbers holds of these, so limits above are tried first, and
+    whatever numbers have as many bits: once for many lengths and numbers."""
+    above = _above(shapes, limits)
+    if _holds_for_all(code, shapes, tuple([_class_of(x) for x in numbers]), above):
+        return ()
     return _checked_indices(code, shapes, number_keys(numbers), limits)
+
+
+def _above(shapes: tuple[tuple[int, ...], ...], limits: Limits) -> Limits:
+    """Limits that many share: the next size of a captured array, or the next power of two where that is nearer."""
+    sizes = [n for shape in shapes for n in shape]
+    return Limits(*[min([1 << (n - 1).bit_length() if n > 0 else 0, *[size for size in sizes if size >= n > 0]]) for n in limits])
+
+
+def _class_of(x: int | float) -> tuple[int, int] | None:
+    """The integers of this sign that have as many bits, the first and the last; None for any float."""
+    if not isinstance(x, (int, np.integer)):
+        return None
+    bits = int(x).bit_length()
+    first, last = (1 << bits) >> 1, (1 << bits) - 1
+    return (first, last) if x >= 0 else (-last, -first)
+
+
+@functools.lru_cache(maxsize=4096)
+def _holds_for_all(
+    code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[tuple[int, int] | None, ...], limits: Limits
+) -> bool:
+    """Says whether no index may leave its array, and no integer 32 bits, whatever the numbers of these classes are."""
+    try:
+        return not prove(code, shapes, classes, limits)
+    except ProblemError:  # some may be small enough
+        return False
 
 
 @functools.lru_cache(maxsize=4096)
 def _checked_indices(
     code: Code, shapes: tuple[tuple[int, ...], ...], keys: tuple[int | str, ...], limits: Limits
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
-    above = Limits(*(1 << (n - 1).bit_length() if n > 0 else 0 for n in limits))
+    above = _above(shapes, limits)
     if above != limits:
         try:
             if not _checked_indices(code, shapes, keys, above):
@@ -71,33 +100,59 @@ def prove(
     code: Code, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """The indices that may leave their arrays, which kernels check: the number of the element among the code's nodes, and the
-    axis.
+    axis. A number may stand for a class of them: a pair of ints for all between, None for any float.
 
     Raises ProblemError where an integer may not fit 32 bits, a shift is not by 0 to 31, or a captured number divides by 0."""
-    box, is_empty = limits.box(), min(limits[:4]) == 0
+    is_empty = min(limits[:4]) == 0
     order = nodes(code.root)
     place = {x: i for i, x in enumerate(order)}
     checked: list[tuple[int, int]] = []
+
+    def leaf(x: Expr, operands: Sequence[Range]) -> Range:
+        if x.op == "load":
+            shape = shapes[x.args[0]]
+            if 0 in shape and not is_empty:
+                raise ProblemError(f"an array of shape {shape} was captured, which has no element that the function could read.")
+            checked.extend(
+                (place[x], axis) for axis, (i, n) in enumerate(zip(operands, shape, strict=True)) if i.lo < 0 or i.hi >= n
+            )
+        return known(x, operands)
+
+    known = _leaf(shapes, numbers, limits)
+    found = bounds(code.root, leaf, _check)
+    for x in order:
+        _check_operands(x, found)
+    return () if is_empty else tuple(sorted(checked))
+
+
+def intervals(
+    root: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits
+) -> dict[Expr, Range]:  # fmt: skip
+    """Bounds of all that an expression is made of, over the whole problem."""
+    return bounds(root, _leaf(shapes, numbers, limits))
+
+
+def _leaf(shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits) -> Leaf:
+    box = limits.box()
 
     def leaf(x: Expr, operands: Sequence[Range]) -> Range:
         match x.op:
             case "var":
                 return box.get(x.args[0], anything("float"))
             case "param":
-                return exactly(numbers[x.args[0]], x.type) if x.type == "float" else _exact_int(numbers[x.args[0]])
+                return _of_number(numbers[x.args[0]], x.type)
             case "dim":
                 return _exact_int(shapes[x.args[0]][x.args[1]])
-        shape = shapes[x.args[0]]
-        if 0 in shape and not is_empty:
-            raise ProblemError(f"an array of shape {shape} was captured, which has no element that the function could read.")
-        checked.extend((place[x], axis) for axis, (i, n) in enumerate(zip(operands, shape, strict=True)) if i.lo < 0 or i.hi >= n)
         lo, hi = ELEMENT_LIMITS.get(x.args[1], LIMITS[x.type])
         return anything("float") if x.type == "float" else Range(np.int64(lo), np.int64(hi))
 
-    found = bounds(code.root, leaf, _check)
-    for x in order:
-        _check_operands(x, found)
-    return () if is_empty else tuple(sorted(checked))
+    return leaf
+
+
+def _of_number(x: Any, kind: str) -> Range:
+    if kind == "float":
+        return anything("float") if x is None else exactly(x, "float")
+    return hull(*map(_exact_int, x)) if isinstance(x, tuple) else _exact_int(x)
 
 
 def _exact_int(x: int) -> Range:

@@ -33,6 +33,12 @@ class Range:
         """Says where there is one value."""
         return (self.lo == self.hi) & ~np.asarray(self.nan)
 
+    def __str__(self) -> str:
+        """One box's, in words."""
+        lo, hi = np.asarray(self.lo).item(), np.asarray(self.hi).item()
+        ends = (lo, hi) in LIMITS.values()
+        return "of any value" if ends else f"from {lo:g} to {hi:g}" if isinstance(lo, float) else f"from {lo} to {hi}"
+
 
 def anything(kind: str, nan: Any = True) -> Range:
     """The range of which nothing is known."""
@@ -72,10 +78,11 @@ def _floats(found: Range, *operands: Range) -> Range:
 
 
 def _wider(r: Range, lo: float = -np.inf, hi: float = np.inf) -> Range:
-    """Some units in the last place of float32 wider, as kernels round elsewhere; the function itself stays within lo and hi."""
+    """Some units in the last place of float32 wider, as kernels round elsewhere; the function itself stays within lo and hi.
+    What infinity is widened to is NaN, over which fmax and fmin pass."""
     with np.errstate(all="ignore"):
         low, high = r.lo - np.abs(r.lo) * 2.0**-20 - 1e-37, r.hi + np.abs(r.hi) * 2.0**-20 + 1e-37
-    return Range(np.maximum(low, lo), np.minimum(high, hi), r.nan)
+    return Range(np.fmax(low, lo), np.fmin(high, hi), r.nan)
 
 
 def _increasing(name: str, lo: float = -np.inf, hi: float = np.inf, domain: float = -np.inf) -> Callable[[Range], Range]:
@@ -208,6 +215,11 @@ def _trunc(a: Range) -> Range:
     return Range(np.where(nan, np.minimum(lo, 0), lo).astype(np.int64), np.where(nan, np.maximum(hi, 0), hi).astype(np.int64))
 
 
+def _wave(a: Range) -> Range:
+    """Of sin and cos, which infinity has none of."""
+    return Range(np.full_like(a.lo, -1.0), np.full_like(a.lo, 1.0), True)
+
+
 RULES: dict[str, Callable[..., Range]] = {
     "add": lambda a, b: _floats(_wider(Range(a.lo + b.lo, a.hi + b.hi)), a, b),
     "sub": lambda a, b: _floats(_wider(Range(a.lo - b.hi, a.hi - b.lo)), a, b),
@@ -222,8 +234,7 @@ RULES: dict[str, Callable[..., Range]] = {
     "not": lambda a: Range(1 - a.hi, 1 - a.lo), "trunc": _trunc,
     "saturate": lambda a: Range(np.clip(a.lo, -LOADED, LOADED), np.clip(a.hi, -LOADED, LOADED)),
     "sign": lambda a: Range(np.sign(a.lo), np.sign(a.hi), a.nan),
-    "sin": lambda a: Range(-1.0 + 0 * a.lo, 1.0 + 0 * a.lo, True),
-    "cos": lambda a: Range(-1.0 + 0 * a.lo, 1.0 + 0 * a.lo, True), "exp": _increasing("exp", 0.0),
+    "sin": _wave, "cos": _wave, "exp": _increasing("exp", 0.0),
     "exp2": _increasing("exp2", 0.0), "log": _increasing("log", domain=0.0), "log2": _increasing("log2", domain=0.0),
     "sqrt": _increasing("sqrt", 0.0, domain=0.0), "tanh": _increasing("tanh", -1.0, 1.0), "erf": _increasing("erf", -1.0, 1.0),
     "floor": lambda a: Range(np.floor(a.lo), np.floor(a.hi), a.nan),

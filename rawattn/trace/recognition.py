@@ -6,6 +6,7 @@ causal mask or a window; the rest of n may be anything that is known on the host
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,19 @@ class _Side(NamedTuple):
 
 def recognised(code: Code, numbers: Sequence[Any]) -> Any:
     """The built-in mask or score of the same meaning; None where there is none."""
+    return _recognised(code, numbers) if _may_be(code) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _may_be(code: Code) -> bool:
+    """Says whether the form is one of a built-in option's, whatever the numbers are."""
+    root, ones = code.root, (1,) * code.numbers
+    if code.role == "score":
+        return root is S or root.op == "mul"
+    return root.op == "const" or all(_sides(part, ones) for part in parts("and", root))
+
+
+def _recognised(code: Code, numbers: Sequence[Any]) -> Any:
     return (_mask if code.role == "mask" else _score)(code.root, numbers)
 
 

@@ -29,6 +29,7 @@ from .expressions import Expr, S, tracer, var, wrap
 from .proofs import Limits
 
 MOST_PATHS = 64
+MOST_ASKED = 10_000  # times that one run asks for a condition's truth, known or not
 ROLES = ("mask", "score")
 VARIABLES = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
 ALIASES = {  # what functions call them
@@ -132,6 +133,12 @@ def _value_of(x: Expr, values: Sequence[Any]) -> Any:
     return evaluate(x, {}, values, values).item()
 
 
+_LOOP = (
+    ". A loop that ends by a position, such as `while q > kv`, cannot be followed: write what it computes by //, % and min(), or "
+    "by an array that is made before and indexed by the position. A loop over a captured number n is `for i in range(n)`."
+)
+
+
 class _Paths:
     """Runs a function for every outcome of the conditions that it asks for."""
 
@@ -140,13 +147,21 @@ class _Paths:
         self.specialised: dict[Expr, Any] = {}
 
     def choose(self, condition: Expr) -> bool:
-        for known, outcome in zip(self.conditions, self.outcomes, strict=False):
-            if known is condition:
-                return outcome
-        self.conditions.append(condition)
-        if len(self.outcomes) < len(self.conditions):
-            self.outcomes.append(True)
-        return self.outcomes[len(self.conditions) - 1]
+        self.asked += 1
+        if self.asked > MOST_ASKED:
+            raise ProblemError(f"one way through it asks more than {MOST_ASKED:,} times for a condition's truth{_LOOP}")
+        depth = self.conditions.setdefault(condition, len(self.conditions))
+        if depth < len(self.outcomes):
+            return self.outcomes[depth]
+        self._check(self.runs + 1 + depth - self.fixed)  # each new condition is a further run
+        self.outcomes.append(True)
+        return True
+
+    def _check(self, runs: int) -> None:
+        if runs > MOST_PATHS:
+            raise ProblemError(
+                f"there are more than {MOST_PATHS} ways through it: use &, | and where() in place of conditions{_LOOP}"
+            )
 
     def specialise(self, x: Expr) -> Any:
         if x not in self.specialised:
@@ -156,14 +171,12 @@ class _Paths:
     def explore(self, function: Callable[[], Any], prefix: tuple[bool, ...] = ()) -> Expr:
         """The function's value, where the first conditions that it asks for have these outcomes."""
         self.runs += 1
-        if self.runs > MOST_PATHS:
-            raise ProblemError(
-                f"there are more than {MOST_PATHS} ways through the function; use &, | and where() in place of conditions."
-            )
-        self.conditions: list[Expr] = []
+        self._check(self.runs)
+        self.asked, self.fixed = 0, len(prefix)
+        self.conditions: dict[Expr, int] = {}  # to the place among outcomes
         self.outcomes = list(prefix)
         result = wrap(function())
-        conditions, outcomes = self.conditions, self.outcomes
+        conditions, outcomes = list(self.conditions), self.outcomes
         for depth in reversed(range(len(prefix), len(conditions))):
             other = self.explore(function, (*outcomes[:depth], False))
             result = where(conditions[depth], result, other)

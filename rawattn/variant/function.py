@@ -13,13 +13,13 @@ from ..errors import ProblemError
 from ..program import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
 from ..trace import cuda_text, fields, recognition
 from ..trace.canonical import Code, number_keys, numbers_of
-from ..trace.classes import classify
+from ..trace.classes import classify, strengthened
 from ..trace.cuda_ranges import pyramids_of
 from ..trace.evaluation import Evaluation, evaluate
 from ..trace.expressions import Q, children, nodes
 from ..trace.gradients import by_elements, slope
-from ..trace.infix import infix
-from ..trace.proofs import Limits, checked_indices
+from ..trace.infix import infix, infix_of
+from ..trace.proofs import Limits, checked_indices, intervals
 from . import Option
 
 
@@ -120,7 +120,20 @@ class _Function(Option):
         for i, each in enumerate(self.arrays):
             axes = sorted({axis for node, axis in self.checked if order[node].args[0] == i})
             checked = f", indices along {' and '.join(f'axis {axis}' for axis in axes)} are clipped" if axes else ""
-            found.append(f"{each.label or each.name} {each.element} {tuple(each.shape)}{checked}")
+            blocks = ", bounded by minima and maxima of its blocks" * (each.pyramid > 0)
+            found.append(f"{each.label or each.name} {each.element} {tuple(each.shape)}{blocks}{checked}")
+        return found
+
+    def intervals(self, limits: Limits) -> list[str]:
+        """The comparisons by which tiles are classified, those that follow from the function's own among them, in words: both
+        sides with their bounds over the whole problem. A kernel has the same of a tile."""
+        labels, shapes = [each.label or each.name for each in self.arrays], [each.shape for each in self.arrays]
+        root = strengthened(self.code)
+        known, found = intervals(root, shapes, self.numbers, limits), list[str]()
+        for node in nodes(root):
+            if node.op in ("lt", "le", "eq"):
+                sides = [f"{infix_of(x, labels, self.numbers)} {known[x]}" for x in node.args if not known[x].point.all()]
+                found.append(f"{infix_of(node, labels, self.numbers)}: {', '.join(sides) or 'known'}")
         return found
 
 
@@ -251,13 +264,25 @@ def _option(
     found = recognition.recognised(code, numbers)
     if found is not None:
         return found
-    if code.role == "mask" and any(element == "fp64" for element, _ in code.arrays):
+    if code.role == "mask" and _has_doubles(code):
         raise ProblemError(
             "a mask captured an array of float64, and floats of a mask are computed in float32; convert it, or use integers."
         )
-    pyramids = pyramids_of(code)
-    arrays = tuple(
+    made = object.__new__(FunctionMask if code.role == "mask" else FunctionScore)
+    made.__dict__.update(code=code, numbers=numbers, arrays=_arrays(code, shapes, labels), checked=checked)  # all of its form
+    return made
+
+
+@functools.lru_cache(maxsize=4096)
+def _arrays(code: Code, shapes: tuple[tuple[int, ...], ...], labels: tuple[str, ...]) -> tuple[Captured, ...]:
+    return tuple(
         Captured(f"{code.role}_{i}", element, shape, pyramid, label)
-        for i, ((element, _), shape, pyramid, label) in enumerate(zip(code.arrays, shapes, pyramids, labels, strict=True))
+        for i, ((element, _), shape, pyramid, label) in enumerate(
+            zip(code.arrays, shapes, pyramids_of(code), labels, strict=True)
+        )
     )
-    return (FunctionMask if code.role == "mask" else FunctionScore)(code, numbers, arrays, checked)
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_doubles(code: Code) -> bool:
+    return any(element == "fp64" for element, _ in code.arrays)

@@ -83,7 +83,7 @@ class Prefix(Ready):
 class Tree(Ready):
     """The draft of speculative decoding: the last keys are the nodes of a tree, and every query is one of these nodes. It keeps
     all keys before the nodes, and of the nodes those that ``ancestors`` says: a bool array, (nodes, nodes) or (batch, nodes,
-    nodes), with True where the node of the column is an ancestor of that of the row, or itself.
+    nodes), with True where the node of the column is an ancestor of that of the row, or itself. ``Tree.from_words`` takes bits.
     """
 
     def __init__(self, ancestors: Any) -> None:
@@ -92,12 +92,37 @@ class Tree(Ready):
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
         row, column = q + self.nodes - q_len, kv + self.nodes - kv_len
-        kept = self.ancestors[b, row, column] if self.by_batch else self.ancestors[row, column]
-        return (column < 0) | kept
+        return (column < 0) | self.keeps(b, row, column)
+
+    def keeps(self, b: Any, row: Any, column: Any) -> Any:
+        return self.ancestors[b, row, column] if self.by_batch else self.ancestors[row, column]
 
     def sizes(self) -> Any:
         nodes = ("nodes", 1, False)
         return (("ancestors", self.ancestors, None, (*(BATCH,) * self.by_batch, nodes, nodes)),)
+
+    @staticmethod
+    def from_words(words: Any) -> Tree:
+        """A tree by bits: ``words`` are int32, (nodes, ceil(nodes / 32)) or (batch, nodes, ceil(nodes / 32)), and bit c % 32 of
+        word c // 32, from the lowest, is that of column c."""
+        return TreeOfWords(words)
+
+
+class TreeOfWords(Tree):
+    def __init__(self, words: Any) -> None:
+        self.by_batch = _axes("words", words, (2, 3), "of (nodes, ceil(nodes / 32)), before that batch or nothing") == 3
+        self.words, self.nodes = words, int(words.shape[-2])
+        if words.shape[-1] != -(-self.nodes // 32):
+            raise ProblemError(
+                f"words has shape {tuple(words.shape)}; {self.nodes} nodes have {-(-self.nodes // 32)} words each."
+            )
+
+    def keeps(self, b: Any, row: Any, column: Any) -> Any:
+        word = self.words[b, row, column // 32] if self.by_batch else self.words[row, column // 32]
+        return (word >> (column % 32)) & 1 == 1
+
+    def sizes(self) -> Any:
+        return (("words", self.words, None, (*(BATCH,) * self.by_batch, ("nodes", 1, False), ("nodes", 32, False))),)
 
 
 class Chunked:

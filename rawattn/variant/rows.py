@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer
+from ..program import Dim, Field, Fields, Pointer
 from . import Option, Wrapper
 from .lengths import KvLens
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Option):
-    """Sequences of one length: (batch, length, heads, head_dim)."""
+    """Sequences of one length: (batch, length, heads, head_dim). The number of keys is read from k, so that one program serves
+    many (``Operation.to_lower``)."""
 
     type: ClassVar[str] = "Dense"
     source: ClassVar[str] = "variant/rows/dense.cuh"
 
     @property
     def fields(self) -> Fields:
-        return (Field("q_len", "i32"), Field("kv_len", "i32"))
+        return (Field("q_len", "i32"), Field("kv_len", "i32", Dim("k", -3)))
 
 
 @dataclasses.dataclass(frozen=True)

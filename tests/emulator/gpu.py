@@ -30,9 +30,17 @@ def emulated(launch: program.Launch, number: str, folder: pathlib.Path) -> emula
     return found
 
 
-class _Launch:
+class Launch:
     def __init__(self, function: Any, grid: int, args: bytes, stream: int) -> None:
-        self.kernel, self.grid, self.args = function, grid, args
+        self.kernel, self.grid, self.args, self.stream = function, grid, args, stream
+
+    def moved(self, places: Any, addresses: Any, texts: Any = ()) -> Launch:
+        args = bytearray(self.args)
+        for number, offset in places:
+            args[offset : offset + 8] = addresses[number].to_bytes(8, "little")
+        for offset, text in texts:
+            args[offset : offset + len(text)] = text
+        return type(self)(self.kernel, self.grid, bytes(args), self.stream)
 
     def __call__(self) -> None:
         self.kernel.launch(self.grid, self.args)
@@ -65,7 +73,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
 
     for owner, name, value in (
         (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
-        (driver, "Launch", _Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
+        (driver, "Launch", Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
         (driver, "counters", functools.cache(lambda index, size: _Counters(size))), (driver, "tensor_maps", _tensor_maps),
         (api, "_layouts", {}),
         (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),

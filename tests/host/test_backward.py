@@ -19,7 +19,7 @@ from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, Config
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Forward
-from rawattn.program import Launch, Program, Value, View
+from rawattn.program import Dim, Launch, Program, Value, View
 from rawattn.variant.element import ELEMENTS, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window, of_head
 from rawattn.variant.score import Scale, Softcap
@@ -249,6 +249,8 @@ def emulate(launch: Launch, folder: pathlib.Path, memory: dict[str, Array]) -> N
         if isinstance(field.fill, View):
             x = memory[field.fill.operand]
             values[field.name] = emulator.strided(x if x.ndim == 4 else x[None])
+        elif isinstance(field.fill, Dim):
+            values[field.name] = memory[field.fill.operand].shape[field.fill.axis]
         elif not isinstance(field.fill, Value):
             values[field.name] = memory[getattr(field.fill, "name", None) or getattr(field.fill, "operand", "")]
     emulator.Kernel(launch.source, launch.fields, folder / launch.entry)(launch.grid, values)

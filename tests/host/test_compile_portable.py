@@ -18,6 +18,7 @@ from rawattn.kernel import attn_fwd_mma, attn_fwd_simt
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
+from rawattn.program import Value
 from rawattn.select import select
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
@@ -117,7 +118,7 @@ def test_heads_share_tiles_where_queries_are_few() -> None:
         assert ATTN_FWD_MMA.options(given, config)["Rows"].cuda_type == ("PackGqa" if shares else "Varlen" if varlen else "Dense")
         tiles = -(-q_len * 16 // kv_heads // 64) * kv_heads if shares else -(-q_len // 64) * 16
         assert ATTN_FWD_MMA.grid(given, config, device) == 2 * tiles
-        counted = {field.name for field in ATTN_FWD_MMA.fields(given, config) if field.ctype in ("i32", "Number")}
+        counted = {field.name for field in ATTN_FWD_MMA.fields(given, config) if type(field.fill) is Value}
         assert counted == set(ATTN_FWD_MMA.values(given, config, device))
 
 

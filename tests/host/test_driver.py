@@ -72,7 +72,7 @@ class Bindings(types.ModuleType):
         super().__init__("cuda.bindings.driver")
         self.said: list[tuple[Any, ...]] = []  # calls that tests look at
         self.context, self.mode, self.capturing = 1000, 0, dict[int, Graph]()
-        self.memory = ctypes.create_string_buffer(4096)
+        self.memory: list[Any] = []  # that was allocated
         self.failing: dict[str, CUresult] = {}
         for name in ("device_attribute", "function_attribute", "stream_flags", "launchAttributeID", "userObject_flags",
                      "userObjectRetain_flags", "tensorMapDataType", "tensorMapInterleave", "tensorMapSwizzle",
@@ -156,9 +156,8 @@ class Bindings(types.ModuleType):
         graph.user_objects.append(user_object)
 
     def _cuMemAlloc(self, size: int) -> int:
-        ctypes.memset(self.memory, 0xFF, len(self.memory))
-        assert size <= len(self.memory)
-        return ctypes.addressof(self.memory)
+        self.memory.append(ctypes.create_string_buffer(b"\xff" * size, size))
+        return ctypes.addressof(self.memory[-1])
 
     def _cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> None:
         assert stream == 555
@@ -449,13 +448,28 @@ def test_captured_launches_have_pairs_of_their_own(cuda: Bindings) -> None:
     eager = counters.take(1, False)
     (first, pairs), (second, others) = capture(cuda, counters, 2), capture(cuda, counters, 2)
     assert len({eager, *pairs, *others}) == 5 and all(map(is_zero, pairs + others))
-    with pytest.raises(DeviceError, match="all 4 schedule counters of the device are taken by captured graphs"):
-        capture(cuda, counters)
+    third, more = capture(cuda, counters, 6)
+    assert len({eager, *pairs, *others, *more}) == 11 and all(map(is_zero, more)), "four more at a time where all are taken"
+    assert len(cuda.calls("cuMemAlloc")) == 3 and cuda.mode == 0
     second.die()
-    graph, found = capture(cuda, counters)
-    assert found[0] in others, "the graph that is left keeps its pairs"
-    for each in (first, graph):
+    graph, found = capture(cuda, counters, 4)
+    assert {*found[2:]} == {*others} and {*found[:2]}.isdisjoint((eager, *pairs, *others, *more)), "those left keep their pairs"
+    assert len(cuda.calls("cuMemAlloc")) == 3
+    for each in (first, third, graph):
         each.die()
+
+
+def test_no_memory_for_more_pairs(cuda: Bindings) -> None:
+    counters = driver.Counters(0)
+    first, _ = capture(cuda, counters, 4)
+    cuda.failing["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(DeviceError, match="cuMemAlloc failed"):
+        capture(cuda, counters)
+    cuda.capturing.clear()
+    cuda.failing.clear()
+    second, pairs = capture(cuda, counters)
+    assert is_zero(pairs[0])
+    first.die(), second.die()
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["captures alone", "eager calls between"])

@@ -143,7 +143,7 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     values |= {"splits": case.splits, "split_keys": case.split_keys, "partial_rows": partial_rows}
     values |= dict(zip(("o_partial", "lse_partial"), scratch, strict=True))
     values |= {name: np.array(x, np.int32) for name, x in zip(("q_lens", "kv_lens"), case.lens or ((), ()), strict=True)}
-    values |= {"sinks": np.array(case.sinks or (), number), "seed": np.array([SEED])}
+    values |= {"sinks": np.array(case.sinks or (), number), "seed": np.array([SEED]), "kv_len": case.kv_len}
     tma = case.kernel == "attn_fwd"
     for name, x, box in (("q", q, config.tile_q), ("k", k, config.tile_kv), ("v", v, config.tile_kv)):
         values[name] = emulator.tma(x, box) if tma else emulator.strided(x)

@@ -147,6 +147,15 @@ def test_masks(capsys: pytest.CaptureFixture[str]) -> None:
         assert (found[name] == masks.EMPTY).any(), name
 
 
+def test_a_picture_of_masks(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A panel for each mask, with its tiles in three colours, and none as text."""
+    pytest.importorskip("matplotlib")
+    masks, file = example("masks"), tmp_path / "masks.svg"
+    found = masks.main(["--length", "128", "--tile", "32", "--device", "cpu", "--picture", str(file)])
+    drawn = file.read_text()
+    assert "█" not in capsys.readouterr().out and drawn.count("<image") == len(found) == 10
+
+
 def kept(mask: Any, n: int) -> Any:
     """The pairs that a mask keeps."""
     traced, arrays, numbers = trace.bind(mask, "mask")

@@ -225,8 +225,11 @@ def test_errors_of_arrays_without_memory() -> None:
 
 
 def test_errors_of_options() -> None:
-    raises("mask was given beside causal or window", mask=lambda b, q, kv: (kv >= 3) & (q != kv), causal=True)
-    raises(r"A function says it itself, as lambda .* Chunked and Prefix are causal", mask=rawattn.mask.Chunked(8), causal=True)
+    for beside in ({"causal": True}, {"window": (3, 0)}):
+        words = r"mask was given beside causal or window; mask is a function, which says both itself, as lambda"
+        raises(words, mask=lambda b, q, kv: (kv >= 3) & (q != kv), **beside)
+        raises(words + ".* Chunked and Prefix are causal", mask=rawattn.mask.Chunked(8), **beside)
+    raises(r"combine options as mask=rawattn.mask.Both\(a, b\)", mask=lambda q, kv: q - kv <= 3, causal=True)  # is a Window
     with pytest.raises(ProblemError, match=r"b of Both is .*Chunked.*, a function; write what both keep as one function"):
         rawattn.mask.Both(rawattn.mask.Causal(), rawattn.mask.Chunked(8))
     raises("score was given beside softcap", score=lambda s, q: s * (q + 1), softcap=3.0)
@@ -343,20 +346,22 @@ def test_arrays_are_not_kept(library: str) -> None:
     assert [each() for each in references] == [None] * 6
 
 
-def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan of a family is resized without a proof, so a function has none, whatever it captured."""
-    torch = pytest.importorskip("torch")
-    q, k, v = torch.zeros(1, 1, 4, 64), torch.zeros(1, 4100, 4, 64), torch.zeros(1, 4100, 4, 64)
-    found: list[Any] = []
-    own = Forward.family.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr(Forward, "family", classmethod(lambda cls, *given: found.append(given) or own(cls, *given)))
-    f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
-    rawattn.attention(q, k, v)
-    assert len(found) == 1
-    rawattn.attention(q, k, v, mask=f)
-    assert len(found) == 1
-    with pytest.raises(ProblemError, match="integers must fit 32 bits"):
-        rawattn.attention(q, *(torch.zeros(1, 5100, 4, 64),) * 2, mask=f)
+def test_explain_says_the_bounds() -> None:
+    """Of both sides of each comparison, and of those that follow from two; none of a score."""
+    (q, k, v), doc, reach = inputs(), np.zeros(50, np.uint8), 20
+    mask = lambda q, kv: (doc[q] == doc[kv]) & (q - kv <= reach) & (doc[q] >= 3)  # noqa: E731
+    lines = str(rawattn.explain(q, k, v, mask=mask, score=lambda s, q: s * (q < 3))).splitlines()
+    found = {line.strip() for line in lines[2:7]}
+    assert found >= {
+        "doc uint8 (50,), bounded by minima and maxima of its blocks",
+        "(q - 20) <= kv: q - 20 from -20 to 19, kv from 0 to 49",
+        "3 <= doc[q]: doc[q] from 0 to 255",
+        "3 <= doc[kv]: doc[kv] from 0 to 255",
+    }
+    (equal,) = (line for line in found if "==" in line)
+    assert equal.count("from 0 to 255") == 2
+    floats = np.zeros(50, np.float32)
+    assert "floats[q] - floats[kv] of any value" in str(rawattn.explain(q, k, v, mask=lambda q, kv: floats[q] - floats[kv] < 1))
 
 
 def test_keys_tell_numbers_and_arrays_apart() -> None:

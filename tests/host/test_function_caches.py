@@ -120,7 +120,7 @@ def test_operation() -> None:
     asked = rawattn.serving.api.asked_of(
         case.step(), {"mask": MASK, "score": SCORE, "window": None, "softcap": None, "scale": None}, False
     )
-    op, _ = rawattn.serving.api.attention_of(case.rows(4, 16, 1), case.cache(), case.step(), asked, 0, None)
+    op, _ = rawattn.serving.api.attention_of(case.rows(4, 16, 1), case.cache(), case.step(), asked, None)
     names = [each.name for each in op.inputs]
     assert names[-3:] == ["mask_0", "mask_1", "score_0"] and "causal" not in names
     assert {each.title for each in op.captured} == {

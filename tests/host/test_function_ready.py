@@ -72,6 +72,25 @@ def test_tree() -> None:
     np.testing.assert_allclose(rawattn.attention(*given, mask=masks.Tree(each)), by_hand(*given, kept), 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("nodes", [8, 32, 40])
+def test_tree_of_words(nodes: int) -> None:
+    """Bits, of one tree and of one for each sequence, also where the highest bit of a word is one."""
+    given = inputs(nodes)
+    each = np.random.default_rng(0).random((2, nodes, nodes)) < 0.5
+    each[:, :, -1] |= np.eye(nodes, dtype=bool)[-1]
+    bits = np.pad(np.packbits(each, axis=2, bitorder="little"), ((0, 0), (0, 0), (0, -nodes // 8 % 4)))
+    words = bits.view("<i4")
+    assert words.shape == (2, nodes, -(-nodes // 32)) and (nodes < 32 or words.min() < 0)
+    for mask, tree in ((masks.Tree.from_words(words), masks.Tree(each)), (masks.Tree.from_words(words[1]), masks.Tree(each[1]))):
+        np.testing.assert_array_equal(rawattn.attention(*given, mask=mask), rawattn.attention(*given, mask=tree))
+    with pytest.raises(ProblemError, match=rf"words has shape .*; {nodes} nodes have {-(-nodes // 32)} words each"):
+        masks.Tree.from_words(np.concatenate([words, words], 2))
+    with pytest.raises(ProblemError, match=r"words has shape \(1, .*; it must be \(2, "):
+        rawattn.attention(*given, mask=masks.Tree.from_words(words[:1]))
+    with pytest.raises(ProblemError, match=r"words is of shape \(8,\); it must be an array of \(nodes"):
+        masks.Tree.from_words(words[0, :8, 0])
+
+
 def test_one_may_be_a_part_of_a_function() -> None:
     given, documents = inputs(), masks.Documents(IDS)
     found = rawattn.attention(*given, mask=lambda b, h, q, kv: documents(b, h, q, kv) & (abs(q - kv) < 9))

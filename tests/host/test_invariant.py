@@ -226,7 +226,7 @@ def test_functions_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.zeros((2, 500), np.int32)
     options = {"window": None, "softcap": None, "scale": None, "score": None, "invariant": True}
     asked = api.asked_of(case.step(), {**options, "mask": lambda b, q, kv: ids[b, q] == ids[b, kv]}, False)
-    op, _ = api.attention_of(case.rows(8, 64, 1), case.cache(), case.step(max_q_len=300), asked, 0, None)
+    op, _ = api.attention_of(case.rows(8, 64, 1), case.cache(), case.step(max_q_len=300), asked, None)
     spilled = 0
     for arch, name in (("sm_90a", "attn_decode+attn_fwd"), ("sm_89", "attn_decode+attn_fwd_mma")):
         both, alone = (select(each, TYPICAL[arch]) for each in (op, dataclasses.replace(op, q_len=64)))

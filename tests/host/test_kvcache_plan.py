@@ -21,7 +21,7 @@ from rawattn.serving import plan as planning
 from rawattn.testing import _moved
 from tests.caches import Cached
 from tests.decode import Decode
-from tests.emulator.gpu import stand_in
+from tests.emulator.gpu import Launch, stand_in
 
 CASE = Cached(((2, 30), (0, 5), (4, 0), (1, 1), (3, 17)), dtype="fp32", heads=4, kv_heads=2, sinks=True)
 SMALL = Cached(
@@ -63,7 +63,7 @@ def test_on_the_cpu(library: str) -> None:
     assert eight.cache(library).scales != other.cache(library).scales
     wanted = rawattn.attention_kvcache(q, other.cache(library), other.step(library))
     assert bits([plan.run(q, other.cache(library), other.step(library))]) == bits([wanted])
-    assert plan.kernel == "cpu" and "AttentionKVCache" in repr(plan)
+    assert plan.kernel == "cpu" and "AttentionKVCache" in repr(plan) and plan.violations() == ()
 
 
 def test_functions() -> None:
@@ -115,13 +115,17 @@ def compilations(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, launched
     load, found = plans._load, list[str]()
     stand_in(monkeypatch, folder)
 
+    class Noted(Launch):
+        def __call__(self) -> None:
+            launched.append((self.kernel, self.grid, self.args, self.stream))
+
     def together(source: Any, others: Any, on_compile: Any) -> compiler.Binary:
         found.extend({source.key, *[each.key for each in others]} - set(found))
-        return compiler.Binary(b"", "", "", 0.0, "memory", source.key)
+        return compiler.Binary(source.key.encode(), "", "", 0.0, "memory", source.key)
 
     for owner, name, value in (
         (plans, "_load", load), (plans, "_kernels", {}), (compiler, "compile_together", together),
-        (driver, "Function", lambda *_: None), (driver, "Launch", lambda *given: lambda: launched.append(given[1:])),
+        (driver, "Function", lambda cubin, *_: cubin), (driver, "Launch", Noted),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     return found
@@ -157,6 +161,8 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
         plan.run(*third, out=results[0], lse=results[1])
         assert launched[0] == launched[1] not in wanted
     assert plan.kernel == "attn_decode" and len(compiled) == count == len(plan.binaries)
+    monkeypatch.setattr(driver, "take_violations", lambda index: 1 | 4 if index == plan.device.index else 0)
+    assert [said.partition(":")[0] for said in plan.violations()] == ["kv_len", "page"]
     with pytest.raises(ProblemError, match="q has an address or a stride that is no multiple of 16 bytes"):
         plan.run(torch.zeros(1 + q.numel(), dtype=q.dtype)[1:].view(q.shape), cache, step)
 

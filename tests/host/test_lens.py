@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import ProblemError, arrays, reference
+from rawattn import ProblemError, arrays, plans, reference
 from rawattn.device import TYPICAL
 from rawattn.operation import Forward
 from rawattn.select import select
@@ -213,3 +213,21 @@ def test_attn_fwd_emulated(packed: bool, monkeypatch: pytest.MonkeyPatch, tmp_pa
     found = call(q, k, v, *starts, **lens, causal=True, return_lse=True, kernel="attn_fwd")
     np.testing.assert_allclose(found[0].float().numpy(), o.float().numpy(), atol=2e-2)
     np.testing.assert_allclose(found[1].numpy(), lse.numpy(), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_kept_program_reads_as_many_keys_as_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Steps of a decode loop that one program serves, in splits, over two layers. The keys behind hold NaN."""
+    torch = pytest.importorskip("torch")
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 4, 16, generator=rng).bfloat16()
+    layers = [torch.randn(1, 700, 2, 16, generator=rng).bfloat16() for _ in range(2)]
+    steps = [(600, 0), (601, 1), (513, 0)]
+    wanted = [rawattn.attention(q, layers[i][:, :n], layers[1 - i][:, :n], causal=True) for n, i in steps]
+    gpu.stand_in(monkeypatch, tmp_path, sm_count=4)
+    monkeypatch.setattr(plans.Plan, "resized", lambda *_: pytest.fail("a program was lowered"))
+    for (length, layer), o in zip(steps, wanted, strict=True):
+        k, v = (layers[i].clone() for i in (layer, 1 - layer))
+        k[:, length:], v[:, length:] = torch.nan, torch.nan
+        found = rawattn.attention(q, k[:, :length], v[:, :length], causal=True, kernel="attn_fwd_mma")
+        np.testing.assert_allclose(found.float().numpy(), o.float().numpy(), atol=2e-2)

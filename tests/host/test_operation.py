@@ -436,3 +436,12 @@ def test_numbers_of_arrays() -> None:
     DENSE.check_numbers({**plain, "q_lens": np.array([0, 5]), "kv_lens": np.array([7, 7])})
     with pytest.raises(ProblemError, match=r"kv_lens\[1\] is 8; it must be from 0 to 7"):
         DENSE.check_numbers({**plain, "kv_lens": np.array([7, 8])})
+
+
+def test_one_length_for_each_sequence() -> None:
+    for given, batch in ((dense, 2), (varlen, 3)):
+        for name in ("q_lens", "kv_lens"):
+            assert getattr(Forward.of(given(**{name: array(batch, dtype="int32")}), Spec()), name) is True
+            refused(
+                given(**{name: array(8, dtype="int32")}), f"{name} is int32 of shape (8,); it must be int32 of shape ({batch},)"
+            )

@@ -17,13 +17,16 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 import rawattn
 from rawattn import api, arrays, compiler, driver, plans, select
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
 from rawattn.operation import Forward
+from tests.emulator import gpu as stand_ins
 
 torch = pytest.importorskip("torch")
 
@@ -33,12 +36,9 @@ STATE = {"stream": 0, "capturing": False}
 LOAD = plans._load
 
 
-class Launch:
-    def __init__(self, function: Any, grid: int, args: bytes, stream: int) -> None:
-        self.said = args, stream
-
+class Launch(stand_ins.Launch):
     def __call__(self) -> None:
-        LAUNCHED.append(self.said)
+        LAUNCHED.append((self.args, self.stream))
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +114,149 @@ def test_a_warm_call_launches_what_a_cold_one_does(return_lse: bool) -> None:
     assert warm == [said for said in cold * 2 for _ in range(2)]
 
 
+DOC, TABLE = torch.arange(80, dtype=torch.int32) // 9, torch.randn(4, 120)
+OF_NUMBERS: dict[str, tuple[str, Any, list[Any]]] = {  # role, what makes the function of a number, numbers
+    "window": ("mask", lambda n: lambda q, kv: (DOC[q] == DOC[kv]) & (q - kv <= n), [30, 31, 5, 1 << 29, 0, 1000]),
+    "negative": ("mask", lambda n: lambda q, kv: (DOC[q] == DOC[kv]) & (q - kv <= n), [-3, -4, 7, -5]),
+    "built in": ("mask", lambda n: lambda q, kv: (q >= kv) & (q - kv <= n), [30, 31, -1, 2]),
+    "divisor": ("mask", lambda n: lambda q, kv: q // n == kv // n, [7, 8, 64, 1, 79]),
+    "an index": ("mask", lambda n: lambda q, kv: DOC[kv] <= DOC[(q + n).clip(0, n + 70)], [0, 3, 9, 10, 50, 2]),
+    "a float": ("score", lambda x: lambda s, h, q, kv: s * x + TABLE[h, kv], [0.5, -1.0, -0.0, 0.0, float("inf"), 1e30]),
+    "a cap": ("score", lambda x: lambda s: x * torch.tanh(s / x), [30.0, 50.0, 20.0]),
+    "another type": ("score", lambda x: lambda s, h, q, kv: s + x * (q - kv) + TABLE[h, kv], [1, 2, 0.5, 3, 0.25]),
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each other number: arguments, kernel and grid. Only numbers for which something else is proved need another plan."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    role, make, numbers = OF_NUMBERS[name]
+    call, alone, after = tensors(), [], []
+
+    def launched(number: Any) -> Any:
+        LAUNCHED.clear()
+        rawattn.attention(**call, **{role: make(number)})
+        bound = list(api._calls.values())[-1]
+        sources = [(launch.source.key, launch.grid) for launch in bound._program.launches]
+        assert len(LAUNCHED) == len(sources)
+        return sources, [bytes(args) for args in bound._args]
+
+    for number in numbers:
+        forget()
+        alone.append(launched(number))
+    forget()
+    for number in numbers:
+        after.append(launched(number))
+    assert after == alone
+    assert len({str(each) for each in alone}) == len({repr(x) for x in numbers}), "the number is among the arguments"
+
+
+def test_another_number_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a new length, of one kind and size; but a plan is made where an index leaves its array, and numbers that may
+    overflow raise, whatever was proved of those before."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    made = [0]
+    monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
+    call, long = tensors(), torch.zeros(4096, dtype=torch.int32)
+
+    def attend(n: int, length: int = 80) -> int:
+        rawattn.attention(call["q"], *(call[x][:, :length] for x in "kv"), mask=lambda q, kv: long[q + n] == long[kv])
+        return made[0]
+
+    assert [attend(n) for n in (5, 6, 7, 4000, 4016, 5)] == [1] * 6
+    assert attend(4017) == 2, "it is clipped"
+    assert [attend(n) for n in (4016, 1 << 20)] == [2, 2], "both are known"
+    with pytest.raises(ProblemError, match="may reach 2147483648, and integers must fit 32 bits"):
+        attend((1 << 31) - 79)
+    assert [attend((1 << 31) - 80), attend(6)] == [2, 2]
+    assert [attend(6, length) for length in (79, 78, 77)] == [3] * 3, "the last plan had an index clipped"
+
+
+def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of a family is resized, and its functions are proved for the new lengths."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    made, resized = [0], [0]
+    monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
+    monkeypatch.setattr(plans.Plan, "resized", counting(plans.Plan.resized, resized))
+    f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
+    q, k = torch.zeros(1, 1, 4, 64), torch.zeros(1, 5100, 4, 64)
+    for length in (4100, 4101, 4102):
+        rawattn.attention(q, k[:, :length], k[:, :length], mask=f, kernel="attn_fwd_simt")
+    assert (made, resized) == ([1], [2])
+    with pytest.raises(ProblemError, match="integers must fit 32 bits"):
+        rawattn.attention(q, k, k, mask=f, kernel="attn_fwd_simt")
+
+
+def counting(original: Any, count: list[int]) -> Any:
+    def counted(*given: Any, **named: Any) -> Any:
+        count[0] += 1
+        return original(*given, **named)
+
+    return counted
+
+
+LENGTHS = st.one_of(st.integers(0, 40), st.integers(400, 700), st.integers(1000, 1300))
+STEPS = st.lists(st.tuples(LENGTHS, st.integers(0, 1), st.sampled_from([0, 64, 8])), min_size=2, max_size=6)
+
+
+@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(
+    st.sampled_from([None, "attn_fwd", "attn_fwd_simt"]), st.sampled_from([1, 2]), st.sampled_from([1, 3, 70]), STEPS,
+    st.sampled_from([{}, {"causal": True}, {"window": (300, 0)}, {"q_offset": 9}]), st.booleans(),
+)  # fmt: skip
+def test_other_lengths_launch_what_a_new_call_does(
+    kernel: str | None, batch: int, q_len: int, steps: Any, options: dict[str, Any], has_lens: bool
+) -> None:
+    """Each byte of the arguments, the kernel, the grid and the size of scratch memory, of steps over two layers' keys, in which
+    a program that was lowered before may serve."""
+    layers = [torch.zeros(batch, 1400, 2, columns).bfloat16() for columns in (72, 80)]
+    launched, scratch = list[Any](), dict[int, Any]()
+    kv_lens = torch.zeros(batch, dtype=torch.int32) if has_lens else None
+    q, out = torch.zeros(batch, q_len, 4, 64).bfloat16(), torch.zeros(batch, q_len, 4, 64).bfloat16()
+
+    def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
+        return lambda: launched.append((function, grid, args))
+
+    def step(kv_len: int, layer: int, begin: int) -> list[Any]:
+        k, v = (layers[i][:, begin : begin + kv_len, :, :64] for i in (layer, 1 - layer))
+        launched.clear()
+        rawattn.attention(q, k, v, kv_lens=kv_lens, out=out, kernel=kernel, **options)
+        return [*launched]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "Launch", launch)
+        patch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
+        patch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch.setdefault(size, torch.empty(9)))
+        forget()
+        warm = [step(*each) for each in steps]
+        for each, found in zip(steps, warm, strict=True):
+            forget()
+            assert found == step(*each)
+
+
+def test_a_decode_loop_lowers_once_in_256_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, rows = torch.zeros(1, 1, 4, 64).bfloat16(), torch.zeros(1, 1600, 2, 64).bfloat16()
+    rawattn.attention(q, rows[:, :1025], rows[:, :1025])
+    with monkeypatch.context() as patch:
+        patch.setattr(plans.Plan, "resized", lambda *_: pytest.fail("a program was lowered"))
+        for kv_len in range(1026, 1281):
+            rawattn.attention(q, rows[:, :kv_len], rows[:, :kv_len])
+    for n in (1100, 1101):
+        with pytest.raises(ProblemError, match="v has shape"):
+            rawattn.attention(q, rows[:, :n], rows[:, : n + 1])
+    rawattn.attention(q, rows[:, :1281], rows[:, :1281])
+    assert len(LAUNCHED) > 257 and len(api._layouts) == 2
+
+
+def test_near_the_limit_each_length_is_looked_at() -> None:
+    """A longer one may be too long for its offset, though the same would be lowered."""
+    q, rows, offset = torch.zeros(1, 1, 4, 64).bfloat16(), torch.zeros(1, 1200, 2, 64).bfloat16(), (1 << 30) - 1101
+    rawattn.attention(q, rows[:, :1100], rows[:, :1100], kv_offset=offset)
+    with pytest.raises(ProblemError, match="kv_offset is"):
+        rawattn.attention(q, rows[:, :1101], rows[:, :1101], kv_offset=offset)
+
+
 def test_a_launch_is_kept_for_each_output_and_stream() -> None:
     call = variations()["out"]
     rawattn.attention(**call)
@@ -167,9 +310,9 @@ def test_a_refused_call_keeps_nothing() -> None:
 
 def test_storages_are_looked_at_whole() -> None:
     x = torch.randn(2, 80, 4, 64)[:, 40:]
-    assert arrays.have_memory((x, None))
+    assert arrays.have_memory((x, None), arrays.signatures((x, None)))
     x.untyped_storage().resize_(x.nbytes)  # enough for as many numbers, but these lie behind
-    assert not arrays.have_memory((x, None))
+    assert not arrays.have_memory((x, None), arrays.signatures((x, None)))
 
 
 def freed() -> Any:

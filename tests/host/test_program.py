@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rawattn import render
 from rawattn.arrays import CPU, Array
@@ -274,6 +276,28 @@ def test_splits_are_two_launches() -> None:
     assert len(ATTN_FWD_MMA.programs(op, config, H200)) == 2
 
 
+LOWERED: list[tuple[Any, dict[str, Any], Any]] = [(each, {}, each.candidates(OP, H200)[0]) for each in SMALLEST]
+LOWERED += [
+    (ATTN_FWD_MMA, {"q_len": 1}, attn_fwd_mma.Config(32, 64, pack_gqa=True, split=True)),
+    (ATTN_FWD_MMA, {"q_len": 9}, attn_fwd_mma.Config(64, split=True)),
+]
+
+
+@given(st.sampled_from(LOWERED), st.one_of(st.integers(0, 1200), st.integers(0, 1 << 17)), st.sampled_from([2, 8, 64, 200]))
+def test_what_is_lowered_serves_each_length_of_a_step(lowered: Any, kv_len: int, heads: int) -> None:
+    """But for the groups of heads that share L2, which are no matter of results. Kernels read the number of keys from k."""
+    kernel, changes, config = lowered
+    op = replace(OP, kv_len=kv_len, heads=2 * heads, kv_heads=heads, **changes)
+    found, wanted = (kernel.lower(each, config, H200) for each in (op.to_lower, op))
+    assert op.kv_len <= op.to_lower.kv_len and found.scratch == wanted.scratch
+    assert select(op, H200)[:2] == select(op.to_lower, H200)[:2]
+    for a, b in zip(found.launches, wanted.launches, strict=True):
+        assert a[:3] == b[:3] and a.grid == b.grid
+        hints = {name: b.values[name] for name in ("l2_head_group", "last_group") if name in b.values}
+        assert {**a.values, **hints} == b.values and "kv_len" not in a.values
+        assert {field.fill for field in a.fields if field.name == "kv_len"} == {Dim("k", -3)}
+
+
 def test_max_seqlen_bounds_no_tiles() -> None:
     """Whatever max_seqlen says, each kernel has as many blocks, and no packing needs more."""
     rng = np.random.default_rng(0)
@@ -343,7 +367,7 @@ def test_values() -> None:
     op = replace(OP, scale=-0.5, mask=Window(3, 4))
     found = tiling.values(op, 128, H200)
     assert found == {
-        "scale": 0.5, "heads": 4, "heads_per_kv": 2, "batches": 2, "q_len": 300, "kv_len": 400, "q_tiles": 3, "window_left": 3,
+        "scale": 0.5, "heads": 4, "heads_per_kv": 2, "batches": 2, "q_len": 300, "q_tiles": 3, "window_left": 3,
         "window_right": 4, "l2_head_group": 8, "last_group": 0,
     }  # fmt: skip
     assert tiling.values(replace(OP, score=Softcap(2.0)), 100, H200)["softcap"] == 2.0

@@ -337,6 +337,8 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("out's shape", {"out": np.zeros((2, 1, 4, 9), np.float32)}, "out is a numpy fp32 array of shape (2, 1, 4, 9) on the CPU; i"),
     ("out is q", {"out": Q}, "out overlaps q in memory; give an array of its own."),
     ("lse alone", {"lse": np.zeros((2, 4, 1), np.float32)}, "lse was given without return_lse=True."),
+    ("bias", {"bias": Q}, "bias was given, whose keys would be those of one length, and sequences in a cache grow; capture it"),
+    ("dropout", {"dropout": 0.1}, "dropout is 0.1; it is for training, and attention over a cache has none: leave it out."),
     ("kernel", {"kernel": "attn_decode"}, "kernel='attn_decode', config=None: on the CPU there is the kernel cpu"),
     ("long", {"step": Step(lens(3, 13), TABLE)}, "kv_lens[1] is 13; it must be from 0 to 12, what max_kv_len and the pages of a"),
     ("negative", {"step": Step(lens(-1, 3), TABLE)}, "kv_lens[0] is -1; it must be from 0 to 12"),
@@ -357,6 +359,19 @@ def test_wrong_calls(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ProblemError, UnsupportedError)) as error:
         rawattn.attention_kvcache(**{"q": Q, "cache": CACHE, "step": STEP, **given})
     assert message in str(error.value)
+    if not {"bias", "dropout"}.isdisjoint(given):
+        for call in (rawattn.plan_kvcache, rawattn.explain_kvcache):
+            with pytest.raises(ProblemError) as error:
+                call(Q, CACHE, STEP, **given)
+            assert message in str(error.value)
+
+
+def test_a_bias_by_the_way_that_the_message_names() -> None:
+    bias = np.random.default_rng(0).standard_normal((2, 4, 12, 12)).astype(np.float32)
+    filled = KVCache(*np.random.default_rng(1).standard_normal((2, *pool().shape)).astype(np.float32))
+    found = rawattn.attention_kvcache(Q, filled, STEP, score=lambda s, b, h, q, kv: s + bias[b, h, q, kv], dropout=0.0)
+    plain = rawattn.attention_kvcache(Q, filled, STEP)
+    assert np.isfinite(found).all() and not np.allclose(found, plain)
 
 
 NEW, COS = np.ones((2, 1, 2, 8), np.float32), np.zeros((9, 4), np.float32)

@@ -17,9 +17,9 @@ from rawattn import compiler
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 27200,
-    "perf": 5350,
+    "perf": 5650,
     "cuda_src": 11100,
-    "tests": 33500,
+    "tests": 35200,
 }
 FUNCTION_LINES = 60
 

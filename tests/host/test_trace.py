@@ -22,7 +22,7 @@ import pytest
 
 from rawattn import trace
 from rawattn.errors import ProblemError
-from rawattn.trace import tracing
+from rawattn.trace import proofs, tracing
 from rawattn.trace.canonical import Code
 from rawattn.trace.evaluation import evaluate
 from rawattn.variant.function import FunctionMask, FunctionScore
@@ -198,6 +198,25 @@ def many_ways(q: Any, kv: Any) -> Any:
     return sum(1 if q - kv == i else 0 for i in range(7)) > 0
 
 
+def endless(q: Any, kv: Any) -> Any:
+    while q > kv:
+        q = q - 1
+    return q == kv
+
+
+def same_condition(q: Any, kv: Any) -> Any:
+    while q > kv:
+        pass
+    return q == kv
+
+
+def counts(q: Any, kv: Any, n: int = 5) -> Any:
+    i = 0
+    while i < n:
+        i += 1
+    return q >= kv + i
+
+
 def assigns(q: Any, kv: Any) -> Any:
     STATE.seen = q
     return q >= kv
@@ -232,6 +251,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "an unknown function": (lambda s: np.sinc(s), "score", "cannot be traced|not known"),
     "an unknown ufunc": (lambda s: np.arctan(s), "score", r"arctan\(\) is not known of single elements"),
     "many ways": (many_ways, "mask", "more than 64 ways"),
+    "a loop on a position": (endless, "mask", "more than 64 ways.*`while q > kv`, cannot be followed: write"),
+    "a loop without an end": (same_condition, "mask", "asks more than 10,000 times.*cannot be followed: write"),
+    "a loop on a number": (counts, "mask", r"A loop over a captured number n is `for i in range\(n\)`"),
     "an assignment": (assigns, "mask", "STATE.seen is assigned to"),
     "a set": ((lambda x: lambda q, kv: q in x)({1, 2}), "mask", "whose members cannot be followed"),
     "a format": (
@@ -297,6 +319,74 @@ def test_what_fits_is_not_refused() -> None:
 )  # fmt: skip
 def test_what_is_checked(f: Any, limits: tuple[int, ...], checked: int) -> None:
     assert len(option(f, limits=limits).checked) == checked
+
+
+def test_what_is_proved_of_each_input() -> None:
+    """At the last value that fits, and the first that does not: of positions, heads, formats and captured numbers."""
+    heads, table = np.zeros(3, np.int32), np.zeros(8, np.int32)
+    for count, checked in ((3, 0), (4, 1)):
+        assert len(option(lambda h, q: heads[h] > q, limits=(2, count, 8, 8)).checked) == checked
+        assert len(option(lambda b, q: heads[b] > q, limits=(count, 2, 8, 8)).checked) == checked
+    most = (1 << 31) - 1
+    for dtype, fits, larger in (
+        (np.int16, 65535, 65537), (np.int8, (1 << 24) - 1, (1 << 24) + 1), (np.uint8, most // 255, most // 255 + 1),
+        (bool, most - 16, most),
+    ):  # fmt: skip
+        x = np.zeros(8, dtype)
+        option(lambda q, kv, x=x, factor=fits: as_int(x[q]) * factor + 1 >= kv)
+        with pytest.raises(ProblemError, match="may reach"):
+            option(lambda q, kv, x=x, factor=larger: as_int(x[q]) * factor + 1 >= kv)
+    for n, index in (((1 << 31) - 1, 0), (-(1 << 31), 0), (1 << 31, 1), (-(1 << 31) - 1, 1)):
+        mask = lambda q, kv, n=n: (table[q] <= n) & (kv % 2 == 0)  # noqa: E731
+        if index:
+            with pytest.raises(ProblemError, match=f"{n} was captured; an int must fit 32 bits"):
+                option(mask)
+        else:
+            assert option(mask).numbers == (n,)
+
+
+def as_int(x: Any) -> Any:
+    return x.int() if hasattr(x, "int") else np.int64(x)
+
+
+def test_a_number_is_proved_whatever_came_before() -> None:
+    """One proof holds for a class of numbers, and for no other: an index that leaves its array, an overflow, a division by 0, and
+    an index that is clipped once and not again."""
+    table = np.zeros(70, np.int32)
+    at = lambda n: lambda q, kv: table[q + n] <= kv  # noqa: E731
+    divided = lambda n: lambda q, kv: (q + 1) // n < table[kv]  # noqa: E731
+    product = lambda n: lambda q, kv: q * n < table[kv]  # noqa: E731
+    for _ in range(2):
+        for n, checked in ((0, 0), (40, 0), (62, 0), (63, 1), (64, 1), (-1, 1), (33, 0), (1 << 30, 1)):
+            assert len(option(at(n)).checked) == checked, n
+        for n in (1, -1, 2, 0, 3):
+            if n:
+                assert option(divided(n)).numbers == (n,)
+            else:
+                with pytest.raises(ProblemError, match="divides by 0"):
+                    option(divided(n))
+        for n in (5, (1 << 31) // 7, (1 << 31) // 7 + 1, 1 << 29, 6):
+            if n * 7 < 1 << 31:
+                assert option(product(n)).numbers == (n,)
+            else:
+                with pytest.raises(ProblemError, match="may reach"):
+                    option(product(n))
+    assert proofs._class_of(0) == (0, 0) and proofs._class_of(5) == (4, 7) and proofs._class_of(-5) == (-7, -4)
+    assert proofs._class_of(1) == (1, 1) and proofs._class_of(0.0) is None
+    assert proofs._above(((70,), (3, 900)), proofs.Limits(0, 3, 8, 800)) == (0, 3, 8, 900, 0, 0)
+    assert proofs._above((), proofs.Limits(1, 3, 9, 64)) == (1, 4, 16, 64, 0, 0)
+
+
+def test_what_is_known_of_conditions() -> None:
+    """Without a kernel: what holds of every pair, or of none; and the opposite of bits."""
+    for f, known in (
+        (lambda q, kv: q + kv == -1, False), (lambda q, kv: q + kv + 1 == 0, False), (lambda q, kv: q + kv >= 0, True),
+        (lambda q, kv: q + 1 <= 0, False), (lambda q, kv, q_len: q < q_len, True), (lambda q, kv, kv_len: kv == kv_len, False),
+    ):  # fmt: skip
+        assert (root := trace.trace(f, "mask").code.root).op == "const" and root.args[0] is known
+    for f in (lambda q, kv: ~(q + kv) == -3, lambda q, kv: ~(DOC[q] & 1) + kv == 2):
+        q, kv = AT[2:4]
+        assert np.array_equal(pairs(f), np.broadcast_to(f(q, kv), (8, 8)))
 
 
 RECOGNISED: dict[str, tuple[Any, Any]] = {

@@ -3,6 +3,7 @@ for full that drops one. Masks are drawn by chance; NumPy's ranges and those of 
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from typing import Any
 
@@ -12,7 +13,11 @@ import pytest
 from hypothesis import strategies as st
 
 from rawattn.errors import ProblemError
-from rawattn.trace.classes import EMPTY, FULL
+from rawattn.trace import expressions as expr
+from rawattn.trace import ranges
+from rawattn.trace.classes import CUT, EMPTY, FULL
+from rawattn.trace.expressions import LOADED
+from rawattn.trace.formulas import FORMULAS
 from rawattn.variant.function import FunctionMask
 from tests import expressions
 from tests.traced import Array, Library, function
@@ -189,3 +194,224 @@ def test_classes_of_the_smallest_and_the_largest(tmp_path: pathlib.Path) -> None
                 assert classes[x, y] != EMPTY or not part.any()
                 assert classes[x, y] != FULL or part.all()
                 assert tile != (1, 1) or classes[x, y] != 1 or i > 10, "of a single pair all is known"
+
+
+# ---- classes by hand
+
+
+def classes_of(f: Any, q: tuple[int, int], kv: tuple[int, int], n: int = 10) -> int:
+    """The class of one box."""
+    (found, arrays) = function(f, "mask", (1, 1, n, n))
+    return int(found.classify(arrays, 0, 0, *(tuple(map(np.array, ends)) for ends in (q, kv)), n, n))
+
+
+def test_classes_by_hand() -> None:
+    """What is empty, cut and full, as kernels number it; also by what follows from two comparisons together."""
+    assert (EMPTY, CUT, FULL) == (0, 1, 2)
+    ids = np.array([0, 0, 0, 1, 1, 1, 0, 5, 5, 5], np.int32)
+    same = lambda q, kv: ids[q] == ids[kv]  # noqa: E731
+    assert [classes_of(same, (0, 2), kv) for kv in ((0, 2), (2, 3), (3, 5), (7, 9))] == [2, 1, 0, 0]
+    counted = lambda q, kv: same(q, kv) & (ids[q] >= 1)  # noqa: E731
+    assert classes_of(counted, (0, 5), (0, 2)) == 0 and classes_of(same, (0, 5), (0, 2)) == 1, "ids[kv] >= 1 follows"
+    assert classes_of(counted, (3, 9), (3, 5)) == 1
+    first, last = np.arange(5, 15, dtype=np.int32), np.arange(-5, 5, dtype=np.int32)
+    between = lambda q, kv: (first[q] <= kv) & (kv <= last[q])  # noqa: E731
+    assert classes_of(between, (0, 9), (0, 9), 10) == 0, "first[q] <= last[q] follows"
+    reverse = lambda q, kv: (last[q] <= kv) & (kv <= first[q])  # noqa: E731
+    assert (classes_of(reverse, (0, 3), (0, 4)), classes_of(reverse, (0, 9), (0, 9))) == (2, 1)
+    table = np.zeros((3, 7), np.int32)
+    wide = lambda q, kv: (kv < table.shape[1]) & (q >= table[0, 0])  # noqa: E731
+    assert [classes_of(wide, (0, 9), kv) for kv in ((3, 6), (3, 7), (7, 9))] == [2, 1, 0]
+    rows = lambda q, kv, q_start, kv_start: (q + q_start <= 5) & (kv + kv_start <= 5)  # noqa: E731
+    assert [classes_of(rows, (0, 5), kv) for kv in ((0, 5), (0, 6), (6, 9))] == [2, 1, 0]
+    assert [classes_of(rows, q, (0, 5)) for q in ((0, 6), (6, 9))] == [1, 0]
+
+
+# ---- each rule by itself
+
+
+def boxes(low: int, high: int) -> list[tuple[int, int]]:
+    return [(lo, hi) for lo in range(low, high + 1) for hi in range(lo, high + 1)]
+
+
+INTS = boxes(-5, 5)
+TIGHT = (
+    "imul",
+    "neg",
+    "abs",
+    "min",
+    "max",
+    "lt",
+    "le",
+    "eq",
+    "and",
+    "or",
+    "not",
+    "xor",
+    "sign",
+    "saturate",
+    "where",
+    "shl",
+    "shr",
+)  # bounds are reached
+RULES: dict[str, tuple[list[Any], ...]] = {  # the boxes of each operand
+    **dict.fromkeys(("imul", "floordiv", "mod", "band", "bor", "bxor", "min", "max", "lt", "le", "eq"), (INTS, INTS)),
+    **dict.fromkeys(("neg", "abs", "sign", "saturate"), (INTS,)),
+    **{op: (INTS, boxes(0, 3)) for op in ("shl", "shr")},
+    **{op: (boxes(0, 1), boxes(0, 1)) for op in ("and", "or", "xor")},
+    "not": (boxes(0, 1),),
+    "where": (boxes(0, 1), boxes(-2, 2), boxes(-2, 2)),
+}
+
+
+def values_of(op: str, *x: int) -> Any:
+    if op == "not":
+        return 1 - x[0]
+    if op in ("sign", "saturate"):
+        return int(np.sign(x[0])) if op == "sign" else x[0]
+    with np.errstate(all="ignore"):
+        return int(FORMULAS[{"and": "band", "or": "bor", "xor": "bxor"}.get(op, op)](np, *map(np.int64, x)))
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_a_rule_bounds_all_that_there_is(op: str) -> None:
+    """Every pair of small boxes, against every value in them. Where each operand stands once, bounds are reached."""
+    for box in itertools.product(*RULES[op]):
+        found = ranges.RULES[op](*(ranges.Range(np.int64(lo), np.int64(hi)) for lo, hi in box))
+        wanted = [values_of(op, *x) for x in itertools.product(*(range(lo, hi + 1) for lo, hi in box))]
+        assert found.lo <= min(wanted) and max(wanted) <= found.hi, (op, box, found)
+        divides = op in ("floordiv", "mod")
+        by_0 = divides and box[1][0] <= 0 <= box[1][1]
+        if op in TIGHT or (op == "floordiv" and not by_0) or (not divides and all(lo == hi for lo, hi in box)):
+            assert (found.lo, found.hi) == (min(wanted), max(wanted)), (op, box, found)
+
+
+@pytest.mark.parametrize("divisor", [1, 3, 8, 16])
+def test_a_remainder_is_known_within_a_period(divisor: int) -> None:
+    for lo, hi in boxes(-20, 20):
+        found = ranges.RULES["mod"](ranges.Range(np.int64(lo), np.int64(hi)), ranges.exactly(divisor, "int"))
+        wanted = [x % divisor for x in range(lo, hi + 1)]
+        if lo // divisor == hi // divisor:
+            assert (found.lo, found.hi) == (wanted[0], wanted[-1])
+        else:
+            assert (found.lo, found.hi) == (0, divisor - 1)
+    many = ranges.RULES["mod"](ranges.Range(np.int64(0), np.int64(4)), ranges.Range(np.int64(5), np.int64(9)))
+    assert (many.lo, many.hi) == (0, 4), "what is less than its divisor is itself"
+    any_ = ranges.RULES["mod"](ranges.Range(np.int64(-7), np.int64(4)), ranges.Range(np.int64(-3), np.int64(9)))
+    assert (any_.lo, any_.hi) == (-9, 9)
+
+
+@pytest.mark.parametrize("mask", [0, 1, 3, 7, 15])
+def test_lowest_bits_are_known_within_a_period(mask: int) -> None:
+    """As those of a word that a table of bits is read by; and of & with any bits what both may have."""
+    for lo, hi in boxes(-20, 20):
+        found = ranges.RULES["band"](ranges.Range(np.int64(lo), np.int64(hi)), ranges.exactly(mask, "int"))
+        wanted = [x & mask for x in range(lo, hi + 1)]
+        same = lo // (mask + 1) == hi // (mask + 1)
+        assert (found.lo, found.hi) == ((wanted[0], wanted[-1]) if same else (0, mask)), (lo, hi)
+    found = ranges.RULES["band"](ranges.Range(np.int64(0), np.int64(5)), ranges.Range(np.int64(-9), np.int64(40)))
+    assert (found.lo, found.hi) == (0, 5), "no more than the one that is not negative"
+
+
+FLOATS = [-np.inf, -3.5, -1.0, -0.0, 0.0, 0.25, 2.0, np.inf]
+FLOAT_RULES = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "min", "max", "lt", "le", "eq"), 2),
+    **dict.fromkeys(("neg", "abs", "sign", "sin", "cos", "exp", "exp2", "log", "log2", "sqrt", "tanh", "erf", "floor"), 1),
+    "trunc": 1,
+}
+
+
+@pytest.mark.parametrize("op", FLOAT_RULES)
+def test_a_rule_of_floats(op: str) -> None:
+    """With infinities, and NaN among the operands or not: every value lies in the bounds, and NaN comes only where it is said."""
+    ends = [(a, b) for a in FLOATS for b in FLOATS if a <= b]
+    ends = ends if FLOAT_RULES[op] == 1 else ends[::2]
+    for box in itertools.product(ends, repeat=FLOAT_RULES[op]):
+        inside = [[x for x in FLOATS if lo <= x <= hi] for lo, hi in box]
+        for nan in (False, True):
+            operands = [ranges.Range(np.float64(lo), np.float64(hi), nan) for lo, hi in box]
+            with np.errstate(all="ignore"):
+                found = ranges.RULES[op](*operands)
+                samples = [each + [np.nan] * nan for each in inside]
+                values = [float_value(op, *x) for x in itertools.product(*samples)]
+            for value in values:
+                assert found.nan if np.isnan(value) else found.lo <= value <= found.hi, (op, box, nan, value, found)
+
+
+def float_value(op: str, *x: float) -> float:
+    if op == "trunc":
+        return 0.0 if np.isnan(x[0]) else float(np.trunc(np.clip(x[0], -LOADED, LOADED)))
+    return float(FORMULAS[op](np, *map(np.float64, x)))
+
+
+@pytest.mark.parametrize(
+    ("op", "box", "wanted"),
+    [
+        ("add", ((1, 2), (10, 20)), (11, 22)), ("sub", ((1, 2), (10, 20)), (-19, -8)), ("mul", ((-1, 2), (3, 4)), (-4, 8)),
+        ("div", ((2, 4), (-2, -1)), (-4, -1)), ("exp", ((0, 1),), (1, np.e)), ("exp2", ((0, 3),), (1, 8)),
+        ("log2", ((1, 8),), (0, 3)), ("log", ((1, np.e),), (0, 1)), ("sqrt", ((4, 9),), (2, 3)),
+        ("floor", ((-0.5, 1.5),), (-1, 1)), ("sin", ((0, 9),), (-1, 1)), ("cos", ((0, 9),), (-1, 1)),
+        ("tanh", ((-90, 90),), (-1, 1)), ("erf", ((-90, 90),), (-1, 1)), ("trunc", ((-1.5, 2.5),), (-1, 2)),
+    ],
+)  # fmt: skip
+def test_bounds_of_floats_are_near(op: str, box: Any, wanted: tuple[float, float]) -> None:
+    """As kernels round elsewhere they are some units in the last place wider, where the function itself has no bounds there."""
+    found = ranges.RULES[op](*(ranges.Range(np.float64(lo), np.float64(hi)) for lo, hi in box))
+    np.testing.assert_allclose((found.lo, found.hi), wanted, rtol=3e-6, atol=1e-36)
+    if op in ("add", "sub", "mul", "div"):
+        assert found.lo < wanted[0] and wanted[1] < found.hi, "rounded outwards"
+    assert not np.any(found.nan) or op in ("sin", "cos")
+
+
+def test_bounds_of_sums_and_of_what_fits() -> None:
+    """A sum of multiples is cut where nothing more is to be known, and integers to 32 bits."""
+    q, kv = expr.Q, expr.KV
+    for constant, c, d in itertools.product((-7, 0, 9), (-3, 2), (-1, 5)):
+        tree = expr.wrap(constant) + q * c + kv * d
+        for a, b in itertools.product(boxes(-3, 3), boxes(-2, 2)):
+            ends = {q: a, kv: b}
+            found = ranges.bounds(tree, lambda x, _, ends=ends: ranges.Range(*map(np.int64, ends[x])))[tree]
+            values = [constant + c * x + d * y for x in range(a[0], a[1] + 1) for y in range(b[0], b[1] + 1)]
+            assert (found.lo, found.hi) == (min(values), max(values))
+    far = expr.make("lin", "long", (0, ((q, 1 << 32), (kv, 1 << 32))))
+    most = ranges.bounds(far, lambda x, _: ranges.Range(np.int64(-(1 << 31)), np.int64((1 << 31) - 1)))[far]
+    assert most.lo < -(1 << 60) and most.hi > 1 << 60, "a sum of two that are far is far, on its side"
+    seen: list[tuple[int, int]] = []
+    large = q * (1 << 30) + kv
+    leaf = lambda x, _: ranges.Range(np.int64(-8), np.int64(4))  # noqa: E731
+    found = ranges.bounds(large, leaf, lambda x, r: seen.append((int(r.lo), int(r.hi))))[large]
+    assert (found.lo, found.hi) == (-(1 << 31), (1 << 31) - 1) and seen[-1] == (-(8 << 30) - 8, (4 << 30) + 4)
+    assert ranges.LIMITS["bool"] == (0, 1) and ranges.LIMITS["long"] == (-(1 << 63), (1 << 63) - 1)
+
+
+def test_ranges_of_one_value_and_of_any() -> None:
+    nan, number = ranges.exactly(np.nan, "float"), ranges.exactly(2.5, "float")
+    assert nan.nan and nan.lo > nan.hi and not number.nan and number.lo == number.hi == 2.5 and number.point and not nan.point
+    assert not ranges.Range(np.float64(1), np.float64(1), True).point and not ranges.Range(1, 2).point
+    both = ranges.hull(nan, number, ranges.exactly(-1.0, "float"))
+    assert (both.lo, both.hi, bool(both.nan)) == (-1.0, 2.5, True)
+    assert ranges.anything("float").nan and not ranges.anything("float", False).nan and not ranges.anything("int").nan
+    assert [str(ranges.anything(kind)) for kind in ("int", "float")] == ["of any value"] * 2
+    assert str(ranges.exactly(3, "int")) == "from 3 to 3"
+
+
+def test_a_choice_has_the_nan_of_what_may_be_chosen() -> None:
+    for never, always, a, b in itertools.product((False, True), repeat=4):
+        lo, hi = (1, 1) if always else (0, 0) if never else (0, 1)
+        found = ranges.RULES["where"](
+            ranges.Range(np.int64(lo), np.int64(hi)), ranges.Range(np.float64(1), np.float64(2), a),
+            ranges.Range(np.float64(-2), np.float64(-1), b),
+        )  # fmt: skip
+        assert bool(found.nan) == ((a and hi == 1) or (b and lo == 0))
+        assert (found.lo, found.hi) == (1 if lo else -2, 2 if hi else -1)
+
+
+@pytest.mark.parametrize(
+    ("shift", "lo", "hi"), [(31, 1, 1), (31, -3, 2), (40, 1, 1), (0, -(1 << 40), 1 << 40), (3, -(1 << 31), 1 << 31)]
+)
+def test_a_shift_to_the_left_that_leaves_32_bits(shift: int, lo: int, hi: int) -> None:
+    """By more than 31, or of more than 32 bits, nothing is known that would be wrong."""
+    found = ranges.RULES["shl"](ranges.Range(np.int64(lo), np.int64(hi)), ranges.exactly(shift, "int"))
+    by = 1 << min(shift, 31)
+    assert found.lo <= lo * by and hi * by <= found.hi
+    assert (max(abs(lo), abs(hi)) > 1 << 31) == ((found.lo, found.hi) == ranges.LIMITS["long"])

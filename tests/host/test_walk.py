@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import threading
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,10 @@ import pytest
 from perf.lib import sets
 from rawattn import compiler
 from rawattn.device import TYPICAL
+from rawattn.errors import UnsupportedError
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
-from rawattn.kernel.base import MOST_TRIED
+from rawattn.kernel.base import MOST_TRIED, without_spills
 from rawattn.select import config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
@@ -124,7 +126,7 @@ def test_candidates_of_functions() -> None:
         (case,) = sets.of_functions((name,), (4096,), (128,))
         found = ATTN_FWD.candidates(sets.operation(case), device)
         assert max(c.tile_q for c in found) == longest and {c.tile_kv for c in found} >= {64, 128}
-        assert len({(c.tile_q, c.tile_kv) for c in found}) == len(found) <= MOST_TRIED
+        assert len({(c.tile_q, c.tile_kv) for c in found}) == len(found)
     (case,) = sets.of_functions(("alibi",), (4096,), (64,))
     assert max(c.tile_q for c in ATTN_FWD.candidates(sets.operation(case), device)) == 256
     assert ATTN_FWD.is_tried(sets.operation(case)) and not ATTN_FWD.is_tried(sets.operation(sets.dense(1, 64, 1, 64, True)))
@@ -144,3 +146,59 @@ def test_the_next_configuration_is_tried() -> None:
         ):
             assert config_set(ATTN_FWD, (asked,), device)[0].modelled == best
     config_set.cache_clear()
+
+
+def tried(shapes: list[list[tuple[float, int]]], small: int = 0, known: bool = True) -> tuple[list[int], list[list[int]]]:
+    """The configurations that are chosen among some with these costs and spills, and those of each round of compilations."""
+    rounds: list[list[int]] = []
+
+    def compile_all(sources: Any) -> dict[int, Any]:
+        rounds.append([source.key for source in sources])
+        return {key: mock.Mock(spill_bytes=costs[key][1]) for key in rounds[-1]} if known else {}
+
+    costs = dict(enumerate(each for shape in shapes for each in shape))
+    kernel: Any = mock.Mock(cost=lambda config, op, device: costs[config][0], small_spill=lambda op: small)
+    kernel.lower = lambda op, config, device: mock.Mock(launches=[mock.Mock(source=mock.Mock(key=config))])
+    numbers = iter(costs)
+    asked = [(i, [next(numbers) for _ in shape]) for i, shape in enumerate(shapes)]
+    with mock.patch.object(compiler, "compile_all", compile_all):
+        return without_spills(kernel, asked, TYPICAL["sm_90a"]), [each for each in rounds if each]
+
+
+def test_two_rounds_of_compilations() -> None:
+    """One configuration of each shape, and where it spills those after it, all at once; no more where it does not."""
+    many = [(10.0 + i, 99) for i in range(9)]
+    assert tried([[(1, 0), (2, 0)], [(3, 0)], []]) == ([0, 2, None], [[0, 2]])
+    assert tried([[(1, 64), (2, 8), (3, 0), (3, 0)], [(1, 0), (2, 0)]]) == ([2, 4], [[0, 4], [1, 2, 3]])
+    assert tried([many]) == ([0], [[0], list(range(1, MOST_TRIED))])
+    assert tried([[(1, 64), (2, 8), (3, 12)]]) == ([1], [[0], [1, 2]])
+    assert tried([many, [(1, 0)]], known=False)[0] == [0, 9], "without NVRTC the first"
+
+
+def test_a_small_spill_costs_less_than_a_small_tile() -> None:
+    """As 16 bytes of a table of biases do; but not where another tile is as good."""
+    assert tried([[(100, 16), (107, 84), (109, 0)]], small=16) == ([0], [[0]])
+    assert tried([[(100, 16), (107, 84), (109, 0)]]) == ([2], [[0], [1, 2]])
+    assert tried([[(100, 16), (102, 0), (109, 0)]], small=16) == ([1], [[0], [1, 2]])
+    assert tried([[(100, 24), (102, 16), (120, 0)]], small=16) == ([1], [[0], [1, 2]])
+    (alibi, documents) = (sets.operation(sets.of_functions((name,), (4096,), (128,))[0]) for name in ("alibi", "documents"))
+    assert (ATTN_FWD.small_spill(alibi), ATTN_FWD.small_spill(documents)) == (16, 0)
+
+
+def test_kernels_are_compiled_at_once() -> None:
+    """Each once, in threads that wait for each other here; what cannot be compiled is missing."""
+    meeting, seen = threading.Barrier(3, timeout=20), []
+
+    def run(source: Any) -> Any:
+        seen.append(source.text)
+        if source.text == "none":
+            raise UnsupportedError("no NVRTC")
+        meeting.wait()
+        return compiler.Binary(b"", "", "13.5", 0.1, "compiled", source.key)
+
+    sources = [compiler.Source("a.cu", text, (), "sm_90a") for text in ("one", "two", "three", "none")]
+    with mock.patch.object(compiler, "_run_nvrtc", run), mock.patch.object(compiler, "_folder", lambda: None):
+        for _ in range(2):
+            found = compiler.compile_all(sources)
+            assert {*found} == {source.key for source in sources[:3]}
+    assert sorted(seen) == ["none", "none", "one", "three", "two"]

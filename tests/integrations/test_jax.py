@@ -409,3 +409,34 @@ def test_dropout() -> None:
     seeds = jnp.array([5, 6])
     mapped = jax.vmap(traced, in_axes=(None, None, None, 0))(*given, seeds)
     assert same(mapped, [traced(*given, seed) for seed in seeds])
+
+
+def test_caches() -> None:
+    """They are read where they lie, by calls and plans. Nothing is appended to what cannot be written."""
+    random = np.random.default_rng(0)
+    pools, q, new = (random.standard_normal(shape) for shape in ((2, 6, 16, 2, 32), (2, 1, 4, 32), (2, 2, 1, 2, 32)))
+    lens, table = np.array([20, 35], np.int32), np.array([[0, 1, 77], [2, 3, 4]], np.int32)
+    rows, k, v = (jnp.asarray(x, "float16") for x in (q, *pools))
+    cache, step = rawattn.KVCache(k, v), rawattn.Step(jnp.asarray(lens), jnp.asarray(table))
+    wanted = rawattn.attention_kvcache(
+        *(np.asarray(rows), rawattn.KVCache(np.asarray(k), np.asarray(v)), rawattn.Step(lens, table)), return_lse=True
+    )
+    for found in (
+        rawattn.attention_kvcache(rows, cache, step, return_lse=True),
+        rawattn.plan_kvcache(rows, cache, step, return_lse=True).run(rows, cache, step),
+    ):
+        assert all(isinstance(x, jax.Array) for x in found) and found[0].dtype == "float16" and near(found, wanted, 2e-3)
+    before = np.asarray(k).copy()
+    for call in (rawattn.append, functools.partial(rawattn.attention_append, rows)):
+        given = (
+            (cache, step, *jnp.asarray(new, "float16")) if call is rawattn.append else (*jnp.asarray(new, "float16"), cache, step)
+        )
+        with pytest.raises(
+            ProblemError, match=r"cache's k is a ArrayImpl.* A JAX array is immutable: write by k\.at\[\.\.\.\]\.set"
+        ):
+            call(*given)
+    with pytest.raises(ProblemError, match="DynamicJaxprTracer"):
+        jax.jit(lambda x: rawattn.attention_kvcache(x, cache, step))(rows)
+    assert np.array_equal(np.asarray(k), before)
+    other = rawattn.KVCache(k.at[0, 0].set(new[0, 0, 0].astype("float16")), v)
+    assert not near([rawattn.attention_kvcache(rows, other, step)], wanted[:1], 2e-3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import compiler
+from rawattn import compiler, driver
 from rawattn.errors import UnsupportedError
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
@@ -18,6 +18,7 @@ from rawattn.testing import Case, expect, expect_backward
 from tests import zoo
 from tests.calls import poisoned_memory
 from tests.captures import moved
+from tests.expressions import one_mask_among, one_score_among
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
@@ -42,8 +43,9 @@ def check(case: Case, kernel: Any = None, packed: Any = (), **options: Any) -> N
     inputs = case.inputs("torch", "cuda")
     sinks = {"sinks": case.sink_logits("torch", "cuda")} if case.sinks else {}
     call = rawattn.attention if case.lengths is None else rawattn.attention_varlen
+    config = options.pop("config", None)
     with poisoned_memory():
-        o, lse = call(*inputs, **options, **sinks, return_lse=True, kernel=kernel and kernel.name)
+        o, lse = call(*inputs, **options, **sinks, return_lse=True, kernel=kernel and kernel.name, config=config)
     expect(*inputs, **options, **sinks).check(o, lse)
 
 
@@ -59,6 +61,84 @@ def test_masks(name: str, kernel: Any) -> None:
 def test_scores(name: str, kernel: Any) -> None:
     for n, m in LENGTHS:
         check(dataclasses.replace(CASE, q_len=n, kv_len=m), kernel, score=on_gpu(name, n, m))
+
+
+REST = [  # of the zoo, some in one kernel, since compilation is the cost
+    ["bounds_of_queries", "natten_2d_tiled", "tree_bits", "left_padding_causal", "streaming", "strided"],
+    ["dilated", "sta_3d", "global_tokens", "documents_causal", "vision_cross", "same_segment_sorted_by_route"],
+    ["natten_1d", "top_blocks", "padding", "chunked", "temporal"],
+]
+REST_OF_SCORES = ["alibi_computed", "key_bias", "temperature", "sandwich", "log_length", "swin", "activation"]
+
+
+def check_each(names: list[str], role: str, kernel: Any, seed: int) -> None:
+    """Each of some functions at other random lengths, by one kernel for all of them."""
+    rng, among = np.random.default_rng(seed), {"mask": one_mask_among, "score": one_score_among}[role]
+    for which in range(len(names)):
+        n, m = (int(x) for x in rng.integers(1, 900, 2))
+        case = dataclasses.replace(CASE, q_len=n, kv_len=m)
+        f = among(which, [on_gpu(name, n, m, seed) for name in names])
+        op = rawattn.explain(*case.inputs("torch", "cuda"), **{role: f}, kernel="attn_fwd_simt").op
+        some = [c for c in kernel.candidates(op, driver.device(0)) if kernel is not ATTN_FWD or c.tile_q == 128]
+        check(case, kernel, **{role: f}, config=min(some, key=lambda c: c.tile_q * c.tile_kv))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("names", REST, ids=lambda names: names[0])
+def test_the_rest_of_the_masks(names: list[str], kernel: Any) -> None:
+    check_each(names, "mask", kernel, seed=len(names[0]))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_the_rest_of_the_scores(kernel: Any) -> None:
+    check_each(REST_OF_SCORES, "score", kernel, seed=5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_nan_where_no_query_looks(kernel: Any) -> None:
+    """NaN among captured floats changes no bit where the mask drops the keys that it stands at, in cut tiles too."""
+    inputs, reach = CASE.inputs("torch", "cuda"), 201
+    bias = torch.randn(2, 470, device="cuda")
+    poisoned = bias.index_fill(1, torch.arange(reach, 470, device="cuda"), float("nan"))
+    found = [
+        rawattn.attention(
+            *inputs, mask=lambda q, kv: (kv < reach) & (q != kv), score=lambda s, h, kv, x=x: s + x[h, kv], return_lse=True,
+            kernel=kernel.name,
+        )
+        for x in (bias, poisoned)
+    ]  # fmt: skip
+    for plain, other in zip(*found, strict=True):
+        assert torch.equal(plain, other) and other.isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("attn_bwd", marks=pytest.mark.gpu), "attn_bwd_mma", "attn_bwd_simt"])
+def test_nan_where_no_query_looks_has_no_gradient(kernel: str) -> None:
+    inputs, do = CASE.inputs("torch", "cuda"), CASE.output_gradients("torch", "cuda")[0]
+    bias = torch.randn(2, 470, device="cuda")
+    poisoned = bias.index_fill(1, torch.arange(201, 470, device="cuda"), float("nan"))
+    mask, found = (lambda q, kv: (kv < 201) & (q != kv)), []
+    for x in (bias, poisoned):
+        score = lambda s, h, kv, x=x: s + x[h, kv]  # noqa: E731
+        o, lse = rawattn.attention(*inputs, mask=mask, score=score, return_lse=True)
+        found.append(rawattn.attention_backward(do, *inputs, o, lse, mask=mask, score=score, wrt=(x,), kernel=kernel))
+    for plain, other in zip(*found, strict=True):
+        assert torch.equal(plain, other) and other.isfinite().all()
+    assert not found[1][1][:, 201:].any() and not found[1][3][:, 201:].any(), "dk, and the gradient of the bias"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_integers_at_the_ends(kernel: Any) -> None:
+    """Numbers at both ends of int32 in arrays, compared, and in arithmetic, which brings them to 28 bits."""
+    ends = torch.tensor([-(1 << 31), 1 - (1 << 31), -1, 0, 1, (1 << 31) - 2, (1 << 31) - 1], device="cuda").int()
+    x = ends[torch.randint(0, 7, (470,), device="cuda", generator=torch.Generator("cuda").manual_seed(0))]
+    x[:260] = x[:260].sort().values  # whole tiles, and cut ones
+    masks = (
+        lambda q, kv: (x[q] <= x[kv]) & (kv < 460), lambda q, kv: x[q] == x[kv], lambda q, kv: x[q] - x[kv] < 5,
+        lambda q, kv: (x[kv] >> 31 == x[q] >> 31) | (kv == 3),
+    )  # fmt: skip
+    for which in range(len(masks)):
+        f = one_mask_among(which, masks)
+        check(CASE, kernel, mask=f)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)

@@ -299,9 +299,7 @@ def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "documents": lambda b, h, q, kv, q_len, kv_len: ids[b, q] == ids[b, kv],
         "holes": lambda b, h, q, kv, q_len, kv_len: ((q // 50 + kv // 100 + h) % 3 != 0) & (kv // 300 % 2 == 0),
-        "words": lambda b, h, q, kv, q_len, kv_len: (
-            (kv < kv_len - 8) | (words[b, q - kv_len + 8] >> (kv - kv_len + 8).clip(0, 7) & 1 > 0)
-        ),
+        "words": rawattn.mask.Tree.from_words(words[..., None]),
         "tree": rawattn.mask.Tree(ancestors),
         "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
         "alibi": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv),
@@ -352,7 +350,9 @@ def test_functions(kernel: str, mask: str, score: str) -> None:
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_functions_over_eight_bits_and_pages(page_size: int) -> None:
     case = of(DRAFT, page_size=page_size, **({} if missing_gpu() else {"kv_dtype": "e4m3", "scales": ("each", "number")}))
-    check_functions(case, attend(case, **functions_of("words", "slopes", captured(0, 7, "cuda"))), "words", "slopes")
+    check_functions(
+        case, attend(case, **functions_of("words", "slopes", captured(0, len(case.lengths), "cuda"))), "words", "slopes"
+    )
 
 
 @settings(max_examples=80, deadline=None)

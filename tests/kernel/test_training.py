@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 checkpointing = pytest.importorskip("torch.utils.checkpoint")
 pytestmark = pytest.mark.gpu("any")
 
-STEPS, LENGTH = 100, 192
+STEPS, LENGTH = 200, 192
 LIMIT = 1e-3  # of the gap of two curves: bf16 attention stands at 0.7e-4 to 1.4e-4 on the CPU, a tile without dq at 1.4e-2
 attend = functools.partial(rawattn.attention, causal=True)
 
@@ -41,11 +41,12 @@ def curve(head_dim: int = 64) -> Any:
 
 
 @pytest.mark.parametrize("head_dim", [64, 192])
-def test_training_is_as_exact_as_torch_s(head_dim: int) -> None:
+def test_training_is_as_exact_as_torch_s(head_dim: int, record_property: Any) -> None:
     exact = train(make(head_dim, sdpa, torch.float64, torch.float64))
     assert exact[-20:].mean() < exact[:20].mean() - 0.5, "it learns"
     ours, torch_s = gap(curve(head_dim), exact), gap(train(make(head_dim, sdpa)), exact)
-    assert 0 < ours <= min(LIMIT, 1.5 * torch_s)
+    record_property(f"gap of the loss at head_dim {head_dim}", f"{ours:.2e}, torch's {torch_s:.2e}")
+    assert 0 < ours <= min(LIMIT, 1.5 * torch_s), f"gap {ours:.2e}, torch's {torch_s:.2e}"
 
 
 def test_training_repeats() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import rawattn
-from perf import bench
-from perf.lib import backward, ours, sets
+from perf import bench, gate
+from perf.lib import backward, expected, ours, report, sets
 from perf.lib.checking import failure
 from perf.lib.sets import BackwardCase
 from perf.lib.task import Task, Unserved
@@ -73,7 +73,7 @@ def test_sets() -> None:
         assert all(map(sets.is_backward, sets.load(name, None)))
     assert any(case.lengths for case in kinds) and any(case.window for case in kinds) and any(case.softcap for case in kinds)
     assert any(case.kv_heads < case.heads for case in kinds) and any(case.head_dim != case.head_dim_v for case in kinds)
-    assert sum(map(sets.is_backward, sets.SETS["gate"])) == 13
+    assert sum(map(sets.is_backward, sets.SETS["gate"])) == 19
 
 
 @pytest.mark.parametrize("kernel", [None, "attn_bwd_mma", "attn_bwd_simt"])
@@ -181,3 +181,34 @@ def test_flash_attention_3(monkeypatch: pytest.MonkeyPatch, case: Case, same_bit
         with pytest.raises(Unserved) as caught:
             backward.fa3(True, task_of(sets.dense(1, 8, 1, 256, True)))
         assert failure(caught.value) == "no deterministic mode at this head_dim"
+
+
+def test_what_is_expected_of_flash_attention_4() -> None:
+    """Its time is that of FlashAttention 3 in the run, by the rates that both had elsewhere, on the same shapes alone."""
+    found = {}
+    for case in sets.SETS["paper-bwd"]:
+        result = report.Result(sets.label(case), sets.to_json(case), 1, 1, "events", ratios={"ours": {"fa3": (1.0, 0.9, 1.1)}})
+        if (ratio := result.ratio(expected.FA4)) == ratio:
+            found[result.label] = ratio
+    assert len(found) == len(expected.RATES) and sum(ratio < 1 for ratio in found.values()) == 6
+    assert found["4x4096 h16 d128 full bwd"] == pytest.approx(632 / 643)
+    plain = sets.SETS["paper"][0]
+    others = [plain, sets.backward([dataclasses.replace(sets.dense(4, 4096, 16, 128, True), window=(9, 0))])[0]]
+    assert [expected.fa4_over_fa3(case) for case in others] == [None, None]
+    run = report.Run({}, {}, results=[result])
+    assert run.columns == run.peers, "the last one has no expectation"
+
+
+def test_kinds_of_the_gate() -> None:
+    """Each is served, by the kernel that it names, beside peers of its number format."""
+    device = TYPICAL["sm_90a"]
+    for case in sets.GATE_KINDS:
+        made = [source.name for source in ours.sources({case: ["ours"]}, device)]
+        assert made and getattr(case, "kernel", "") in (*(name.removesuffix(".cu") for name in made), "")
+        assert sets.from_json(sets.to_json(case)) == case
+    peers = dict.fromkeys(("cudnn", "fa2", "efficient"), lambda task: None)
+    fp32, plain = (next(c for c in sets.GATE_KINDS if c.dtype == dtype) for dtype in ("fp32", "fp16"))
+    assert gate.rivals(fp32, peers) == ["efficient"] and gate.rivals(plain, peers) == ["cudnn", "fa2"]
+    timed = [case for case in sets.GATE_KINDS if isinstance(case, sets.ConstantTimeCase)]
+    assert [sets.operation(case).constant_time for case in timed] == [True]
+    assert ours.our_options(timed[0], "ours")["constant_time"]

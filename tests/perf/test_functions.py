@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import rawattn
-from perf.lib import benchmark, checking, functions, ours, peers, report, sets
+from perf.lib import backward, benchmark, checking, functions, ours, peers, report, sets
 from perf.lib.task import Task, Unserved
 from rawattn import timing
 from rawattn.device import TYPICAL
+from rawattn.operation import Backward
 from rawattn.variant.mask import Causal
 
 torch = pytest.importorskip("torch")
@@ -62,6 +63,53 @@ def test_what_is_compiled_ahead_is_what_runs(name: str) -> None:
     op = rawattn.explain(task.q, task.k, task.v, **task.functions).op
     assert op == sets.operation(CASES[name])
     assert hasattr(getattr(op, functions.FUNCTIONS[name].role), "code"), "a function, and not what it was recognised as"
+
+
+def plain_flex(task: Task) -> timing.Call:
+    """FlexAttention's forward, whose backward torch does not have on the CPU."""
+    q, k, v = task.heads_first
+    at = torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
+
+    def run() -> Any:
+        s = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
+        s = task.functions["score"](s, *at) if "score" in task.functions else s.where(task.functions["mask"](*at), -torch.inf)
+        return (s.softmax(-1) @ v.float()).to(q.dtype)
+
+    return timing.Call(run, before=print if "mask" in task.functions else None)
+
+
+@pytest.mark.parametrize("name", ["documents+causal", "blocks", "alibi", "pair_bias", "t5_table"])
+def test_gradients_of_every_contender(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of what a score captured, which are the same of both; for kernels that were compiled ahead."""
+    monkeypatch.setattr(peers, "flex", plain_flex)
+    (case,) = sets.backward([dataclasses.replace(CASES[name], batch=1)])
+    task, found = Task.make(case, device="cpu"), peers.installed(names="flex")
+    check, names = backward.Check(task), ["ours", *benchmark.rivals(case, found)]
+    assert "flex" in names and ("built_in" in names) == (case.built_in is not None)
+    captured = []
+    for each in names:
+        call = backward.prepare(each, task)
+        grads = call.view(call.run())
+        assert [x.shape for x in grads[:3]] == [x.shape for x in (task.q, task.k, task.v)]
+        assert (call.before is not None) == (each == "flex" and name in functions.MASKS)
+        if call.checked:
+            assert check(call) < backward.TOLERANCE["bf16"]
+            captured.append(grads[3:])
+    assert {len(each) for each in captured} == {int(name in functions.SCORES)} and len(captured) >= 2
+    for mine, theirs in zip(captured[0], captured[-1], strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 2e-2
+    op = sets.operation(case)
+    assert isinstance(op, Backward) and op.wrt == ("score_0",) * (name in functions.SCORES)
+    assert sets.from_json(json.loads(json.dumps(sets.to_json(case)))) == case and sets.label(case).endswith(f"f:{name} bwd")
+    assert 2 * sets.flops(case) == 5 * sets.flops(dataclasses.replace(CASES[name], batch=1))
+
+
+def test_a_wrong_gradient_of_what_was_captured_is_seen() -> None:
+    (case,) = sets.backward([dataclasses.replace(CASES["alibi"], batch=1)])
+    task = Task.make(case, device="cpu")
+    grads = backward.prepare("ours", task).run()
+    with pytest.raises(ArithmeticError):
+        backward.Check(task)(timing.Call(lambda: (*grads[:3], grads[3] * float("nan"))))
 
 
 def test_a_wrong_function_is_seen() -> None:

@@ -37,9 +37,14 @@ counting(driver.Launch, "__init__", "launches")
 counting(driver.Launch, "__call__", "issued")
 counting(plans.Plan, "__init__", "plans")
 found = {}
-for name in ("eager", "plan", "step", "new_pointers", "new_kv_len"):
-    row = getattr(host, name)()
+for name in (
+    "eager", "plan", "step", "new_pointers", "new_kv_len", "kvcache_64", "new_step", "plan_new_step", "append_new_step",
+    "fresh_array", "fresh_prepass", "new_number",
+):  # fmt: skip
+    row = host.row(name)
     row(0)(), row(0)()  # a library's first call of all is not kept
+    if name.endswith("new_step"):  # each layer's first call is made of another layer's
+        [row(i)() for i in range(32)]
     before = dict(counts)
     for i in range(1, 31):
         call = row(i)
@@ -57,6 +62,12 @@ def test_a_row_has_new_what_it_says() -> None:
     """Each call is a launch, and two where keys are split. Tensor maps are made for new addresses."""
     found = json.loads(ran("-c", COUNT))
     step = found.pop("step")
+    over_caches = [found.pop(name) for name in ("kvcache_64", "new_step", "plan_new_step", "append_new_step")]
+    assert over_caches == [{"maps": 0, "launches": 0, "issued": 30, "plans": 0}] * 4, "addresses alone are filled in"
+    array, prepass, number = (found.pop(name) for name in ("fresh_array", "fresh_prepass", "new_number"))
+    assert array == {"maps": 0, "launches": 0, "issued": 30, "plans": 0}
+    assert prepass == {"maps": 0, "launches": 0, "issued": 60, "plans": 0}, "what makes its pyramid"
+    assert number == {"maps": 0, "launches": 60, "issued": 60, "plans": 0}
     assert [row["issued"] for row in found.values()] == [30, 30, 30, 60]
     assert found["plan"] == {"maps": 0, "launches": 0, "issued": 30, "plans": 0}
     assert found["eager"] == found["plan"]

@@ -14,15 +14,15 @@ struct SpeculativeMax : OnlineSoftmax {
     static constexpr float farthest = 32768.f;
     enum {
         looking,
-        trusting,
-        distrusting,
+        speculating,
+        seeking_always,
     } state = looking;
 
     __device__ SpeculativeMax(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 
     template <class S, int n, class Logits, class Again>
     __device__ bool next(float (&s)[n], const PlacedScore<S>& score, bool full, Logits logits, Again again) {
-        if (state == trusting && full) {
+        if (state == speculating && full) {
             bool far = !exponentiate_unseen(s, score, logits);
             float parts[rows_each];
 #pragma unroll
@@ -33,7 +33,7 @@ struct SpeculativeMax : OnlineSoftmax {
                 return false;
             }
             again();
-            state = distrusting;
+            state = seeking_always;
         }
         logits();
         const bool moved = update(s);
@@ -41,7 +41,7 @@ struct SpeculativeMax : OnlineSoftmax {
             bool found = true;
 #pragma unroll
             for (int r = 0; r < rows_each; ++r) found &= max[r] > lowest();
-            if (__all_sync(0xffffffffu, found)) state = trusting;
+            if (__all_sync(0xffffffffu, found)) state = speculating;
         }
         return moved;
     }

@@ -1,0 +1,282 @@
+"""Calls over caches are kept by how arrays lie. A kept call launches, byte for byte, what one that nothing was kept for launches,
+or raises as it would there: no address, size or device of an earlier call is left in it. torch tensors on the CPU, and a stand-in
+for CuPy's arrays, are those of a GPU here; a launch is written down instead of issued."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import ProblemError, arrays
+from rawattn.serving import api
+from tests.host.test_kvcache_plan import compilations
+
+torch = pytest.importorskip("torch")
+
+LAUNCHED: list[Any] = []
+BATCH, PAGES = 4, 32
+
+
+@pytest.fixture(autouse=True)
+def gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    compilations(monkeypatch, tmp_path, LAUNCHED)
+    scratch = torch.zeros(1 << 22, dtype=torch.uint8)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    monkeypatch.setattr(arrays, "_cupy_empty", lambda device, shape, dtype: Cupy(np.empty(shape, dtype)))
+    forget()
+    LAUNCHED.clear()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for kept in (api._calls, api._layouts, api._plans):
+        kept.clear()
+
+
+class Cupy:
+    """An array of CuPy as far as ``arrays`` asks."""
+
+    def __init__(self, of: Any) -> None:
+        self.of, self.shape, self.strides, self.dtype = of, of.shape, of.strides, of.dtype
+        self.data, self.device = types.SimpleNamespace(ptr=of.ctypes.data), types.SimpleNamespace(id=-1)
+
+
+def ints(*shape: int) -> Any:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def rows(*shape: int) -> Any:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+Q, OUT, LENS, TABLE = rows(BATCH, 1, 4, 64), rows(BATCH, 1, 4, 64), ints(BATCH), ints(BATCH, 8)
+POOL = rows(2, PAGES, 16, 2, 64)
+HEADS_FIRST = POOL.view(2, PAGES, 2, 16, 64)
+CACHE = rawattn.KVCache(*POOL)
+NEW = rows(2, BATCH, 1, 2, 64)
+MANY = rows(3, BATCH, 300, 4, 64)
+
+
+def variations() -> dict[str, tuple[Any, Any, Any, dict[str, Any]]]:
+    """q, a cache, a step and options; most are in the same memory as others."""
+    lens, table, begins = LENS.clone(), TABLE.clone(), ints(BATCH)
+    small = {"out": OUT[:2]}
+    return {
+        "first": (Q, CACHE, rawattn.Step(LENS, TABLE), {}),
+        "a new step on the same arrays": (Q, CACHE, rawattn.Step(LENS, TABLE), {}),
+        "other lengths": (Q, CACHE, rawattn.Step(lens, TABLE), {}),
+        "another table": (Q, CACHE, rawattn.Step(LENS, table), {}),
+        "fewer sequences in the same memory": (Q[:2], CACHE, rawattn.Step(LENS[:2], TABLE[:2]), small),
+        "narrower tables in the same memory": (Q, CACHE, rawattn.Step(LENS, TABLE.view(-1)[:16].view(BATCH, 4)), {}),
+        "a bound": (Q, CACHE, rawattn.Step(LENS, TABLE, max_kv_len=100), {}),
+        "another bound": (Q, CACHE, rawattn.Step(LENS, TABLE, max_kv_len=101), {}),
+        "not causal": (Q, CACHE, rawattn.Step(LENS, TABLE, causal=False), {}),
+        "causal for some": (Q, CACHE, rawattn.Step(LENS, TABLE, causal=begins), {}),
+        "first keys": (Q, CACHE, rawattn.Step(LENS, TABLE, kv_begin=begins), {}),
+        "first keys where lengths are": (Q, CACHE, rawattn.Step(lens, TABLE, kv_begin=LENS), {}),
+        "ragged": (Q.view(BATCH, 4, 64), CACHE, rawattn.Step(LENS, TABLE, ints(BATCH + 1)), {"out": OUT.view(BATCH, 4, 64)}),
+        "end to end": (Q, CACHE, rawattn.Step.from_indptr(ints(BATCH + 1), TABLE.view(-1), LENS), {}),
+        "another q": (Q.clone(), CACHE, rawattn.Step(LENS, TABLE), {}),
+        "another cache": (Q, rawattn.KVCache(*POOL.clone()), rawattn.Step(LENS, TABLE), {}),
+        "k and v the other way round": (Q, rawattn.KVCache(POOL[1], POOL[0]), rawattn.Step(LENS, TABLE), {}),
+        "heads first in the same memory": (Q, rawattn.KVCache(*HEADS_FIRST, "HND"), rawattn.Step(LENS, TABLE), {}),
+        "fewer pages": (Q, rawattn.KVCache(*POOL[:, :8]), rawattn.Step(LENS, TABLE), {}),
+        "fp16 in the same memory": (
+            Q.view(torch.float16), rawattn.KVCache(*POOL.view(torch.float16)), rawattn.Step(LENS, TABLE),
+            {"out": OUT.view(torch.float16)},
+        ),
+        "a window": (Q, CACHE, rawattn.Step(LENS, TABLE), {"window": (64, 0)}),
+        "sinks": (Q, CACHE, rawattn.Step(LENS, TABLE), {"sinks": torch.zeros(4)}),
+        "other sinks": (Q, CACHE, rawattn.Step(LENS, TABLE), {"sinks": torch.zeros(4)}),
+        "another out": (Q, CACHE, rawattn.Step(LENS, TABLE), {"out": OUT.clone()}),
+        "many rows, by tensor maps": (MANY[0], CACHE, rawattn.Step(LENS, TABLE), {"out": MANY[1]}),
+        "many rows elsewhere": (MANY[2], CACHE, rawattn.Step(LENS, TABLE), {"out": MANY[1]}),
+        "many rows over other lengths": (MANY[2], CACHE, rawattn.Step(lens, TABLE), {"out": MANY[1]}),
+        "many rows of fewer sequences": (MANY[0, :2], CACHE, rawattn.Step(LENS[:2], TABLE[:2]), {"out": MANY[1, :2]}),
+    }  # fmt: skip
+
+
+OF_ONE_PLAN = (
+    "first", "a new step on the same arrays", "other lengths", "another table", "another q", "another cache",
+    "k and v the other way round", "another out",
+)  # fmt: skip
+
+
+def of_cupy(q: Any, cache: Any, step: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The same in CuPy's arrays, in the same memory."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        whole = (
+            x.view(torch.int16).numpy().view("bfloat16" if x.dtype == torch.bfloat16 else np.float16)
+            if x.itemsize == 2
+            else x.numpy()
+        )
+        return Cupy(whole)
+
+    fields = {field.name: moved(getattr(step, field.name)) for field in dataclasses.fields(step) if field.init}
+    return (
+        moved(q),
+        rawattn.KVCache(moved(cache.k), moved(cache.v), cache.layout),
+        rawattn.Step(**fields),
+        {k: moved(x) for k, x in options.items()},
+    )
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_a_kept_call_launches_what_a_new_one_does(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [(*call[:3], {"out": OUT} | call[3]) for call in variations().values()]
+    if library == "cupy":
+        stream = types.SimpleNamespace(get_current_stream=lambda device: types.SimpleNamespace(ptr=0))
+        monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Cupy, cuda=stream))
+        given = [of_cupy(*call) for call in given]
+
+    def launches(run: Callable[..., Any], call: Any) -> list[Any]:
+        LAUNCHED.clear()
+        run(*call[:3], **call[3])
+        return [*LAUNCHED]
+
+    cold = []
+    for call in given:
+        forget()
+        cold.append(launches(rawattn.attention_kvcache, call))
+    assert len({str(x) for x in cold}) == len(given) - 1, "only a new step on the same arrays is the same call"
+    forget()
+    for _ in range(2):
+        for call, wanted in (*zip(given, cold, strict=True), *zip(given[::-1], cold[::-1], strict=True)):
+            assert launches(rawattn.attention_kvcache, call) == wanted
+    first = given[0]
+    plan = rawattn.plan_kvcache(*first[:3])
+    for _ in range(2):
+        for name, call, wanted in zip(variations(), given, cold, strict=True):
+            if name in OF_ONE_PLAN:
+                assert launches(plan.run, call) == wanted
+
+
+def test_made_results_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that are made come to new places, on any stream, and nothing else of the launch changes."""
+    stream, kept = [0], []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0])
+    place = {}
+    for stream[0] in (0, 7, 0, 7):
+        for lens in (LENS, LENS.clone()):
+            kept += [rawattn.attention_kvcache(Q, CACHE, rawattn.Step(lens, TABLE)), lens]
+            *_, args, on = LAUNCHED[-1]
+            at = {name: args.find(x.data_ptr().to_bytes(8, "little")) for name, x in (("o", kept[-2]), ("lens", lens))}
+            place.setdefault("at", at)
+            assert on == stream[0] and min(at.values()) >= 0 and place["at"] == at
+            rest = bytearray(args)
+            for begin in at.values():
+                rest[begin : begin + 8] = bytes(8)
+            assert place.setdefault("rest", rest) == rest
+
+
+def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses may be the same on two devices."""
+    step = rawattn.Step(LENS, TABLE)
+    rawattn.attention_kvcache(Q, CACHE, step)
+    devices = [call._device for call in api._calls.values()]
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 1)
+    with pytest.raises(ProblemError, match=r"k.* is on GPU -1 but .*q.* is on GPU 1"):
+        rawattn.attention_kvcache(Q, CACHE, step)
+    there = rawattn.KVCache(*POOL)
+    with pytest.raises(ProblemError, match="kv_lens is on GPU -1"):
+        rawattn.attention_kvcache(Q, there, step)
+    rawattn.attention_kvcache(Q, there, rawattn.Step(LENS, TABLE))
+    assert [call._device for call in api._calls.values()] == [*devices, 1] and devices == [-1]
+    with pytest.raises(ProblemError, match="kv_lens is on GPU -1"):
+        rawattn.attention_kvcache(Q, there, step)
+
+
+def test_another_dtype() -> None:
+    step = rawattn.Step(LENS, TABLE)
+    rawattn.attention_kvcache(Q, CACHE, step)
+    with pytest.raises(ProblemError, match="fp16"):
+        rawattn.attention_kvcache(Q.view(torch.float16), CACHE, step)
+    with pytest.raises(ProblemError, match="it must be int32"):
+        rawattn.Step(LENS.view(torch.int64), TABLE)
+
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "freed": lambda x: x.untyped_storage().resize_(0),
+    "replaced": lambda x: setattr(x, "data", x.clone()),
+    "resized": lambda x: x.resize_(1 << 18),
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_memory_that_went_away(how: str) -> None:
+    """Torch can give a tensor other memory. The objects that hold it say so, and nothing is launched."""
+    pools, new, angles = [rows(PAGES, 16, 2, 64) for _ in range(2)], NEW.clone(), [torch.zeros(64, 16) for _ in range(2)]
+    lens, table = LENS.clone(), TABLE.clone()
+    cache, step, rotary = rawattn.KVCache(*pools), rawattn.Step(lens, table), rawattn.Rotary(*angles)
+    plan = rawattn.plan_kvcache(Q, cache, step)
+    calls = [lambda: plan.run(Q, cache, step), lambda: rawattn.attention_kvcache(Q, cache, step)]
+    calls.append(lambda: rawattn.append(cache, step, *new, rotary=rotary, q=Q))
+    for call in (*calls, *calls):
+        call()
+    LAUNCHED.clear()
+    for name, owner, x, own in (
+        ("cos", "Rotary", angles[0], calls[2:]), ("page_table", "Step", table, calls), ("v", "KVCache", pools[1], calls),
+    ):  # fmt: skip
+        MOVES[how](x)
+        for call in own:
+            with pytest.raises(ProblemError, match=f"^{name} has other memory than it had when the {owner} was made"):
+                call()
+    assert not LAUNCHED
+
+
+def test_copies() -> None:
+    """A deep copy has other tensors than what was read."""
+    with pytest.raises(ProblemError, match="k has other memory than it had when the KVCache was made"):
+        rawattn.attention_kvcache(Q, copy.deepcopy(CACHE), rawattn.Step(LENS, TABLE))
+    again = dataclasses.replace(CACHE, k=POOL[0].clone())
+    assert again.held.places[0] == again.k.data_ptr() != CACHE.held.places[0]
+
+
+def test_what_is_appended_lies_apart_from_the_cache() -> None:
+    """Rows that lie as those of a call before, but in the cache, or in a q that is rotated in place."""
+    step, rotary, q = rawattn.Step(LENS, TABLE), rawattn.Rotary(*torch.zeros(2, 64, 16)), Q.clone()
+    for k, v in (NEW, NEW.clone()):
+        rawattn.append(CACHE, step, k, v)
+        rawattn.append(CACHE, step, k, v, rotary=rotary, q=q, q_out=q)
+    assert len(api._calls) == 2
+    LAUNCHED.clear()
+    inside = POOL[0].view(-1)[: NEW[0].numel()].view(NEW[0].shape)
+    with pytest.raises(ProblemError, match="v overlaps the cache's k in memory"):
+        rawattn.append(CACHE, step, NEW[0], inside)
+    with pytest.raises(ProblemError, match="q overlaps the cache's k in memory"):
+        rawattn.append(CACHE, step, *NEW, rotary=rotary, q=(x := POOL[0].view(-1)[: q.numel()].view(q.shape)), q_out=x)
+    with pytest.raises(ProblemError, match="q_out overlaps k in memory"):
+        rawattn.append(CACHE, step, q.view(-1)[: NEW[0].numel()].view(NEW[0].shape), NEW[1], rotary=rotary, q=q, q_out=q)
+    assert not LAUNCHED
+    between = rows(PAGES, 16, 2, 3 * 64)  # k and v of a cache, and rows to append between them
+    cache = rawattn.KVCache(between[..., :64], between[..., 64:128])
+    new = between.view(-1, 2, 192)[:BATCH, None, :, 128:]
+    for _ in range(2):
+        rawattn.append(cache, step, new, NEW[1].as_strided(new.shape, NEW[1].stride()))
+    assert len(LAUNCHED) == 2
+
+
+def test_options_of_other_types_are_wrong_when_warm() -> None:
+    step = rawattn.Step(LENS, TABLE)
+    for wrong, right in (
+        ({"window": (64.0, 0)}, {"window": (64, 0)}),
+        ({"return_lse": 1}, {"return_lse": True}),
+        ({"split": 64.0}, {"split": 64}),
+    ):
+        rawattn.attention_kvcache(Q, CACHE, step, **right)
+        with pytest.raises(ProblemError, match=next(iter(wrong))):
+            rawattn.attention_kvcache(Q, CACHE, step, **wrong)
+    assert rawattn.attention_kvcache(Q, CACHE, step, window=[64, 0]).shape == Q.shape
