@@ -46,7 +46,7 @@ TESTS = {  # module -> the files of its tests in tests/host or tests/perf, quick
     "rawattn/lanes.py": "test_cpu", "rawattn/memory.py": "test_memory test_plan",
     "rawattn/operand.py": "test_operand test_operation test_plan",
     "rawattn/operation/forward.py": "test_operation test_plan test_dispatch",
-    "rawattn/plans.py": "test_plan test_kvcache_plan test_plan_of_many", "rawattn/program.py": "test_program test_plan",
+    "rawattn/plans.py": "test_program test_plan test_kvcache_plan test_merge", "rawattn/program.py": "test_program test_plan",
     "rawattn/select.py": "test_dispatch", "rawattn/spec.py": "test_spec test_operation test_offsets",
     "rawattn/tokens.py": "test_compiler", "rawattn/trace/classes.py": "test_trace_ranges",
     "rawattn/trace/conditions.py": "test_trace", "rawattn/trace/proofs.py": "test_trace test_trace_ranges",

@@ -15,7 +15,7 @@ from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.operand import Layout, Operand
 from rawattn.operation.base import FEW_ROWS
-from rawattn.operation.forward import LONGEST, Forward, limits
+from rawattn.operation.forward import LONGEST, Forward, check_has_seed, limits
 from rawattn.select import KERNELS, select
 from rawattn.spec import Spec
 from rawattn.variant.element import BF16, FP32, FP64
@@ -445,3 +445,26 @@ def test_one_length_for_each_sequence() -> None:
             refused(
                 given(**{name: array(8, dtype="int32")}), f"{name} is int32 of shape (8,); it must be int32 of shape ({batch},)"
             )
+
+
+SEEDS = {
+    "is fp32 of shape (1,); it must be an int, or one int64 in an array of shape (1,)": array(1, dtype="fp32"),
+    "is int64 of shape (2,)": array(2, dtype="int64"),
+    "is int64 of shape ()": array(dtype="int64"),
+    "is on GPU 1 but q is on GPU 0": array(1, dtype="int64", device=1),
+}
+
+
+@pytest.mark.parametrize("message, seed", SEEDS.items())
+def test_wrong_seed(message: str, seed: Array) -> None:
+    refused(dense(seed=seed), f"seed {message}")
+
+
+def test_a_seed_goes_with_dropout() -> None:
+    seed = array(1, dtype="int64")
+    assert Forward.of(dense(seed=seed), Spec(dropout=0.5)).spec.dropout == 0.5
+    check_has_seed({"seed": seed}, 0.5), check_has_seed({}, 0.0)
+    with pytest.raises(ProblemError, match=r"seed was given, and dropout is 0\.0; it goes with a dropout above"):
+        check_has_seed({"seed": seed}, 0.0)
+    with pytest.raises(ProblemError, match=r"seed is missing, and dropout is 0\.5; it is needed for a dropout above"):
+        check_has_seed({}, 0.5)

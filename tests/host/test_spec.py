@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -321,3 +322,10 @@ def test_offsets_are_two() -> None:
     assert Spec(q_offset=1).at(None).offsets is None and Spec().at((5, 6)).offsets == (5, 6)
     with pytest.raises(ProblemError, match="kv_offset is -1; it must be an int >= 0, or None"):
         make_offsets(0, -1)
+
+
+def test_built_in() -> None:
+    """A function gives way to the default, a mask or a score of this library stays."""
+    function: Any = types.SimpleNamespace(arrays=())
+    assert Spec(mask=function, score=Softcap(3.0), q_offset=2).built_in == Spec(score=Softcap(3.0), q_offset=2)
+    assert Spec(mask=Causal(), score=function).built_in == Spec(mask=Causal())

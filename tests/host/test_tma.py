@@ -317,6 +317,11 @@ def test_map_of_page_rows_reads_each_element_where_it_lies(pages: int, rows: int
             assert where == (plain if row < end else None)
 
 
+def test_pool_of_one_head_for_all() -> None:
+    found = tma.page_rows_geometry("k_cache", (7, 16, 8, 64), (1024, 64, 0, 1), 2, 16)
+    assert (found.sizes[2], found.strides[1], found.head_step) == (1, 16, 0)
+
+
 def test_pools_at_the_limit_of_steps() -> None:
     """The last step that the map has is a row of the last page."""
     limit = (1 << 31) - 1
