@@ -130,3 +130,9 @@ def test_tests_of_a_module() -> None:
     assert mutate.tests_of("perf/tune.py") == ["tests/perf/test_tune.py"]
     for module in mutate.TESTS:
         assert all((root / path).is_file() for path in (module, *mutate.tests_of(module))), module
+
+
+def test_the_score_is_told_as_it_is_recorded() -> None:
+    root = pathlib.Path(mutate.__file__).resolve().parents[1]
+    score = mutate.score(json.loads((root / mutate.RECORD).read_text()))
+    assert score in (root / "perf" / "README.md").read_text(), score
