@@ -11,7 +11,8 @@
 //
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
 // Where the mask's tiles are a list, warp 3 finds out who adds to them next (variant/walk/q_list.cuh).
-// Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before.
+// Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
+// whether steps whose tile the mask keeps whole have a loop of their own.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
 // (2 to 4 % of the kernel). dq is shared out by columns (cfg::dq_parts == consumers), or each warpgroup has all of it in turn (1).
 //
@@ -31,7 +32,7 @@
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Turn, Walk, Store, Order
+                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Turn, Walk, Store, Order, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
@@ -267,6 +268,12 @@ struct Consumer {
         else leave_dq(of);
     }
 
+    __device__ void next_step() {
+        ++step.count;
+        until = until == 0 ? cfg::consumers - 1 : until - 1;
+    }
+    // StepOf says whether the mask keeps the whole tile.
+    template <class StepOf>
     __device__ void do_step(const Rows& rows, const Walk& at, i32 key) {
         const WorkTile own = at.work_tile();
         const Mask mask(args, rows, own);
@@ -277,17 +284,16 @@ struct Consumer {
         start_dp();
         tell_dq();
         const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
-        const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !at.is_full());
+        const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !StepOf::is_full(at));
         ptx::wgmma_wait<1>();
         const Statistics lse_log2(smem.lse_log2[stage], lane);
-        if (at.is_full()) weigh_transposed<Order::Packed>(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
+        if (StepOf::is_full(at)) weigh_transposed<Order::Packed>(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
         else weigh_transposed<Order::Packed>(s, p, score, weights, kept, lse_log2, q_first, key);
         ptx::wgmma_wait<0>();
         order.end_step(*this, rows, at, mask, [&] { differentiate(weights.again()); });
         ptx::wgmma_wait<0>();
         arrive(smem.q_empty[stage]);
-        ++step.count;
-        until = until == 0 ? cfg::consumers - 1 : until - 1;
+        next_step();
     }
 
     __device__ void attend(const KvWorkTile& work) {
@@ -301,7 +307,7 @@ struct Consumer {
         if (at.more()) {
             smem.kv_full.wait(kv.parity);
             kv.advance();
-            for (; at.more(); at.advance()) do_step(rows, at, key);
+            Steps::run(*this, rows, at, key);
             order.end_work(*this, rows);
             arrive(smem.kv_empty);
         }

@@ -16,7 +16,7 @@
 // (causal, window): the others it waits for, releases and leaves unread.
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, Args, QkMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, Weight, Order, Kv, Scheduler, Store, Walk
+                       // Element, Rows, Mask, Score, Ahead, Softmax, Weight, Order, Kv, Scheduler, Store, Walk
 #include "ptx/ldmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
@@ -40,6 +40,7 @@ struct Smem {
     ptx::Mbarrier work_full[2], work_empty[2];
     WorkTile work[2];
     Walk::Board board;  // of stage s of K and of work i, as these are
+    Ahead::Board ahead;
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
@@ -47,6 +48,7 @@ template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
+template struct AheadOption<Ahead, Score>;
 template struct SoftmaxOption<Softmax, Score>;
 template struct WeightOption<Weight>;
 template struct OrderOption<Order>;
@@ -112,6 +114,7 @@ struct Consumer {
     const SmemDescriptor<KTile> k_columns;
     const SmemDescriptor<VTile> v_rows;
     const Order order;
+    Ahead ahead;
     Ring<cfg::q_stages> q{};
     Ring<cfg::stages> kv{};  // the K tile at hand; V of the tile before it is one stage behind
     float s[QkMma::accumulators], o[PvMma::accumulators];
@@ -120,7 +123,7 @@ struct Consumer {
     __device__ Consumer(const Args& args, Smem& smem)
         : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
           q_rows(SmemDescriptor<QTile>::of_columns(smem.q).rows_from(index * 64)), k_columns(SmemDescriptor<KTile>::of_columns(smem.k)),
-          v_rows(SmemDescriptor<VTile>::of_rows(smem.v)), order(index) {}
+          v_rows(SmemDescriptor<VTile>::of_rows(smem.v)), order(index), ahead(smem.ahead) {}
 
     // Said by each warp when it has read a stage.
     __device__ void release(ptx::Mbarrier& empty) const {
@@ -175,11 +178,12 @@ struct Consumer {
     template <class Kept, class Again>
     __device__ bool weigh(Work& work, KeyTile tile, const Kept& kept, Again again) {
         const i32 first = first_key(tile);
+        const auto placed = ahead.placed(work.score, work.row, first);
         const auto logits = [&] {  // -inf where the mask keeps no key
-            map_fragment(work.score, s, work.row, first);
+            placed.logits(s);
             if (!tile.full) kept.apply(work.mask, s, work.row, first);
         };
-        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, tile.full, logits, again);
+        const bool moved = work.softmax.next(s, placed, tile.full, logits, again);
         map_fragment(work.weight, s, work.row, first);
         return moved;
     }
@@ -192,6 +196,7 @@ struct Consumer {
         Work work(args, tile, tile.q_begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4);
 #pragma unroll
         for (int i = 0; i < PvMma::accumulators; ++i) o[i] = 0.f;
+        ahead.begin(work.score, work.row);
         walk.visit(*this, work, tile);
         store_fragment(Store(args, work.rows, tile), work.softmax, o, work.row, work.rows.q_len, Weight::factor(args));
         __syncwarp();  // the warp is converged again, and the compiler knows: else the ring's stages are no uniform values to it, and
@@ -200,6 +205,7 @@ struct Consumer {
 
     // The first tile of this warpgroup: its maximum is sought.
     __device__ void first_step(Work& work, KeyTile tile) {
+        ahead.come(work.score, work.row, tile.index);
         start_qk();
         order.pass_turn();
         const auto kept = kept_of(work, tile);
@@ -240,7 +246,7 @@ struct Consumer {
         order.pass_turn();
         const KeyTile tile = arrive();
         const auto kept = kept_of(work, tile);
-        prefetch_tile(work.score, work.row, first_key(tile) - cfg::tile_kv);  // of the tile that most often comes next
+        ahead.come(work.score, work.row, tile.index);
         ptx::wgmma_wait<pending>();
         const bool moved = weigh(work, tile, kept, [&] { multiply_qk_again(); });
         release(smem.k_empty[kv.stage]);

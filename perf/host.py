@@ -31,6 +31,15 @@ fresh_prepass   the same with a mask, whose captured tensor a pre-pass reads
 new_number      that mask, with a captured number that was never met, as of a window that grows with each step
 function_kv_len new_kv_len under that mask
 
+By functions of ``rawattn.integrations``, the call of ``eager``, or of ``eager_noncausal`` for the first of FlexAttention:
+
+door_fa2, door_fa3       flash_attn_func of flash-attn 2 and 3
+door_kvcache             flash-attn 2's step over a cache, which appends nothing
+door_sdpa                scaled_dot_product_attention of tensors that lie as (batch, length, heads, head_dim)
+door_sdpa_heads_first    the same of tensors that lie as (batch, heads, length, head_dim)
+door_flex                flex_attention of the former, without a mask
+door_flex_causal         the same with a causal one
+
 Times hold for one host. ``over eager`` is for comparison between hosts.
 """
 
@@ -59,6 +68,10 @@ STEP = 128  # elements between the addresses of new tensors
 BATCH, LAYERS = 64, 32  # sequences of a step over caches, and caches that it goes through
 PROFILED = 12  # functions
 FUNCTION_ROWS = ("fresh_lambda", "fresh_array", "fresh_prepass", "new_number", "function_kv_len")
+DOOR_ROWS = (
+    "eager_noncausal", "door_fa2", "door_fa3", "door_kvcache", "door_sdpa", "door_sdpa_heads_first", "door_flex",
+    "door_flex_causal",
+)  # fmt: skip
 Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
 
 
@@ -276,6 +289,57 @@ class Host:
         kind, _, batch = name.rpartition("_")
         return self.kvcache(int(batch)) if kind == "kvcache" and batch.isdigit() else getattr(self, name)()
 
+    # ---- doors
+
+    def eager_noncausal(self) -> Row:
+        call = lambda: rawattn.attention(self.q, self.k, self.v)  # noqa: E731
+        return lambda i: call
+
+    def door_fa2(self) -> Row:
+        from rawattn.integrations.flash_attn import flash_attn_func
+
+        call = lambda: flash_attn_func(self.q, self.k, self.v, causal=True)  # noqa: E731
+        return lambda i: call
+
+    def door_fa3(self) -> Row:
+        from rawattn.integrations.flash_attn_interface import flash_attn_func
+
+        call = lambda: flash_attn_func(self.q, self.k, self.v, causal=True)  # noqa: E731
+        return lambda i: call
+
+    def door_kvcache(self) -> Row:
+        from rawattn.integrations.flash_attn import flash_attn_with_kvcache
+
+        lens = self.torch.full((1,), FIRST_KV_LEN, dtype=self.torch.int32, device=self.device)
+        k, v = self.cache
+        call = lambda: flash_attn_with_kvcache(self.token, k, v, cache_seqlens=lens, causal=True)  # noqa: E731
+        return lambda i: call
+
+    def door_sdpa(self, *inputs: Any) -> Row:
+        from rawattn.integrations.sdpa import scaled_dot_product_attention
+
+        q, k, v = inputs or self.heads_first
+        call = lambda: scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+        return lambda i: call
+
+    def door_sdpa_heads_first(self) -> Row:
+        return self.door_sdpa(*(x.contiguous() for x in self.heads_first))
+
+    def door_flex(self) -> Row:
+        from rawattn.integrations.flex_attention import flex_attention
+
+        q, k, v = self.heads_first
+        call = lambda: flex_attention(q, k, v)  # noqa: E731
+        return lambda i: call
+
+    def door_flex_causal(self) -> Row:
+        from rawattn.integrations.flex_attention import create_block_mask, flex_attention
+
+        mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, device=self.device)
+        q, k, v = self.heads_first
+        call = lambda: flex_attention(q, k, v, block_mask=mask)  # noqa: E731
+        return lambda i: call
+
     def samples(self, row: Row, profile: cProfile.Profile | None = None) -> list[float]:
         """Microseconds of each call; the first one, which compiles and loads, is not among them."""
         found = []
@@ -297,7 +361,7 @@ ROWS = (
     "eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step",
     "kvcache_1", "kvcache_64", "kvcache_1024", "kvcache_plan", "new_step", "plan_new_step", "append", "append_new_step",
     "step_object",
-    *FUNCTION_ROWS,
+    *FUNCTION_ROWS, *DOOR_ROWS,
 )  # fmt: skip
 COMPUTED = ("sdpa", "sdpa_step")  # not by us, so that without a GPU they would be computed here
 

@@ -640,8 +640,9 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
         return call
     renumbered = _renumbered(layout, asked) if asked.has_functions else None
     if renumbered is not None:
-        _keep(key, layout, asked, renumbered)
-        return renumbered
+        call = renumbered.moved(dict(zip(renumbered.names, map(arrays.of_signature, filter(None, key[0])), strict=False)))
+        _keep(key, layout, asked, call)
+        return call
     plan = _families.get(_family(key, asked))
     if plan is None:
         return None

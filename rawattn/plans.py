@@ -349,14 +349,14 @@ class GpuCall:
         return found
 
     def renumbered(self, options: dict[str, Any]) -> GpuCall | None:
-        """The call with other numbers that functions captured; None where they make other kinds of options than these were."""
+        """The call with other numbers that functions captured, to be ``moved``; None where they make other kinds of options than
+        these were."""
         numbers = self._plan.op.numbers_of(self._given, options)
         if numbers is None:
             return None
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        found._changed, found._launches = numbers, {}
-        found._args = [found._numbered(bytearray(args), each) for args, each in zip(self._args, self._plan._loaded, strict=True)]
+        found._changed = numbers
         return found
 
     def _numbered(self, memory: bytearray, loaded: _Loaded) -> bytearray:

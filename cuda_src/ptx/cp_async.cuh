@@ -9,6 +9,10 @@ namespace ptx {
 __device__ inline void cp_async(u32 to, const void* from, u32 bytes = 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// Four bytes, by way of L1.
+__device__ inline void cp_async_word(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `pending` of the thread's latest groups are unfinished.
 template <int pending> __device__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }

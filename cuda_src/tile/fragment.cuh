@@ -2,7 +2,6 @@
 // Accumulators of a warp's product. They are made of blocks of 16 x 8, of which a thread has four registers: rows lane / 4 and
 // + 8, columns 2 * (lane % 4) and the next. A row's columns lie in the four lanes of a quad. A warp has cfg::m_tiles_per_warp blocks below
 // each other, then as many of the next eight columns, and so on; a warpgroup's product has one slab in each warp.
-#include "ptx/prefetch.cuh"
 
 constexpr int rows_each = 2 * cfg::m_tiles_per_warp;  // rows of a thread: eight apart
 
@@ -23,18 +22,6 @@ __device__ void map_row(const Row& own, float (&s)[n], int r) {
 #pragma unroll
     for (int i = 0; i < n; ++i)
         if (fragment_row(i) == r) s[i] = own.value(s[i], fragment_column(i));
-}
-// Asks L2 for what f reads of a tile to come, of a warp's 16 rows; `row` and `first` are this thread's, as in map_fragment.
-template <class F>
-__device__ void prefetch_tile(const F& f, i32 row, i32 first) {
-    if constexpr (requires { f.row(row, first).at(0); }) {
-        const i32 lane = threadIdx.x % 32, key = first - lane % 4 * 2;
-        if (key < 0) return;
-        const auto own = f.row(row - lane / 4 + lane / 2, key);
-        constexpr i32 each = 32 / sizeof(*own.at(0));  // bytes that are asked for at once
-#pragma unroll
-        for (i32 i = 0; i < cfg::tile_kv; i += 2 * each) ptx::prefetch_to_l2(own.at(min(i + lane % 2 * each, own.last)));
-    }
 }
 // Replaces each element by f(element, row, key); the thread's first element is that of row `row` and key `first`. Where f.row(row, first)
 // has what the keys of a row share, its value(element, offset) is asked. What knows blocks of 16 x 16 gets the four registers of each
@@ -154,7 +141,7 @@ struct KeptByColumns {
     const MaskRows<M>& rows;
 
     __device__ void apply(const M&, float (&s)[n], i32, i32 first) const {
-        static_assert(rows_each == 2);
+        static_assert(n > 0 && rows_each == 2);  // of the kernels that have columns
         auto upper = rows.upper, lower = rows.lower;
         upper.move(first), lower.move(first);
 #pragma unroll

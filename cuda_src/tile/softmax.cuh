@@ -8,6 +8,16 @@ template <class S>
 struct PlacedScore {
     const S& score;
     const i32 row, first;
+
+    // Makes logits of dot products ...
+    template <int n>
+    __device__ void logits(float (&s)[n]) const { map_fragment(score, s, row, first); }
+    // ... or exponents, where the score has them; `less` is of each row.
+    template <int n>
+    __device__ void exponents(float (&s)[n], const float (&less)[rows_each]) const {
+#pragma unroll
+        for (int r = 0; r < rows_each; ++r) map_row(score.exponents(row + 8 * r, first, less[r]), s, r);
+    }
 };
 
 // The reference `max` may lag behind the true maximum by 2^8: exp2 then grows to 256 at most, and the final division makes the

@@ -73,6 +73,15 @@ template <class S> struct ScoreOption : Given {
     static_assert(requires { Number(s(x, i, i)); }, "Score: operator()(s, q, kv)");
     static_assert(requires { Number(s.derivative(x, i, i)); }, "Score: derivative(s, q, kv): of the logit, by args.scale * s");
 };
+// ahead: what comes of a score's arrays before it is asked for.
+template <class A, class Score> struct AheadOption : Given {
+    static A a;
+    static typename A::Board& board;
+    static const Score& score;
+    static_assert(requires { A(board); }, "Ahead: Board in shared memory, Ahead(board), by consumers");
+    static_assert(requires { a.begin(score, i), a.come(score, i, i); }, "Ahead: begin(score, row), come(score, row, tile): other rows follow; the tile that is weighed next");
+    static_assert(requires { a.placed(score, i, i).score; }, "Ahead: placed(score, row, first): as a PlacedScore");
+};
 // softmax: what else is in the sum of a row ...
 template <class S> struct SumOption : Given {
     static const S s;

@@ -137,8 +137,11 @@ def ignore(**given: tuple[Any, ...]) -> None:
 def options_of(
     scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True, slopes: Any = None
 ) -> dict[str, Any]:
-    """flash-attn's options as those of ``rawattn.attention``."""
-    options = {"scale": scale, "causal": causal, "window": tuple(window), "softcap": softcap, "deterministic": deterministic}
+    """flash-attn's options as those of ``rawattn.attention``, which finds None faster than what means the same."""
+    options = {
+        "scale": scale, "causal": causal, "window": None if window == (-1, -1) else tuple(window), "softcap": softcap or None,
+        "deterministic": deterministic,
+    }  # fmt: skip
     return options if slopes is None else {**options, "alibi": slopes}
 
 
@@ -201,7 +204,7 @@ def _rotary(q: Any, given: tuple[Any, Any, bool], options: dict[str, Any], first
         return None
     if first is not None:
         raise UnsupportedError("rotary_cos was given beside cache_leftpad, from which positions count there; rotate before.")
-    if q.dim() == 4 and q.shape[1] > 1 and not options["causal"] and options["window"] == (-1, -1):
+    if q.dim() == 4 and q.shape[1] > 1 and not options["causal"] and options["window"] is None:
         raise UnsupportedError("rotary_cos was given for several queries that are not causal, which all have one position there.")
     return serving.Rotary(cos, sin, interleaved)
 

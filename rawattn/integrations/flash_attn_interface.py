@@ -26,7 +26,8 @@ def flash_attn_func(
 ) -> Any:  # fmt: skip
     """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse)."""
     _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
-    ignore(num_splits=(num_splits, 0, 1), pack_gqa=(pack_gqa, None), sm_margin=(sm_margin, 0))
+    if num_splits != 1 or pack_gqa is not None or sm_margin:
+        ignore(num_splits=(num_splits, 0, 1), pack_gqa=(pack_gqa, None), sm_margin=(sm_margin, 0))
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
     return api.attention(q, k, v, return_lse=return_attn_probs, **options)
 
@@ -60,7 +61,8 @@ def flash_attn_varlen_func(
 ) -> Any:  # fmt: skip
     """Computes attention of sequences that lie end to end; with return_attn_probs (o, lse)."""
     _refuse(qv, q_descale, k_descale, v_descale, attention_chunk)
-    ignore(num_splits=(num_splits, 0, 1), pack_gqa=(pack_gqa, None), sm_margin=(sm_margin, 0))
+    if num_splits != 1 or pack_gqa is not None or sm_margin:
+        ignore(num_splits=(num_splits, 0, 1), pack_gqa=(pack_gqa, None), sm_margin=(sm_margin, 0))
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return varlen(q, k, v, starts, longest, options, return_attn_probs, None, (seqused_q, seqused_k))
@@ -101,5 +103,7 @@ def _chunks(size: int, first: Any, window: Window) -> dict[str, Any]:
 
 
 def _refuse(qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: int) -> None:
+    if qv is q_descale is k_descale is v_descale is None and attention_chunk == 0:
+        return
     descales = {"q_descale": (q_descale, None), "k_descale": (k_descale, None), "v_descale": (v_descale, None)}
     refuse(qv=(qv, None), attention_chunk=(attention_chunk, 0), **descales)

@@ -71,9 +71,7 @@ def flex_attention(
         options["score"] = by_position(score_mod, "score")
     if block_mask is not None:
         options["mask"] = _mask_of(block_mask, query, key)
-    found = sdpa.attended(query, key, value, options)
-    o, lse = found if lse_wanted else (found, None)
-    o = o.transpose(1, 2)
+    o, lse = sdpa.attended(query, key, value, options)
     if return_aux is not None:
         return o, AuxOutput(lse=lse)  # type: ignore[misc]  # who has a request has it
     return (o, lse) if lse_wanted else o

@@ -29,35 +29,43 @@ def scaled_dot_product_attention(
     Nothing is copied. ``is_causal`` begins at the first key (top left). A query that keeps no key gives 0. The result lies in
     memory as query does; where autograd follows the call, or torch traces it, always as (batch, length, heads, head_dim).
 
-    ``attn_mask`` is read where it lies; a float one may need gradients. While ``torch.compile`` traces it must be float.
+    ``attn_mask`` is read where it lies; a float one may need gradients. While ``torch.compile`` traces it must be float: a
+    bool one is refused.
 
     Dropout follows torch's generator of the device, with other numbers than torch's own draws.
 
     Raises UnsupportedError where no kernel computes the call, ProblemError for a wrong argument.
     """
-    if query.dim() not in (3, 4):
-        raise ProblemError(
-            f"query has {query.dim()} dimensions, {tuple(query.shape)}; it must have 4 or 3, (batch, heads, length, d)."
-        )
-    check_heads(query.shape[-3], key.shape[-3], enable_gqa)
-    if query.dim() == 3:
+    shape, kv_shape = query.shape, key.shape
+    if len(shape) not in (3, 4):
+        raise ProblemError(f"query has {len(shape)} dimensions, {tuple(shape)}; it must have 4 or 3, (batch, heads, length, d).")
+    check_heads(shape[-3], kv_shape[-3], enable_gqa)
+    if len(shape) == 3:
         given = (query[None], key[None], value[None])
         return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
-    options = kept(attn_mask, is_causal, (*query.shape[:3], key.shape[2])) | {"dropout": dropout_p, "scale": scale}
-    return attended(query, key, value, options).transpose(1, 2)
+    options = kept(attn_mask, is_causal, (*shape[:3], kv_shape[2]))
+    options["scale"] = scale
+    if dropout_p != 0.0:
+        options["dropout"] = dropout_p
+    return attended(query, key, value, options)[0]
 
 
-def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
-    """``rawattn.attention`` of tensors (batch, heads, length, head_dim), into memory that lies as query does where it may."""
+def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """o and lse of ``rawattn.attention`` of tensors (batch, heads, length, head_dim); lse is None where it was not asked for. o
+    is such a tensor, in memory that lies as query does where it may."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     _, heads, rows, _ = query.stride()
+    own = None
     if not 0 < heads <= rows and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
         if "score" in options:
             options["score"] = score.function(options["score"])
-        more = (*getattr(options.get("score"), "arrays", ()), options.get("bias"))
-        if torch_op.way((q, *more)) is None:  # autograd follows these, too
-            options["out"] = torch.empty_like(query).transpose(1, 2)
-    return api.attention(q, k, v, **options)
+        more = (*getattr(options.get("score"), "arrays", ()), *([options["bias"]] if "bias" in options else []))
+        if not more or torch_op.way((q, *more)) is None:  # autograd follows these, too
+            own = torch.empty_like(query)
+            options["out"] = own.transpose(1, 2)
+    found = api.attention(q, k, v, **options)
+    o, lse = found if options.get("return_lse") else (found, None)
+    return (o.transpose(1, 2) if own is None else own), lse
 
 
 def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
@@ -74,6 +82,8 @@ def kept(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], name: str = "a
     """The options of ``rawattn.attention`` that attn_mask and is_causal mean. ``shape`` is (batch, heads, q_len, kv_len), and
     ``name`` is what errors call attn_mask."""
     if attn_mask is None:
+        if is_causal and shape[2] == shape[3] and not torch.compiler.is_compiling():
+            return {"causal": True}  # the same, and found faster
         return {"mask": _CAUSAL} if is_causal else {}
     if is_causal:
         raise ProblemError("attn_mask was given beside is_causal=True; give one of them.")
@@ -113,7 +123,7 @@ def register(name: str = NAME) -> None:
     ``torch.nn.attention.activate_flash_attention_impl(name)``, and ``restore_flash_attention_impl()`` for the end.
 
     What torch computes by flash attention then comes from rawattn, in the whole process: ``F.scaled_dot_product_attention`` where
-    torch's own rules choose flash, ``torch.nn.attention.varlen``, and torch's context parallelism. Autograd above stays torch's.
+    torch's own rules choose flash, and ``torch.nn.attention.varlen``. Autograd above stays torch's.
     Raises UnsupportedError where torch has no such registry; 2.13 has it.
     """
     add = getattr(torch.nn.attention, "register_flash_attention_impl", None)

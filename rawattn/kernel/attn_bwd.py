@@ -11,7 +11,7 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
 from ..render import wgmma
-from ..variant import Option, clear, order, statistics, store
+from ..variant import Option, clear, order, statistics, steps, store
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
@@ -31,6 +31,7 @@ ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how it
     "at_once": (order.DqAtOnce(), statistics.StatisticsByRows()),
     "step_later": (order.DqStepLater(), statistics.StatisticsByQuads()),
 }
+STEPS: dict[str, Option] = {"together": steps.StepsTogether(), "apart": steps.StepsApart()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Config:
     """Consumer warpgroups, 64 keys each; query rows of a step; into how many parts of how many columns dq is cut, in how many
     chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
-    step's part of dq is made ("at_once", "step_later")."""
+    step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
+    "apart")."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -51,6 +53,7 @@ class Config:
     store: str = "ordered"
     direction: str = ""
     order: str = "at_once"
+    steps: str = "together"
 
     @property
     def tile_kv(self) -> int:
@@ -63,7 +66,23 @@ def widest(op: Forward) -> int:
 
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
-    """The configuration for the head sizes, found by compiling. Three warpgroups have no register to spare for a cap under a
+    """The configuration for the head sizes, found by compiling."""
+    found = _registers_of(op, store)
+    return dataclasses.replace(found, steps="apart" if _has_two_loops(op, found) else "together")
+
+
+def _has_two_loops(op: Forward, config: Config) -> bool:
+    """Says whether whole tiles have a loop of their own: where that is ahead (notes/attn_bwd.md) and fits in registers, of which
+    three warpgroups have none to spare for packed sequences."""
+    if config.order != "at_once" or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
+        return False
+    if op.varlen and config.consumers == 3:
+        return False
+    return isinstance(op.mask, (Causal, Window, Both)) or (isinstance(op.mask, Full) and widest(op) <= 64)
+
+
+def _registers_of(op: Forward, store: str) -> Config:
+    """The same, of one loop. Three warpgroups have no register to spare for a cap under a
     window, to make dq themselves, or for dropout; nor for a window or a score where sequences use a part of their rows."""
     size, is_cut = widest(op), any(op.lens)
     if lists(op.mask):
@@ -106,7 +125,7 @@ def later_configs_of(op: Forward) -> list[Config]:
         return []
     needy = op.varlen and op.head_dim == WIDEST and isinstance(op.mask, Causal)  # what loads spills with fewer registers
     producer, consumer = (56, 224) if needy else (40, 232)
-    found = dataclasses.replace(config_of(op), order="step_later")
+    found = dataclasses.replace(config_of(op), order="step_later", steps="together")
     return [dataclasses.replace(found, producer_registers=producer, consumer_registers=consumer)]
 
 
@@ -160,6 +179,10 @@ class AttnBwd(BackwardKernel):
             return (
                 "order is 'step_later'; it needs a part of dq for each of its makers, and scores and weights that nothing changes"
             )
+        if config.steps not in STEPS:
+            return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
+        if config.steps == "apart" and (config.order != "at_once" or lists(forward.mask)):
+            return "steps is 'apart'; it needs order 'at_once' and a mask whose tiles lie side by side"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := backward.wrong_direction(forward, config.direction):
@@ -213,7 +236,8 @@ class AttnBwd(BackwardKernel):
         grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
         own = [self.launch(op, config, device, "attn_bwd", kv_values, grid, _main)]
         if config.store != "final" and forward.total_q:
-            last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts)
+            chains = config.dq_chains if config.store == "ordered" else 0
+            last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
             own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
@@ -243,6 +267,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
         Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
+        Steps=STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)

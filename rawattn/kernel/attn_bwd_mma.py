@@ -172,7 +172,8 @@ class AttnBwdMma(BackwardKernel):
         kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm)
         grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
         dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
-        last = LastPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector)
+        chains = int(config.store == "ordered")
+        last = LastPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector, dq_chains=chains)
         own = [self.launch(op, config, device, "attn_bwd_mma", kv_values, grid, _main)]
         own += [self.convert(op, last, device)] * (forward.total_q > 0)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)

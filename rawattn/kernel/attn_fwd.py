@@ -15,6 +15,7 @@ from ..operation import Forward
 from ..program import Field, Fields, PageRows, TensorMap
 from ..render import config_header, source, wgmma
 from ..variant import Option, kv, order, rows, softmax, store
+from ..variant.ahead import ahead_of, bytes_in_smem
 from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
@@ -65,12 +66,13 @@ def panels(columns: int) -> int:
 
 
 def smem_bytes(config: Config, op: Forward) -> int:
-    """Shared memory of a block, at most: tiles, barriers (8 bytes each) and two works."""
+    """Shared memory of a block, at most: tiles, elements that come ahead, barriers (8 bytes each) and two works."""
     q = config.q_stages * config.tile_q * panels(op.head_dim)
     kv_rows = config.stages * config.tile_kv
     tiles = 128 * (q + kv_rows * (panels(op.head_dim) + panels(op.head_dim_v)))
+    ahead = 2 * config.tile_q * config.tile_kv * bytes_in_smem(op.score)
     barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
-    return -(-(tiles + barriers) // 1024) * 1024
+    return -(-(tiles + ahead + barriers) // 1024) * 1024
 
 
 def accumulators(config: Config, op: Forward) -> int:
@@ -102,6 +104,11 @@ def rendered(op: Forward, config: Config, arch: str, fields: Fields, options: di
         wgmma("PvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
     ]
     return source(FILE, config_header(constants, fields, products, options), arch)
+
+
+def _keys_of_ring(config: Config) -> int:
+    """Keys that a ring holds, as far as more of them are of use: two stages of Q are worth less than those."""
+    return min(config.stages * config.tile_kv, 192)
 
 
 def _is_cut(op: Forward) -> bool:
@@ -171,7 +178,7 @@ class AttnFwd(OneLaunch):
             if lists(op.mask):
                 own = [rings for rings in own if rings[0].tile_kv >= 64] or own
                 own = own[:1] + own[1:][-1:]
-            found += [config for rings in own for config in (rings[:1] if self.is_tried(op) else rings)]
+            found += [config for rings in own for config in ([max(rings, key=_keys_of_ring)] if self.is_tried(op) else rings)]
         return [c for c in found if c.tile_kv >= 64] or found
 
     def _deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[Config]:
@@ -204,7 +211,7 @@ class AttnFwd(OneLaunch):
         own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
             op, Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out, Order=self.order(op, config),
-            Walk=walk, **own,
+            Walk=walk, Ahead=ahead_of(op.score), **own,
         )  # fmt: skip
 
     def order(self, op: Forward, config: Config) -> Option:

@@ -11,6 +11,7 @@ from ..operand import Layout
 from ..operation import AttentionKVCache, Forward
 from ..program import Field, Fields, Launch, PackedHeads, PageRows, Program, TensorMap
 from ..variant import Option, kv, rows, scheduler
+from ..variant.ahead import ahead_of
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.walk import PagedListWalk, PagedWalk, lists
 from . import paging, pyramid, tiling
@@ -88,6 +89,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
             "Kv": (kv.PagedPanelsFromKv if op.kv_begin else kv.PagedPanelsKv)(paging.pages_option(op), page_rows(op, config)),
             "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(like, persistent=True)),
+            "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(like, config),
             "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),
         }

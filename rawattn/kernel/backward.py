@@ -23,7 +23,7 @@ from ..variant.offset import OffsetScore
 from ..variant.statistics import StatisticsByRows
 from ..variant.store import DQ, DQ_SUM
 from ..variant.unused import BehindLast, BehindUsed
-from ..variant.walk import IntervalSum, IntervalTurn, ListSum, ListTurn, SinksListSum, lists
+from ..variant.walk import ClearedSum, IntervalSum, IntervalTurn, ListSum, ListTurn, lists
 from . import pyramid, tiling
 from .base import Kernel
 
@@ -178,13 +178,15 @@ class FirstPass:
 @dataclasses.dataclass(frozen=True)
 class LastPass:
     """The configuration of attn_bwd_convert.cu: rows of a block, keys of a tile of the kernel before, columns of each part of dq,
-    how many parts there are, and how many numbers of a thread follow each other in the sum."""
+    how many parts there are, how many numbers of a thread follow each other in the sum, and in how many chains blocks took turns
+    to add to it; 0 where they took none."""
 
     tile_q: int
     tile_kv: int
     dq_columns: int
     dq_parts: int = 1
     vector: int = 4
+    dq_chains: int = 1
 
 
 class BackwardKernel(Kernel[Backward]):
@@ -252,12 +254,12 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
 def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dq of its sums."""
     constants = {
-        "dq_parts": last.dq_parts, "dq_columns": last.dq_columns, "dq_vector": last.vector, "tile_kv": last.tile_kv,
-        "tile_q": last.tile_q, "q_block": last.tile_q, "head_dim": op.head_dim, "threads": 2 * last.tile_q * last.dq_parts,
-        "scale_sign": -1 if op.scale < 0 else 1,
+        "dq_parts": last.dq_parts, "dq_columns": last.dq_columns, "dq_chains": last.dq_chains, "dq_vector": last.vector,
+        "tile_kv": last.tile_kv, "tile_q": last.tile_q, "q_block": last.tile_q, "head_dim": op.head_dim,
+        "threads": 2 * last.tile_q * last.dq_parts, "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
-    of_list = SinksListSum() if op.sinks else ListSum()
+    of_list = ListSum() if last.dq_chains else ClearedSum()
     there = of_list if lists(op.mask) else IntervalSum()
     every = options(op, Sum=there, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch))
     fields = (DQ, DQ_SUM._replace(ctype="const float*"), *counts)

@@ -63,7 +63,7 @@ class Kernel(abc.ABC, Generic[Op]):
 
     def is_tried(self, op: Op) -> bool:
         """Says whether only compiling tells which configurations keep all in registers, as where the mask or the score is a
-        function."""
+        function, or a class of the caller's own."""
         return False
 
     def small_spill(self, op: Op) -> int:
@@ -170,7 +170,7 @@ class OneLaunch(Kernel[Forward]):
         return tiling.tuning_shapes(op)
 
     def is_tried(self, op: Forward) -> bool:
-        return lists(op.mask) or tiling.is_function(op.score)
+        return lists(op.mask) or tiling.is_function(op.score) or tiling.is_foreign(op.mask) or tiling.is_foreign(op.score)
 
     @abc.abstractmethod
     def options(self, op: Forward, config: Any) -> dict[str, Option]:

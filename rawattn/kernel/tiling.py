@@ -55,6 +55,12 @@ def is_function(option: object) -> bool:
     return hasattr(option, "arrays")
 
 
+def is_foreign(option: object) -> bool:
+    """Says whether a mask or a score, or a part of it, is a class of somebody else: how many registers it takes is not known."""
+    parts = [getattr(option, name) for name in ("base", "a", "b") if hasattr(option, name)]
+    return type(option).__module__.partition(".")[0] != __name__.partition(".")[0] or any(map(is_foreign, parts))
+
+
 def function_reasons(op: Forward) -> list[str]:
     """The reason why functions among the options are refused, where they are."""
     found = [name for name in ("mask", "score") if is_function(getattr(op, name))]

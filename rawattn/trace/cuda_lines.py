@@ -48,12 +48,26 @@ _PAIRS = """
         const i32 inside = offset;{body}
         return {result};
     }}"""
-_AT = """
-    // The element that a key reads, and before that of the next key.
+_AHEAD = """
+    // Where the element is that a key reads, before the next key's, and the value with one of two neighbours that were read.
     __device__ auto at(i32 offset) const {{
         const i32 inside = offset;{known}
         return {place};
+    }}
+    __device__ auto element() const {{ return *at(0); }}
+    template <int n, class Two>
+    __device__ Number value_of(Number s, i32 offset, Two two) const {{
+        const i32 inside = min(offset, last);{body}
+        return {result};
     }}"""
+
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def _place(text: str) -> str:
+    """The pointer that a load reads at."""
+    return text.removeprefix("function::read(").removesuffix(")")
 
 
 def _needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
@@ -79,6 +93,7 @@ class Writer:
         self.lines: dict[str, list[tuple[str, str, str]]] = {place: [] for place in PLACES}  # C++ type, name, text
         self.checked: set[tuple[Expr, int]] = set()
         self.neighbours: list[str] = []  # texts of loads of which those of the next key read the next element
+        self.pairwise: dict[str, str] = {}  # those that read an element for each pair of a query and a key, and its format
         self._names: dict[Expr, str] = {}
         self._formulas = _MASK if self.role == "mask" else _SCORE
 
@@ -219,6 +234,8 @@ class Writer:
         found = f"function::read({' + '.join([pointer, *here])})"
         if at == "element" and len(here) == 1 and x.type == "float" and self._steps_by_one(x) and found not in self.neighbours:
             self.neighbours.append(found)
+            if "q" in x.deps:
+                self.pairwise[found] = x.args[1]
         return f"{self.number}({found})" if x.type == "float" else found
 
     def _steps_by_one(self, x: Expr) -> bool:
@@ -232,7 +249,7 @@ class Writer:
         if not self.neighbours:
             return ""
         lines, words = self.lines["element"], [f"w{i}" for i in range(len(self.neighbours))]
-        places = [text.removeprefix("function::read(").removesuffix(")") for text in self.neighbours]
+        places = [_place(text) for text in self.neighbours]
         known = "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in _needed(places, lines))
         loads = "".join(
             f"\n        const auto {word} = function::read_two({place});" for word, place in zip(words, places, strict=True)
@@ -245,7 +262,23 @@ class Writer:
             aligned=" && ".join(f"function::is_two({place})" for place in places),
             parameters=", ".join(f"auto {word}" for word in words),
         )  # fmt: skip
-        return found + _AT.format(known=known, place=places[0]) if len(places) == 1 else found
+        return found + self.ahead(result)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """The bytes of an element that a warp may read for its next tile: of the one array that has one for each pair."""
+        return ELEMENT_BYTES[next(iter(self.pairwise.values()))] if len(self.pairwise) == 1 else 0
+
+    def ahead(self, result: str) -> str:
+        """Members that say where those elements are, and compute values with them; nothing where there are none."""
+        if not self.ahead_bytes:
+            return ""
+        text = next(iter(self.pairwise))
+        place = _place(text)
+        known = "".join(
+            f"\n        const {ctype} {name} = {line};" for ctype, name, line in _needed([place], self.lines["element"])
+        )
+        return _AHEAD.format(known=known, place=place, body=self.body().replace(text, "function::get<n>(two)"), result=result)
 
     def step(self, x: Expr, axis: int) -> str:
         index, stride = self.index(x, axis), self.stride(x.args[0], axis)

@@ -24,12 +24,13 @@ from .placement import LESS, Lowering, positioned
 
 
 class Written(NamedTuple):
-    """A struct, the fields that it adds to Args, as (name, C++ type, what it holds), and over how many of its last axes each
-    captured array has a pyramid."""
+    """A struct, the fields that it adds to Args, as (name, C++ type, what it holds), over how many of its last axes each
+    captured array has a pyramid, and the bytes of an element of the one array that is read for each pair, or 0."""
 
     text: str
     fields: tuple[tuple[str, str, What], ...]
     pyramids: tuple[int, ...]
+    ahead_bytes: int = 0
 
 
 _HEAD = """\
@@ -266,7 +267,7 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         exponent_row=exponents.assign("row"), exponent_element=exponents.body(), exponent=exponent,
         pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent),
     )  # fmt: skip
-    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))
+    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays), value.ahead_bytes)
 
 
 @functools.lru_cache(maxsize=256)

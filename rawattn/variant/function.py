@@ -176,6 +176,11 @@ class FunctionScore(_Function):
     type: ClassVar[str] = "FunctionScore"
     role: ClassVar[str] = "score"
 
+    @property
+    def ahead_bytes(self) -> int:
+        """The bytes of an element of the one array that is read for each pair of a query and a key, or 0."""
+        return self._written.ahead_bytes
+
     def logit(
         self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
         kv_start: Any = 0

@@ -177,20 +177,20 @@ class IntervalSum(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class SinksListSum(Option):
-    """The mask says whether a tile of dq has a sum, where rows have sinks."""
-
-    type: ClassVar[str] = "SinksListSum"
-    source: ClassVar[str] = "variant/walk/sum_list_sinks.cuh"
-
-
-@dataclasses.dataclass(frozen=True)
 class ListSum(Option):
-    """The rows of a tile of dq say whether it has a sum."""
+    """The turns of a tile of dq say whether it has a sum."""
 
     type: ClassVar[str] = "ListSum"
     source: ClassVar[str] = "variant/walk/sum_list.cuh"
 
     @property
     def fields(self) -> Fields:
-        return (Field("lse_log2", "const Number*", Scratch("lse_log2")),)
+        return (Field("turns", "const i32*", Scratch("turns")),)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClearedSum(Option):
+    """Every tile of dq has a sum, which was cleared."""
+
+    type: ClassVar[str] = "ClearedSum"
+    source: ClassVar[str] = "variant/walk/sum_cleared.cuh"

@@ -90,6 +90,9 @@ static ucontext_t scheduler_context;
 static std::function<void()> body;
 static long progress, switches;
 static std::vector<std::function<void()>> copies;  // of TMA, on their way
+// A thread's asynchronous copies, by groups: they are made as late as may be, when it waits for them. The last group is open.
+struct Copy { u32 to, width, bytes; const void* from; };
+static std::vector<std::vector<Copy>> copy_groups[1024];
 static bool waited[1024];                          // for the launch in front
 
 static void yield() {
@@ -150,6 +153,14 @@ static u32 __ballot_sync(u32, bool vote) {
 }
 static bool __any_sync(u32 all, bool vote) { return __ballot_sync(all, vote) != 0; }
 static bool __all_sync(u32 all, bool vote) { return __ballot_sync(all, vote) == ~0u; }
+static u32 __reduce_or_sync(u32, u32 x) {
+    const u64 word = x;
+    return exchange(&word, 1, [](auto& all) {
+        u32 found = 0;
+        for (i32 lane = 0; lane < 32; ++lane) found |= u32(all[lane][0]);
+        return found;
+    });
+}
 static void __syncwarp() { __ballot_sync(~0u, true); }
 static void __syncthreads() { named[0].wait(blockDim.x); }
 static void __threadfence() {}
@@ -174,6 +185,7 @@ static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::
         for (Meeting& each : named) each = {};
         for (Meeting& each : warps) each = {};
         memset(waited, !uses_pdl, sizeof waited);
+        for (auto& own : copy_groups) own.clear();
         fibers.clear();
         for (i32 i = 0; i < threads; ++i) {
             auto& fiber = *fibers.emplace_back(std::make_unique<Fiber>());
@@ -232,12 +244,21 @@ static u32 add_acq_rel(u32* to, u32 x) { return (*to += x) - x; }
 static void launch_dependents() {}
 static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
 static void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }
-static void cp_async(u32 to, const void* from, u32 bytes = 16) {
-    memset(raw + to, 0, 16);
-    memcpy(raw + to, from, bytes);
+static void finish_copies(u32 pending) {
+    auto& own = copy_groups[threadIdx.x];
+    const size_t ended = own.empty() ? 0 : own.size() - 1, count = ended > pending ? ended - pending : 0;
+    for (size_t i = 0; i < count; ++i)
+        for (const Copy& each : own[i]) memset(raw + each.to, 0, each.width), memcpy(raw + each.to, each.from, each.bytes);
+    own.erase(own.begin(), own.begin() + count);
 }
-static void cp_async_commit() {}
-template <int pending> void cp_async_wait() {}
+static void start_copy(const Copy& copy) {
+    if (copy_groups[threadIdx.x].empty()) copy_groups[threadIdx.x].resize(1);
+    copy_groups[threadIdx.x].back().push_back(copy);
+}
+static void cp_async(u32 to, const void* from, u32 bytes = 16) { start_copy({to, 16, bytes, from}); }
+static void cp_async_word(u32 to, const void* from, u32 bytes) { start_copy({to, 4, bytes, from}); }
+static void cp_async_commit() { copy_groups[threadIdx.x].resize(copy_groups[threadIdx.x].empty() ? 2 : copy_groups[threadIdx.x].size() + 1); }
+template <int pending> void cp_async_wait() { finish_copies(pending); }
 // Blocks run one after the other: a turn that has not come never will.
 static i32 load_acquire(const i32* from) { return yield(), *from; }
 static void store_release(i32* to, i32 x) { ++progress, *to = x; }
@@ -269,7 +290,10 @@ struct Mbarrier {
     }
 };
 struct PolledMbarrier : Mbarrier {
-    void arrive_after_copies() { arrive(); }
+    void arrive_after_copies() {
+        cp_async_commit(), finish_copies(0);
+        arrive();
+    }
 };
 static void fence_mbarrier_init() {}
 static void fence_proxy_async() {}

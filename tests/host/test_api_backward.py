@@ -341,6 +341,8 @@ def test_configs() -> None:
         (attn_bwd.Config(store="late"), "store is 'late'"),
         (attn_bwd.Config(direction="Down"), "direction 'Down'"),
         (attn_bwd.Config(order="soon"), "order is 'soon'"),
+        (attn_bwd.Config(steps="three"), "steps is 'three'"),
+        (attn_bwd.Config(dq_parts=2, dq_columns=64, order="step_later", steps="apart"), "needs order 'at_once'"),
         (attn_bwd.Config(order="step_later"), "a part of dq for each of its makers"),
         (attn_bwd.Config(consumer_registers=240), "registers are 40 and 240"),
         (attn_bwd.Config(consumers=3, consumer_registers=152, dq_parts=3), "bytes of shared memory"),

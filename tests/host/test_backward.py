@@ -322,7 +322,8 @@ class Call:
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
         if kernel is ATTN_BWD:
             found = attn_bwd.config_of(self.op.forward, case.store)
-            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order)
+            loops = found.steps if case.order == "at_once" else "together"
+            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, steps=loops)
         found = dataclasses.replace(found, direction=case.direction)
         return kernel.lower(self.op, found, TYPICAL["sm_90a"])
 

@@ -23,7 +23,7 @@ IDS = torch.from_numpy(np.repeat(RNG.integers(0, 3, 90), RNG.integers(1, 60, 90)
 WIDER = torch.stack([IDS, IDS.flip(0)]).long() << 32
 SLOPES = torch.tensor([0.3, -0.1, 0.2, 0.05])
 BIAS = torch.randn(2, 4, 200, 400, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
-ODD, WIDE = BIAS[..., 1:], BIAS[:, 0, 3].float()
+ODD, EVEN, WIDE = BIAS[..., 1:], BIAS[..., 2:].float()[..., 1:], BIAS[:, 0, 3].float()
 
 
 def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -51,6 +51,10 @@ def bias_unaligned(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + ODD[b, h, q, kv]
 
 
+def bias_of_words(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + EVEN[b, h, q, kv] + 0.1 * WIDE[b, kv]
+
+
 def bias_of_keys(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + WIDE[b, kv + 2]
 
@@ -64,6 +68,7 @@ CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
     ("attn_fwd", FWD, 130, 262, 2, 2, {"score": bias}),
     ("attn_fwd", FWD, 70, 261, 1, 1, {"score": bias}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_unaligned}),
+    ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_words, "mask": documents}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_keys}),
     ("attn_fwd_mma", MMA, 40, 200, 2, 1, {"score": alibi, "causal": True}),
     ("attn_fwd_mma", None, 5, 300, 4, 1, {"score": alibi}),

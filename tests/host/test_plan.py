@@ -132,11 +132,13 @@ def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pyte
     """After each other number: arguments, kernel and grid. Only numbers for which something else is proved need another plan."""
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     role, make, numbers = OF_NUMBERS[name]
-    call, alone, after = tensors(), [], []
+    alone: list[Any] = []
+    after: list[Any] = []
+    calls = {number: tensors() for number in map(repr, numbers)}  # elsewhere for each number
 
     def launched(number: Any) -> Any:
         LAUNCHED.clear()
-        rawattn.attention(**call, **{role: make(number)})
+        rawattn.attention(**calls[repr(number)], **{role: make(number)})
         bound = list(api._calls.values())[-1]
         sources = [(launch.source.key, launch.grid) for launch in bound._program.launches]
         assert len(LAUNCHED) == len(sources)

@@ -16,8 +16,8 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 27200,
-    "perf": 5650,
+    "rawattn": 27300,
+    "perf": 5700,
     "cuda_src": 11100,
     "tests": 35200,
 }

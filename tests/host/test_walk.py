@@ -26,6 +26,7 @@ from tests import lists
 from tests.host import test_emulated as emulated
 from tests.host.test_emulated import Array, Case
 from tests.operations import forward
+from tests.options import Fading, HeadWindow
 
 
 def kept(case: Case, mask: Any, arrays: tuple[Array, ...], batch: int, head: int) -> Array:
@@ -130,6 +131,13 @@ def test_candidates_of_functions() -> None:
     (case,) = sets.of_functions(("alibi",), (4096,), (64,))
     assert max(c.tile_q for c in ATTN_FWD.candidates(sets.operation(case), device)) == 256
     assert ATTN_FWD.is_tried(sets.operation(case)) and not ATTN_FWD.is_tried(sets.operation(sets.dense(1, 64, 1, 64, True)))
+    foreign = (
+        {"score": Fading(0.1)},
+        {"score": Fading(0.1), "q_offset": 3},
+        {"mask": HeadWindow(5, 2)},
+        {"mask": Both(Causal(), HeadWindow(5, 2))},
+    )
+    assert all(ATTN_FWD.is_tried(forward(BF16, 1, 64, 64, 1, 1, 64, 64, **each)) for each in foreign)
 
 
 def test_the_next_configuration_is_tried() -> None:

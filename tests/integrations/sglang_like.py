@@ -82,7 +82,10 @@ def modules() -> dict[str, types.ModuleType]:
     """Returns what ``import`` finds in SGLang's place."""
     content = {
         "layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
-        "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
+        "layers.attention.attention_registry": {
+            "register_attention_backend": register_attention_backend,
+            "ATTENTION_BACKENDS": BACKENDS,
+        },
         "mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
         "arg_groups.choices": {"ATTENTION_BACKEND_CHOICES": CHOICES, "add_attention_backend_choices": CHOICES.extend},
     }

@@ -289,7 +289,8 @@ def test_torch_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kept() -> None:
-    assert sdpa.kept(None, False, ()) == {} and sdpa.kept(None, True, ()) == {"mask": mask.Causal("top_left")}
+    assert sdpa.kept(None, False, (1, 1, 5, 5)) == {} and sdpa.kept(None, True, (1, 1, 5, 5)) == {"causal": True}
+    assert sdpa.kept(None, True, (1, 1, 5, 6)) == {"mask": mask.Causal("top_left")}
 
 
 def test_a_mask_that_requires_grad() -> None:

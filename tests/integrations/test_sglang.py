@@ -32,14 +32,31 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name, module in like.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    """What SGLang's registry has of rawattn: its own registry and classes where they can be imported, else ones of their form."""
+    try:
+        importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
+        importlib.import_module("sglang.srt.mem_cache.memory_pool")
+        importlib.import_module("sglang.srt.arg_groups.choices")
+    except ImportError:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:  # what was imported in part
+            monkeypatch.delitem(sys.modules, name)
+        for name, module in like.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, DOOR, raising=False)
     plugin.register()
     plugin.register()
-    assert like.CHOICES.count("rawattn") == 1
-    yield like.BACKENDS["rawattn"]
+    assert importlib.import_module("sglang.srt.arg_groups.choices").ATTENTION_BACKEND_CHOICES.count("rawattn") == 1
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    yield registry.ATTENTION_BACKENDS["rawattn"]
     sys.modules.pop(DOOR, None)
+
+
+def modes() -> Any:
+    """SGLang's own ``ForwardMode``, or the one of its form."""
+    try:
+        return importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
+    except ImportError:
+        return like.ForwardMode
 
 
 def runner(device: str, page_size: int = 1) -> Any:
@@ -103,9 +120,9 @@ def test_steps(window: int, page_size: int, make: Any, device: str) -> None:
     keys: list[Any] = [torch.empty(0, KV_HEADS, DIM, dtype=dtype)] * 3
     values = list(keys)
     backend.init_cuda_graph_state(4, 4)
-    lens, extend, decode = [0, 0, 0], like.ForwardMode.EXTEND, like.ForwardMode.DECODE
+    lens, extend, decode = [0, 0, 0], modes().EXTEND, modes().DECODE
     for new, mode, way in (
-        ([5, 17, 1], extend, "eager"), ([1, 2, 9], like.ForwardMode.MIXED, "eager"), ([1, 1, 1], decode, "eager"),
+        ([5, 17, 1], extend, "eager"), ([1, 2, 9], modes().MIXED, "eager"), ([1, 1, 1], decode, "eager"),
         ([1, 1, 1], decode, "capture"), ([1, 1, 1], decode, "replay"),
     ):  # fmt: skip
         lens = [a + b for a, b in zip(lens, new, strict=True)]
@@ -123,14 +140,14 @@ def test_steps(window: int, page_size: int, make: Any, device: str) -> None:
         tolerance = 1e-5 if device == "cpu" else 2e-2
         wanted = expected(q, keys, values, new, 99 if window < 0 else window)
         torch.testing.assert_close(o.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
-    backend.init_forward_metadata(batch(run, [1], [1], like.ForwardMode.IDLE))
+    backend.init_forward_metadata(batch(run, [1], [1], modes().IDLE))
     assert backend.forward_metadata is None
 
 
 def test_refusals(make: Any) -> None:
     run = runner("cpu")
     backend, q = make(run), torch.randn(1, HEADS * DIM)
-    given = batch(run, [1], [3], like.ForwardMode.DECODE)
+    given = batch(run, [1], [3], modes().DECODE)
     backend.init_forward_metadata(given)
     for more in ({"is_cross_attention": True}, {"attn_type": "encoder_only"}, {"xai_temperature_len": 4}):
         with pytest.raises(UnsupportedError, match=f"{next(iter(more))} is .*does not serve it in SGLang"):
@@ -140,9 +157,9 @@ def test_refusals(make: Any) -> None:
     with pytest.raises(UnsupportedError, match="q_rope is a Tensor"):
         backend.forward_decode(q, None, None, layer(), given, q_rope=q)
     with pytest.raises(UnsupportedError, match="speculative decoding"):
-        backend.init_forward_metadata(batch(run, [1], [3], like.ForwardMode.TARGET_VERIFY))
+        backend.init_forward_metadata(batch(run, [1], [3], modes().TARGET_VERIFY))
     with pytest.raises(UnsupportedError, match=r"a graph of .*EXTEND"):
-        backend.init_forward_metadata_out_graph(batch(run, [1], [3], like.ForwardMode.EXTEND))
+        backend.init_forward_metadata_out_graph(batch(run, [1], [3], modes().EXTEND))
     run.token_to_kv_pool.k.zero_()
     sinks = backend.forward_decode(q, None, None, layer(), given, sinks=torch.full((HEADS,), 60.0))
     assert sinks.abs().max() < 1e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import rawattn
 from rawattn.plans import KEPT_CALLS, KEPT_LAUNCHES
-from rawattn.testing import Case, expect
+from rawattn.testing import Case, expect, expect_backward
 from tests.calls import attend
 
 torch = pytest.importorskip("torch")
@@ -44,6 +45,95 @@ def test_cupy(case: Case) -> None:
     out = case.out("cupy", 0)
     assert attend(case, *inputs, out=out)[0] is out
     assert same([out], [o])
+
+
+def test_cupy_backward_into_given_arrays() -> None:
+    cupy = pytest.importorskip("cupy")
+    inputs, (do, dlse) = CASE.inputs("cupy", 0), CASE.output_gradients("cupy", 0)
+    o, lse = rawattn.attention(*inputs, **CASE.options, return_lse=True)
+    wanted = rawattn.attention_backward(do, *inputs, o, lse, dlse=dlse, **CASE.options)
+    expect_backward(do, *inputs, dlse=dlse, **CASE.options).check(*wanted)
+    wide = [cupy.full((*x.shape[:-1], 2 * x.shape[-1]), 77, x.dtype) for x in inputs]
+    out = tuple(x[..., : x.shape[-1] // 2] for x in wide)  # views, whose other half is left alone
+    for _ in range(2):
+        found = rawattn.attention_backward(do, *inputs, o, lse, dlse=dlse, out=out, **CASE.options)
+        assert all(a is b for a, b in zip(found, out, strict=True)) and same(found, wanted)
+        assert all((x[..., x.shape[-1] // 2 :] == 77).all() for x in wide)
+        for x in out:
+            x[...] = 5
+
+
+@pytest.mark.parametrize("kind", ["pool", "asynchronous"])
+def test_cupy_memory(kind: str) -> None:
+    """Results and scratch memory come from the allocator that CuPy has at the time."""
+    cupy = pytest.importorskip("cupy")
+    inputs, (do, _) = CASE.inputs("cupy", 0), CASE.output_gradients("cupy", 0)
+    o, lse = rawattn.attention(*inputs, **CASE.options, return_lse=True)
+    wanted = rawattn.attention_backward(do, *inputs, o, lse, **CASE.options)
+    try:
+        pool = cupy.cuda.MemoryPool() if kind == "pool" else cupy.cuda.MemoryAsyncPool()
+    except RuntimeError as error:
+        pytest.skip(f"needs stream-ordered memory: {error}")
+    asked: list[int] = []
+
+    def malloc(size: int) -> Any:
+        asked.append(size)
+        return pool.malloc(size)
+
+    with cupy.cuda.using_allocator(malloc):
+        for _ in range(3):  # each time what was freed is used again
+            own, own_lse = rawattn.attention(*inputs, **CASE.options, return_lse=True)
+            found = rawattn.attention_backward(do, *inputs, own, own_lse, **CASE.options)
+            assert same((own, *found), (o, *wanted))
+    assert sum(asked) >= 3 * (o.nbytes + sum(x.nbytes for x in wanted))
+    del own, own_lse, found
+
+
+def test_cupy_captures_a_call() -> None:
+    cupy = pytest.importorskip("cupy")
+    inputs, out = CASE.inputs("cupy", 0), CASE.out("cupy", 0)
+    rawattn.attention(*inputs, **CASE.options, out=out)  # compiles before the capture
+    cupy.cuda.Device(0).synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        rawattn.attention(*inputs, **CASE.options, out=out)
+        graph = stream.end_capture()
+        for factor in (1, -1):
+            inputs[0] *= factor
+            out[...] = 5
+            graph.launch()
+            stream.synchronize()
+            assert same([out], [rawattn.attention(*inputs, **CASE.options)])
+
+
+def test_cupy_streams_of_threads() -> None:
+    """Each thread has a default stream of its own, and calls of several meet in kept launches."""
+    cupy = pytest.importorskip("cupy")
+    given = [CASE.inputs("cupy", 0), [-x for x in CASE.inputs("cupy", 0)]]
+    wanted = [rawattn.attention(*each, **CASE.options) for each in given]
+    cupy.cuda.get_current_stream().synchronize()
+
+    def work(i: int) -> bool:
+        with cupy.cuda.Device(0), cupy.cuda.Stream.ptds as stream:
+            found = [rawattn.attention(*given[i % 2], **CASE.options) for _ in range(20)]
+            stream.synchronize()
+            return all(same([x], [wanted[i % 2]]) for x in found)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(8)))
+
+
+def test_cupy_on_a_device_that_is_not_current() -> None:
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    here, there = CASE.inputs("cupy", 0), CASE.inputs("cupy", 1)
+    with cupy.cuda.Device(0):
+        o, lse = attend(CASE, *there)
+        assert o.device.id == lse.device.id == 1 and cupy.cuda.Device().id == 0
+        with cupy.cuda.Device(1):
+            cupy.cuda.get_current_stream().synchronize()
+        assert same((o, lse), attend(CASE, *here))
 
 
 def test_numba() -> None:

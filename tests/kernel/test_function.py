@@ -56,6 +56,18 @@ def test_masks(name: str, kernel: Any) -> None:
         check(dataclasses.replace(CASE, q_len=n, kv_len=m), kernel, mask=on_gpu(name, n, m))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("begin", [0, 1, 2, 3, 4])
+def test_elements_for_each_pair_wherever_rows_begin(begin: int, dtype: str) -> None:
+    """Rows that begin at 16 bytes, at words, and at odd elements of two bytes; with keys that are left out between."""
+    every = torch.randn(2, 2, 333, 480 + begin % 2, device="cuda", dtype=getattr(torch, dtype))
+    bias, ids = every[..., begin : begin + 470], torch.arange(470, device="cuda", dtype=torch.int32) // 150
+    check(CASE, ATTN_FWD, bias=bias)
+    check(CASE, ATTN_FWD, bias=bias, causal=True)
+    check(CASE, ATTN_FWD, score=lambda s, b, h, q, kv: s + bias[b, h, q, kv], mask=lambda q, kv: (ids[q] == ids[kv]) | (kv < 2))
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str, kernel: Any) -> None:
@@ -233,6 +245,27 @@ def test_gradients(head_dim: int, kernel: str | None) -> None:
         again = rawattn.attention_backward(do, *given, o, lse, dlse=dlse, **options, kernel=kernel)
     expect_backward(do, *given, dlse=dlse, **options).check(*found)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "the same bits"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("kernel", [None, "attn_bwd_mma", "attn_bwd_simt"])
+def test_gradients_by_parts_of_the_keys(kernel: str | None, deterministic: bool) -> None:
+    """Calls on some of the keys, by o and lse over all of them: tiles of queries that keep none of a call's keys have finite
+    logarithms, and dq = 0. Parts add up to the whole, as those of ranks do."""
+    for head_dim in (64, 128, 256):
+        case = dataclasses.replace(CASE, head_dim=head_dim, head_dim_v=head_dim)
+        (q, k, v), (do, _) = case.inputs("torch", "cuda"), case.output_gradients("torch", "cuda")
+        options = {"mask": on_gpu("documents", 333, 470), "score": on_gpu("alibi", 333, 470), "deterministic": deterministic}
+        with poisoned_memory():
+            o, lse = rawattn.attention(q, k, v, **options, return_lse=True)
+            whole = rawattn.attention_backward(do, q, k, v, o, lse, **options, kernel=kernel)
+            parts = [
+                rawattn.attention_backward(do, q, k[:, a:b], v[:, a:b], o, lse, q_offset=0, kv_offset=a, **options, kernel=kernel)
+                for a, b in ((0, 100), (100, 300), (300, 470))
+            ]
+        dq, dk, dv = sum(x[0].float() for x in parts), *(torch.cat([x[i] for x in parts], 1).float() for i in (1, 2))
+        for name, x, y in zip(("dq", "dk", "dv"), (dq, dk, dv), whole, strict=True):
+            torch.testing.assert_close(x, y.float(), rtol=2e-2, atol=2e-2, msg=lambda words, name=name: f"{name}: {words}")
 
 
 def test_autograd_and_compile() -> None:

@@ -29,6 +29,17 @@ struct DqAtOnce {
             own.arrive(own.smem.do_empty[step.stage()]);
         }
     }
+    // The products with dS that are zeros change nothing, but this warpgroup's part of dq has the others' dS.
+    template <class Consumer>
+    __device__ void skip_step(Consumer& own, const Rows& rows, const Walk& at, const Mask& mask) {
+        own.await_space_of_ds();
+        own.leave_ds();
+        if (!own.makes_dq()) return;
+        own.start_dq(own.step);
+        ptx::wgmma_wait<0>();
+        own.await_space_of_dq(own.step);
+        own.give_dq(rows, {at.head, at.tile, at.turn(mask)}, own.step);
+    }
     template <class Consumer>
     __device__ void end_work(Consumer& own, const Rows&) { own.tell_dq(); }
 };

@@ -7,8 +7,8 @@
 struct ConstantTime : OnlineSoftmax {
     __device__ ConstantTime(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 
-    template <class S, int n, class Logits, class Again>
-    __device__ bool next(float (&s)[n], const PlacedScore<S>&, bool, Logits logits, Again) {
+    template <class Placed, int n, class Logits, class Again>
+    __device__ bool next(float (&s)[n], const Placed&, bool, Logits logits, Again) {
         logits();
         find_top(s);
         move();

@@ -6,8 +6,8 @@
 struct LazyRescale : OnlineSoftmax {
     __device__ LazyRescale(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 
-    template <class S, int n, class Logits, class Again>
-    __device__ bool next(float (&s)[n], const PlacedScore<S>&, bool, Logits logits, Again) {
+    template <class Placed, int n, class Logits, class Again>
+    __device__ bool next(float (&s)[n], const Placed&, bool, Logits logits, Again) {
         logits();
         return update(s);
     }

@@ -20,8 +20,8 @@ struct SpeculativeMax : OnlineSoftmax {
 
     __device__ SpeculativeMax(const Args&, const Rows&, const WorkTile&, float scale_log2) : OnlineSoftmax(scale_log2) {}
 
-    template <class S, int n, class Logits, class Again>
-    __device__ bool next(float (&s)[n], const PlacedScore<S>& score, bool full, Logits logits, Again again) {
+    template <class Placed, int n, class Logits, class Again>
+    __device__ bool next(float (&s)[n], const Placed& score, bool full, Logits logits, Again again) {
         if (state == speculating && full) {
             bool far = !exponentiate_unseen(s, score, logits);
             float parts[rows_each];
@@ -46,17 +46,17 @@ struct SpeculativeMax : OnlineSoftmax {
         return moved;
     }
     // From dot products to weights, through no logit where the score can do without. False where this is not good for all of them.
-    template <class S, int n, class Logits>
-    __device__ bool exponentiate_unseen(float (&s)[n], const PlacedScore<S>& at, Logits logits) const {
+    template <class Placed, int n, class Logits>
+    __device__ bool exponentiate_unseen(float (&s)[n], const Placed& at, Logits logits) const {
         if constexpr (requires(u32 within) { at.score.exponent(0.f, 0.f, within); }) {
             u32 within = ~0u;
             exponentiate(s, [&](float x, float less) { return at.score.exponent(x, less, within); });
             return within >> 31;
         } else if constexpr (requires { at.score.exponents(0, 0, 0.f); }) {
+            float less[rows_each];
 #pragma unroll
-            for (int r = 0; r < rows_each; ++r) {
-                map_row(at.score.exponents(at.row + 8 * r, at.first, -max[r] * scale_log2), s, r);
-            }
+            for (int r = 0; r < rows_each; ++r) less[r] = -max[r] * scale_log2;
+            at.exponents(s, less);
 #pragma unroll
             for (int i = 0; i < n; ++i) s[i] = ptx::exp2(s[i]);
             return true;

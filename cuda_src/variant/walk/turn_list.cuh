@@ -1,6 +1,7 @@
 #pragma once
 // In which order key tiles add to a tile of dq where those that do are a list with holes: ascending. Nobody counts them. The counter
 // of the tile says which key tile's turn has come; that of the first one as its complement, so that it knows that there is no sum yet.
+// Where no key tile adds, the counter is 0, which no other one ever is: the first is negative, and no tile comes after it as tile 0.
 #include "variant/walk/scan.cuh"
 
 struct ListTurn {
@@ -10,7 +11,8 @@ struct ListTurn {
     // By a whole warp: what the counter begins with.
     __device__ static i32 first(const Mask& mask, const Rows& rows, const WorkTile& work) {
         Scan<KeyTiles, true> scan({mask, rows, work.head, work.q_begin, cfg::tile_q});
-        return ~scan.next([&](i32 tile) { return u32(scan.line.classify(tile)); }).tile;
+        const Visit found = scan.next([&](i32 tile) { return u32(scan.line.classify(tile)); });
+        return found.classes ? ~found.tile : 0;
     }
     // By a lane: the next key tile that adds to a tile of dq.
     __device__ static i32 find_next(const Boxes& boxes, i32 q_tile, i32 kv_tile) {

@@ -1,0 +1,48 @@
+#pragma once
+// The steps of a work in two loops of attn_bwd.cu: one for tiles that the mask cuts, and one for those that it keeps whole, in which
+// nothing of the mask takes registers or instructions. Of a tile that is cut a warpgroup may keep nothing: it skips its products.
+#include "variant/walk/q_interval.cuh"
+
+struct FullStep {
+    __device__ static constexpr bool is_full(const Walk&) { return true; }
+};
+struct CutStep {
+    __device__ static constexpr bool is_full(const Walk&) { return false; }
+};
+
+struct StepsApart {
+    template <class Consumer>
+    __device__ static void run(Consumer& own, const Rows& rows, Walk& at, i32 key) {
+        while (at.more()) {
+#pragma unroll 1
+            for (; at.more() && !at.is_full(); at.advance()) {
+                const Mask mask(own.args, rows, at.work_tile());
+                if (keeps_any(mask, at, key)) own.template do_step<CutStep>(rows, at, key);
+                else skip(own, rows, at, mask);
+            }
+#pragma unroll 1
+            for (; at.more() && at.is_full(); at.advance()) own.template do_step<FullStep>(rows, at, key);
+        }
+    }
+    // A step without products with this warpgroup's keys: its dS are zeros, and its turn to make dq stays.
+    template <class Consumer>
+    __device__ static void skip(Consumer& own, const Rows& rows, const Walk& at, const Mask& mask) {
+        const u32 stage = own.step.stage(), parity = own.step.parity();
+        own.smem.q_full[stage].wait(parity);
+        own.smem.do_full[stage].wait(parity);
+        own.tell_dq();
+        __syncwarp();  // all lanes have seen the tiles: one that has not would wait for the next ones
+        own.arrive(own.smem.do_empty[stage]);
+        own.arrive(own.smem.q_empty[stage]);
+#pragma unroll
+        for (u32& x : own.ds) x = 0;
+        own.order.skip_step(own, rows, at, mask);
+        own.next_step();
+    }
+    // Of the 64 keys of a warpgroup.
+    __device__ static bool keeps_any(const Mask& mask, const Walk& at, i32 key) {
+        const i32 first = i32(ptx::uniform(key & ~63));
+        const TileRange tiles = mask.q_tiles(first, first + 64);
+        return at.tile >= tiles.begin && at.tile < tiles.end;
+    }
+};
