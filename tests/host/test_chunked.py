@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import ProblemError, UnsupportedError, compiler, tma
+from rawattn import ProblemError, UnsupportedError, compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma
 from rawattn.kernel.attn_fwd import Config
@@ -250,30 +250,3 @@ def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
 def test_configurations_are_those_of_plain_tensors() -> None:
     op = Decode(page=16, q_len=2048).operation
     assert select(op, TYPICAL["sm_90a"]).config == select(over_tensors(op), TYPICAL["sm_90a"]).config
-
-
-def test_heads_side_by_side() -> None:
-    """The map of q for tiles whose rows are queries of several heads, of one length and end to end."""
-    same = tma.heads_geometry("q", (3, 70, 8, 128), (71680, 1024, 128, 1), 2, 4, 128)
-    assert same.sizes == (128, 8, 70, 3, 1) and same.box == (64, 4, 32, 1, 1)
-    assert same.strides[:3] == (256, 2048, 143360) and same.batch_step == 1
-    assert tma.heads_geometry("q", (3, 70, 8, 128), (0, 1024, 128, 1), 2, 4, 128).batch_step == 0
-    ends = tma.heads_geometry("q", (70, 8, 128), (1024, 128, 1), 2, 8, 64)
-    assert ends.sizes[2] == 1 << 30 and ends.strides == (256, 2048, (1 << 34) - 2048, 2048) and ends.box[1:3] == (8, 8)
-    with pytest.raises(ProblemError, match="q has a head stride of 0"):
-        tma.heads_geometry("q", (70, 8, 128), (1024, 0, 1), 2, 8, 64)
-
-
-def test_pools_that_tma_reads() -> None:
-    """Any strides: of pages with gaps between them, interleaved, of one page; a pool that is too large is refused."""
-    found = tma.page_rows_geometry("k_cache", (7, 16, 8, 128), (40960, 1024, 128, 1), 2, 16)
-    assert (found.page_steps, found.row_steps, found.head_step) == (40, 1, 1)
-    assert found.strides == (2048, 256, (1 << 34) - 2048, 2048) and found.box == (64, 16, 1, 1, 1)
-    odd = tma.page_rows_geometry("k_cache", (7, 16, 1, 128), (2056, 128, 3, 1), 2, 16)
-    assert (odd.page_steps, odd.row_steps, odd.head_step, odd.strides[-1]) == (257, 16, 0, 16)
-    large = tma.page_rows_geometry("k_cache", (1 << 22, 64, 8, 128), (65536, 1024, 128, 1), 2, 64)
-    assert large.page_steps == 64, "2^28 rows, 2^38 elements"
-    one = tma.page_rows_geometry("k_cache", (1, 1, 2, 64), (0, 0, 64, 1), 2, 8)
-    assert (one.page_steps, one.strides[0]) == (0, 16)
-    with pytest.raises(ProblemError, match="k_cache has 67108864 pages 2064 bytes apart"):
-        tma.page_rows_geometry("k_cache", (1 << 26, 16, 1, 64), (1032, 64, 1, 1), 2, 16)

@@ -9,7 +9,7 @@ import pytest
 
 from rawattn.arrays import CPU, Array
 from rawattn.errors import ProblemError
-from rawattn.operand import PLAIN, Layout, Operand, check_contiguous, check_output, describe, layout_of
+from rawattn.operand import PLAIN, Layout, Operand, check_contiguous, check_output, check_whole, describe, layout_of
 
 K = Operand("k", "bf16", (2, 7, 3, 8))
 
@@ -52,6 +52,14 @@ def test_check_contiguous() -> None:
     for stride in (0, 2, -1):
         with pytest.raises(ProblemError, match=f"q has a stride of {stride} in its last dimension"):
             check_contiguous("q", array(3, 2, strides=(2, stride)))
+
+
+def test_check_whole() -> None:
+    for good in (GOOD, array(), array(1, 4, strides=(9, 1)), array(0, 3, strides=(7, 7)), array(3, 1, strides=(1, 8))):
+        check_whole("lse", good)
+    for strides in ((8, 1), (1, 3), (4, 2)):
+        with pytest.raises(ProblemError, match=r"lse has strides .*; it must be contiguous, \(4, 1\): lse\.contiguous\(\)"):
+            check_whole("lse", array(2, 4, strides=strides))
 
 
 def check(out: Array, alignment: int = 16, **inputs: Array | None) -> None:

@@ -14,7 +14,8 @@ from rawattn.device import TYPICAL
 from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.operand import Layout, Operand
-from rawattn.operation.forward import LONGEST, Forward
+from rawattn.operation.base import FEW_ROWS
+from rawattn.operation.forward import LONGEST, Forward, check_has_seed, limits
 from rawattn.select import KERNELS, select
 from rawattn.spec import Spec
 from rawattn.variant.element import BF16, FP32, FP64
@@ -318,3 +319,152 @@ def test_resized_is_replaced() -> None:
     assert DENSE.flops and DENSE.inputs  # which are kept with the value
     found, wanted = DENSE.resized(3, 9, 11), replace(DENSE, batch=3, q_len=9, kv_len=11)
     assert found == wanted and (found.flops, found.bytes, found.inputs) == (wanted.flops, wanted.bytes, wanted.inputs)
+
+
+# ---- keys of calls -------------------------------------------------------------------------------------------------------
+
+NO_OFFSETS: dict[str, Any] = {"q_offset": None, "kv_offset": None}
+
+
+def signature(
+    *shape: int, dtype: str = "float32", pointer: int = 1 << 20, place: Any = "gpu 0", last: int = 1
+) -> tuple[Any, ...]:
+    """The first of an array's signature are its pointer and dtype, then shape and strides, then where it lies."""
+    strides = *(math.prod(shape[i + 1 :]) for i in range(len(shape) - 1)), last
+    return pointer, np.dtype(dtype), shape, strides, place
+
+
+def family(q: Any = None, k: Any = None, v: Any = None, **offsets: Any) -> Any:
+    """The key of 2 x 5 queries of 4 heads, 9 keys of 2, or of other signatures."""
+    plain = signature(2, 5, 4, 8), signature(2, 9, 2, 8), signature(2, 9, 2, 16)
+    given = tuple(each or usual for each, usual in zip((q, k, v), plain, strict=True))
+    return Forward.family(given, {**NO_OFFSETS, **offsets})
+
+
+def test_family() -> None:
+    """A key for each: lengths to three significant bits, heads and columns as they are."""
+    assert family() == (np.dtype("float32"), "gpu 0", 2, 5, 10, 4, 2, 8, 16)
+    assert family() == family(k=signature(2, 10, 2, 8), v=signature(2, 10, 2, 16)) == family(q_offset=FEW_ROWS - 1)
+    most = FEW_ROWS // 4 - 1
+    assert family(signature(1, most, 4, 8), signature(1, 9, 2, 8), signature(1, 9, 2, 16)) is not None
+    assert family(*(signature(1, n, 4, 8) for n in (5, FEW_ROWS - 1, FEW_ROWS - 1))) is not None
+
+
+OUTSIDE: dict[str, dict[str, Any]] = {
+    "rank": {"q": signature(5, 4, 8)},
+    "empty": {"q": signature(2, 0, 4, 8)},
+    "columns": {"k": signature(2, 9, 2, 8, last=2)},
+    "dtype": {"v": signature(2, 9, 2, 16, dtype="float16")},
+    "place": {"k": signature(2, 9, 2, 8, place="gpu 1")},
+    "address": {"v": signature(2, 9, 2, 16, pointer=8)},
+    "keys without values": {"v": signature(2, 8, 2, 16)},
+    "heads of v": {"v": signature(2, 9, 4, 16)},
+    "batch": {"q": signature(3, 5, 4, 8)},
+    "head_dim": {"q": signature(2, 5, 4, 16)},
+    "many queries": {"q": signature(2, FEW_ROWS // 8, 4, 8)},
+    "many keys": {name: signature(1, FEW_ROWS if name != "q" else 5, 4, 8) for name in "qkv"},
+    "far queries": {"q_offset": FEW_ROWS},
+    "far keys": {"kv_offset": FEW_ROWS, "q_offset": 3},
+}
+
+
+@pytest.mark.parametrize("given", OUTSIDE.values(), ids=OUTSIDE)
+def test_no_family(given: dict[str, Any]) -> None:
+    assert family(**given) is None
+
+
+def test_no_family_of_other_arrays() -> None:
+    each = signature(2, 5, 4, 8)
+    assert Forward.family((each, each, each), NO_OFFSETS) is not None
+    assert Forward.family((each, each), NO_OFFSETS) is None and Forward.family((each, each, None), NO_OFFSETS) is None
+
+
+def test_coarse_offsets() -> None:
+    assert Forward.coarse(NO_OFFSETS) is NO_OFFSETS
+    assert Forward.coarse({"q_offset": 1025, "kv_offset": None, "causal": 1}) == {"q_offset": 1280, "kv_offset": 0, "causal": 1}
+    assert Forward.coarse({"q_offset": 9, "kv_offset": 11})["kv_offset"] == 12
+
+
+def test_resized_to_arrays() -> None:
+    """The lengths of q and k, and the offsets; the same value where all are its own."""
+    assert DENSE.resized_to(dense(), NO_OFFSETS) is DENSE
+    for arrays, offsets, changes in (
+        (dense(q=array(2, 6, 4, 8)), NO_OFFSETS, {"q_len": 6}),
+        (dense(k=array(2, 8, 2, 8)), NO_OFFSETS, {"kv_len": 8}),
+        (dense(q=array(3, 5, 4, 8)), NO_OFFSETS, {"batch": 3}),
+        (dense(), {"q_offset": 3, "kv_offset": None}, {"q_offset": 3, "kv_offset": 0}),
+    ):
+        assert DENSE.resized_to(arrays, offsets) == replace(DENSE, **changes)
+
+
+def test_rounded() -> None:
+    """Operations of nearly the same size share a key; offsets stay where positions end."""
+    op = replace(DENSE, q_len=17, kv_len=33, batch=9, q_offset=1025, kv_offset=LONGEST - 40)
+    near = op.rounded()
+    assert (near.batch, near.q_len, near.kv_len, near.total_q, near.total_kv) == (10, 20, 40, 200, 400)
+    assert near.spec.offsets == (1280, LONGEST - 1 - 40)
+    assert op.selection_key == replace(op, q_offset=1027).selection_key != replace(op, q_len=21).selection_key
+    packed = replace(VARLEN, q_len=9, total_q=17, total_kv=33, q_offset=LONGEST - 18, kv_offset=0).rounded()
+    assert (packed.q_len, packed.total_q, packed.total_kv, packed.spec.offsets) == (10, 20, 40, (LONGEST - 1 - 20, 0))
+
+
+def test_limits_of_functions() -> None:
+    """Offsets count, and of packed sequences all rows."""
+    assert limits(dense(), {}) == limits(dense(), NO_OFFSETS) == (2, 4, 5, 7, 0, 0)
+    assert limits(dense(), {"q_offset": 10, "kv_offset": 20}) == (2, 4, 15, 27, 0, 0)
+    assert limits(varlen(), {}) == (3, 4, 9, 11, 9, 11)
+
+
+def test_numbers_of_arrays() -> None:
+    """Errors name the argument, the place, what is there and what is needed."""
+    rows = {"q": np.zeros((9, 4, 8)), "k": np.zeros((11, 2, 8))}
+    good = {**rows, "cu_seqlens_q": np.array([0, 4, 4, 9]), "cu_seqlens_kv": np.array([0, 3, 3, 10])}
+    VARLEN.check_numbers({**good, "q_lens": np.array([4, 0, 5]), "kv_lens": np.array([0, 0, 7])})
+    for name, starts, most in (
+        ("cu_seqlens_q", [1, 4, 4, 9], 9), ("cu_seqlens_kv", [0, 4, 3, 9], 11), ("cu_seqlens_q", [0, 1, 1, 10], 9),
+        ("cu_seqlens_kv", [0, 1, 1, 12], 11),
+    ):  # fmt: skip
+        with pytest.raises(ProblemError, match=f"{name} is .*end with at most {most}, {'q' if most == 9 else 'k'}'s rows"):
+            VARLEN.check_numbers({**good, name: np.array(starts)})
+    for name, lens, message in (
+        ("q_lens", [4, 1, 5], r"q_lens\[1\] is 1; it must be from 0 to 0"), ("kv_lens", [3, 0, 8], r"kv_lens\[2\] is 8; .* to 7"),
+        ("q_lens", [-1, 0, 6], r"q_lens\[0\] is -1; it must be from 0 to 4, the sequence's rows of q"),
+    ):  # fmt: skip
+        with pytest.raises(ProblemError, match=message):
+            VARLEN.check_numbers({**good, name: np.array(lens)})
+    plain = {"q": np.zeros((2, 5, 4, 8)), "k": np.zeros((2, 7, 2, 8))}
+    DENSE.check_numbers({**plain, "q_lens": np.array([0, 5]), "kv_lens": np.array([7, 7])})
+    with pytest.raises(ProblemError, match=r"kv_lens\[1\] is 8; it must be from 0 to 7"):
+        DENSE.check_numbers({**plain, "kv_lens": np.array([7, 8])})
+
+
+def test_one_length_for_each_sequence() -> None:
+    for given, batch in ((dense, 2), (varlen, 3)):
+        for name in ("q_lens", "kv_lens"):
+            assert getattr(Forward.of(given(**{name: array(batch, dtype="int32")}), Spec()), name) is True
+            refused(
+                given(**{name: array(8, dtype="int32")}), f"{name} is int32 of shape (8,); it must be int32 of shape ({batch},)"
+            )
+
+
+SEEDS = {
+    "is fp32 of shape (1,); it must be an int, or one int64 in an array of shape (1,)": array(1, dtype="fp32"),
+    "is int64 of shape (2,)": array(2, dtype="int64"),
+    "is int64 of shape ()": array(dtype="int64"),
+    "is on GPU 1 but q is on GPU 0": array(1, dtype="int64", device=1),
+}
+
+
+@pytest.mark.parametrize("message, seed", SEEDS.items())
+def test_wrong_seed(message: str, seed: Array) -> None:
+    refused(dense(seed=seed), f"seed {message}")
+
+
+def test_a_seed_goes_with_dropout() -> None:
+    seed = array(1, dtype="int64")
+    assert Forward.of(dense(seed=seed), Spec(dropout=0.5)).spec.dropout == 0.5
+    check_has_seed({"seed": seed}, 0.5), check_has_seed({}, 0.0)
+    with pytest.raises(ProblemError, match=r"seed was given, and dropout is 0\.0; it goes with a dropout above"):
+        check_has_seed({"seed": seed}, 0.0)
+    with pytest.raises(ProblemError, match=r"seed is missing, and dropout is 0\.5; it is needed for a dropout above"):
+        check_has_seed({}, 0.5)

@@ -22,7 +22,7 @@ from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operand import Layout
-from rawattn.plans import _form
+from rawattn.plans import _addresses, _form, _map
 from rawattn.program import (
     AxisStride,
     Buffer,
@@ -30,6 +30,10 @@ from rawattn.program import (
     Dim,
     Field,
     Launch,
+    PackedHeads,
+    PageRows,
+    Pages,
+    Parts,
     Pointer,
     Program,
     Scratch,
@@ -68,6 +72,37 @@ def test_lengths_and_strides_of_any_array() -> None:
     array = Array("numpy", CPU, "int32", (2, 3, 4), (100, 20, 1), 64, None)
     assert [_form(Dim("x", axis), array) for axis in range(3)] == [2, 3, 4]
     assert [_form(AxisStride("x", axis), array) for axis in range(3)] == [100, 20, 1]
+    pages = Array("numpy", CPU, "fp32", (7, 3, 4, 5), (1000, 100, 20, 1), 64, None)
+    assert struct.unpack("<5q", _form(Pages("x", 0), pages)) == (0, 4000, 400, 80, 7), "strides in bytes, then the pages"
+    assert struct.unpack("<4q", _form(View("x"), pages)) == (0, 4000, 400, 80)
+    assert [_form(Stride("x", axis), pages) for axis in ("batch", "row", "head", "line")] == [1000, 100, 20, 20]
+    packed = Array("numpy", CPU, "fp32", (9, 4, 5), (100, 20, 1), 64, None)
+    assert struct.unpack("<4q", _form(View("x"), packed)) == (0, 0, 400, 80), "which has no batch"
+
+
+def test_addresses_in_a_field() -> None:
+    """By operand or buffer, and where in the field; a tensor map has its own."""
+    assert _addresses(Parts(2)) == [("o_0", 0), ("lse_0", 8), ("o_1", 64), ("lse_1", 72)]
+    assert [_addresses(fill) for fill in (Pointer("q"), View("k"), Pages("v", 0))] == [[("q", 0)], [("k", 0)], [("v", 0)]]
+    assert _addresses(Scratch("a")) == [("scratch a", 0)]
+    assert [_addresses(fill) for fill in (Pages("v", 16), TensorMap("q", 64), Value(), Stride("q", "row"))] == [[]] * 4
+
+
+def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an empty pool nothing is read: its map is another array's, and no page lies in it."""
+    monkeypatch.setattr("rawattn.driver.tensor_maps", lambda *args: lambda pointer: repr(args).encode())
+    q = Array("numpy", CPU, "bf16", (1, 9, 4, 64), (2304, 256, 64, 1), 64, None)
+    pool = Array("numpy", CPU, "bf16", (7, 16, 2, 64), (4096, 128, 64, 1), 128, None)
+    none = pool._replace(shape=(0, 16, 2, 64))
+    for fill, k, name, rest in (
+        (PageRows("k", 16), pool, "k", (7, 1, 32, 1)),
+        (PageRows("k", 16), none, "q", (0, 0)),
+        (Pages("k", 16), pool, "k", (7,)),
+        (PackedHeads("q", 64, 4), pool, "q", (4, 0)),
+        (TensorMap("k", 64), pool, "k", (1, 1)),
+    ):
+        found, _, more = _map(fill, {"q": q, "k": k})
+        assert (found, struct.unpack(f"<{len(more) // 4}i", more)) == (name, rest)
 
 
 def test_scratch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from hypothesis import given
 
 import rawattn
 from rawattn.errors import ProblemError
-from rawattn.spec import Spec, option_from_json, option_to_json
+from rawattn.spec import Spec, is_int, make_offsets, option_from_json, option_to_json
 from rawattn.testing import Case, cases
 from rawattn.variant import Option
 from rawattn.variant.mask import Both, Causal, Full, Window
@@ -287,3 +288,44 @@ def test_long_ints_are_shown_by_their_first_digits(name: str, sign: int) -> None
     q, options = np.zeros((1, 4, 2, 8), np.float32), {"dropout": 0.5} if name == "seed" else {}
     with pytest.raises(ProblemError, match=rf"^{name} is -?100000\.\.\. \(an int of 5001 digits\)"):
         rawattn.attention(q, q, q, **options, **{name: sign * 10**5000})
+
+
+@pytest.mark.parametrize("seed", [0, -(1 << 63), (1 << 63) - 1, np.int64(-5), np.uint64((1 << 63) - 1)])
+def test_seeds_of_64_bits(seed: Any) -> None:
+    assert is_int(seed)
+
+
+@pytest.mark.parametrize("seed", [1 << 63, -(1 << 63) - 1, np.uint64(1 << 63)])
+def test_longer_seeds(seed: Any) -> None:
+    with pytest.raises(ProblemError, match=rf"seed is {int(seed)}; an int must be from -2\^63 to 2\^63 - 1"):
+        is_int(seed)
+
+
+def test_what_is_no_seed() -> None:
+    assert not is_int(np.zeros(1, np.int64)), "an array says itself what it holds"
+    for seed in (True, None, 1.5, "3"):
+        with pytest.raises(ProblemError, match=f"seed is {seed!r}; it must be an int, or one int64 in an array"):
+            is_int(seed)
+
+
+def test_one_rule_for_every_tile() -> None:
+    """A row's maximum is sought so where time must be constant, and where rows must be the same in any batch."""
+    found = {(time, same): Spec(constant_time=time, invariant=same).data_independent for time in (0, 1) for same in (0, 1)}
+    assert {key for key, value in found.items() if not value} == {(0, 0)}
+
+
+def test_offsets_are_two() -> None:
+    """One that is not given is 0 beside one that is."""
+    assert make_offsets(None, None) is None and Spec().offsets is None
+    assert make_offsets(3, None) == Spec(q_offset=3).offsets == (3, 0) and make_offsets(None, 4) == (0, 4)
+    assert make_offsets(0, None) == Spec(kv_offset=0).offsets == (0, 0)
+    assert Spec(q_offset=1).at(None).offsets is None and Spec().at((5, 6)).offsets == (5, 6)
+    with pytest.raises(ProblemError, match="kv_offset is -1; it must be an int >= 0, or None"):
+        make_offsets(0, -1)
+
+
+def test_built_in() -> None:
+    """A function gives way to the default, a mask or a score of this library stays."""
+    function: Any = types.SimpleNamespace(arrays=())
+    assert Spec(mask=function, score=Softcap(3.0), q_offset=2).built_in == Spec(score=Softcap(3.0), q_offset=2)
+    assert Spec(mask=Causal(), score=function).built_in == Spec(mask=Causal())

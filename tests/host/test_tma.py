@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rawattn import tma
+from rawattn.errors import ProblemError
 from rawattn.tma import ALIGNMENT, RAGGED_STRIDE_LIMIT, STRIDE_LIMIT, Geometry, geometry, tma_unsupported_reason, unaligned_reason
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -43,6 +44,20 @@ def views() -> dict[str, np.ndarray]:
         "one row": whole[:, :1],
         "one of everything": whole[:1, :1, :1],
     }
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("name", [name for name in views() if name != "expanded heads"])
+def test_map_of_several_heads_reads_each_element_where_it_lies(name: str, heads: int) -> None:
+    array = views()[name]
+    found = tma.heads_geometry("q", array.shape, tuple(stride // 2 for stride in array.strides), 2, heads, 64)
+    check_limits(found)
+    assert found.box == (64, heads, 64 // heads, 1, 1) and found.head_step == 1
+    for batch, row, head, column in itertools.product(*map(range, array.shape)):
+        where = sum(at * stride for at, stride in zip((batch, row, head, column), array.strides, strict=True))
+        assert address(found, column, head, row, batch * found.batch_step, 0) == where
+    for axis in (1, 2):  # heads, rows
+        assert address(found, *(found.sizes[axis] * (at == axis) for at in range(5))) is None
 
 
 @pytest.mark.parametrize("name", views())
@@ -226,3 +241,105 @@ def test_plain_arrays_are_readable() -> None:
         (SHAPE, (8, 8, 8, 1)),
     ):
         assert tma.readable(shape, strides, 2, 4096)
+
+
+# ---- maps of several heads, and of pages ---------------------------------------------------------------------------------
+
+
+def test_heads_side_by_side() -> None:
+    """The map of q for tiles whose rows are queries of several heads, of one length and end to end."""
+    same = tma.heads_geometry("q", (3, 70, 8, 128), (71680, 1024, 128, 1), 2, 4, 128)
+    assert same.sizes == (128, 8, 70, 3, 1) and same.box == (64, 4, 32, 1, 1)
+    assert same.strides[:3] == (256, 2048, 143360) and same.batch_step == 1
+    assert tma.heads_geometry("q", (3, 70, 8, 128), (0, 1024, 128, 1), 2, 4, 128).batch_step == 0
+    ends = tma.heads_geometry("q", (70, 8, 128), (1024, 128, 1), 2, 8, 64)
+    assert ends.sizes[2] == 1 << 30 and ends.strides == (256, 2048, (1 << 34) - 2048, 2048) and ends.box[1:3] == (8, 8)
+    with pytest.raises(ProblemError, match="q has a head stride of 0"):
+        tma.heads_geometry("q", (70, 8, 128), (1024, 0, 1), 2, 8, 64)
+
+
+def test_pools_that_tma_reads() -> None:
+    """Any strides: of pages with gaps between them, interleaved, of one page; a pool that is too large is refused."""
+    found = tma.page_rows_geometry("k_cache", (7, 16, 8, 128), (40960, 1024, 128, 1), 2, 16)
+    assert (found.page_steps, found.row_steps, found.head_step) == (40, 1, 1)
+    assert found.strides == (2048, 256, (1 << 34) - 2048, 2048) and found.box == (64, 16, 1, 1, 1)
+    odd = tma.page_rows_geometry("k_cache", (7, 16, 1, 128), (2056, 128, 3, 1), 2, 16)
+    assert (odd.page_steps, odd.row_steps, odd.head_step, odd.strides[-1]) == (257, 16, 0, 16)
+    large = tma.page_rows_geometry("k_cache", (1 << 22, 64, 8, 128), (65536, 1024, 128, 1), 2, 64)
+    assert large.page_steps == 64, "2^28 rows, 2^38 elements"
+    one = tma.page_rows_geometry("k_cache", (1, 1, 2, 64), (0, 0, 64, 1), 2, 8)
+    assert (one.page_steps, one.strides[0]) == (0, 16)
+    with pytest.raises(ProblemError, match="k_cache has 67108864 pages 2064 bytes apart"):
+        tma.page_rows_geometry("k_cache", (1 << 26, 16, 1, 64), (1032, 64, 1, 1), 2, 16)
+
+
+def test_rows_of_packed_heads() -> None:
+    """The same shifts as in the map of one head, past the heads."""
+    array = np.zeros((23, 3, 4, 16), np.uint16)[:, 1]
+    found = tma.heads_geometry("q", array.shape, tuple(stride // 2 for stride in array.strides), 2, 2, 64)
+    check_limits(found)
+    for (first, last), head in itertools.product([(0, 9), (9, 9), (9, 23)], range(4)):
+        for row in range(16):
+            where = address(found, 5, head, BOUND - (last - first) + row, BOUND, last)
+            inside = row < last - first
+            assert where == ((first + row) * array.strides[0] + head * array.strides[1] + 10 if inside else None)
+    one = tma.heads_geometry("q", (1, 1, 64), (3, 5, 1), 2, 1, 64)
+    assert one.strides == (16, 16, RAGGED_STRIDE_LIMIT - 16, 16) and (one.head_step, one.batch_step) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "columns, itemsize, panel", [(128, 2, 64), (64, 1, 64), (96, 2, 32), (16, 2, 16), (160, 1, 32), (256, 1, 128)]
+)
+def test_map_of_pages_reads_each_element_where_it_lies(columns: int, itemsize: int, panel: int) -> None:
+    pool = np.zeros((3, 2, 2, 5, columns), f"u{itemsize}")[:, 1].transpose(0, 2, 1, 3)  # heads first, beside another pool
+    found = tma.page_geometry(pool.shape, tuple(stride // itemsize for stride in pool.strides), itemsize, 4)
+    assert found.box == (panel, 4, columns // panel, 1, 1) and found.sizes == (panel, 5, columns // panel, 2, 3)
+    for page, row, head, column in itertools.product(*map(range, pool.shape)):
+        at = (row, column // panel, head, page)
+        where = itemsize * (column % panel) + sum(x * stride for x, stride in zip(at, found.strides, strict=True))
+        assert where == sum(x * s for x, s in zip((page, row, head, column), pool.strides, strict=True))
+    assert tma.page_geometry((1, 1, 1, 64), (3, 5, 7, 1), 2, 1).strides == (16, 128, 16, 16), "of one, any stride"
+
+
+@pytest.mark.parametrize("pages, rows, heads", [(7, 16, 4), (1, 16, 4), (7, 1, 4), (7, 16, 1)])
+def test_map_of_page_rows_reads_each_element_where_it_lies(pages: int, rows: int, heads: int) -> None:
+    """Boxes end where the rows of a page that count do; from there on are zeros."""
+    array = np.zeros((pages, heads, rows + 1, 16), np.uint16)[:, :, :rows].transpose(0, 2, 1, 3)
+    found = tma.page_rows_geometry("k_cache", array.shape, tuple(stride // 2 for stride in array.strides), 2, 8)
+    assert found.sizes[:3] == (16, BOUND, heads) and found.box == (64, 8, 1, 1, 1) and found.head_step == (heads > 1)
+    whole = Geometry(*found[:4], 0)
+    check_limits(whole)
+    for page, head, end in itertools.product(range(pages), range(heads), range(1, rows + 1)):
+        steps = page * found.page_steps + end * found.row_steps
+        for row in range(end + 1):
+            where = address(whole, 3, BOUND - end + row, head * found.head_step, BOUND, steps)
+            plain = sum(x * s for x, s in zip((page, row, head, 3), array.strides, strict=True))
+            assert where == (plain if row < end else None)
+
+
+def test_pool_of_one_head_for_all() -> None:
+    found = tma.page_rows_geometry("k_cache", (7, 16, 8, 64), (1024, 64, 0, 1), 2, 16)
+    assert (found.sizes[2], found.strides[1], found.head_step) == (1, 16, 0)
+
+
+def test_pools_at_the_limit_of_steps() -> None:
+    """The last step that the map has is a row of the last page."""
+    limit = (1 << 31) - 1
+
+    def pool(pages: int, rows: int = 16, row_elements: int = 8) -> tma.PageRowsGeometry:
+        return tma.page_rows_geometry("k_cache", (pages, rows, 1, 8), (8 * 16, row_elements, 8, 1), 2, 8)
+
+    fits = (limit - 1) // 16
+    assert pool(fits).page_steps == 16 and pool(fits).sizes[3:] == (limit, limit)
+    with pytest.raises(
+        ProblemError, match=rf"k_cache has {fits + 1} pages 256 bytes apart, of 16 rows 16 bytes apart; TMA counts"
+    ):
+        pool(fits + 1)
+    with pytest.raises(ProblemError, match="k_cache has 1 pages 0 bytes apart"):
+        pool(1, row_elements=1 << 33)
+    assert pool(1, row_elements=(1 << 33) - 8).strides[2] == 16
+
+
+def test_strides_that_are_never_used_may_be_anything() -> None:
+    found = geometry((1, 1, 1, 64), (3, 5, 7, 1), 2, 64)
+    assert found.strides == (16, 16, 16) and (found.head_step, found.batch_step) == (0, 0)

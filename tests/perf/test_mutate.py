@@ -96,7 +96,9 @@ def test_good_tests_kill_and_bad_ones_do_not(tree: pathlib.Path) -> None:
     good = run(tree, "--tests", "test_good.py", "--timeout", "6", "--record")
     assert good.returncode == 0, good.stderr
     counts = json.loads((tree / mutate.RECORD).read_text())["toy.py"]
-    assert list(counts) == ["mutants", "killed", "survived", "timeout"] and sum(counts.values()) == 2 * every
+    assert counts["mutants"] == every == sum(counts[name] for name in mutate.RESULTS) and counts["sample"] is None
+    assert mutate.score({"toy.py": counts}) in good.stdout
+    assert len(counts["alive"]) == every - counts["killed"] and "13: n -= 1 -> n += 1" in counts["alive"]
     assert counts["timeout"] >= 1 and "timeout  toy.py:13\n  - n -= 1\n  + n += 1\n" in good.stdout, "a loop without end"
     assert counts["survived"] == 1 and "survived  toy.py:5\n  - if x < low:\n  + if x <= low:\n" in good.stdout, "it is equal"
 
@@ -127,4 +129,10 @@ def test_tests_of_a_module() -> None:
     assert mutate.tests_of("rawattn/tma.py") == ["tests/host/test_tma.py"]
     assert mutate.tests_of("perf/tune.py") == ["tests/perf/test_tune.py"]
     for module in mutate.TESTS:
-        assert (root / module).is_file() and (root / mutate.tests_of(module)[0]).is_file()
+        assert all((root / path).is_file() for path in (module, *mutate.tests_of(module))), module
+
+
+def test_the_score_is_told_as_it_is_recorded() -> None:
+    root = pathlib.Path(mutate.__file__).resolve().parents[1]
+    score = mutate.score(json.loads((root / mutate.RECORD).read_text()))
+    assert score in (root / "perf" / "README.md").read_text(), score
