@@ -67,7 +67,7 @@ def test_a_row_has_new_what_it_says() -> None:
     array, prepass, number = (found.pop(name) for name in ("fresh_array", "fresh_prepass", "new_number"))
     assert array == {"maps": 0, "launches": 0, "issued": 30, "plans": 0}
     assert prepass == {"maps": 0, "launches": 0, "issued": 60, "plans": 0}, "what makes its pyramid"
-    assert number == {"maps": 0, "launches": 60, "issued": 60, "plans": 0}
+    assert number == {"maps": 90, "launches": 60, "issued": 60, "plans": 0}, "it is moved to the arrays of now"
     assert [row["issued"] for row in found.values()] == [30, 30, 30, 60]
     assert found["plan"] == {"maps": 0, "launches": 0, "issued": 30, "plans": 0}
     assert found["eager"] == found["plan"]
