@@ -99,7 +99,7 @@ def test_cupy_captures_a_call() -> None:
         rawattn.attention(*inputs, **CASE.options, out=out)
         graph = stream.end_capture()
         for factor in (1, -1):
-            inputs[0] *= factor
+            cupy.multiply(inputs[0], factor, out=inputs[0])
             out[...] = 5
             graph.launch()
             stream.synchronize()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import driver
+from rawattn import arrays, driver
 from rawattn.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
 from rawattn.kernel.attn_bwd import ATTN_BWD, Config, config_of
@@ -388,20 +388,26 @@ def test_streams_do_not_meet(kernel: Any, case: Case, dlse: bool) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2, -1, 0x7FFFFFFF])
 @listed(OF_EACH)
-def test_whatever_an_aborted_launch_left_in_scratch(kernel: Any, case: Case, dlse: bool, number: int) -> None:
+def test_whatever_an_aborted_launch_left_in_scratch(
+    kernel: Any, case: Case, dlse: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Turns that a launch left half way, sums, and statistics: what must be set is set by the backward itself, each time."""
     call = Call(case, dlse)
-    wanted = call.run(kernel)
+    wanted, made, original = call.run(kernel), [], arrays.scratch_maker
     plan = rawattn.plan_backward(**call.given, **call.options, kernel=kernel.name)
-    make, made = plan._new_scratch, []
 
-    def filled(like: Any) -> Any:
-        made.append(make(like))
-        made[-1].view(torch.uint8)[: made[-1].nbytes // 4 * 4].view(torch.int32).fill_(number)
-        return made[-1]
+    def maker(like: Any, size: int) -> Callable[[Any], Any]:
+        make = original(like, size)
 
-    plan._new_scratch = filled
+        def filled(x: Any) -> Any:
+            made.append(make(x))
+            made[-1].view(torch.uint8)[: made[-1].nbytes // 4 * 4].view(torch.int32).fill_(number)
+            return made[-1]
+
+        return filled
+
     given = call.given | {name: call.options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "sinks") if name in call.options}
+    monkeypatch.setattr(arrays, "scratch_maker", maker)  # which a plan's first call asks
     assert equal(plan.run(**given), wanted) and len(made) == 1
 
 
@@ -715,7 +721,7 @@ def test_more_than_32_bits_of_sums(kernel: Any) -> None:
             config = config_of(rawattn.plan_backward(*given).op.forward, "ordered")
         options = {"kernel": kernel.name, "config": config}
         wanted = rawattn.attention_backward(*given, **options)
-        many = [x.expand(count, *x.shape[1:]) for x in given]
+        many = [x.expand(count, *x.shape[1:]) for x in given[:-1]] + [lse.repeat(count, 1, 1)]
         assert count * length * 64 > 1 << 31
         found = rawattn.attention_backward(*many, **options)
         assert all(torch.equal(x[i], y[0]) for x, y in zip(found, wanted, strict=True) for i in (0, 64, 127, 128, 129))

@@ -12,7 +12,9 @@ struct IntervalWalk {
 
     template <class Smem>
     __device__ IntervalWalk(const Smem&, u32) {}
-    __device__ static const Board& columns(const Board& board, u32) { return board; }  // of no tile
+    // Of no tile; a walk over pages has a board of its own.
+    template <class Board>
+    __device__ static const Board& columns(const Board& board, u32) { return board; }
 
     // The first warp: one lane loads every tile of a work.
     template <class Producer>
