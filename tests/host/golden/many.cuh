@@ -93,3 +93,5 @@ using Store = StoreOLse;
 using Order = Unordered;
 #include "variant/walk/interval.cuh"
 using Walk = IntervalWalk;
+#include "variant/ahead/nothing.cuh"
+using Ahead = NothingAhead;

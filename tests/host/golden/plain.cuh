@@ -87,3 +87,5 @@ using Store = StoreO;
 using Order = PingPong;
 #include "variant/walk/interval.cuh"
 using Walk = IntervalWalk;
+#include "variant/ahead/nothing.cuh"
+using Ahead = NothingAhead;
