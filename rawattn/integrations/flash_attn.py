@@ -139,8 +139,8 @@ def options_of(
 ) -> dict[str, Any]:
     """flash-attn's options as those of ``rawattn.attention``, which finds None faster than what means the same."""
     options = {
-        "scale": scale, "causal": causal, "window": None if window == (-1, -1) else tuple(window), "softcap": softcap or None,
-        "deterministic": deterministic,
+        "scale": scale, "causal": causal, "window": None if tuple(window) == (-1, -1) else tuple(window),
+        "softcap": softcap or None, "deterministic": deterministic,
     }  # fmt: skip
     return options if slopes is None else {**options, "alibi": slopes}
 
