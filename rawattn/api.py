@@ -35,7 +35,7 @@ OPTIONS = (
 )  # fmt: skip
 NO_LENGTHS = (None, None)
 _plans: dict[Any, Plan] = {}
-_families: dict[Any, Plan] = {}
+_families: dict[Any, GpuCall] = {}
 _layouts: dict[Any, GpuCall] = {}
 _calls: dict[Any, GpuCall] = {}
 _logged: set[Any] = set()
@@ -421,11 +421,13 @@ class Asked:
         self.is_kept, self.has_functions = is_kept, bool(functions.among(options))
         self.followed: dict[tuple[str, ...], Any] = {}
 
+    @functools.cached_property
     def without_numbers(self) -> Asked:
         """Returns what calls ask for whose functions captured any numbers: for keys."""
         found = functions.without_numbers(self.options)
         return self if found is self.options else asked_of(self.operation, found, self.lengths, self.kernel, self.config)
 
+    @functools.cached_property
     def of_family(self) -> Asked:
         """Returns what calls of one family ask for."""
         coarse = self.operation.coarse(self.options)
@@ -589,7 +591,7 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
         if isinstance(call, GpuCall) and key is not None:
             family = _family(key, asked)
             if family is not None:
-                cache_put(_families, family, plan, KEPT_PLANS)
+                cache_put(_families, family, call, KEPT_PLANS)
             _keep(key, _layout(key, asked), asked, call)
     return one_or_all(call(given[0], out, captured))
 
@@ -599,7 +601,7 @@ def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
         cache_put(_calls, (asked, key), call, KEPT_CALLS)
         cache_put(_layouts, layout, call, KEPT_CALLS)
         if asked.has_functions:
-            cache_put(_layouts, (asked.without_numbers(), *layout[1:]), call, KEPT_CALLS)  # which no call asks for
+            cache_put(_layouts, (asked.without_numbers, *layout[1:]), call, KEPT_CALLS)  # which no call asks for
 
 
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
@@ -614,12 +616,12 @@ def _family(key: Any, asked: Asked) -> Any:
     if not asked.is_kept or (asked.has_functions and asked.operation is not Forward):
         return None
     family = asked.operation.family(key[0], asked.options)
-    return family and (family, key[1], asked.of_family())
+    return family and (family, key[1], asked.of_family)
 
 
 def _renumbered(layout: tuple[Any, ...], asked: Asked) -> GpuCall | None:
     """The call on tensors that lie so whose functions captured other numbers, with these. What is proved is proved anew."""
-    like = _layouts.get((asked.without_numbers(), *layout[1:]))
+    like = _layouts.get((asked.without_numbers, *layout[1:]))
     if like is None or os.environ.get("RAWATTN_LOG"):  # which each new operation goes to
         return None
     return like.renumbered(asked.options)
@@ -632,7 +634,7 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
         return None
     like = _layouts.get(layout := _layout(key, asked))
     if like is not None:
-        found = dict(zip(like.names, map(arrays.of_signature, filter(None, key[0])), strict=False))
+        found = dict(zip(like.names, arrays.of_signatures(key[0]), strict=False))
         call = like.moved(found)
         if not call.has_lengths_of(like) and is_logging():
             log_operation(like.op.resized_to(found, asked.options))
@@ -640,22 +642,21 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
         return call
     renumbered = _renumbered(layout, asked) if asked.has_functions else None
     if renumbered is not None:
-        call = renumbered.moved(dict(zip(renumbered.names, map(arrays.of_signature, filter(None, key[0])), strict=False)))
+        call = renumbered.moved(dict(zip(renumbered.names, arrays.of_signatures(key[0]), strict=False)))
         _keep(key, layout, asked, call)
         return call
-    plan = _families.get(_family(key, asked))
-    if plan is None:
+    like = _families.get(_family(key, asked))
+    if like is None:
         return None
-    found = dict(zip(plan.op.input_names(len(given)), map(arrays.of_signature, key[0]), strict=False))
+    found = dict(zip(like.names, arrays.of_signatures(key[0]), strict=False))
     if asked.has_functions:
         found |= functions.read(asked.options, captured)
-    op = plan.op.resized_to(found, asked.options)
+    op = like.op.resized_to(found, asked.options)
     if op is None:
         return None
-    if op is not plan.op:
-        plan = plan.resized(op)
+    call = like.resized(op, found)
+    if op is not like.op:
         log_operation(op)
-    call = GpuCall(plan, found)
     _keep(key, layout, asked, call)
     return call
 

@@ -276,7 +276,10 @@ class Held:
 def have_memory(given: tuple[Any, ...], signatures: tuple[tuple[Any, ...], ...]) -> bool:
     """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
     FSDP does, the address is the offset."""
-    return all(_fits(x, each[2], each[3]) for x, each in zip(given, signatures, strict=True) if each)
+    for x, each in zip(given, signatures, strict=True):
+        if each and not _fits(x, each[2], each[3]):
+            return False
+    return True
 
 
 def are_held(given: tuple[Any, ...]) -> bool:
@@ -352,10 +355,13 @@ def made(shape: tuple[int, ...], dtype: str) -> Array:
     return Array("", CPU, dtype, shape, contiguous_strides(shape), 0, None)
 
 
-def of_signature(signature: tuple[Any, ...]) -> Array:
-    """The array that a signature is of."""
-    pointer, dtype, shape, strides, device, _ = signature
-    return Array("torch", device, _torch_names()[dtype], shape, strides, pointer, None)
+def of_signatures(signatures: tuple[tuple[Any, ...], ...]) -> list[Array]:
+    """The arrays that signatures are of, without those of None."""
+    names = _torch_names()
+    return [
+        Array("torch", device, names[dtype], shape, strides, pointer, None)
+        for pointer, dtype, shape, strides, device, _ in filter(None, signatures)
+    ]
 
 
 def dense(x: Any, whole: bool = False) -> Any:

@@ -74,9 +74,11 @@ class Plan:
 
     def resized(self, op: Operation) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
+        assert self.program is not None
         found, program = object.__new__(Plan), self._kernel.lower(op.to_lower, self.config, self.device)
-        found.__dict__ |= self.__dict__ | {"op": op, "program": program, "_calls": {}}
-        found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
+        found.__dict__.update(self.__dict__, op=op, program=program, _calls={})
+        if not _same_kernels(program, self.program):
+            found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
         return found
 
     @property
@@ -164,6 +166,14 @@ def load_all(op: Operation, selection: Selection, device: Device) -> None:
     for program in selection.programs(op, device):
         for launch in program.launches:
             _load(launch, op, selection, device, None)
+
+
+def _same_kernels(program: Program, other: Program) -> bool:
+    """Says whether launches of two programs are of the same kernels, with the same fields."""
+    if len(program.launches) != len(other.launches):
+        return False
+    every = zip(program.launches, other.launches, strict=True)
+    return all([one.source is two.source and one.fields is two.fields for one, two in every])
 
 
 Place = tuple[str, int]  # what lies at an address, and the offset of the address in struct Args
@@ -312,27 +322,32 @@ class GpuCall:
 
     def __init__(self, plan: Plan, given: Mapping[str, Array], loose: tuple[str, ...] = ()) -> None:
         assert plan.program is not None
-        self._given = {name: array.without_memory() for name, array in given.items()}
-        like, op = next(iter(self._given.values())), plan.op  # makers keep it
-        self._plan, self._device = plan, like.device
+        self._device, library, op = next(iter(given.values())).device, plan.library, plan.op
         self._loose = (*loose, *[operand.name for operand in op.captured])
-        self._program: Program = plan.program
-        self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
-        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in op.outputs])
-        begins, scratch = offsets(plan.program.scratch)
-        self._scratch = tuple(begins.values())
-        late = (*[operand.name for operand in op.outputs], *self._loose, *[_SCRATCH + name for name in begins])
+        self._parts = tuple([buffer.name for buffer in plan.program.scratch])
+        late = (*[operand.name for operand in op.outputs], *self._loose, *[_SCRATCH + name for name in self._parts])
         self._numbers = {name: i for i, name in enumerate(late)}
-        self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
-        self._stream = arrays.stream_of(like.library)
-        self._is_torch = like.library == "torch"
-        self.there: tuple[int, ...] = ()  # addresses of arrays that lie anywhere, as whoever keeps the call last looked at them
-        self._changed: dict[str, Any] = {}  # numbers that functions captured, where they are not the plan's own
-        self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
         self._late = [
             [(self._numbers[name], offset) for name, offset in (*loaded.late, *loaded.places) if name in self._numbers]
             for loaded in plan._loaded
         ]
+        self._stream = arrays.stream_of(library)
+        self._is_torch = library == "torch"
+        self.there: tuple[int, ...] = ()  # addresses of arrays that lie anywhere, as whoever keeps the call last looked at them
+        self._changed: dict[str, Any] = {}  # numbers that functions captured, where they are not the plan's own
+        self._bind(plan, plan.program, given)
+
+    def _bind(self, plan: Plan, program: Program, given: Mapping[str, Array]) -> None:
+        """Makes all that follows from lengths, numbers and addresses."""
+        self._plan, self._program = plan, program
+        self._given = {name: array.without_memory() for name, array in given.items()}  # makers keep one
+        like = next(iter(self._given.values()))
+        self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
+        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs])
+        begins, scratch = offsets(program.scratch)
+        self._scratch = tuple(begins.values())
+        self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
+        self._blocks = [self._block(*each) for each in zip(program.launches, plan._loaded, strict=True)]
         self._sized = [self._with_lengths(*each) for each in zip(self._blocks, plan._loaded, strict=True)]
         self._args = self._placed()
 
@@ -355,6 +370,18 @@ class GpuCall:
         if any(array.shape != self._given[name].shape for name, array in given.items()):
             found._sized = [found._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
         found._launches, found._args = {}, found._placed()
+        return found
+
+    def resized(self, op: Operation, given: Mapping[str, Array]) -> GpuCall:
+        """The call of an operation of the same kind that the same selection serves, for such arrays by name: it compiles and
+        loads nothing."""
+        plan = self._plan if op is self._plan.op else self._plan.resized(op)
+        assert plan.program is not None
+        if plan._loaded is not self._plan._loaded or tuple([buffer.name for buffer in plan.program.scratch]) != self._parts:
+            return GpuCall(plan, given)
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        found._bind(plan, plan.program, given)
         return found
 
     def renumbered(self, options: dict[str, Any]) -> GpuCall | None:

@@ -21,7 +21,7 @@ from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
 from .base import FEW_ROWS, OverKeys, in_steps, three_bits
 
-_OF_SIZES = {"inputs", "outputs", "pairs", "packed"}  # what an operation keeps that follows from its sizes
+_OF_SIZES = ("inputs", "outputs", "pairs", "packed")  # what an operation keeps that follows from its sizes
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
 
@@ -122,9 +122,10 @@ class Forward(OverKeys):
     def _with(self, **sizes: int) -> Forward:
         """The operation with other sizes, which are not checked; its kind is the same."""
         found = object.__new__(Forward)
-        found.__dict__.update(self.__dict__, **sizes)
-        for name in _OF_SIZES & found.__dict__.keys():
-            del found.__dict__[name]
+        fields = found.__dict__
+        fields.update(self.__dict__, **sizes)
+        for name in _OF_SIZES:
+            fields.pop(name, None)
         return found
 
     @functools.cached_property
@@ -232,16 +233,17 @@ class Forward(OverKeys):
     @classmethod
     def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """As of any operation, but that numbers of keys are one for which the same is lowered."""
-        offsets, shapes = make_offsets(options["q_offset"], options["kv_offset"]), [x[2] for x in signatures[1:3] if x]
-        if [*map(len, shapes)] != [4, 4] or shapes[0][1] != shapes[1][1] or _is_near_limits(shapes[0][1], offsets):
+        q, k, v, *others = signatures
+        if not (k and v) or len(k[2]) != 4 or len(v[2]) != 4 or k[2][1] != v[2][1]:
             return super().layout_key(signatures, options)
-        keys = in_steps(shapes[0][1])
+        if _is_near_limits(k[2][1], make_offsets(options["q_offset"], options["kv_offset"])):
+            return super().layout_key(signatures, options)
+        keys = in_steps(k[2][1])
         kv = [
             (at % ALIGNMENT, dtype, (batch, keys, heads, dim), *rest)
-            for at, dtype, (batch, _, heads, dim), *rest in signatures[1:3]
-        ]
-        q, *others = super().layout_key((signatures[0], *signatures[3:]), options)
-        return (q, *kv, *others)
+            for at, dtype, (batch, _, heads, dim), *rest in (k, v)
+        ]  # fmt: skip
+        return (*super().layout_key((q, *others), options), *kv)
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -256,20 +258,19 @@ class Forward(OverKeys):
     def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
-        offsets = make_offsets(options["q_offset"], options["kv_offset"])
         if len(signatures) != 3 or not all(signatures):
             return None
         (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
         size = dtype.itemsize
         for pointer, dtype_each, shape, strides, *place_each in signatures:
-            if len(shape) != 4 or 0 in shape or strides[3] != 1 or dtype_each != dtype or place_each != place:
+            if len(shape) != 4 or 0 in shape or strides[3] != 1 or dtype_each is not dtype or place_each != place:
                 return None
             if not readable(shape, strides, size, pointer):
                 return None
         (batch, q_len, heads, head_dim), (kv_batch, kv_len, kv_heads, k_dim) = q_shape, k_shape
-        if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim:
+        if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim or batch * q_len * heads >= FEW_ROWS:
             return None
-        if batch * q_len * heads >= FEW_ROWS or _is_near_limits(kv_len, offsets):
+        if _is_near_limits(kv_len, make_offsets(options["q_offset"], options["kv_offset"])):
             return None
         lengths = three_bits(batch), three_bits(q_len), three_bits(kv_len)
         return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])

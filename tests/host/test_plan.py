@@ -530,9 +530,9 @@ def test_new_offsets_make_nothing_new(compiled: list[str]) -> None:
     compiles, at = len(compiled), []
     for q_offset, kv_offset in ((5001, None), (5117, 0), (5002, 0)):
         rawattn.attention(**given, causal=True, q_offset=q_offset, kv_offset=kv_offset)
-        (plan,), layout = api._families.values(), next(iter(api._families.values()))._loaded[0].layout
+        (call,), layout = api._families.values(), next(iter(api._families.values()))._plan._loaded[0].layout
         at += [struct.unpack_from("i", LAUNCHED[-1][0], layout.offsets[name])[0] for name in ("q_offset", "kv_offset")]
-        assert plan.op.spec.offsets == (5000, 0)
+        assert call.op.spec.offsets == (5000, 0)
     assert at == [5001, 0, 5117, 0, 5002, 0] and len(compiled) == compiles and len(api._plans) == 1
     rawattn.attention(**given, causal=True, q_offset=6000)
     assert len(api._families) == 2 and len(compiled) == compiles
