@@ -366,7 +366,8 @@ class Host:
 
 
 ROWS = (
-    "eager", "plan", "new_pointers", "new_kv_len", "new_q_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step",
+    "eager", "plan", "new_pointers", "new_kv_len", "new_q_len", "new_layer", "two_launches",
+    "step", "sdpa", "sdpa_step", "empty_step",
     "kvcache_1", "kvcache_64", "kvcache_1024", "kvcache_plan", "new_step", "plan_new_step", "append", "append_new_step",
     "step_object",
     *FUNCTION_ROWS, *DOOR_ROWS,

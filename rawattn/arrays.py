@@ -276,10 +276,7 @@ class Held:
 def have_memory(given: tuple[Any, ...], signatures: tuple[tuple[Any, ...], ...]) -> bool:
     """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
     FSDP does, the address is the offset."""
-    for x, each in zip(given, signatures, strict=True):
-        if each and not _fits(x, each[2], each[3]):
-            return False
-    return True
+    return all(_fits(x, each[2], each[3]) for x, each in zip(given, signatures, strict=True) if each)
 
 
 def are_held(given: tuple[Any, ...]) -> bool:

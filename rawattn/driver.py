@@ -101,7 +101,7 @@ def _primary_context(index: int) -> Any:
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
 
 
-class current:  # noqa: N801  # it is called as a function is
+class current:  # as a function is called
     """Makes the device's primary context the current one, and restores the one before."""
 
     __slots__ = ("_index", "_is_other")
@@ -479,9 +479,10 @@ def _map_form(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[Any, t
     kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
     kinds |= dict.fromkeys(("e4m3", "e5m2"), formats.CU_TENSOR_MAP_DATA_TYPE_UINT8)
     width = box[0] if dtype in ("e4m3", "e5m2") else 2 * box[0]
+    swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B")
     return kinds[dtype], (
         [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(box),
-        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B"),
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
         promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip

@@ -91,7 +91,8 @@ def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...]
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int) -> Geometry:
     """Returns how TMA reads a (batch, rows, heads, columns) or packed (rows, heads, columns) array that fits it."""
 
-    (columns, (heads, head_bytes, head_step)), box = (shape[-1], _axis(shape[-2], strides[-2], itemsize)), (BOX_COLUMNS, box_rows, 1, 1)
+    columns, (heads, head_bytes, head_step) = shape[-1], _axis(shape[-2], strides[-2], itemsize)
+    box = (BOX_COLUMNS, box_rows, 1, 1)
     rows, row_bytes, _ = _axis(shape[-3], strides[-3], itemsize)
     if len(shape) == 4:
         batch, batch_bytes, batch_step = _axis(shape[0], strides[0], itemsize)

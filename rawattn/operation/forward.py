@@ -16,9 +16,11 @@ from ..errors import ProblemError, brief
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
 from ..tma import ALIGNMENT, readable
+from ..trace.canonical import number_keys
 from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
+from ..variant.function import Captures
 from .base import FEW_ROWS, OverKeys, in_steps, three_bits
 
 _OF_SIZES = ("inputs", "outputs", "pairs", "packed")  # what an operation keeps that follows from its sizes
@@ -287,9 +289,26 @@ class Forward(OverKeys):
             return self
         return self.resized(batch, q_len, kv_len, offsets)
 
-    def numbers_of(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> dict[str, Any] | None:
-        own = self._of_this_kind(options, functions.made(options, arrays, limits(arrays, options)))
-        return None if own is None else {name: x for option in own.values() for name, x in option.values.items()}
+    @functools.cached_property
+    def takes_numbers(self) -> bool:
+        """Says whether nothing is checked in kernels, so that numbers for which this holds too need no others."""
+        return not any(getattr(option, "checked", ()) for option in (self.spec.mask, self.spec.score))
+
+    def has_numbers(self, numbers: Any) -> bool:
+        """Says whether these are its own."""
+        pairs = zip((self.spec.mask, self.spec.score), numbers, strict=True)
+        return all(not own or number_keys(own) == number_keys(getattr(option, "numbers", ())) for option, own in pairs)
+
+    def values_with(self, numbers: Any) -> dict[str, Any] | None:
+        """The values of launches with these numbers, where nothing must be checked for them either."""
+        found: dict[str, Any] = {}
+        for option, own in zip((self.spec.mask, self.spec.score), numbers, strict=True):
+            if not own:
+                continue
+            if not isinstance(option, Captures) or not option.holds_for(own, self.limits):
+                return None
+            found |= option.values_with(own)
+        return found
 
     def _resized_with_functions(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
         """Whatever depends on lengths and numbers is proved of them anew."""
