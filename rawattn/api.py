@@ -635,6 +635,12 @@ def _kept(calls: Mapping[Any, GpuCall], asked: Asked, key: Any) -> tuple[GpuCall
     return calls.get((asked, key)), None
 
 
+def call_of(given: tuple[Any, ...], asked: Asked) -> GpuCall | None:
+    """The call that is kept for these tensors; None where there is none."""
+    key = _key(given, ())
+    return None if key is None else _calls.get((asked, key))
+
+
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
     """A key of tensors that lie so, wherever, for which the same program serves. What is proved of functions is proved for their
     lengths."""

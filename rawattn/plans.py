@@ -365,11 +365,17 @@ class GpuCall:
         self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._numbered: dict[Any, Numbered] = {}
         self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs])
+        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in plan.op.outputs}
         begins, scratch = offsets(program.scratch)
         self._scratch = tuple(begins.values())
         self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
-        self._blocks = [self._block(*each) for each in zip(program.launches, plan._loaded, strict=True)]
-        self._sized = [self._with_lengths(*each) for each in zip(self._blocks, plan._loaded, strict=True)]
+        self._fill()
+
+    def _fill(self) -> None:
+        """Makes the arguments of the launches, by what they depend on."""
+        every = zip(self._program.launches, self._plan._loaded, strict=True)
+        self._blocks = [self._block(*each) for each in every]
+        self._sized = [self._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
         self._args = self._placed()
 
     @property
@@ -404,6 +410,20 @@ class GpuCall:
         found.__dict__ |= self.__dict__
         found._bind(plan, plan.program, given)
         return found
+
+    def giving(self, make: Callable[[Any], Any], strides: tuple[int, ...]) -> GpuCall:
+        """The call whose first result ``make`` makes of ``like``, in whatever shape, and lies so."""
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        name, found._launches = self._plan.op.outputs[0].name, {}
+        found._makers, found._made = (make, *self._makers[1:]), {**self._made, name: self._made[name]._replace(strides=strides)}
+        found._fill()
+        return found
+
+    @property
+    def maker(self) -> Callable[[Any], Any]:
+        """The function that makes its first result of a tensor that lies there."""
+        return self._makers[0]
 
     def numbered(self, numbers: Any) -> Numbered | None:
         """Numbers that functions captured, of the mask and of the score, as the call takes them in place of its own; None where
@@ -543,10 +563,8 @@ class GpuCall:
             block = bytearray(loaded.only_values.pack(*map(_as_float32, values)))
         for fill, write, offset in loaded.inputs:
             write(block, offset, self._of_input(fill))
-        if loaded.outputs:
-            made = {each.name: arrays.made(each.shape, each.element) for each in self._plan.op.outputs}
-            for fill, write, offset in loaded.outputs:
-                write(block, offset, _form(fill, made[fill.operand]))
+        for fill, write, offset in loaded.outputs:
+            write(block, offset, _form(fill, self._made[fill.operand]))
         return block
 
     def _with_lengths(self, block: bytearray, loaded: _Loaded) -> _Sized:
