@@ -641,6 +641,16 @@ def call_of(given: tuple[Any, ...], asked: Asked) -> GpuCall | None:
     return None if key is None else _calls.get((asked, key))
 
 
+def kept_at(place: tuple[Any, ...]) -> GpuCall | None:
+    """The call that a door keeps under a key of its own; None where there is none."""
+    return _calls.get(place)
+
+
+def keep_at(place: tuple[Any, ...], call: GpuCall) -> None:
+    """Keeps a call under a door's key, which begins with what is asked for and has more parts than those of ``attention``."""
+    cache_put(_calls, place, call, KEPT_CALLS)
+
+
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
     """A key of tensors that lie so, wherever, for which the same program serves. What is proved of functions is proved for their
     lengths."""
@@ -656,6 +666,15 @@ def _family(key: Any, asked: Asked) -> Any:
     return family and (family, key[1], asked.of_family)
 
 
+def moved(like: GpuCall, signatures: tuple[Any, ...], asked: Asked) -> GpuCall:
+    """The call for tensors that lie as those of another one, in other places, by their signatures."""
+    found = dict(zip(like.names, arrays.of_signatures(signatures), strict=False))
+    call = like.moved(found)
+    if not call.has_lengths_of(like) and is_logging():
+        log_operation(like.op.resized_to(found, asked.options))
+    return call
+
+
 def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked) -> tuple[GpuCall | None, Numbered | None]:
     """The call on tensors that lie as those of another call in other places, with the numbers that it is to take; or one whose
     lengths or offsets are others: a call of the same family, resized."""
@@ -663,10 +682,7 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
         return None, None
     like, numbers = _kept(_layouts, asked, layout := _layout(key, asked))
     if like is not None:
-        found = dict(zip(like.names, arrays.of_signatures(key[0]), strict=False))
-        call = like.moved(found)
-        if not call.has_lengths_of(like) and is_logging():
-            log_operation(like.op.resized_to(found, asked.options))
+        call = moved(like, key[0], asked)
         cache_put(_calls, (asked if numbers is None else asked.without_numbers, key), call, KEPT_CALLS)
         return call, numbers
     like = _families.get(_family(key, asked))

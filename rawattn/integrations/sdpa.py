@@ -17,7 +17,7 @@ import torch
 from .. import api, arrays, mask, score, torch_op
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Forward
-from ..plans import GpuCall, cache_put
+from ..plans import GpuCall
 
 NAME = "RAWATTN"
 _CAUSAL = mask.Causal("top_left")
@@ -58,18 +58,17 @@ def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     """o and lse of ``rawattn.attention`` of tensors (batch, heads, length, head_dim); lse is None where it was not asked for. o
     is such a tensor, in memory that lies as query does where it may."""
     place = _place(query, key, value, options)
-    call = None if place is None else _calls.get(place)
+    call = None if place is None else api.kept_at(place) or _moved((query, key, value), place)
     if call is not None:
         results = call(query)
         return results[0], results[1] if len(results) > 1 else None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     o, lse = _first((q, k, v), query, options)
     if place is not None and (found := api.call_of((q, k, v), place[0])) is not None:
-        cache_put(_calls, place, _giving(found, query, o), api.KEPT_CALLS)
+        call = _giving(found, query, o)
+        api.keep_at(place, call)
+        api.keep_at(_layout(place[0], _transposed(place[1])), call)
     return o, lse
-
-
-_calls: dict[Any, GpuCall] = {}  # by tensors (batch, heads, length, head_dim): they are not transposed for the next call
 
 
 def _place(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
@@ -78,11 +77,12 @@ def _place(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
         return None
     signatures = arrays.signatures((query, key, value))
     try:
-        return None if signatures is None else (_asked(**options), signatures)
+        return None if signatures is None else (_asked(**options), signatures, _HEADS_FIRST)
     except TypeError:  # what cannot be hashed is wrong
         return None
 
 
+_HEADS_FIRST = "heads first"  # tells keys of such tensors from those of transposed ones
 _PLAIN = frozenset(("causal", "mask", "scale", "return_lse"))
 
 
@@ -93,6 +93,32 @@ def _asked(**options: Any) -> api.Asked:
     if not asked.is_kept:
         raise TypeError
     return asked
+
+
+def _transposed(signatures: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signatures of the tensors, transposed."""
+    return tuple(
+        [(at, dtype, (b, n, h, d), (sb, sn, sh, sd), *rest) for at, dtype, (b, h, n, d), (sb, sh, sn, sd), *rest in signatures]
+    )
+
+
+def _layout(asked: api.Asked, transposed: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A key of tensors that lie so, wherever."""
+    return (asked, Forward.layout_key(transposed, asked.options), _HEADS_FIRST)
+
+
+def _moved(given: tuple[Any, ...], place: Any) -> GpuCall | None:
+    """The call of tensors that lie so in other places; None where there is none."""
+    if any(x.dim() != 4 for x in given):
+        return None
+    asked, signatures, _ = place
+    transposed = _transposed(signatures)
+    like = api.kept_at(_layout(asked, transposed))
+    if like is None or not arrays.have_memory(given, signatures):
+        return None
+    call = api.moved(like, transposed, asked)
+    api.keep_at(place, call)
+    return call
 
 
 def _giving(call: GpuCall, query: Any, o: Any) -> GpuCall:
