@@ -623,6 +623,8 @@ def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
         owner = asked.without_numbers if call.op.takes_numbers else asked
         cache_put(_calls, (owner, key), call, KEPT_CALLS)
         cache_put(_layouts, (owner, layout), call, KEPT_CALLS)
+        if asked.has_functions and call.op.holds_in_steps(asked.options):
+            cache_put(_layouts, (owner, _layout_in_steps(key, asked)), call, KEPT_CALLS)
 
 
 def _kept(calls: Mapping[Any, GpuCall], asked: Asked, key: Any) -> tuple[GpuCall | None, Numbered | None]:
@@ -652,10 +654,15 @@ def keep_at(place: tuple[Any, ...], call: GpuCall) -> None:
 
 
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
-    """A key of tensors that lie so, wherever, for which the same program serves. What is proved of functions is proved for their
-    lengths."""
+    """A key of tensors that lie so, wherever, for which the same program serves, and is known to where there are functions: those
+    are proved for lengths."""
     operation = Operation if asked.has_functions else asked.operation
     return (operation.layout_key(key[0], asked.options), key[1])
+
+
+def _layout_in_steps(key: Any, asked: Asked) -> tuple[Any, ...]:
+    """The same where functions are proved for all lengths of which the same is lowered."""
+    return (asked.operation.layout_key(key[0], asked.options), key[1], "in steps")
 
 
 def _family(key: Any, asked: Asked) -> Any:
@@ -681,6 +688,8 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
     if not arrays.have_memory(given, key[0]):
         return None, None
     like, numbers = _kept(_layouts, asked, layout := _layout(key, asked))
+    if like is None and asked.has_functions and not is_logging():  # to which each new operation goes
+        like, numbers = _kept(_layouts, asked, _layout_in_steps(key, asked))
     if like is not None:
         call = moved(like, key[0], asked)
         cache_put(_calls, (asked if numbers is None else asked.without_numbers, key), call, KEPT_CALLS)

@@ -148,6 +148,10 @@ class Operation(abc.ABC):
         """Says whether functions among its options may capture other numbers, as far as ``values_with`` gives some."""
         return False
 
+    def holds_in_steps(self, options: dict[str, Any]) -> bool:
+        """Says whether what is proved of the functions among these options holds for all lengths of which the same is lowered."""
+        return False
+
     def has_numbers(self, numbers: Any) -> bool:
         """Says whether these, of the mask and of the score, are its own."""
         return False

@@ -23,7 +23,7 @@ from ..variant.element import ELEMENTS, Element
 from ..variant.function import Captures
 from .base import FEW_ROWS, OverKeys, in_steps, three_bits
 
-_OF_SIZES = ("inputs", "outputs", "pairs", "packed")  # what an operation keeps that follows from its sizes
+_OF_SIZES = ("inputs", "outputs", "pairs", "packed", "proved")  # what an operation keeps that follows from its sizes
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
 
@@ -294,6 +294,19 @@ class Forward(OverKeys):
         """Says whether nothing is checked in kernels, so that numbers for which this holds too need no others."""
         return not any(getattr(option, "checked", ()) for option in (self.spec.mask, self.spec.score))
 
+    def holds_in_steps(self, options: dict[str, Any]) -> bool:
+        """As of any operation; not where an array must be as long as the keys, nor where one became a built-in option."""
+        own = functions.among(options)
+        found = [isinstance(getattr(self.spec, role), Captures) and not each.sizes for role, each in own]
+        return all(found) and self.proved == self.to_lower.limits
+
+    @functools.cached_property
+    def proved(self) -> Limits:
+        """The sizes for which nothing must be checked in its functions: those of the operation that is lowered, or its own."""
+        above = self.to_lower.limits
+        own = [option for option in (self.spec.mask, self.spec.score) if isinstance(option, Captures)]
+        return above if all(option.holds_for(option.numbers, above) for option in own) else self.limits
+
     def has_numbers(self, numbers: Any) -> bool:
         """Says whether these are its own."""
         pairs = zip((self.spec.mask, self.spec.score), numbers, strict=True)
@@ -305,7 +318,7 @@ class Forward(OverKeys):
         for option, own in zip((self.spec.mask, self.spec.score), numbers, strict=True):
             if not own:
                 continue
-            if not isinstance(option, Captures) or not option.holds_for(own, self.limits):
+            if not isinstance(option, Captures) or not option.holds_for(own, self.proved):
                 return None
             found |= option.values_with(own)
         return found
