@@ -175,20 +175,20 @@ def test_another_number_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProblemError, match="may reach 2147483648, and integers must fit 32 bits"):
         attend((1 << 31) - 79)
     assert [attend((1 << 31) - 80), attend(6)] == [2, 2]
-    assert [attend(6, length) for length in (79, 78, 77)] == [3] * 3, "the last plan had an index clipped"
+    assert [attend(6, length) for length in (79, 78, 77)] == [2] * 3, "nothing is clipped for 80"
 
 
 def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan of a family is resized, and its functions are proved for the new lengths."""
+    """A plan of a family is resized, and its functions are proved for the new lengths; those of one step have one proof."""
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     made, resized = [0], [0]
     monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
     monkeypatch.setattr(plans.Plan, "resized", counting(plans.Plan.resized, resized))
     f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
     q, k = torch.zeros(1, 1, 4, 64), torch.zeros(1, 5100, 4, 64)
-    for length in (4100, 4101, 4102):
+    for length, wanted in ((4100, 0), (4101, 0), (4352, 0), (4353, 1), (4102, 1), (4608, 1)):
         rawattn.attention(q, k[:, :length], k[:, :length], mask=f, kernel="attn_fwd_simt")
-    assert (made, resized) == ([1], [2])
+        assert (made, resized) == ([1], [wanted])
     with pytest.raises(ProblemError, match="integers must fit 32 bits"):
         rawattn.attention(q, k, k, mask=f, kernel="attn_fwd_simt")
 
@@ -202,35 +202,51 @@ def counting(original: Any, count: list[int]) -> Any:
 
 
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(400, 700), st.integers(1000, 1300))
-STEPS = st.lists(st.tuples(LENGTHS, st.integers(0, 1), st.sampled_from([0, 64, 8])), min_size=2, max_size=6)
+Q_LENGTHS = st.sampled_from([1, 1, 1, 3, 70, 71, 79, 200])
+STEPS = st.lists(st.tuples(Q_LENGTHS, LENGTHS, st.integers(0, 1), st.sampled_from([0, 64, 8])), min_size=2, max_size=6)
+LONG, TIGHT = torch.arange(1500, dtype=torch.int32) // 9, torch.arange(1200, dtype=torch.int32) // 9
+FUNCTIONS = {  # the last one reads behind its array where there are more than 1200 keys, and is clipped there
+    "documents": {"mask": lambda q, kv: (LONG[q] == LONG[kv]) & (q - kv <= 300)},
+    "a table": {"score": lambda s, h, q, kv: s + TABLE[h, 119 - (q - kv).clip(0, 119)]},
+    "clipped": {"mask": lambda q, kv: TIGHT[kv] <= 30},
+}
 
 
 @hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(
-    st.sampled_from([None, "attn_fwd", "attn_fwd_simt"]), st.sampled_from([1, 2]), st.sampled_from([1, 3, 70]), STEPS,
-    st.sampled_from([{}, {"causal": True}, {"window": (300, 0)}, {"q_offset": 9}]), st.booleans(),
+    st.sampled_from([None, "attn_fwd", "attn_fwd_simt"]), st.sampled_from([1, 2]), STEPS,
+    st.sampled_from([{}, {"causal": True}, {"window": (300, 0)}, {"q_offset": 9}, *FUNCTIONS.values()]), st.booleans(),
+    st.booleans(),
 )  # fmt: skip
+@hypothesis.example("attn_fwd", 2, [(70, 1030, 0, 0), (79, 1031, 1, 0), (71, 1031, 0, 64)], {"causal": True}, False, False)
 def test_other_lengths_launch_what_a_new_call_does(
-    kernel: str | None, batch: int, q_len: int, steps: Any, options: dict[str, Any], has_lens: bool
+    kernel: str | None, batch: int, steps: Any, options: dict[str, Any], has_lens: bool, is_given: bool
 ) -> None:
     """Each byte of the arguments, the kernel, the grid and the size of scratch memory, of steps over two layers' keys, in which
     a program that was lowered before may serve."""
     layers = [torch.zeros(batch, 1400, 2, columns).bfloat16() for columns in (72, 80)]
-    launched, scratch = list[Any](), dict[int, Any]()
+    launched, scratch = list[Any](), dict[Any, Any]()
     kv_lens = torch.zeros(batch, dtype=torch.int32) if has_lens else None
-    q, out = torch.zeros(batch, q_len, 4, 64).bfloat16(), torch.zeros(batch, q_len, 4, 64).bfloat16()
+    q, out = torch.zeros(batch, 200, 4, 64).bfloat16(), torch.zeros(batch, 200, 4, 64).bfloat16()
 
     def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
         return lambda: launched.append((function, grid, args))
 
-    def step(kv_len: int, layer: int, begin: int) -> list[Any]:
+    def step(q_len: int, kv_len: int, layer: int, begin: int) -> list[Any]:
         k, v = (layers[i][:, begin : begin + kv_len, :, :64] for i in (layer, 1 - layer))
         launched.clear()
-        rawattn.attention(q, k, v, kv_lens=kv_lens, out=out, kernel=kernel, **options)
+        own = out[:, :q_len] if is_given else None
+        found = rawattn.attention(q[:, :q_len], k, v, kv_lens=kv_lens, out=own, kernel=kernel, **options)
+        assert found.shape == (batch, q_len, 4, 64)
         return [*launched]
+
+    def maker(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return lambda _: scratch.setdefault((shape, dtype), torch.empty(shape, dtype=torch.bfloat16))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "Launch", launch)
+        patch.setattr(compiler, "compile_all", lambda sources: {})
+        patch.setattr(arrays, "maker", maker)
         patch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
         patch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch.setdefault(size, torch.empty(9)))
         forget()
