@@ -684,3 +684,42 @@ def test_another_order_of_lengths() -> None:
     with pytest.raises(ProblemError, match="v has shape"):
         rawattn.attention(*long, short)
     rawattn.attention(long[0], short, short)
+
+
+def test_what_one_function_captured_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number in a cell of its closure, and an array that is replaced, resized in place, or of another dtype then: each is read
+    when it is called, and launches what a call that nothing was kept for launches."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch)
+    scratch, call, out = torch.empty(1 << 16), tensors(), torch.empty(2, 80, 4, 64).bfloat16()
+    table, n = torch.arange(160, dtype=torch.int32), 5
+
+    def keep(q: Any, kv: Any) -> Any:
+        return (table[q] // 9 == table[kv] // 9) & (q - kv <= n)
+
+    def said() -> list[Any]:
+        LAUNCHED.clear()
+        rawattn.attention(**call, mask=keep, out=out)
+        return [*LAUNCHED]
+
+    def check(same: bool = False) -> None:
+        warm, kept = said(), said()
+        forget()
+        assert warm == kept == said() and (str(warm) in seen) == same
+        seen.add(str(warm))
+
+    seen = set[str]()
+    check()
+    for n in (6, 5, 70, 6):
+        check(str(n) in "56" and len(seen) > 1)
+    for other in (table.clone(), table.long(), table.short()):
+        table = other
+        check()
+    table.resize_(81)
+    check()
+    STATE["stream"] = 7
+    check()
+    STATE["capturing"], n = True, 8
+    check()
+    table.resize_(79)
+    check()  # it is clipped
