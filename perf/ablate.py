@@ -4,9 +4,9 @@ python -m perf.ablate paper/21 paper/9
 python -m perf.ablate paper-bwd/22 paper-bwd/34      attn_bwd_mma, and FlashAttention 2 beside it
 
 ``time`` is the altered kernel's time over the full kernel's, in interleaved rounds of one run: 1.08 is 8 % slower. The table is
-ranked by it: the map of what matters. An ablation is another configuration of attn_fwd, or of attn_bwd_mma where the case is of
-gradients, a subclass that takes another option or launch value, or a patch in perf/ablations/, whose first line says what it does.
-An altered kernel has to be right to be timed; what spills says so.
+ranked by it: the map of what matters. An ablation is another configuration of attn_fwd, or of attn_bwd_mma for cases of gradients,
+a subclass that takes another option or launch value, or a patch in perf/ablations/, whose first line says what it does. An altered
+kernel has to be right to be timed; what spills says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rawattn import timing
 from rawattn.device import Device
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
-from rawattn.operation import Backward, Forward, Operation
+from rawattn.operation import Backward, Forward
 from rawattn.program import Launch
 from rawattn.select import select
 from rawattn.variant import Option, order, softmax
@@ -106,14 +106,14 @@ ABLATIONS = [
 ABLATIONS_BWD_MMA = [
     Ablation("full", "The kernel as it is.", ATTN_BWD_MMA),
     Ablation("unordered", "Parts of dq meet in any order.", ATTN_BWD_MMA, {"store": "unordered"}),
-    Ablation("alternating", "Groups of heads take their key tiles up and down in turns.", ATTN_BWD_MMA, {"direction": "Alternating"}),
+    Ablation("alternating", "Groups of heads take key tiles up and down in turns.", ATTN_BWD_MMA, {"direction": "Alternating"}),
     Ablation("one_do_stage", "The next dO is loaded when this one was read.", ATTN_BWD_MMA, {"do_stages": 1}),
     Ablation("one_head", "One head's key tiles after another's.", AlteredBwdMma(one_head)),
     *(Ablation(name, what, patched_bwd_mma(name)) for name, what in patches("attn_bwd_mma").items()),
 ]
 
 
-def compile_all(op: Operation, ablations: Sequence[Ablation], configs: dict[str, Any], device: Device) -> None:
+def compile_all(op: Any, ablations: Sequence[Ablation], configs: dict[str, Any], device: Device) -> None:
     """Fills the cache in parallel processes; what cannot be made says so when its turn comes."""
     with Pool() as pool:
         for each in ablations:

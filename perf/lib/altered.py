@@ -22,8 +22,8 @@ PATCHES = ROOT / "perf" / "ablations"
 
 
 def patch(source: Source, text: str) -> Source:
-    """A source changed by a unified diff, whose line numbers count for nothing: what a hunk removes must be there once. Files that
-    the source does not include stay as they are, as options that it has not.
+    """A source changed by a unified diff, whose line numbers count for nothing: what a hunk removes must be there once. Files of
+    cuda_src/ that the source does not include are passed over.
 
     Raises ValueError where it is not, or where the diff is of a file that the source has not.
     """
@@ -62,10 +62,7 @@ class AlteredBwdMma(AttnBwdMma):
 
     def lower(self, op: Backward, config: ConfigBwdMma, device: Device) -> Program:
         program = super().lower(op, config, device)
-        own = [
-            launch._replace(**self.change(launch, op)) if launch.entry == self.name else launch
-            for launch in program.launches
-        ]
+        own = [launch._replace(**self.change(launch, op)) if launch.entry == self.name else launch for launch in program.launches]
         return program._replace(launches=tuple(own))
 
 
