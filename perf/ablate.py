@@ -4,8 +4,8 @@ python -m perf.ablate paper/21 paper/9
 python -m perf.ablate paper-bwd/22 paper-bwd/34      attn_bwd_mma, and FlashAttention 2 beside it
 
 ``time`` is the altered kernel's time over the full kernel's, in interleaved rounds of one run: 1.08 is 8 % slower. The table is
-ranked by it: the map of what matters. An ablation is another configuration of attn_fwd, or of attn_bwd_mma for cases of gradients,
-a subclass that takes another option or launch value, or a patch in perf/ablations/, whose first line says what it does. An altered
+ranked by it: the map of what matters. An ablation is another configuration of attn_fwd, or of attn_bwd_mma for gradients, a
+subclass that takes another option or launch value, or a patch in perf/ablations/, whose first line says what it does. An altered
 kernel has to be right to be timed; what spills says so.
 """
 
