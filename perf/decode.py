@@ -11,7 +11,8 @@ Caches are rotated, 320 MB of them at least, so that none is found in L2. A CUDA
 replays are timed, those of the contenders in turn. cuDNN takes dense caches of equal lengths, by torch's SDPA; FlashAttention 3
 takes all. ``tensors`` is ours on plain tensors that hold the same keys. ``read`` is a kernel that reads as many bytes and does
 nothing else. ``apart`` is ours by two calls, one for the sequences with one query and one for the others, and ``invariant``
-is one call with ``invariant=True``. Page tables are shuffled.
+is one call with ``invariant=True``. ``split512`` to ``split2048`` are ours with as many keys in a split, ``copied`` with pages
+that warps copy where TMA could. Page tables are shuffled.
 """
 
 from __future__ import annotations

@@ -152,6 +152,15 @@ def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
     return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step, **options) for cache in made]
 
 
+def copied(caches: Caches) -> list[Callable[[], Any]]:
+    """Ours with pages that four warps copy where TMA could."""
+    step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
+    config = rawattn.plan_kvcache(caches.q, rawattn.KVCache(*caches.pools[0], "NHD", *caches.scales), step).config
+    if getattr(config, "cp_async", True):
+        raise Unserved("copies its pages so already")
+    return ours(caches, config=dataclasses.replace(config, cp_async=True, producers=4))
+
+
 def apart(caches: Caches) -> list[Callable[[], Any]]:
     """Ours on the sequences with few queries, and then on those with many."""
     import torch
@@ -223,6 +232,8 @@ CONTENDERS: dict[str, Callable[[Caches], list[Callable[[], Any]]]] = {
     "tensors": tensors,
     "apart": apart,
     "invariant": invariant,
+    "copied": copied,
+    **{f"split{keys}": functools.partial(ours, split=keys) for keys in (512, 1024, 2048)},
     "cudnn": cudnn,
     "fa3": fa3,
 }

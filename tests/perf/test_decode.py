@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 
+import rawattn
 from perf import decode
 from perf.lib import steps
 from perf.lib.steps import Caches, Decode
 from perf.lib.task import Unserved
+from rawattn.kernel.attn_decode import Config
 
 torch = pytest.importorskip("torch")
 SMALL = [
@@ -36,6 +39,22 @@ def test_ours_is_right_on_all_caches(case: Decode) -> None:
             assert steps.error(caches, found[0]) < steps.TOLERANCE < steps.error(caches, found[1])
     first.view(-1)[-1] = float("nan")
     assert steps.error(caches, first) == float("inf")
+
+
+def test_other_forms_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of other lengths give the same; a GPU's plan says from which configuration pages are copied by warps."""
+    caches = Caches(SMALL[1], "cpu", 1)
+    for keys in (512, 1024, 2048):
+        first, second = (call() for call in steps.CONTENDERS[f"split{keys}"](caches))
+        assert steps.error(caches, first) < steps.TOLERANCE < steps.error(caches, second)
+    for chosen in (Config(cp_async=False, stages=3), Config(cp_async=True), None):
+        monkeypatch.setattr(rawattn, "plan_kvcache", lambda *given, config=chosen: types.SimpleNamespace(config=config))
+        if chosen is None or chosen.cp_async:
+            with pytest.raises(Unserved, match="copies its pages so already"):
+                steps.copied(caches)
+        else:
+            options = [call.keywords for call in steps.copied(caches)]  # type: ignore[attr-defined]
+            assert options == [{"config": Config(cp_async=True, producers=4, stages=3)}] * len(caches.pools)
 
 
 def test_the_bytes_are_those_that_are_read() -> None:
@@ -101,5 +120,5 @@ def test_table() -> None:
 def test_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.machine, "gpu", lambda tool: None)
     monkeypatch.setattr(decode.machine, "facts", dict)
-    with pytest.raises(SystemExit, match="no nobody; there are ours, tensors, apart, invariant, cudnn, fa3"):
+    with pytest.raises(SystemExit, match="no nobody; there are ours, tensors, apart, invariant, copied, split512, split1024, split2048, cudnn, fa3"):
         decode.main(["--peers", "nobody"])
