@@ -152,13 +152,16 @@ def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
     return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step, **options) for cache in made]
 
 
-def copied(caches: Caches) -> list[Callable[[], Any]]:
-    """Ours with pages that four warps copy where TMA could."""
-    step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
-    config = rawattn.plan_kvcache(caches.q, rawattn.KVCache(*caches.pools[0], "NHD", *caches.scales), step).config
-    if getattr(config, "cp_async", True):
-        raise Unserved("copies its pages so already")
-    return ours(caches, config=dataclasses.replace(config, cp_async=True, producers=4))
+def changed(changes: str, caches: Caches) -> list[Callable[[], Any]]:
+    """Ours with splits of other lengths, ``split=512``, or in another configuration, ``m_tiles=1+stages=6``."""
+    given = {name: int(number) for name, _, number in (each.partition("=") for each in changes.split("+"))}
+    options: dict[str, Any] = {"split": given.pop("split")} if "split" in given else {}
+    if given:
+        step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
+        config = rawattn.plan_kvcache(caches.q, rawattn.KVCache(*caches.pools[0], "NHD", *caches.scales), step, **options).config
+        fields = {name: type(getattr(config, name))(number) for name, number in given.items()}
+        options["config"] = dataclasses.replace(config, **fields)
+    return ours(caches, **options)
 
 
 def apart(caches: Caches) -> list[Callable[[], Any]]:
@@ -232,8 +235,6 @@ CONTENDERS: dict[str, Callable[[Caches], list[Callable[[], Any]]]] = {
     "tensors": tensors,
     "apart": apart,
     "invariant": invariant,
-    "copied": copied,
-    **{f"split{keys}": functools.partial(ours, split=keys) for keys in (512, 1024, 2048)},
     "cudnn": cudnn,
     "fa3": fa3,
 }
@@ -300,7 +301,7 @@ def measure(case: Decode, names: Sequence[str], rounds: int) -> dict[str, Any]:
     row |= {"us": {}, "error": {}, "failures": {}}
     for name in (*names, "read"):
         try:
-            calls = (CONTENDERS | {"read": read})[name](caches)
+            calls = changed(name, caches) if "=" in name else (CONTENDERS | {"read": read})[name](caches)
             if name != "read":
                 row["error"][name] = error(caches, calls[0]())
                 if row["error"][name] > TOLERANCE:

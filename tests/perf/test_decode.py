@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,20 +41,22 @@ def test_ours_is_right_on_all_caches(case: Decode) -> None:
     assert steps.error(caches, first) == float("inf")
 
 
-def test_other_forms_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits of other lengths give the same; a GPU's plan says from which configuration pages are copied by warps."""
+def test_changed_forms_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of another length give the same; other fields are those of the configuration that a GPU's plan has."""
     caches = Caches(SMALL[1], "cpu", 1)
-    for keys in (512, 1024, 2048):
-        first, second = (call() for call in steps.CONTENDERS[f"split{keys}"](caches))
-        assert steps.error(caches, first) < steps.TOLERANCE < steps.error(caches, second)
-    for chosen in (Config(cp_async=False, stages=3), Config(cp_async=True), None):
-        monkeypatch.setattr(rawattn, "plan_kvcache", lambda *given, config=chosen: types.SimpleNamespace(config=config))
-        if chosen is None or chosen.cp_async:
-            with pytest.raises(Unserved, match="copies its pages so already"):
-                steps.copied(caches)
-        else:
-            options = [call.keywords for call in steps.copied(caches)]  # type: ignore[attr-defined]
-            assert options == [{"config": Config(cp_async=True, producers=4, stages=3)}] * len(caches.pools)
+    first, second = (call() for call in steps.changed("split=512", caches))
+    assert steps.error(caches, first) < steps.TOLERANCE < steps.error(caches, second)
+    plans = []
+    monkeypatch.setattr(
+        rawattn, "plan_kvcache", lambda *_, **options: plans.append(options) or SimpleNamespace(config=Config(stages=3))
+    )
+    found: Any = steps.changed("cp_async=1+producers=4", caches)
+    assert [call.keywords for call in found] == [{"config": Config(cp_async=True, producers=4, stages=3)}] * len(caches.pools)
+    assert isinstance(found[0].keywords["config"].cp_async, bool)
+    found = steps.changed("split=1024+stages=2", caches)
+    assert found[0].keywords == {"split": 1024, "config": Config(stages=2)} and plans == [{}, {"split": 1024}]
+    with pytest.raises(AttributeError, match="no_field"):
+        steps.changed("no_field=1", caches)
 
 
 def test_the_bytes_are_those_that_are_read() -> None:
@@ -120,5 +122,5 @@ def test_table() -> None:
 def test_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.machine, "gpu", lambda tool: None)
     monkeypatch.setattr(decode.machine, "facts", dict)
-    with pytest.raises(SystemExit, match="no nobody; there are ours, tensors, apart, invariant, copied, split512, split1024, split2048, cudnn, fa3"):
+    with pytest.raises(SystemExit, match="no nobody; there are ours, tensors, apart, invariant, cudnn, fa3"):
         decode.main(["--peers", "nobody"])
