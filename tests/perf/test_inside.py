@@ -236,7 +236,12 @@ def test_ablations_change_something() -> None:
     launches = [
         each.kernel.lower(OP, dataclasses.replace(config, **each.config), DEVICE).launches[0] for each in ablate.ABLATIONS
     ]
-    assert len({(launch.source, str(launch.values)) for launch in launches}) == len(launches)
+    bounds = [each.name for each in ablate.ABLATIONS if each.what.startswith(ablate.BOUND)]
+    assert len({(launch.source, str(launch.values)) for launch in launches}) == len(launches) - len(bounds)
+    pairs = sets.operation(sets.SETS["scores"][1])
+    config = Config(192, 64, 4, 1)
+    sources = {each.kernel.lower(pairs, config, DEVICE).launches[-1].source for each in ablate.ABLATIONS if each.name in bounds}
+    assert len(bounds) == 3 == len(sources - {ATTN_FWD.lower(pairs, config, DEVICE).launches[-1].source})
 
 
 def gate_run(ratios: dict[str, tuple[float, float, float]]) -> Run:
