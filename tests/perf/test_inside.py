@@ -238,7 +238,7 @@ def test_ablations_change_something() -> None:
     ]
     bounds = [each.name for each in ablate.ABLATIONS if each.what.startswith(ablate.BOUND)]
     assert len({(launch.source, str(launch.values)) for launch in launches}) == len(launches) - len(bounds)
-    pairs = sets.operation(sets.SETS["scores"][1])
+    pairs = sets.operation(dataclasses.replace(sets.SETS["scores"][1], q_len=256, kv_len=256))
     config = Config(192, 64, 4, 1)
     sources = {each.kernel.lower(pairs, config, DEVICE).launches[-1].source for each in ablate.ABLATIONS if each.name in bounds}
     assert len(bounds) == 3 == len(sources - {ATTN_FWD.lower(pairs, config, DEVICE).launches[-1].source})
