@@ -172,6 +172,8 @@ PATCHED = {
     "step_ahead": ("64, one stage, heads of a group", "96 and 128, packed", "80 and 112, unordered", "256"),
     "turn_ahead": ("128, causal",),
     "load_in_product": ("128, causal",),
+    "step_ahead_pairs": ("128, small tiles", "96 and 128, packed", "256, one stage"),
+    "step_ahead_fenced": ("128, causal",),
 }
 CASES |= {
     f"mma, {name}, {patch}": dataclasses.replace(CASES[f"mma, {name}"], patch=patch)
