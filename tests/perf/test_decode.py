@@ -99,7 +99,9 @@ def test_what_cudnn_does_not_take(case: Decode) -> None:
 
 def test_cases() -> None:
     for cases, peers in decode.SETS.values():
-        assert len({case.label for case in cases}) == len(cases) and not {*filter(None, peers.split(","))} - {*steps.CONTENDERS}
+        named, changes = ([x for x in peers.split(",") if x and ("=" in x) == changed] for changed in (False, True))
+        assert len({case.label for case in cases}) == len(cases) and not {*named} - {*steps.CONTENDERS}
+        assert not {part.partition("=")[0] for x in changes for part in x.split("+")} - {"split", *Config.__dataclass_fields__}
     assert decode.TITLES.keys() == decode.SETS.keys() and decode.FP8[1].label == "B1 4k e4m3 page 64"
     assert Decode("", (3, 2), q_len=1, heads=3, kv_heads=3, head_dim=5, chunks=(2,)).flops == 4 * 3 * 5 * (3 + 2 + 1)
     assert Decode("", (3, 2), q_len=2, heads=3, kv_heads=3, head_dim=5).flops == 4 * 3 * 5 * (3 + 2 + 2 + 1)
