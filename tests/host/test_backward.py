@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from perf.lib.altered import patched_bwd_mma
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
@@ -43,6 +44,7 @@ class Case:
     dlse: bool = False
     simt: bool = False
     mma: Config | None = None
+    patch: str = ""  # one of perf/ablations/attn_bwd_mma/
     store: str = "ordered"
     direction: str = ""
     chains: int = 1
@@ -166,6 +168,18 @@ MMA: dict[str, tuple[Config, Case]] = {
 }  # fmt: skip
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
+PATCHED = {
+    "step_ahead": ("64, one stage, heads of a group", "96 and 128, packed", "80 and 112, unordered", "256"),
+    "turn_ahead": ("128, causal",),
+    "load_in_product": ("128, causal",),
+    "step_ahead_pairs": ("128, small tiles", "96 and 128, packed", "256, one stage"),
+    "step_ahead_fenced": ("128, causal",),
+}
+CASES |= {
+    f"mma, {name}, {patch}": dataclasses.replace(CASES[f"mma, {name}"], patch=patch)
+    for patch, names in PATCHED.items()
+    for name in names
+}
 
 
 OWN = {  # entries of tests/options.py, by each kernel
@@ -316,7 +330,8 @@ class Call:
             config = dataclasses.replace(case.mma, store=case.store, direction=case.direction)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
             assert reason is None or (case.store == "unordered" and "deterministic=False" in reason)
-            return ATTN_BWD_MMA.lower(self.op, config, TYPICAL["sm_90a"])
+            altered = patched_bwd_mma(case.patch) if case.patch else ATTN_BWD_MMA
+            return altered.lower(self.op, config, TYPICAL["sm_90a"])
         if case.simt:
             return ATTN_BWD_SIMT.lower(self.op, ATTN_BWD_SIMT.candidates(self.op, TYPICAL["sm_75"])[0], TYPICAL["sm_75"])
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
