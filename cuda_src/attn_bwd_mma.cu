@@ -24,18 +24,20 @@
 // A turn is passed on a step later, when the adds are long under way: the fence before it then has little to wait for.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options
-                       // Element, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store, Launch
+                       // Element, Blocks, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store, Launch
 #include "tile/facts.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"
 #include "variant/interfaces_bwd.cuh"
 #include "variant/store/dq_red_interface.cuh"
 
-using KTile = SwizzledTile<cfg::tile_kv, cfg::head_dim>;
-using VTile = SwizzledTile<cfg::tile_kv, cfg::head_dim_v>;
-using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
-using DoTile = SwizzledTile<cfg::tile_q, cfg::head_dim_v>;
-using PTile = SwizzledTile<cfg::tile_kv, cfg::tile_q>;  // a row is a key
+template <int rows, int columns>
+using Tile = SwizzledTile<rows, columns, sizeof(Element)>;
+using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
+using VTile = Tile<cfg::tile_kv, cfg::head_dim_v>;
+using QTile = Tile<cfg::tile_q, cfg::head_dim>;
+using DoTile = Tile<cfg::tile_q, cfg::head_dim_v>;
+using PTile = Tile<cfg::tile_kv, cfg::tile_q>;  // a row is a key
 
 using Step = Walk::Step;  // a query tile that keeps keys of the block's, of one query head; head < 0: none is left
 struct Smem {
@@ -53,7 +55,7 @@ struct Smem {
     KvWorkTile work;  // here to free registers, as the sequence
     alignas(8) unsigned char rows[sizeof(Rows)];
 };
-template struct ElementOption<Element>;
+template struct BlocksOption<Blocks, PTile>;
 template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
@@ -68,7 +70,8 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, L
 
 constexpr int warp_count = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
 constexpr int chunk_q = cfg::chunk_q, part_q = cfg::tile_q / cfg::sharing, chunks = part_q / chunk_q;  // of a warp's queries
-constexpr int blocks = QTile::chunks / 2, v_blocks = DoTile::chunks / 2;                                // of 16 columns
+constexpr int slices = QTile::chunks / 2, v_slices = DoTile::chunks / 2;                                // of 32 bytes
+constexpr int blocks = slices / Blocks::slices, v_blocks = v_slices / Blocks::slices;                  // of 16 columns
 constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v_blocks, cfg::sharing);
 constexpr int dq_column_warps = warp_count / cfg::dq_row_warps;
 constexpr int dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
@@ -89,7 +92,7 @@ struct Stage {
     const float factor;
 };
 using Sums = float[m_tiles][8];  // of 16 columns, and this warp's keys
-using Words = u32[m_tiles][4];   // the same as A operands
+using Words = u32[m_tiles][4 * Blocks::slices];  // the same as A operands
 
 // A thread's numbers for the queries of a block: lse_log2 or delta, four of them.
 struct QueryStatistics {
@@ -120,7 +123,7 @@ __device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const Kep
                 w[e] = weights(weight, j * m_tiles + i, e);
                 s[j][i][e] = weight * pairs.score.derivative(x, q, kv);
             }
-            pack_block(p[j][i], w);
+            Blocks::pack(p[j][i], w);
         }
     }
 }
@@ -135,7 +138,7 @@ __device__ void differentiate(const Sums (&s)[n], const Sums (&dp)[n], Words (&d
             float x[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) x[e] = s[j][i][e] * (weights(dp[j][i][e], j * m_tiles + i, e) * factor - d[e]);
-            pack_block(ds[j][i], x);
+            Blocks::pack(ds[j][i], x);
         }
     }
 }
@@ -166,31 +169,30 @@ struct Warp {
     // sums += a b over queries from first_q on, for this warp's part of the columns.
     template <int steps, int columns, class A, class B>
     __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
-        const auto queries = BlockReader<B>::down(b, first_q, 2 * member, lane);
-        multiply<steps>(sums, a, [&](u32(&to)[4], int step, int j) {
-            ptx::ldmatrix_transposed(to, queries.block(step, j * cfg::sharing));
-        });
+        const Blocks::Right<B> queries(b, first_q, member, lane);
+        multiply<steps>(sums, a, [&](u32(&to)[4], int step, int j) { queries.load(to, step, j * cfg::sharing); });
     }
     template <int columns, class B>
     __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
         const auto load = [&](u32(&to)[4], int step, int i) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) to[k] = a[step][i][k];
+            for (int k = 0; k < 4; ++k) to[k] = a[step / Blocks::slices][i][step % Blocks::slices * 4 + k];
         };
-        multiply_queries<chunk_q / 16>(sums, load, b, first_q, ptx::lane_id());
+        multiply_queries<chunk_q / 16 * Blocks::slices>(sums, load, b, first_q, ptx::lane_id());
     }
     template <int columns, class B>
     __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {
         const auto keys = BlockReader<PTile>::down(a, first_key);
         const auto load = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
-        multiply_queries<cfg::tile_q / 16>(sums, load, b, 0, lane);
+        multiply_queries<cfg::tile_q / 16 * Blocks::slices>(sums, load, b, 0, lane);
     }
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
-        const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8, ptx::lane_id());
+        constexpr int n = Blocks::slices;
+        const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8 * n, ptx::lane_id());
 #pragma unroll
-        for (int j = 0; j < chunk_q / 16; ++j)
+        for (int j = 0; j < chunk_q / 16 * n; ++j)
 #pragma unroll
-            for (int i = 0; i < m_tiles; ++i) writer.store(to, i, j, words[j][i]);
+            for (int i = 0; i < m_tiles; ++i) writer.store(to, i, j, words[j / n][i] + j % n * 4);
     }
 
     // P and dS of this warp's keys and chunk_q queries.
@@ -198,13 +200,13 @@ struct Warp {
     __device__ void weigh_chunk(const Stage& stage, const Pairs& pairs, const Weights& weights, bool full, u32 first_q) {
         Sums s[chunk_q / 16], dp[chunk_q / 16];
         Words words[chunk_q / 16];
-        multiply_columns<blocks>(s, smem.k, stage.q, first_q);
+        multiply_columns<slices>(s, smem.k, stage.q, first_q);
         const float* lse_log2 = stage.lse_log2 + first_q + lane % 4 * 2;
         if (full) weigh(s, words, pairs, EveryPair{}, weights, lse_log2);
         else weigh(s, words, pairs, kept_pairs<chunk_q / 16>(pairs.mask, pairs.q, pairs.kv), weights, lse_log2);
         if (cfg::sharing == 1) multiply_own(dv, words, stage.d_o, first_q);
         else leave(smem.ds[cfg::sharing > 1], words, first_q);
-        multiply_columns<v_blocks>(dp, smem.v, stage.d_o, first_q);
+        multiply_columns<v_slices>(dp, smem.v, stage.d_o, first_q);
         if (cfg::sharing > 1) __syncwarp();  // else NVRTC 13.0 goes on in the midst of the product, and spills
         differentiate(s, dp, words, weights.again(), stage.factor, stage.delta + first_q + lane % 4 * 2);
         leave(smem.ds[0], words, first_q);
@@ -216,12 +218,12 @@ struct Warp {
         float dq[dq_blocks][dq_m_tiles][8];
         const u32 column = warp % dq_column_warps, row_block = warp / dq_column_warps * dq_m_tiles;
         const u32 lane = ptx::lane_id();
-        const auto queries = BlockReader<PTile>::right(smem.ds[0], 0, 2 * row_block, lane);
-        const auto keys = BlockReader<KTile>::down(smem.k, 0, 2 * column, lane);
+        const Blocks::Left<PTile> queries(smem.ds[0], 0, row_block, lane);
+        const Blocks::Right<KTile> keys(smem.k, 0, column, lane);
         clear(dq);
-        const auto load_ds = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix_transposed(to, queries.block(step, i)); };
-        const auto load_k = [&](u32(&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, keys.block(step, j * dq_column_warps)); };
-        multiply<cfg::tile_kv / 16>(dq, load_ds, load_k);
+        const auto load_ds = [&](u32(&to)[4], int step, int i) { queries.load(to, step, i); };
+        const auto load_k = [&](u32(&to)[4], int step, int j) { keys.load(to, step, j * dq_column_warps); };
+        multiply<cfg::tile_kv / 16 * Blocks::slices>(dq, load_ds, load_k);
         constexpr int n = cfg::dq_vector, lanes = 2 * cfg::tile_q;
         using Numbers = Vector<float, n>;
         Numbers* to = reinterpret_cast<Numbers*>(sum) + column * (8 * lanes / n) + row_block * 32 + lane;
@@ -355,7 +357,7 @@ struct Block {
     template <int n>
     __device__ void store_sums(const StridedOutput& to, i32 chunks, const Sums (&sums)[n], float scale) const {
         const RowsOut out = {to.rows(rows.kv, work.kv_head), to.row_bytes, rows.kv_len};
-        ::store_sums<cfg::sharing>(out, first_key(), warp.member, chunks, sums, scale);
+        Blocks::store<cfg::sharing>(out, first_key(), warp.member, chunks, sums, scale);
     }
     __device__ void store() const {
         store_sums(args.dk, cfg::head_dim / 8, warp.dk, args.scale * cfg::scale_sign);

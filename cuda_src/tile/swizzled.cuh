@@ -4,9 +4,9 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 
-template <int rows, int columns>
+template <int rows, int columns, int bytes = 2>  // of a number
 struct alignas(128) SwizzledTile {
-    static constexpr int chunks = (columns + 15) / 16 * 2;  // in a row: whole steps of a contraction, the rest zeros
+    static constexpr int chunks = (columns + 15) / 16 * bytes;  // in a row: whole blocks of 16 columns, the rest zeros
     static constexpr int row_bytes = chunks * 16;
     static constexpr int period = chunks % 8 == 0 ? 8 : (chunks % 4 == 0 ? 4 : 2);
     u16 data[rows][chunks * 8];
@@ -29,7 +29,7 @@ struct alignas(128) SwizzledTile {
             const unsigned char* from = matrix.row(min(i32(first + row + i), last)) + chunk * 16;
 #pragma unroll
             for (u32 c = 0; c < chunks; c += period) {
-                const bool inside = columns % 16 == 0 || (c + chunk) * 8 < columns;
+                const bool inside = columns % 16 == 0 || (c + chunk) * (16 / bytes) < columns;
                 ptx::cp_async(to + i * row_bytes + c * 16, from + c * 16, inside ? 16 : 0);
             }
         }
@@ -69,7 +69,7 @@ struct BlockWriter {
     __device__ static BlockWriter of(u32 row, u32 chunk, u32 lane) {
         return {T::offset(row + lane / 4, chunk) + lane % 4 * 4};
     }
-    __device__ void store(T& tile, int i, int j, const u32 (&words)[4]) const {
+    __device__ void store(T& tile, int i, int j, const u32* words) const {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int chunk = 2 * j + k / 2;

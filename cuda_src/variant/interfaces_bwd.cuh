@@ -38,6 +38,28 @@ template <class G> struct GradientOption : Given {
 template <class S> struct SumsOption : Given {
     static_assert(requires { S::add(args, i64(0), x), Number(S::total(args, i64(0))); }, "Sums: add(args, element, x), total(args, element)");
 };
+// blocks: how blocks of 16 x 16 numbers of Element are operands of mma.sync, and leave. A slice is what one product contracts, 32 bytes
+// of a row and four words of a lane. Left and Right read slices of a tile whose rows are contracted, as A and B operands, from a row and
+// a block of columns on; one of them may be a tile that packed blocks were written to. store() has the sums of every step-th block of
+// columns from block `first` on, from `row`, the thread's first, on; a row has `chunks` of eight columns.
+template <class B, class T> struct BlocksOption {
+    static u32 (&words)[4 * B::slices], (&operand)[4];
+    static const float (&sums)[1][1][8];
+    static const T& tile;
+    static const typename B::template Left<T> left;
+    static const typename B::template Right<T> right;
+    static_assert(B::slices * 16 == 8 * sizeof(Element), "Blocks: slices, of a block of Element");
+    static_assert(requires(float* d, const u32* a) { Element::multiply(d, a, a); }, "Element: multiply(d, a, b)");
+    static_assert(requires { B::pack(words, sums[0][0]); }, "Blocks: pack(words, sums), the slices one after the other");
+    static_assert(requires { left.load(operand, 0, 0); }, "Blocks: Left(tile, row, block, lane).load(words, slice, block)");
+    static_assert(requires { right.load(operand, 0, 0); }, "Blocks: Right(tile, row, block, lane).load(words, slice, block)");
+    static_assert(requires { B::template store<1>({nullptr, 0, 0}, 0, 0, 0, sums, 1.f); }, "Blocks: store<step>(to, row, first, chunks, sums, scale)");
+};
+// dq_rows: how a thread's numbers of rows of dq, those of tile/fragment.cuh, are written: from row `row`, its first, to `end`.
+template <class D> struct DqRowsOption : Given {
+    static const float (&numbers)[8];
+    static_assert(requires { D::store(static_cast<unsigned char*>(nullptr), i64(0), i, i, i, numbers, 1.f); }, "DqRows: store(to, row_bytes, row, end, columns, numbers, scale)");
+};
 // layout: which pairs of a tile a thread has. The lanes of one row are `row_lanes` that follow each other; the others of a warp have
 // the same keys. Every warp has all keys, and rows of its own.
 template <class L> struct LayoutOption : Given {

@@ -10,6 +10,8 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
 from ..variant import Option, clear, store
+from ..variant.blocks import Blocks16, Blocks32
+from ..variant.element import BF16, FP16, FP32
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
 from ..variant.walk import QIntervalSteps, QListSteps, lists
@@ -100,7 +102,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     d, dv = (-(-columns // 16) * 16 for columns in (op.head_dim, op.head_dim_v))
     tiles = config.tile_kv * (d + dv) + config.tile_q * (config.q_stages * d + config.do_stages * dv)
     tiles += config.tile_q * config.tile_kv * (2 if config.sharing > 1 else 1)
-    return 2 * tiles + 16 * config.tile_q + 128
+    return op.element.itemsize * tiles + 16 * config.tile_q + 128
 
 
 def misshapen(config: Config) -> str | None:
@@ -140,7 +142,7 @@ class AttnBwdMma(BackwardKernel):
         found, forward = [], op.forward
         if not self.runs_on(device):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(forward)
+        found += tiling.tensor_core_reasons(forward, elements=(BF16, FP16, FP32))
         return found + backward.reasons(op, LEAST_ROWS, LEAST_ROWS) + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -187,7 +189,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
+        op, Blocks=Blocks16() if op.element.itemsize == 2 else Blocks32(), Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(), Store=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
     )  # fmt: skip
