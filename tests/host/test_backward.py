@@ -163,6 +163,14 @@ MMA: dict[str, tuple[Config, Case]] = {
         Config(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
     ),
     "256, least memory": (LEAST, Case((256, 256), {}, ((70, 40),), heads=(1, 1))),
+    "fp32, 64": (LEAST, Case((64, 64), {"element": FP32, "mask": Causal()}, ((50, 70),), heads=(2, 1))),
+    "fp32, 64, alone": (
+        Config(tile_q=32, warps=4, m_tiles_per_warp=1, sharing=1, chunk_q=16), Case((64, 40), {"element": FP32}, ((50, 70),)),
+    ),
+    "fp32, 40 and 24, packed": (
+        Config(tile_q=64, warps=8, m_tiles_per_warp=1, sharing=4, chunk_q=16),
+        Case((40, 24), {"element": FP32, "mask": Causal("top_left"), "scale": -0.3}, SHORT, varlen=True, dlse=True, sinks=True),
+    ),
 }  # fmt: skip
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
