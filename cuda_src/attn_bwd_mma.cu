@@ -164,13 +164,13 @@ struct Warp {
         clear(sums);
         const auto load_keys = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
         const auto load_queries = [&](u32(&to)[4], int step, int j) { ptx::ldmatrix(to, queries.block(j, step)); };
-        multiply<steps>(sums, load_keys, load_queries);
+        multiply<steps, Blocks::unrolled(steps)>(sums, load_keys, load_queries);
     }
     // sums += a b over queries from first_q on, for this warp's part of the columns.
-    template <int steps, int columns, class A, class B>
+    template <int steps, int unrolled, int columns, class A, class B>
     __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
         const Blocks::Right<B> queries(b, first_q, member, lane);
-        multiply<steps>(sums, a, [&](u32(&to)[4], int step, int j) { queries.load(to, step, j * cfg::sharing); });
+        multiply<steps, unrolled>(sums, a, [&](u32(&to)[4], int step, int j) { queries.load(to, step, j * cfg::sharing); });
     }
     template <int columns, class B>
     __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
@@ -178,13 +178,13 @@ struct Warp {
 #pragma unroll
             for (int k = 0; k < 4; ++k) to[k] = a[step / Blocks::slices][i][step % Blocks::slices * 4 + k];
         };
-        multiply_queries<chunk_q / 16 * Blocks::slices>(sums, load, b, first_q, ptx::lane_id());
+        multiply_queries<chunk_q / 16 * Blocks::slices, chunk_q / 16 * Blocks::slices>(sums, load, b, first_q, ptx::lane_id());
     }
     template <int columns, class B>
     __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {
         const auto keys = BlockReader<PTile>::down(a, first_key);
         const auto load = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
-        multiply_queries<cfg::tile_q / 16 * Blocks::slices>(sums, load, b, 0, lane);
+        multiply_queries<cfg::tile_q / 16 * Blocks::slices, Blocks::unrolled(cfg::tile_q / 16 * Blocks::slices)>(sums, load, b, 0, lane);
     }
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
         constexpr int n = Blocks::slices;
@@ -223,7 +223,7 @@ struct Warp {
         clear(dq);
         const auto load_ds = [&](u32(&to)[4], int step, int i) { queries.load(to, step, i); };
         const auto load_k = [&](u32(&to)[4], int step, int j) { keys.load(to, step, j * dq_column_warps); };
-        multiply<cfg::tile_kv / 16 * Blocks::slices>(dq, load_ds, load_k);
+        multiply<cfg::tile_kv / 16 * Blocks::slices, Blocks::unrolled(cfg::tile_kv / 16 * Blocks::slices)>(dq, load_ds, load_k);
         constexpr int n = cfg::dq_vector, lanes = 2 * cfg::tile_q;
         using Numbers = Vector<float, n>;
         Numbers* to = reinterpret_cast<Numbers*>(sum) + column * (8 * lanes / n) + row_block * 32 + lane;

@@ -5,6 +5,7 @@
 
 struct Blocks16 {
     static constexpr int slices = 1;
+    static constexpr int unrolled(int steps) { return steps; }
 
     // A block of sums as an A operand.
     __device__ static void pack(u32 (&words)[4], const float (&x)[8]) {

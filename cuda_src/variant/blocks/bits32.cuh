@@ -12,6 +12,7 @@
 
 struct Blocks32 {
     static constexpr int slices = 2;
+    static constexpr int unrolled(int steps) { return steps % 4 == 0 ? 4 : 2; }
 
     __device__ static void pack(u32 (&words)[8], const float (&x)[8]) {
 #pragma unroll
