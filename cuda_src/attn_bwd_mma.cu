@@ -70,8 +70,7 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, L
 
 constexpr int warp_count = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
 constexpr int chunk_q = cfg::chunk_q, part_q = cfg::tile_q / cfg::sharing, chunks = part_q / chunk_q;  // of a warp's queries
-constexpr int slices = QTile::chunks / 2, v_slices = DoTile::chunks / 2;                                // of 32 bytes
-constexpr int blocks = slices / Blocks::slices, v_blocks = v_slices / Blocks::slices;                  // of 16 columns
+constexpr int blocks = QTile::blocks, v_blocks = DoTile::blocks;                                        // of 16 columns
 constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v_blocks, cfg::sharing);
 constexpr int dq_column_warps = warp_count / cfg::dq_row_warps;
 constexpr int dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
@@ -92,7 +91,8 @@ struct Stage {
     const float factor;
 };
 using Sums = float[m_tiles][8];  // of 16 columns, and this warp's keys
-using Words = u32[m_tiles][4 * Blocks::slices];  // the same as A operands
+using Operand = u32[Blocks::words];
+using Words = u32[m_tiles][Blocks::words];  // the same as A operands
 
 // A thread's numbers for the queries of a block: lse_log2 or delta, four of them.
 struct QueryStatistics {
@@ -159,40 +159,39 @@ struct Warp {
     // sums = a b' of this warp's keys and queries from first_q on.
     template <int steps, class A, class B>
     __device__ void multiply_columns(Sums (&sums)[chunk_q / 16], const A& a, const B& b, u32 first_q) const {
-        const auto keys = BlockReader<A>::down(a, first_key);
-        const auto queries = BlockReader<B>::right(b, first_q);
+        const Blocks::Left<A> keys(a, first_key);
+        const Blocks::Right<B> queries(b, first_q);
         clear(sums);
-        const auto load_keys = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
-        const auto load_queries = [&](u32(&to)[4], int step, int j) { ptx::ldmatrix(to, queries.block(j, step)); };
+        const auto load_keys = [&](Operand& to, int step, int i) { keys.load(to, i, step); };
+        const auto load_queries = [&](Operand& to, int step, int j) { queries.load(to, j, step); };
         multiply<steps, Blocks::unrolled(steps)>(sums, load_keys, load_queries);
     }
     // sums += a b over queries from first_q on, for this warp's part of the columns.
     template <int steps, int unrolled, int columns, class A, class B>
     __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
-        const Blocks::Right<B> queries(b, first_q, member, lane);
-        multiply<steps, unrolled>(sums, a, [&](u32(&to)[4], int step, int j) { queries.load(to, step, j * cfg::sharing); });
+        const Blocks::RightTransposed<B> queries(b, first_q, member, lane);
+        multiply<steps, unrolled>(sums, a, [&](Operand & to, int step, int j) { queries.load(to, step, j * cfg::sharing); });
     }
     template <int columns, class B>
     __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
-        const auto load = [&](u32(&to)[4], int step, int i) {
+        const auto load = [&](Operand& to, int step, int i) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) to[k] = a[step / Blocks::slices][i][step % Blocks::slices * 4 + k];
+            for (int k = 0; k < Blocks::words; ++k) to[k] = a[step][i][k];
         };
-        multiply_queries<chunk_q / 16 * Blocks::slices, chunk_q / 16 * Blocks::slices>(sums, load, b, first_q, ptx::lane_id());
+        multiply_queries<chunk_q / 16, chunk_q / 16>(sums, load, b, first_q, ptx::lane_id());
     }
     template <int columns, class B>
     __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {
-        const auto keys = BlockReader<PTile>::down(a, first_key);
-        const auto load = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
-        multiply_queries<cfg::tile_q / 16 * Blocks::slices, Blocks::unrolled(cfg::tile_q / 16 * Blocks::slices)>(sums, load, b, 0, lane);
+        const Blocks::Left<PTile> keys(a, first_key);
+        const auto load = [&](Operand& to, int step, int i) { keys.load(to, i, step); };
+        multiply_queries<cfg::tile_q / 16, Blocks::unrolled(cfg::tile_q / 16)>(sums, load, b, 0, lane);
     }
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
-        constexpr int n = Blocks::slices;
-        const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8 * n, ptx::lane_id());
+        const Blocks::Writer<PTile> writer(first_key, first_q / 16, ptx::lane_id());
 #pragma unroll
-        for (int j = 0; j < chunk_q / 16 * n; ++j)
+        for (int j = 0; j < chunk_q / 16; ++j)
 #pragma unroll
-            for (int i = 0; i < m_tiles; ++i) writer.store(to, i, j, words[j / n][i] + j % n * 4);
+            for (int i = 0; i < m_tiles; ++i) writer.store(to, i, j, words[j][i]);
     }
 
     // P and dS of this warp's keys and chunk_q queries.
@@ -200,13 +199,13 @@ struct Warp {
     __device__ void weigh_chunk(const Stage& stage, const Pairs& pairs, const Weights& weights, bool full, u32 first_q) {
         Sums s[chunk_q / 16], dp[chunk_q / 16];
         Words words[chunk_q / 16];
-        multiply_columns<slices>(s, smem.k, stage.q, first_q);
+        multiply_columns<blocks>(s, smem.k, stage.q, first_q);
         const float* lse_log2 = stage.lse_log2 + first_q + lane % 4 * 2;
         if (full) weigh(s, words, pairs, EveryPair{}, weights, lse_log2);
         else weigh(s, words, pairs, kept_pairs<chunk_q / 16>(pairs.mask, pairs.q, pairs.kv), weights, lse_log2);
         if (cfg::sharing == 1) multiply_own(dv, words, stage.d_o, first_q);
         else leave(smem.ds[cfg::sharing > 1], words, first_q);
-        multiply_columns<v_slices>(dp, smem.v, stage.d_o, first_q);
+        multiply_columns<v_blocks>(dp, smem.v, stage.d_o, first_q);
         if (cfg::sharing > 1) __syncwarp();  // else NVRTC 13.0 goes on in the midst of the product, and spills
         differentiate(s, dp, words, weights.again(), stage.factor, stage.delta + first_q + lane % 4 * 2);
         leave(smem.ds[0], words, first_q);
@@ -218,12 +217,12 @@ struct Warp {
         float dq[dq_blocks][dq_m_tiles][8];
         const u32 column = warp % dq_column_warps, row_block = warp / dq_column_warps * dq_m_tiles;
         const u32 lane = ptx::lane_id();
-        const Blocks::Left<PTile> queries(smem.ds[0], 0, row_block, lane);
-        const Blocks::Right<KTile> keys(smem.k, 0, column, lane);
+        const Blocks::LeftTransposed<PTile> queries(smem.ds[0], 0, row_block, lane);
+        const Blocks::RightTransposed<KTile> keys(smem.k, 0, column, lane);
         clear(dq);
-        const auto load_ds = [&](u32(&to)[4], int step, int i) { queries.load(to, step, i); };
-        const auto load_k = [&](u32(&to)[4], int step, int j) { keys.load(to, step, j * dq_column_warps); };
-        multiply<cfg::tile_kv / 16 * Blocks::slices, Blocks::unrolled(cfg::tile_kv / 16 * Blocks::slices)>(dq, load_ds, load_k);
+        const auto load_ds = [&](Operand& to, int step, int i) { queries.load(to, step, i); };
+        const auto load_k = [&](Operand& to, int step, int j) { keys.load(to, step, j * dq_column_warps); };
+        multiply<cfg::tile_kv / 16, Blocks::unrolled(cfg::tile_kv / 16)>(dq, load_ds, load_k);
         constexpr int n = cfg::dq_vector, lanes = 2 * cfg::tile_q;
         using Numbers = Vector<float, n>;
         Numbers* to = reinterpret_cast<Numbers*>(sum) + column * (8 * lanes / n) + row_block * 32 + lane;

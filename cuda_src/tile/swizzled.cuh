@@ -6,7 +6,8 @@
 
 template <int rows, int columns, int bytes = 2>  // of a number
 struct alignas(128) SwizzledTile {
-    static constexpr int chunks = (columns + 15) / 16 * bytes;  // in a row: whole blocks of 16 columns, the rest zeros
+    static constexpr int blocks = (columns + 15) / 16;  // of 16 columns: a row is whole ones, the rest zeros
+    static constexpr int chunks = blocks * bytes;        // in a row
     static constexpr int row_bytes = chunks * 16;
     static constexpr int period = chunks % 8 == 0 ? 8 : (chunks % 4 == 0 ? 4 : 2);
     u16 data[rows][chunks * 8];
@@ -69,7 +70,7 @@ struct BlockWriter {
     __device__ static BlockWriter of(u32 row, u32 chunk, u32 lane) {
         return {T::offset(row + lane / 4, chunk) + lane % 4 * 4};
     }
-    __device__ void store(T& tile, int i, int j, const u32* words) const {
+    __device__ void store(T& tile, int i, int j, const u32 (&words)[4]) const {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int chunk = 2 * j + k / 2;

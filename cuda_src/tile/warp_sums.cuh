@@ -16,26 +16,27 @@ __device__ void clear(float (&sums)[columns][rows][8]) {
             for (int e = 0; e < 8; ++e) sums[j][i][e] = 0.f;
 }
 
-// sums += a b over `steps` slices of the contraction, `unrolled` of them at a time; a(words, step, row) and b(words, step, column) bring
-// slices of blocks.
+// sums += a b over `steps` blocks of the contraction, `unrolled` of them at a time; a(words, step, row) and b(words, step, column) bring
+// blocks: four words of a lane for numbers of 16 bits, eight for 32.
 template <int steps, int unrolled = steps, int columns, int rows, class A, class B>
 __device__ void multiply(float (&sums)[columns][rows][8], A a, B b) {
     static_assert(steps % unrolled == 0);
+    constexpr int words = 2 * sizeof(Element);
 #pragma unroll 1
     for (int first = 0; first < steps; first += unrolled)
 #pragma unroll
         for (int step = first; step < first + unrolled; ++step) {
-            u32 left[rows][4];
+            u32 left[rows][words];
 #pragma unroll
             for (int i = 0; i < rows; ++i) a(left[i], step, i);
 #pragma unroll
             for (int j = 0; j < columns; ++j) {
-                u32 right[4];
+                u32 right[words];
                 b(right, step, j);
 #pragma unroll
                 for (int i = 0; i < rows; ++i) {
                     Element::multiply(sums[j][i], left[i], right);
-                    Element::multiply(sums[j][i] + 4, left[i], right + 2);
+                    Element::multiply(sums[j][i] + 4, left[i], right + words / 2);
                 }
             }
         }

@@ -38,21 +38,27 @@ template <class G> struct GradientOption : Given {
 template <class S> struct SumsOption : Given {
     static_assert(requires { S::add(args, i64(0), x), Number(S::total(args, i64(0))); }, "Sums: add(args, element, x), total(args, element)");
 };
-// blocks: how blocks of 16 x 16 numbers of Element are operands of mma.sync, and leave. A slice is what one product contracts, 32 bytes
-// of a row and four words of a lane. Left and Right read slices of a tile whose rows are contracted, as A and B operands, from a row and
-// a block of columns on; one of them may be a tile that packed blocks were written to. store() has the sums of every step-th block of
-// columns from block `first` on, from `row`, the thread's first, on; a row has `chunks` of eight columns.
+// blocks: how blocks of 16 x 16 numbers of Element are operands of mma.sync, and how they leave: `words` of a lane, of which pack makes those
+// of an A operand. Left and Right are A and B operands of a tile whose columns are contracted, from a row on; LeftTransposed and
+// RightTransposed of one whose rows are, from a row and a block of columns on. Writer writes packed blocks to a tile. Either load and
+// Writer's store take block (i, j) of the tile from there on. A loop over steps has `unrolled` of them at a time. store() has the sums of
+// every step-th block of columns from block `first` on, from `row`, the thread's first, on; a row has `chunks` of eight columns.
 template <class B, class T> struct BlocksOption {
-    static u32 (&words)[4 * B::slices], (&operand)[4];
+    static u32 (&words)[B::words];
     static const float (&sums)[1][1][8];
-    static const T& tile;
+    static T& tile;
     static const typename B::template Left<T> left;
     static const typename B::template Right<T> right;
-    static_assert(B::slices * 16 == 8 * sizeof(Element), "Blocks: slices, of a block of Element");
-    static_assert(requires(float* d, const u32* a) { Element::multiply(d, a, a); }, "Element: multiply(d, a, b)");
-    static_assert(requires { B::pack(words, sums[0][0]); }, "Blocks: pack(words, sums), the slices one after the other");
-    static_assert(requires { left.load(operand, 0, 0); }, "Blocks: Left(tile, row, block, lane).load(words, slice, block)");
-    static_assert(requires { right.load(operand, 0, 0); }, "Blocks: Right(tile, row, block, lane).load(words, slice, block)");
+    static const typename B::template LeftTransposed<T> left_transposed;
+    static const typename B::template RightTransposed<T> right_transposed;
+    static const typename B::template Writer<T> writer;
+    static_assert(B::words == 2 * sizeof(Element), "Blocks: words, of a block of Element");
+    static_assert(requires(float* d, const u32* a) { Element::multiply(d, a, a); }, "Element: multiply(d, a, b), 16 x 8 x 16");
+    static_assert(B::unrolled(1) == 1, "Blocks: unrolled(steps), which divides steps");
+    static_assert(requires { B::pack(words, sums[0][0]); }, "Blocks: pack(words, sums)");
+    static_assert(requires { left.load(words, 0, 0), right.load(words, 0, 0); }, "Blocks: Left, Right (tile, row): load(words, i, j)");
+    static_assert(requires { left_transposed.load(words, 0, 0), right_transposed.load(words, 0, 0); }, "Blocks: LeftTransposed, RightTransposed (tile, row, block, lane): load(words, i, j)");
+    static_assert(requires { writer.store(tile, 0, 0, words); }, "Blocks: Writer(row, block, lane): store(tile, i, j, words)");
     static_assert(requires { B::template store<1>({nullptr, 0, 0}, 0, 0, 0, sums, 1.f); }, "Blocks: store<step>(to, row, first, chunks, sums, scale)");
 };
 // dq_rows: how a thread's numbers of rows of dq, those of tile/fragment.cuh, are written: from row `row`, its first, to `end`.

@@ -1,59 +1,98 @@
 #pragma once
-// Blocks of 16 x 16 numbers of 32 bits: a product contracts eight rows or columns of one, a slice. ldmatrix does not transpose them, so
-// lanes read words.
+// Blocks of 16 x 16 numbers of 32 bits. A product contracts eight rows or columns of one, a slice; a block's two follow each other.
 //
-// A lane has sums of columns 2 l and 2 l + 1 of eight, l = lane % 4, and an A operand has columns l and l + 4. So a product of these goes
-// over columns in another order: even ones, then odd ones. Tiles that sums are written to lie in that order, and rows that meet them are
-// read in it: 2 l and 2 l + 1. These are two chunks of four rows, or one of eight: in a tile whose rows are multiples of 128 bytes each
-// read and write takes all 32 banks once.
+// ldmatrix brings words as they lie, and does not transpose them: lanes read those by themselves. A lane has sums of columns 2 l and 2 l + 1
+// of a slice, l = lane % 4, where an A operand has columns l and l + 4. So where sums are operands, products go over the even columns of a
+// slice, then over the odd ones: tiles that sums are written to lie in that order, and rows that meet them are read in it, 2 l and
+// 2 l + 1. In tiles whose rows are multiples of 128 bytes each read and write takes all 32 banks once.
 #include "ptx/load_shared.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"
 
 struct Blocks32 {
-    static constexpr int slices = 2;
-    static constexpr int unrolled(int steps) { return steps % 4 == 0 ? 4 : 2; }
+    static constexpr int words = 8;
+    static constexpr int unrolled(int steps) { return steps % 2 == 0 ? 2 : 1; }  // all of them at once need more registers
 
-    __device__ static void pack(u32 (&words)[8], const float (&x)[8]) {
+    __device__ static void pack(u32 (&to)[8], const float (&x)[8]) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) words[i] = __float_as_uint(x[i / 4 * 4 + i % 2 * 2 + i / 2 % 2]);
+        for (int i = 0; i < 8; ++i) to[i] = __float_as_uint(x[i / 4 * 4 + i % 2 * 2 + i / 2 % 2]);
     }
+    template <class T>
+    struct Left {
+        const BlockReader<T> reader;
 
-    // A lane's words of a tile whose rows are contracted: rows 2 l and the next of a slice, a column of each half of a block.
+        __device__ Left(const T& tile, u32 row) : reader(BlockReader<T>::down(tile, row)) {}
+        __device__ void load(u32 (&to)[8], int i, int j) const {
+#pragma unroll
+            for (int slice = 0; slice < 2; ++slice) {
+                u32 four[4];
+                ptx::ldmatrix(four, reader.block(i, 2 * j + slice));
+#pragma unroll
+                for (int k = 0; k < 4; ++k) to[4 * slice + k] = four[k];
+            }
+        }
+    };
+    // B operands: those of eight columns of the result, then of the other eight.
+    template <class T>
+    struct Right {
+        const BlockReader<T> reader;
+
+        __device__ Right(const T& tile, u32 row) : reader(BlockReader<T>::right(tile, row)) {}
+        __device__ void load(u32 (&to)[8], int i, int j) const {
+#pragma unroll
+            for (int slice = 0; slice < 2; ++slice) {
+                u32 four[4];
+                ptx::ldmatrix(four, reader.block(i, 2 * j + slice));
+#pragma unroll
+                for (int k = 0; k < 4; ++k) to[k / 2 * 4 + 2 * slice + k % 2] = four[k];
+            }
+        }
+    };
+
+    // A lane's words of slices that are rows: of rows 2 l and the next, and of a column in each half of a block.
     template <class T>
     struct Words {
         static constexpr u32 period = T::period;
         static_assert(period >= 4);
-        u32 address;  // of the first block's
+        const u32 address;  // of the first
 
-        __device__ Words(const T& tile, u32 row, u32 block, u32 chunk, u32 word)
-            : address(ptx::smem_address(&tile) + T::offset(row, 4 * block + chunk) + 4 * word) {}
+        __device__ Words(const T& tile, u32 row, u32 chunk, u32 word, u32 lane)
+            : address(ptx::smem_address(&tile) + T::offset(row + lane % 4 * 2, chunk) + 4 * word) {}
 
         __device__ u32 load(int slice, int block, int row, int half) const {
             const u32 chunk = 4 * block + 2 * half, moved = chunk % period ^ (period == 8 ? row : 0);
             return ptx::load_shared((address ^ moved * 16) + (8 * slice + row) * T::row_bytes + chunk / period * period * 16);
         }
     };
-    // As A operands, of a tile that sums were written to.
+    // Of a tile that sums were written to.
     template <class T>
-    struct Left {
-        const Words<T> words;
+    struct LeftTransposed {
+        const Words<T> numbers;
 
-        __device__ Left(const T& tile, u32 row, u32 block, u32 lane) : words(tile, row + lane % 4 * 2, block, lane / 4 % 2, lane / 8) {}
-        __device__ void load(u32 (&to)[4], int slice, int block) const {
+        __device__ LeftTransposed(const T& tile, u32 row, u32 block, u32 lane) : numbers(tile, row, 4 * block + lane / 4 % 2, lane / 8, lane) {}
+        __device__ void load(u32 (&to)[8], int i, int j) const {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) to[i] = words.load(slice, block, i / 2, i % 2);
+            for (int k = 0; k < 8; ++k) to[k] = numbers.load(2 * i + k / 4, j, k / 2 % 2, k % 2);
         }
     };
-    // As B operands.
     template <class T>
-    struct Right {
-        const Words<T> words;
+    struct RightTransposed {
+        const Words<T> numbers;
 
-        __device__ Right(const T& tile, u32 row, u32 block, u32 lane) : words(tile, row + lane % 4 * 2, block, lane / 16, lane / 4 % 4) {}
-        __device__ void load(u32 (&to)[4], int slice, int block) const {
+        __device__ RightTransposed(const T& tile, u32 row, u32 block, u32 lane) : numbers(tile, row, 4 * block + lane / 16, lane / 4 % 4, lane) {}
+        __device__ void load(u32 (&to)[8], int i, int j) const {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) to[i] = words.load(slice, block, i % 2, i / 2);
+            for (int k = 0; k < 8; ++k) to[k] = numbers.load(2 * i + k / 2 % 2, j, k % 2, k / 4);
+        }
+    };
+    template <class T>
+    struct Writer {
+        const BlockWriter<T> writer;
+
+        __device__ Writer(u32 row, u32 block, u32 lane) : writer(BlockWriter<T>::of(row, 4 * block, lane)) {}
+        __device__ void store(T& tile, int i, int j, const u32 (&from)[8]) const {
+            writer.store(tile, i, 2 * j, {from[0], from[1], from[2], from[3]});
+            writer.store(tile, i, 2 * j + 1, {from[4], from[5], from[6], from[7]});
         }
     };
 

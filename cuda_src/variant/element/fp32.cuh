@@ -22,15 +22,20 @@ struct Fp32 {
             }
         }
     };
-    // d += a b of 16 x 8 x 8, but for the products of small parts, 2^-24 of the whole. Tensor cores cut off the last bits of a sum, so they
-    // sum from zero, small ones first, and d grows by an add that rounds to nearest: perf/notes/attn_bwd_simt.md has what else is lost.
+    // d += a b of 16 x 8 x 16, in two parts of the contraction, but for the products of small parts, 2^-24 of the whole. Tensor cores cut off
+    // the last bits of sums: these begin at zero, small ones first, and d grows by an add that rounds to nearest. perf/notes/attn_bwd_simt.md
+    // has what that is worth.
     __device__ static void multiply(float* d, const u32* a, const u32* b) {
-        const Parts<4> left(a);
-        const Parts<2> right(b);
+        const Parts<8> left(a);
+        const Parts<4> right(b);
         float sum[4] = {};
-        ptx::mma_tf32(sum, left.small, right.large);
-        ptx::mma_tf32(sum, left.large, right.small);
-        ptx::mma_tf32(sum, left.large, right.large);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            ptx::mma_tf32(sum, left.small + 4 * i, right.large + 2 * i);
+            ptx::mma_tf32(sum, left.large + 4 * i, right.small + 2 * i);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ptx::mma_tf32(sum, left.large + 4 * i, right.large + 2 * i);
 #pragma unroll
         for (int i = 0; i < 4; ++i) d[i] += sum[i];
     }
