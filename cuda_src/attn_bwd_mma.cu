@@ -170,7 +170,7 @@ struct Warp {
     template <int steps, int unrolled, int columns, class A, class B>
     __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
         const Blocks::RightTransposed<B> queries(b, first_q, member, lane);
-        multiply<steps, unrolled>(sums, a, [&](Operand & to, int step, int j) { queries.load(to, step, j * cfg::sharing); });
+        multiply<steps, unrolled>(sums, a, [&](Operand& to, int step, int j) { queries.load(to, step, j * cfg::sharing); });
     }
     template <int columns, class B>
     __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
