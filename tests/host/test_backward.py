@@ -163,12 +163,13 @@ MMA: dict[str, tuple[Config, Case]] = {
         Config(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
     ),
     "256, least memory": (LEAST, Case((256, 256), {}, ((70, 40),), heads=(1, 1))),
-    "fp32, 64": (LEAST, Case((64, 64), {"element": FP32, "mask": Causal()}, ((50, 70),), heads=(2, 1))),
-    "fp32, 64, alone": (
-        Config(tile_q=32, warps=4, m_tiles_per_warp=1, sharing=1, chunk_q=16), Case((64, 40), {"element": FP32}, ((50, 70),)),
+    "fp32, 64": (LEAST, Case((64, 40), {"element": FP32, "mask": Causal()}, ((50, 40),), heads=(1, 1), dlse=True)),
+    "fp32, 16 and 8, alone": (
+        Config(tile_q=32, warps=4, m_tiles_per_warp=1, sharing=1, chunk_q=16),
+        Case((16, 8), {"element": FP32, "score": Softcap(2.0)}, ((50, 70),)),
     ),
     "fp32, 40 and 24, packed": (
-        Config(tile_q=64, warps=8, m_tiles_per_warp=1, sharing=4, chunk_q=16),
+        Config(m_tiles_per_warp=1, sharing=4, chunk_q=16, dq_vector=1),
         Case((40, 24), {"element": FP32, "mask": Causal("top_left"), "scale": -0.3}, SHORT, varlen=True, dlse=True, sinks=True),
     ),
 }  # fmt: skip
@@ -350,7 +351,7 @@ class Call:
 # Every kernel with every option, once.
 CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
-    "192 and 128, packed", "256", "256, no keys", "mma, 64", "mma, 64, window, softcap", "mma, 64, dropout",
+    "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "simt, packed", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
 )  # fmt: skip
 
