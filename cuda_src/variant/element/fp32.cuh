@@ -22,7 +22,7 @@ struct Fp32 {
             }
         }
     };
-    // d += a b of 16 x 8 x 16, in two parts of the contraction, but for the products of small parts, 2^-24 of the whole. Tensor cores cut off
+    // d += a b of 16 x 8 x 16, in two parts of the contraction, but for the products of small parts, up to 2^-22 of the whole. Tensor cores cut off
     // the last bits of sums: these begin at zero, small ones first, and d grows by an add that rounds to nearest. perf/notes/attn_bwd_simt.md
     // has what that is worth.
     __device__ static void multiply(float* d, const u32* a, const u32* b) {
