@@ -205,7 +205,8 @@ class AttnBwdMma(BackwardKernel):
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         scratch = [Buffer("dq_sum", blocks * config.tile_q * forward.head_dim * 4)]
         scratch += [Buffer("turns", blocks * 4)] * (config.store == "ordered")
-        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv, 8, clears, dq), own, tuple(scratch))
+        first = FirstPass(config.tile_q, config.tile_kv, 16 // forward.element.itemsize, clears, dq)
+        return self.program(op, device, first, own, tuple(scratch))
 
 
 def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
