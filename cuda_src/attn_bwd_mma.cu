@@ -55,7 +55,7 @@ struct Smem {
     KvWorkTile work;  // here to free registers, as the sequence
     alignas(8) unsigned char rows[sizeof(Rows)];
 };
-template struct BlocksOption<Blocks, PTile>;
+template struct BlocksOption<Blocks, Element, PTile>;
 template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;

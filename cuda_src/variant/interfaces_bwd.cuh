@@ -43,7 +43,7 @@ template <class S> struct SumsOption : Given {
 // RightTransposed of one whose rows are, from a row and a block of columns on. Writer writes packed blocks to a tile. Either load and
 // Writer's store take block (i, j) of the tile from there on. A loop over steps has `unrolled` of them at a time. store() has the sums of
 // every step-th block of columns from block `first` on, from `row`, the thread's first, on; a row has `chunks` of eight columns.
-template <class B, class T> struct BlocksOption {
+template <class B, class E, class T> struct BlocksOption {
     static u32 (&words)[B::words];
     static const float (&sums)[1][1][8];
     static T& tile;
@@ -52,8 +52,8 @@ template <class B, class T> struct BlocksOption {
     static const typename B::template LeftTransposed<T> left_transposed;
     static const typename B::template RightTransposed<T> right_transposed;
     static const typename B::template Writer<T> writer;
-    static_assert(B::words == 2 * sizeof(Element), "Blocks: words, of a block of Element");
-    static_assert(requires(float* d, const u32* a) { Element::multiply(d, a, a); }, "Element: multiply(d, a, b), 16 x 8 x 16");
+    static_assert(B::words == 2 * sizeof(E), "Blocks: words, of a block of Element");
+    static_assert(requires(float* d, const u32* a) { E::multiply(d, a, a); }, "Element: multiply(d, a, b), 16 x 8 x 16");
     static_assert(B::unrolled(1) == 1, "Blocks: unrolled(steps), which divides steps");
     static_assert(requires { B::pack(words, sums[0][0]); }, "Blocks: pack(words, sums)");
     static_assert(requires { left.load(words, 0, 0), right.load(words, 0, 0); }, "Blocks: Left, Right (tile, row): load(words, i, j)");
