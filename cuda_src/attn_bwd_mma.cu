@@ -9,6 +9,7 @@
 // dk and dv of its part of the columns, for all of the tile's queries: alone, a warp has P' and dS' as left operands in its registers;
 // several meet in shared memory. dq needs dS of all keys, and is shared out again; its parts go from registers to the sum of their
 // tile in scratch, where Store sets the order. Every thread loads: K and V once, Q and dO a step ahead.
+// Numbers have 16 bits or 32: Blocks knows how these become operands of products, and Element how they are multiplied.
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
 //   barrier                  arrives        waits          protects

@@ -72,8 +72,9 @@ def statistics(op: Forward, q_block: int) -> tuple[Buffer, ...]:
 
 
 def exact_score(op: Forward) -> Option:
-    """The score as exact as float32 is, for tensor cores: its short-cuts are for the forward, which rounds weights to 16 bits."""
-    score: Option = getattr(op.score, "constant_time", op.score)  # type: ignore[arg-type]
+    """The score for tensor cores: its short-cuts are for the forward, which rounds weights to 16 bits. Float32 takes it as plain
+    arithmetic does, to the last place."""
+    score: Option = op.score if op.element.itemsize > 2 else getattr(op.score, "constant_time", op.score)  # type: ignore
     return score if op.spec.offsets is None else OffsetScore(score, *op.spec.offsets)
 
 
