@@ -39,11 +39,14 @@ def splits(op: Forward, device: Device) -> tuple[int, int]:
     return -(-op.kv_len // keys), keys
 
 
-def tensor_core_reasons(op: Forward, widest: int = 256) -> list[str]:
+def tensor_core_reasons(
+    op: Forward, widest: int = 256, elements: Sequence[element.Element] = (element.BF16, element.FP16)
+) -> list[str]:
     """The reasons why tensor cores do not compute the operation, with heads of up to ``widest`` columns."""
     found = []
-    if op.element not in (element.BF16, element.FP16):
-        found.append(f"it takes bf16 and fp16, not {op.element.name}")
+    if op.element not in elements:
+        *others, last = (each.name for each in elements)
+        found.append(f"it takes {', '.join(others)} and {last}, not {op.element.name}")
     for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
         if size % 8 or not 8 <= size <= widest:
             found.append(f"{which} is {size}; it takes multiples of 8 from 8 to {widest}")

@@ -165,6 +165,30 @@ MMA: dict[str, tuple[Config, Case]] = {
         Config(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
     ),
     "256, least memory": (LEAST, Case((256, 256), {}, ((70, 40),), heads=(1, 1))),
+    "fp32, 64": (
+        Config(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2),
+        Case((64, 40), {"element": FP32, "mask": Causal()}, ((50, 40),), heads=(1, 1), dlse=True),
+    ),
+    "fp32, 128": (
+        Config(sharing=4, chunk_q=16, do_stages=1), Case((128, 80), {"element": FP32, "dropout": 0.3}, ((70, 130),)),
+    ),
+    "fp32, 256": (
+        Config(m_tiles_per_warp=1, sharing=4, chunk_q=16, q_stages=1, do_stages=1),
+        Case((256, 200), {"element": FP32, "mask": Causal()}, ((70, 40),), heads=(1, 1)),
+    ),
+    "fp32, 128, least memory": (LEAST, Case((128, 72), {"element": FP32}, ((70, 40),), heads=(2, 2))),
+    "fp32, 16 and 8, alone": (
+        Config(tile_q=32, warps=4, m_tiles_per_warp=1, sharing=1, chunk_q=16),
+        Case((16, 8), {"element": FP32, "score": Softcap(2.0)}, ((50, 70),)),
+    ),
+    "fp32, 40 and 24, packed": (
+        Config(m_tiles_per_warp=1, sharing=4, chunk_q=16, dq_vector=1),
+        Case((40, 24), {"element": FP32, "mask": Causal("top_left"), "scale": -0.3}, SHORT, varlen=True, dlse=True, sinks=True),
+    ),
+    "fp32, 64, lens, unordered": (
+        Config(tile_q=32, warps=4, chunk_q=16),
+        Case((64, 64), {"element": FP32, "mask": Causal()}, ((50, 70),) * 3, store="unordered", lens=((33, -1, 99), (99, 40, 0))),
+    ),
 }  # fmt: skip
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
@@ -357,7 +381,7 @@ class Call:
 # Every kernel with every option, once.
 CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
-    "192 and 128, packed", "256", "256, no keys", "mma, 64", "mma, 64, window, softcap", "mma, 64, dropout",
+    "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "simt, packed", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
 )  # fmt: skip
 
