@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 27900,
     "perf": 5810,
     "cuda_src": 11400,
-    "tests": 36000,
+    "tests": 36050,
 }
 FUNCTION_LINES = 60
 

@@ -337,14 +337,9 @@ def check_functions(case: Cached, found: tuple[Any, Any], mask: str, score: str)
 
 
 FUNCTIONS = [
-    ("documents", ""),
-    ("holes", "slopes"),
-    ("words", ""),
-    ("tree", "capped"),
-    ("", "slopes"),
-    ("documents", "pairs"),
-    ("", "pairs"),
-]
+    ("documents", ""), ("holes", "slopes"), ("words", ""), ("tree", "capped"), ("", "slopes"),
+    ("documents", "pairs"), ("", "pairs"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mask", "score"), FUNCTIONS)
