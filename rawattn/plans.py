@@ -474,17 +474,17 @@ class GpuCall:
         if launches is None or capturing or of != addresses:
             if captured:
                 self._check_memory(captured)
-            like = (stream_id, "its own" if numbers is None else "others")  # numbers of any launches that write to what was made
+            beside = (stream_id, "its own" if numbers is None else "others")  # numbers of any launches that write to what was made
             if launches is None and not given:
-                launches, _ = self._launches.get(like, (None, ()))
+                launches, _ = self._launches.get(beside, (None, ()))
             if launches is None or capturing or given:
                 launches = self._prepare(results, given, addresses, numbers, scratch, stream, stream_id, capturing)
             else:
                 launches = self._moved(launches, results, addresses, numbers, scratch)
             if None not in places and not capturing:
                 cache_put(self._launches, key, (launches, addresses), KEPT_LAUNCHES)
-                if not given and like not in self._launches:
-                    cache_put(self._launches, like, (launches, addresses), KEPT_LAUNCHES)
+                if not given and beside not in self._launches:
+                    cache_put(self._launches, beside, (launches, addresses), KEPT_LAUNCHES)
         for launch in launches:
             launch()
         for x in given:

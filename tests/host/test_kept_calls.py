@@ -165,6 +165,15 @@ def test_a_kept_call_launches_what_a_new_one_does(library: str, monkeypatch: pyt
                 assert launches(plan.run, call) == wanted
 
 
+def test_results_are_of_the_callers_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the library that q came from: when a call is made, and when it is found."""
+    stream = types.SimpleNamespace(get_current_stream=lambda device: types.SimpleNamespace(ptr=0))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Cupy, cuda=stream))
+    monkeypatch.setattr(arrays, "to_library", lambda result, original: original)
+    q, cache, step, _ = of_cupy(*variations()["first"])
+    assert [rawattn.attention_kvcache(q, cache, step) for _ in range(2)] == [q, q]
+
+
 def test_made_results_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that are made come to new places, on any stream, and nothing else of the launch changes."""
     stream, kept = [0], []
