@@ -295,10 +295,11 @@ class Forward(OverKeys):
         return not any(getattr(option, "checked", ()) for option in (self.spec.mask, self.spec.score))
 
     def holds_in_steps(self, options: dict[str, Any]) -> bool:
-        """As of any operation; not where an array must be as long as the keys, nor where one became a built-in option."""
+        """As of any operation; not where an array must be as long as the keys, nor where one became a built-in option, nor where
+        indices are checked, which fewer keys may not need."""
         own = functions.among(options)
         found = [isinstance(getattr(self.spec, role), Captures) and not each.sizes for role, each in own]
-        return all(found) and self.proved == self.to_lower.limits
+        return all(found) and self.takes_numbers and self.proved == self.to_lower.limits
 
     @functools.cached_property
     def proved(self) -> Limits:

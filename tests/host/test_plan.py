@@ -219,6 +219,7 @@ FUNCTIONS = {  # the last one reads behind its array where there are more than 1
     st.booleans(),
 )  # fmt: skip
 @hypothesis.example("attn_fwd", 2, [(70, 1030, 0, 0), (79, 1031, 1, 0), (71, 1031, 0, 64)], {"causal": True}, False, False)
+@hypothesis.example("attn_fwd", 1, [(1, 1280, 0, 0), (1, 1200, 0, 0)], FUNCTIONS["clipped"], False, True)
 def test_other_lengths_launch_what_a_new_call_does(
     kernel: str | None, batch: int, steps: Any, options: dict[str, Any], has_lens: bool, is_given: bool
 ) -> None:
