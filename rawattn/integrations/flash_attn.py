@@ -215,14 +215,15 @@ def with_kvcache(
 def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.Asked | None:
     """Returns what a call over a cache asks for, where it is found again: no functions, nothing that is traced or of a wrong
     type."""
-    if "alibi" in options or "mask" in options or type(options["causal"]) is not bool or type(longest) not in (int, type(None)):
+    if not torch_op.is_plain() or "alibi" in options or "mask" in options:
+        return None
+    if type(options["causal"]) is not bool or type(longest) not in (int, type(None)):
         return None
     own = {name: options[name] for name in ("window", "softcap", "scale")}
     try:
-        found = caches.plain_asked(options["causal"], {**own, "mask": None, "score": None, "invariant": False}, return_lse)
+        return caches.plain_asked(options["causal"], {**own, "mask": None, "score": None, "invariant": False}, return_lse)
     except TypeError:  # what cannot be hashed is wrong
         return None
-    return found if torch_op.is_plain() else None
 
 
 def _rotary(q: Any, given: tuple[Any, Any, bool], options: dict[str, Any], first: Any) -> Any:
