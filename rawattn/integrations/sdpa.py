@@ -104,7 +104,7 @@ def _transposed(signatures: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _layout(asked: api.Asked, transposed: tuple[Any, ...]) -> tuple[Any, ...]:
     """A key of tensors that lie so, wherever."""
-    return (asked, Forward.layout_key(transposed, asked.options), _HEADS_FIRST)
+    return (asked, Forward.layout_key(transposed, asked.options), _HEADS_FIRST, "anywhere")
 
 
 def _moved(given: tuple[Any, ...], place: Any) -> GpuCall | None:

@@ -63,7 +63,8 @@ class Number(Made):
         """The number."""
         if (exact := _exact(self.of, shapes, numbers)) is not None:
             return exact
-        found = evaluate(self.of, {}, [_Shaped(shape) for shape in shapes], numbers, dtype=self.dtype).item()
+        with np.errstate(all="ignore"):
+            found = evaluate(self.of, {}, [_Shaped(shape) for shape in shapes], numbers, dtype=self.dtype).item()
         return int(found) if isinstance(found, bool) else found
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ProblemError
+from ..errors import ProblemError, brief
 from .canonical import Code, number_keys, numbers_of
 from .expressions import Expr, nodes
 from .ranges import LIMITS, Leaf, Range, anything, bounds, exactly, hull
@@ -175,7 +175,7 @@ def _of_number(x: Any, kind: str) -> Range:
 def _exact_int(x: int) -> Range:
     lo, hi = LIMITS["int"]
     if not lo <= x <= hi:
-        raise ProblemError(f"{x} was captured; an int must fit 32 bits.")
+        raise ProblemError(f"{brief(x)} was captured; an int must fit 32 bits.")
     return Range(np.int64(x), np.int64(x))
 
 

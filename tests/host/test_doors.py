@@ -104,6 +104,18 @@ def test_a_kept_call_is_for_these_tensors() -> None:
     assert len(LAUNCHED) == 1
 
 
+def test_freed_memory_at_a_small_address() -> None:
+    """In a storage that was freed the address is the offset, which is no alignment of a kept call."""
+    views = [torch.zeros(66)[2:].view(1, 1, 1, 64) for _ in range(3)]
+    sdpa.attended(*views, {})
+    count = len(LAUNCHED)
+    for x in views:
+        x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
+        sdpa.attended(*views, {})
+    assert len(LAUNCHED) == count
+
+
 def test_under_a_mode_nothing_is_kept() -> None:
     """A call under autocast is cast, and one that a mode sees goes through the operator."""
     given = [x.float() for x in GIVEN["rows"][0]]

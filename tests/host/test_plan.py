@@ -123,10 +123,12 @@ OF_NUMBERS: dict[str, tuple[str, Any, list[Any]]] = {  # role, what makes the fu
     "an index": ("mask", lambda n: lambda q, kv: DOC[kv] <= DOC[(q + n).clip(0, n + 70)], [0, 3, 9, 10, 50, 2]),
     "a float": ("score", lambda x: lambda s, h, q, kv: s * x + TABLE[h, kv], [0.5, -1.0, -0.0, 0.0, float("inf"), 1e30, -3.5e38]),
     "a cap": ("score", lambda x: lambda s: x * torch.tanh(s / x), [30.0, 50.0, 20.0]),
+    "an inverse": ("score", lambda x: lambda s, h, q, kv: s * (1.0 / x) + TABLE[h, kv], [2.0, 0.0, -0.0, 4.0]),
     "another type": ("score", lambda x: lambda s, h, q, kv: s + x * (q - kv) + TABLE[h, kv], [1, 2, 0.5, 3, 0.25]),
 }
 
 
+@pytest.mark.filterwarnings("error:divide by zero")
 @pytest.mark.parametrize("name", OF_NUMBERS)
 def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each other number: arguments, kernel and grid. Only numbers for which something else is proved need another plan."""
@@ -174,6 +176,8 @@ def test_another_number_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [attend(n) for n in (4016, 1 << 20)] == [2, 2], "both are known"
     with pytest.raises(ProblemError, match="may reach 2147483648, and integers must fit 32 bits"):
         attend((1 << 31) - 79)
+    with pytest.raises(ProblemError, match=r"39802\d*\.\.\. \(an int of 6021 digits\) was captured; an int must fit 32 bits"):
+        attend(1 << 20000)
     assert [attend((1 << 31) - 80), attend(6)] == [2, 2]
     assert [attend(6, length) for length in (79, 78, 77)] == [2] * 3, "nothing is clipped for 80"
 
