@@ -17,7 +17,7 @@ from .device import Device
 from .eager import eager
 from .errors import ProblemError
 from .operation import Backward, Forward, Operation, from_json
-from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
+from .plans import NO_GRAD, CpuCall, GpuCall, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
 from .select import Selection, select, warn_once
 from .spec import Window, is_int, make_dropout
@@ -36,8 +36,8 @@ OPTIONS = (
 NO_LENGTHS = (None, None)
 _plans: dict[Any, Plan] = {}
 _families: dict[Any, Plan] = {}
-_layouts: dict[Any, GpuCall] = {}
-_calls: dict[Any, GpuCall] = {}
+_layouts: dict[Any, GpuCall | CpuCall] = {}
+_calls: dict[Any, GpuCall | CpuCall] = {}
 _logged: set[Any] = set()
 _torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
 
@@ -591,10 +591,12 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
             if family is not None:
                 cache_put(_families, family, plan, KEPT_PLANS)
             _keep(key, _layout(key, asked), asked, call)
+        elif key is not None and not asked.has_functions:
+            _keep(key, _layout(key, asked), asked, call)
     return one_or_all(call(given[0], out, captured))
 
 
-def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
+def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall | CpuCall) -> None:
     if asked.is_kept:
         cache_put(_calls, (asked, key), call, KEPT_CALLS)
         cache_put(_layouts, layout, call, KEPT_CALLS)
@@ -604,8 +606,9 @@ def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
 
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
     """A key of tensors that lie so, wherever, for which the same program serves. What is proved of functions is proved for their
-    lengths."""
-    operation = Operation if asked.has_functions else asked.operation
+    lengths, and a CPU's configurations are for one."""
+    is_exact = asked.has_functions or not key[0][0][-1]
+    operation = Operation if is_exact else asked.operation
     return (asked, operation.layout_key(key[0], asked.options), key[1])
 
 
@@ -625,7 +628,7 @@ def _renumbered(layout: tuple[Any, ...], asked: Asked) -> GpuCall | None:
     return like.renumbered(asked.options)
 
 
-def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
+def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | CpuCall | None:
     """The call on tensors that lie as those of another call in other places, or whose functions captured other numbers; or whose
     lengths or offsets are others: a plan of the same family is resized."""
     if not arrays.have_memory(given, key[0]):

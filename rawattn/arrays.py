@@ -285,8 +285,10 @@ def are_held(given: tuple[Any, ...]) -> bool:
 
 
 def address(x: Any) -> int:
-    """Returns the address where a torch or CuPy array begins."""
-    return x.data_ptr() if isinstance(x, _tensor) else x.data.ptr
+    """Returns the address where a torch, CuPy or NumPy array begins."""
+    if isinstance(x, _tensor):
+        return int(x.data_ptr())
+    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
 
 
 def requires_grad(*objects: Any) -> bool:
@@ -421,10 +423,11 @@ def to_library(result: Any, original: Any) -> Any:
 
 
 def as_numpy(array: Array) -> npt.NDArray[Any]:
-    """A NumPy view of an array on the CPU, sharing its memory."""
+    """A NumPy view of an array on the CPU, sharing its memory. It keeps that alive if the array has its object."""
     if array.library == "numpy":
         return array.object
-    return np.asarray(_Memory(array)).view(DTYPES[array.dtype])
+    dtype, found = DTYPES[array.dtype], np.asarray(_Memory(array))
+    return found if found.dtype == dtype else found.view(dtype)
 
 
 def on_host(x: Any) -> npt.NDArray[Any]:
@@ -446,4 +449,5 @@ class _Memory:
         dtype = DTYPES[array.dtype]
         strides = tuple(s * dtype.itemsize for s in array.strides)
         place = {"data": (array.pointer, False), "shape": tuple(array.shape), "strides": strides}
-        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": f"|V{dtype.itemsize}", **place}
+        kind = dtype.str if dtype.isbuiltin else f"|V{dtype.itemsize}"
+        self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": kind, **place}

@@ -635,7 +635,7 @@ def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
 
 
 def _compute_by_formula(element: Element, scale: float, dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
-    sequence, _, kv_head, queries, _ = unit
+    sequence, kv_head, queries, _ = unit
     formula = _formula(element, sequence.mask, sequence.score, scale, dropped)
     group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
@@ -857,11 +857,11 @@ def _key_units(mask: Pairs, heads: int, kv_heads: int, cuts: int, q_len: int, kv
     for span in _spans(kv_len, cuts):
         keys = span.stop - span.start
         own_begin, own_end = np.maximum(begin - span.start, 0), np.minimum(end - span.start, keys)
-        counts = np.maximum(own_end - own_begin, 0).reshape(-1, q_len, group).sum(2)
+        counts = np.maximum(own_end - own_begin, 0).reshape(len(begin) // max(1, q_len * group), q_len, group).sum(2)
         table, costs = np.zeros((kv_heads, FIELDS), np.int64), np.zeros(kv_heads, np.int64)
         table[:, KEY], table[:, POSITION], table[:, KEYS] = span.start, span.start, keys
         for h in range(kv_heads):
-            pairs = counts[h if of_head else 0]
+            pairs = counts[h if of_head else 0] if q_len else counts[:0]
             touched = np.flatnonzero(pairs)  # the queries that keep any of these keys
             start, stop = (int(touched[0]), int(touched[-1]) + 1) if len(touched) else (0, 0)
             own = {ROW: start, QUERY: start, QUERIES: stop - start, BEFORE: start, BEHIND: q_len - stop, KV_HEAD: h}

@@ -586,12 +586,40 @@ def _part(o: Array, lse: Array) -> bytes:
 
 
 class CpuCall:
-    """A plan on arrays in this machine's memory."""
+    """A plan on arrays in this machine's memory. One of torch tensors holds none of them, and may be kept."""
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         like = next(iter(given.values()))
-        self._plan, self._given = plan, given
+        self._plan, self._library = plan, like.library
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
+        self._made = tuple(arrays.made(operand.shape, operand.element) for operand in plan.op.outputs)
+        self._lay(given)
+
+    def _lay(self, given: Mapping[str, Array]) -> None:
+        held = {each.name for each in self._plan.op.captured} if self._library == "torch" else given.keys()
+        self._given = {name: array if name in held else array.without_memory() for name, array in given.items()}
+        self._views = {name: arrays.as_numpy(array) for name, array in self._given.items()}
+
+    @property
+    def op(self) -> Operation:
+        """The operation of the plan."""
+        return self._plan.op
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays that it was made for, in order."""
+        return tuple(self._given)
+
+    def moved(self, given: Mapping[str, Array]) -> CpuCall:
+        """The call for arrays in other places that lie as these did."""
+        found = object.__new__(CpuCall)
+        found.__dict__ |= self.__dict__
+        found._lay({**self._given, **given})
+        return found
+
+    def has_lengths_of(self, other: CpuCall) -> bool:
+        """True: calls are moved to arrays of the same lengths."""
+        return True
 
     def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
         """Computes; as ``GpuCall``. The arrays that it was made with have the captured ones among them."""
@@ -599,9 +627,13 @@ class CpuCall:
         given = () if out is None else given_outputs(out, op.outputs)
         wanted = given or (None,) * len(self._makers)
         results = [make(like) if x is None else x for make, x in zip(self._makers, wanted, strict=True)]
-        found = {each.name: arrays.read(x, "out") for each, x in zip(op.outputs, results, strict=True)}
-        found |= read_outputs(given, self._plan, arrays.CPU, self._given.items())
-        views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *found.items())}
+        found = read_outputs(given, self._plan, arrays.CPU, self._given.items())
+        views = dict(self._views)
+        for each, x, made in zip(op.outputs, results, self._made, strict=True):
+            if each.name in found:
+                views[each.name] = arrays.as_numpy(found[each.name])
+            else:
+                views[each.name] = arrays.as_numpy(made._replace(library=self._library, pointer=arrays.address(x), object=x))
         op.check_numbers(views)
         self._plan._kernel.run(op, self._plan.config, **views)
         for x in given:
