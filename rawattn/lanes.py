@@ -50,6 +50,26 @@ class LanesModel(models.PrimitiveModel):
         super().__init__(manager, lanes, ir.VectorType(scalar, BYTES * 8 // lanes.scalar.bitwidth))
 
 
+def lanes_of(array):
+    """The numbers of a vector of the array's format, a constant for LLVM, which ``itemsize`` is not."""
+
+
+@overload(lanes_of)
+def _lanes_of(array):
+    count = BYTES * 8 // array.dtype.bitwidth
+    return lambda array: count
+
+
+def square_of(array):
+    """The rows of a square that ``transpose`` takes, of the array's format."""
+
+
+@overload(square_of)
+def _square_of(array):
+    count = SQUARE * 8 // array.dtype.bitwidth
+    return lambda array: count
+
+
 def _pointer(context, builder, signature, args):
     """To args[1] of the array args[0]."""
     array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -367,7 +387,7 @@ def call(typing, address, array):
 @njit
 def copy_row(x, address, columns, tile, at):
     """Copies numbers that lie from an address of x on to tile[at]; gives 0, in the lanes where all were finite, else NaN."""
-    lanes = BYTES // tile.itemsize
+    lanes = lanes_of(tile)
     whole, wrong = columns // lanes * lanes, fill(load(tile, at), 0.0)
     for i in range(0, whole, lanes):
         y = read_lanes(x, address, i)
@@ -419,7 +439,7 @@ def fetch(k, v, pages, unit, first, begin, keys, table, tile_k, tile_v, width, f
             at, row = at + 1, 0
     store(flags, 0, wrong)
     finite = True
-    for lane in range(BYTES // tile_v.itemsize):
+    for lane in range(lanes_of(tile_v)):
         finite &= flags[lane] == 0
     return finite
 
@@ -428,7 +448,7 @@ def fetch(k, v, pages, unit, first, begin, keys, table, tile_k, tile_v, width, f
 def dots(tile, first, keys, width, panels, at, depth, scale, s, column, pitch):
     """Writes scale times the dot products of the rows first to keys of a tile, which are width apart, and of the panel at
     panels[at]: s[key pitch + column]."""
-    lanes = BYTES // s.itemsize
+    lanes = lanes_of(s)
     for j in range(first, keys, BLOCK):
         for i in range(0, depth, CHUNK):
             sums = product(tile, j * width + i, width, 1, panels, at + i * lanes, lanes, min(CHUNK, depth - i))
@@ -441,7 +461,7 @@ def dots(tile, first, keys, width, panels, at, depth, scale, s, column, pitch):
 @njit
 def logits(tile_k, keys, panel_q, at, head_dim, scale, cap, s):
     """Writes the logits of a panel: s (key, lane)."""
-    lanes = BYTES // s.itemsize
+    lanes = lanes_of(s)
     dots(tile_k, 0, keys, head_dim, panel_q, at, head_dim, scale, s, 0, lanes)
     if cap != 0:
         for j in range(keys):
@@ -452,14 +472,14 @@ def logits(tile_k, keys, panel_q, at, head_dim, scale, cap, s):
 @njit
 def mark(s, keys, kept):
     """Writes which weights of a panel count, before they are made of the logits s."""
-    for i in range(keys * BYTES // s.itemsize):
+    for i in range(keys * lanes_of(s)):
         kept[i] = s[i] != -np.inf
 
 
 @njit
 def hide(s, keys, begin, end, bounds, rows, first, panel, lo, hi):
     """Writes -inf to s for the keys that rows of a panel do not keep: those before lo and from hi on, in each lane."""
-    lanes = BYTES // s.itemsize
+    lanes = lanes_of(s)
     for lane in range(lanes):
         row = panel * lanes + lane
         at = bounds + row
@@ -472,7 +492,7 @@ def hide(s, keys, begin, end, bounds, rows, first, panel, lo, hi):
 @njit
 def softmax(s, keys, row_max, row_sum, panel):
     """Turns the logits s to exponentials below the new maximum; gives the factor by which earlier sums shrink."""
-    lanes = BYTES // s.itemsize
+    lanes = lanes_of(s)
     old = new = load(row_max, panel * lanes)
     for j in range(keys):
         x = load(s, j * lanes)
@@ -494,7 +514,7 @@ def softmax(s, keys, row_max, row_sum, panel):
 @njit
 def gather(s, keys, tile_v, width, shrink, panel_o, panel):
     """Shrinks panel_o (panel, width, lane), and adds the values, weighted by s."""
-    lanes = BYTES // s.itemsize
+    lanes = lanes_of(s)
     for i in range(0, width, BLOCK):
         sums = product(tile_v, i, 1, width, s, 0, lanes, keys)
         for r in range(BLOCK):
@@ -505,7 +525,7 @@ def gather(s, keys, tile_v, width, shrink, panel_o, panel):
 @njit
 def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
     """``gather`` where some value is inf or NaN, and 0 times it must not count."""
-    lanes = BYTES // s.itemsize
+    lanes = lanes_of(s)
     for i in range(width):
         total = fill(shrink, 0.0)
         for j in range(keys):
@@ -518,7 +538,7 @@ def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
 @njit
 def gather_where(s, keys, tile_v, width, shrink, panel_o, panel, counted):
     """The same, where ``counted`` is 0 for weights that do not count."""
-    lanes = BYTES // s.itemsize
+    lanes = lanes_of(s)
     for i in range(width):
         total = fill(shrink, 0.0)
         for j in range(keys):
@@ -557,7 +577,7 @@ def find_kept(kept, first, keys, panel, group, unit, random):
     """Writes 1 where the weight of a key from ``first`` on and of a row of a panel is kept, else 0, (key, lane), as
     ``variant.weight.Dropout.kept`` says. ``group`` heads share the keys; ``random`` has the threshold, 0 for no dropout, the
     seed, and the positions of query 0 and key 0."""
-    threshold, seed, sequence, lanes = random[0], random[1], unit[SEQUENCE], BYTES // kept.itemsize
+    threshold, seed, sequence, lanes = random[0], random[1], unit[SEQUENCE], lanes_of(kept)
     low, high = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
     start = first + unit[POSITION] + random[3]
     for lane in range(lanes if threshold > 0 else 0):
@@ -575,7 +595,7 @@ def find_kept(kept, first, keys, panel, group, unit, random):
 @njit
 def drop(x, first, keys, column, pitch, kept, random):
     """Makes x[key pitch + column] 0 where it is dropped, whatever it is, and rescales what is kept."""
-    lanes, factor = BYTES // x.itemsize, 32768 / (32768 - random[0])
+    lanes, factor = lanes_of(x), 32768 / (32768 - random[0])
     for j in range(first, keys if random[0] > 0 else first):
         at = j * pitch + column
         y = load(x, at)
@@ -586,8 +606,8 @@ def drop(x, first, keys, column, pitch, kept, random):
 def finish(q, unit, group, of_rows, sinks, begin, end, width, columns, rows_o, o, lse):
     """Writes o and lse of sums and their references. ``columns`` has a vector for each number of a row of ``rows_o``, and 3."""
     _, _, panel_o, row_max, row_sum, _ = of_rows
-    lanes, rows, first_head = BYTES // q.itemsize, unit[QUERIES] * group, unit[KV_HEAD] * group
-    pitch, square = rows_o.size // lanes, SQUARE // q.itemsize
+    lanes, rows, first_head = lanes_of(q), unit[QUERIES] * group, unit[KV_HEAD] * group
+    pitch, square = rows_o.size // lanes, square_of(q)
     weights, totals, some = columns[pitch * lanes :], columns[(pitch + 1) * lanes :], columns[(pitch + 2) * lanes :]
     for panel in range((rows + lanes - 1) // lanes):
         for lane in range(min(lanes, rows - panel * lanes)):
@@ -616,7 +636,7 @@ def finish(q, unit, group, of_rows, sinks, begin, end, width, columns, rows_o, o
 @njit
 def put_row(tile, at, scale, x, address):
     """Writes the row of a tile from tile[at] on, times scale, to an address of x."""
-    lanes = BYTES // tile.itemsize
+    lanes = lanes_of(tile)
     whole = x.shape[3] // lanes * lanes
     for i in range(0, whole, lanes):
         y = load(tile, at + i)
@@ -629,7 +649,7 @@ def put_row(tile, at, scale, x, address):
 def pack(x, unit, group, width, along, across):
     """The rows of x of a unit, query by query and head by head, twice: as rows of this width, and as panels (panel, column,
     lane). Rows past the last are zeros."""
-    lanes, square, rows, columns = BYTES // x.itemsize, SQUARE // x.itemsize, unit[QUERIES] * group, x.shape[3]
+    lanes, square, rows, columns = lanes_of(x), square_of(x), unit[QUERIES] * group, x.shape[3]
     panels = (rows + lanes - 1) // lanes
     for query in range(unit[QUERIES]):
         for head in range(group):
@@ -693,7 +713,7 @@ def attend(q, k, v, pages, units, begin, end, sinks, random, scale, cap, tile_kv
     ``context`` is its own, and classes (panels, tiles) is 0 where none counts, 2 where all do, and 1 elsewhere. Then there is one
     unit.
     """
-    lanes, group = BYTES // q.itemsize, q.shape[2] // max(1, k.shape[2])
+    lanes, group = lanes_of(q), q.shape[2] // max(1, k.shape[2])
     panels, pitch = (most_rows(units, group) + lanes - 1) // lanes, (o.shape[3] + lanes - 1) // lanes * lanes
     width, width_q = (o.shape[3] + BLOCK - 1) // BLOCK * BLOCK, (q.shape[3] + lanes - 1) // lanes * lanes
     row_q, panel_q = np.zeros(panels * lanes * width_q, q.dtype), np.zeros(panels * lanes * width_q, q.dtype)
@@ -720,7 +740,7 @@ def attend_unit(q, k, v, pages, unit, begin, end, random, scale, cap, tile_kv, t
     """Finds the sums of a unit's rows, and their references, in the arrays ``of_rows``."""
     row_q, panel_q, panel_o, row_max, row_sum, ranges = of_rows
     tile_k, tile_v, s, counted, kept, lo, hi = of_tile
-    lanes, head_dim, group = BYTES // q.itemsize, q.shape[3], q.shape[2] // max(1, k.shape[2])
+    lanes, head_dim, group = lanes_of(q), q.shape[3], q.shape[2] // max(1, k.shape[2])
     rows = unit[QUERIES] * group
     panels, (function, context, classes) = (rows + lanes - 1) // lanes, asked
     width, width_q = (v.shape[3] + BLOCK - 1) // BLOCK * BLOCK, (head_dim + lanes - 1) // lanes * lanes
@@ -775,7 +795,7 @@ def accumulate(a, first, row, column, b, start, step, depth, out, at, pitch, cou
 @njit
 def differentiate(s, ds, first, keys, column, pitch, lse, delta, panel, cap, masked, lo, hi):
     """Turns dot products s to probabilities, and the gradients ds of these to those of the dot products, for one panel."""
-    lanes = BYTES // s.itemsize
+    lanes = lanes_of(s)
     row_lse, row_delta = load(lse, panel * lanes), load(delta, panel * lanes)
     for j in range(first, keys):
         at = j * pitch + column
@@ -798,7 +818,7 @@ def differentiate(s, ds, first, keys, column, pitch, lse, delta, panel, cap, mas
 def pack_statistics(lse, dlse, unit, group, panels, row_lse, row_delta):
     """lse, inf where it is -inf, and -dlse, 0 where there is none, of a unit's rows; inf and 0 past the last."""
     rows, first_head = unit[QUERIES] * group, unit[KV_HEAD] * group
-    for row in range(panels * BYTES // row_lse.itemsize):
+    for row in range(panels * lanes_of(row_lse)):
         row_lse[row], row_delta[row] = np.inf, 0
         if row < rows:
             head, query = first_head + row % group, unit[ROW] + row // group
@@ -812,7 +832,7 @@ def pack_statistics(lse, dlse, unit, group, panels, row_lse, row_delta):
 @njit
 def add_dots(panel_o, panel_do, panels, columns, width, row_delta):
     """Adds the dot products of the rows of two arrays of panels to row_delta."""
-    lanes = BYTES // panel_o.itemsize
+    lanes = lanes_of(panel_o)
     for panel in range(panels):
         total = load(row_delta, panel * lanes)
         for first in range(0, columns, CHUNK):
@@ -844,7 +864,7 @@ def find_bounds(unit, group, begin, end, first, keys, panel, lo, hi):
 @njit
 def clear(x, first, last):
     """Writes 0 to whole vectors of x, from first to last."""
-    for i in range(first, last, BYTES // x.itemsize):
+    for i in range(first, last, lanes_of(x)):
         store(x, i, fill(load(x, i), 0.0))
 
 
@@ -868,7 +888,7 @@ def backward(do, q, k, v, o, lse, dlse, units, begin, end, random, factor, cap, 
     rows in lanes, as in ``attend``; dV = P dO, dK = dS Q and dQ = dS^T K have columns. Where no row of a panel keeps a key, it is
     left out of a tile in whole blocks.
     """
-    lanes, group = BYTES // q.itemsize, q.shape[2] // max(1, k.shape[2])
+    lanes, group = lanes_of(q), q.shape[2] // max(1, k.shape[2])
     pitch, size = GROUP * lanes, (most_rows(units, group) + lanes - 1) // lanes * lanes
     width, width_v = (q.shape[3] + lanes - 1) // lanes * lanes, (v.shape[3] + lanes - 1) // lanes * lanes
     row_q, panel_q, row_dq = np.zeros(size * width, q.dtype), np.zeros(size * width, q.dtype), np.zeros(size * width, q.dtype)
@@ -894,7 +914,7 @@ def backward(do, q, k, v, o, lse, dlse, units, begin, end, random, factor, cap, 
 def pack_unit(do, q, o, lse, dlse, unit, group, of_rows, panel_o):
     """Packs the rows of a unit, with delta, and sets their gradients to 0."""
     row_q, panel_q, row_dq, row_do, panel_do, row_lse, row_delta = of_rows
-    lanes = BYTES // q.itemsize
+    lanes = lanes_of(q)
     panels = (unit[QUERIES] * group + lanes - 1) // lanes
     width, width_v = (q.shape[3] + lanes - 1) // lanes * lanes, (o.shape[3] + lanes - 1) // lanes * lanes
     pack_statistics(lse, dlse, unit, group, panels, row_lse, row_delta)
@@ -909,7 +929,7 @@ def pack_unit(do, q, o, lse, dlse, unit, group, of_rows, panel_o):
 def add_keys(q, k, v, unit, group, begin, end, random, factor, cap, scale, of_rows, of_tile, dk, dv):
     """Adds what the keys of a unit give to the gradients of its rows, and writes theirs."""
     tile_k, tile_v, tile_dk, tile_dv = of_tile[:4]
-    lanes, kv_head, page = BYTES // q.itemsize, unit[KV_HEAD], unit[PAGE]
+    lanes, kv_head, page = lanes_of(q), unit[KV_HEAD], unit[PAGE]
     panels = (unit[QUERIES] * group + lanes - 1) // lanes
     width, width_v = (q.shape[3] + lanes - 1) // lanes * lanes, (v.shape[3] + lanes - 1) // lanes * lanes
     for first in range(0, unit[KEYS], TILE_KV):
@@ -945,7 +965,7 @@ def add_panels(q, v, unit, group, begin, end, random, factor, cap, first, keys, 
     """Adds what a tile's keys and GROUP panels of rows, from ``start`` on, give each other: to row_dq, tile_dk and tile_dv."""
     row_q, panel_q, row_dq, row_do, panel_do, row_lse, row_delta = of_rows
     tile_k, tile_v, tile_dk, tile_dv, s, ds, lo, hi, kept = of_tile
-    lanes, head_dim, head_dim_v = BYTES // q.itemsize, q.shape[3], v.shape[3]
+    lanes, head_dim, head_dim_v = lanes_of(q), q.shape[3], v.shape[3]
     pitch, panels = GROUP * lanes, (unit[QUERIES] * group + lanes - 1) // lanes
     width, width_v = (head_dim + lanes - 1) // lanes * lanes, (head_dim_v + lanes - 1) // lanes * lanes
     active, low, high = 0, keys + BLOCK, 0  # panels from the first on that s and ds are made of, and their keys
