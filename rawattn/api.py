@@ -623,7 +623,7 @@ def _family(key: Any, asked: Asked) -> Any:
 def _renumbered(layout: tuple[Any, ...], asked: Asked) -> GpuCall | None:
     """The call on tensors that lie so whose functions captured other numbers, with these. What is proved is proved anew."""
     like = _layouts.get((asked.without_numbers(), *layout[1:]))
-    if like is None or os.environ.get("RAWATTN_LOG"):  # which each new operation goes to
+    if not isinstance(like, GpuCall) or os.environ.get("RAWATTN_LOG"):  # which each new operation goes to
         return None
     return like.renumbered(asked.options)
 

@@ -102,9 +102,16 @@ _loading = threading.Lock()
 def load(element: Element, name: str = "attend") -> Kernel:
     """The loops of that name in lanes.py, "attend" or "backward", for an element. The first call compiles them, which takes
     seconds and shows a spinner on a terminal, or reads them from the cache folder; later calls cost nothing."""
-    number = np.dtype(element.lse_dtype).name
-    with _loading:
-        return _load(name, number, _storage(element).name if name == "attend" else number)
+    found = _loaded.get((element.name, name))
+    if found is None:
+        number = np.dtype(element.lse_dtype).name
+        with _loading:
+            found = _load(name, number, _storage(element).name if name == "attend" else number)
+        _loaded[element.name, name] = found
+    return found
+
+
+_loaded: dict[tuple[str, str], Kernel] = {}
 
 
 @functools.cache
@@ -171,7 +178,10 @@ def _table(element: Element) -> Array:
 
 
 def _element(x: Array) -> Element:
-    return next(element for element in ELEMENTS.values() if x.dtype == element.dtype)
+    return _BY_DTYPE[x.dtype]
+
+
+_BY_DTYPE = {np.dtype(element.dtype): element for element in ELEMENTS.values()}
 
 
 def _ends(name: str, cu_seqlens: Array, rows: int) -> list[int]:
@@ -479,14 +489,15 @@ def run_forward(
     """
     heads, kv_heads, bounds_of, cap = q.shape[-2], k.shape[-2], functools.cache(kept), None
     places, own = _sequences(q, k, cu_seqlens_q, cu_seqlens_kv), functions.host_functions(mask, score)
-    if own.mask is own.score is None and (cap := _cap(score)) is not None:
-        step = max(1, config.tile_q // (heads // kv_heads))
-        is_dense = cu_seqlens_q is q_lens is kv_lens is None
+    if own.mask is None and own.score is None and (cap := _cap(score)) is not None:
+        step, element = max(1, config.tile_q // (heads // kv_heads)), _element(q)
+        is_dense = cu_seqlens_q is None and q_lens is None and kv_lens is None
         if is_dense and q.shape[-3] * heads <= SMALL and len(q) * kv_heads <= SMALL:
             units = _dense_units(mask, heads, kv_heads, step, len(q), q.shape[1], k.shape[1])
         else:
             units = _units_of(places, mask, heads, kv_heads, step, q, k, q_lens, kv_lens)
-        whole = _Work(*map(_whole, (q, k, v)), np.arange(max(1, len(k)), dtype=np.int32), _whole(o), _whole_lse(lse, q), units)
+        pages = np.arange(max(1, len(k)), dtype=np.int32) if q.ndim == 4 else ONE_PAGE
+        whole = _Work(_whole(q), _whole(k), _whole(v), pages, _whole(o), _whole_lse(lse, element), units)
         return _run_loops([whole], cap, scale, sinks, config, dropped)
     sequences = []
     for i, (rows, keys, at) in enumerate(places):
@@ -505,10 +516,10 @@ def _whole(x: Array) -> Array:
     return x if x.ndim == 4 else x[None]
 
 
-def _whole_lse(lse: Array | None, q: Array) -> Array:
+def _whole_lse(lse: Array | None, element: Element) -> Array:
     """lse or dlse of three dimensions; one without numbers for none."""
     if lse is None:
-        return np.empty((0, 0, 0), _element(q).lse_dtype)
+        return np.empty((0, 0, 0), element.lse_dtype)
     return lse if lse.ndim == 3 else lse[None]
 
 
@@ -530,7 +541,7 @@ def run_sequences(
         for x in sequences:
             each = _sequence_units((x.begin, x.end), kv_heads, step, x.kv_len)
             units = _joined([each], [(0, 0, 0, 0, x.batch)])
-            arrays = x.q[None], x.k, x.v, np.ascontiguousarray(x.pages), x.o[None], _whole_lse(x.lse, x.q)
+            arrays = x.q[None], x.k, x.v, np.ascontiguousarray(x.pages), x.o[None], _whole_lse(x.lse, element)
             works.append(_Work(*arrays, units, _functions(x, element.lse_dtype)))
         return _run_loops(works, cap, scale, sinks, config, dropped)
     found: list[_Unit] = []
@@ -726,14 +737,18 @@ def run_backward(
     """
     if not hasattr(score, "slope"):
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
-    for x, some in ((dq, (cu_seqlens_q, q_lens)), (dk, (cu_seqlens_kv, kv_lens)), (dv, (cu_seqlens_kv, kv_lens))):
-        if any(each is not None for each in some):
-            x[...] = 0
+    if cu_seqlens_q is not None or q_lens is not None:
+        dq[...] = 0
+    if cu_seqlens_kv is not None or kv_lens is not None:
+        dk[...], dv[...] = 0, 0
     element, cap = _element(q), None if hasattr(mask, "keep") else _cap(score)
-    statistics, gradients = (_whole_lse(lse, q), _whole_lse(dlse, q)), map(_whole, (dq, dk, dv))
-    work = _BackwardWork(*map(_whole, (do, q, k, v, o)), *statistics, NO_UNITS, *gradients)
-    is_dense, rows = cu_seqlens_q is q_lens is kv_lens is None, list[_Rows]()
-    spots = _spots(q, k, cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
+    inputs = _whole(do), _whole(q), _whole(k), _whole(v), _whole(o), _whole_lse(lse, element), _whole_lse(dlse, element)
+    work = _BackwardWork(*inputs, NO_UNITS, _whole(dq), _whole(dk), _whole(dv))
+    is_dense, rows = cu_seqlens_q is None and q_lens is None and kv_lens is None, list[_Rows]()
+    if is_dense:
+        spots = [(i, 0, q.shape[1], 0, k.shape[1]) for i in range(len(q))]
+    else:
+        spots = _spots(q, k, cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
     if cap is None or dsinks is not None:
         sink_parts = np.zeros((len(spots), q.shape[-2]), element.lse_dtype)
         rows = _rows(work, spots, _sink_logits(sinks, q.shape[-2], element.lse_dtype), sink_parts)

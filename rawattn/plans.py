@@ -376,9 +376,9 @@ class GpuCall:
                 struct.pack_into(loaded.layout.formats[name], memory, offset, _as_float32(value) if is_float32 else value)
         return memory
 
-    def has_lengths_of(self, other: GpuCall) -> bool:
+    def has_lengths_of(self, other: Any) -> bool:
         """Says whether it was moved from the other one to arrays of the same lengths."""
-        return self._sized is other._sized
+        return bool(self._sized is other._sized)
 
     def __call__(
         self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = ()
@@ -617,7 +617,7 @@ class CpuCall:
         found._lay({**self._given, **given})
         return found
 
-    def has_lengths_of(self, other: CpuCall) -> bool:
+    def has_lengths_of(self, other: Any) -> bool:
         """True: calls are moved to arrays of the same lengths."""
         return True
 
@@ -638,7 +638,7 @@ class CpuCall:
         self._plan._kernel.run(op, self._plan.config, **views)
         for x in given:
             arrays.written(x)
-        return to_libraries(results, given, like)
+        return tuple(results) if self._library == "torch" else to_libraries(results, given, like)
 
 
 def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
