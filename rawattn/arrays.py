@@ -449,5 +449,5 @@ class _Memory:
         dtype = DTYPES[array.dtype]
         strides = tuple(s * dtype.itemsize for s in array.strides)
         place = {"data": (array.pointer, False), "shape": tuple(array.shape), "strides": strides}
-        kind = dtype.str if dtype.isbuiltin else f"|V{dtype.itemsize}"
+        kind = dtype.str if dtype.isbuiltin == 1 else f"|V{dtype.itemsize}"
         self.tensor, self.__array_interface__ = array.object, {"version": 3, "typestr": kind, **place}

@@ -487,8 +487,8 @@ def run_forward(
 
     Raises ProblemError where cu_seqlens do not describe sequences of these arrays.
     """
-    heads, kv_heads, bounds_of, cap = q.shape[-2], k.shape[-2], functools.cache(kept), None
-    places, own = _sequences(q, k, cu_seqlens_q, cu_seqlens_kv), functions.host_functions(mask, score)
+    heads, kv_heads, cap, own = q.shape[-2], k.shape[-2], None, functions.host_functions(mask, score)
+    places = _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
     if own.mask is None and own.score is None and (cap := _cap(score)) is not None:
         step, element = max(1, config.tile_q // (heads // kv_heads)), _element(q)
         is_dense = cu_seqlens_q is None and q_lens is None and kv_lens is None
@@ -499,7 +499,7 @@ def run_forward(
         pages = np.arange(max(1, len(k)), dtype=np.int32) if q.ndim == 4 else ONE_PAGE
         whole = _Work(_whole(q), _whole(k), _whole(v), pages, _whole(o), _whole_lse(lse, element), units)
         return _run_loops([whole], cap, scale, sinks, config, dropped)
-    sequences = []
+    sequences, bounds_of = [], functools.cache(kept)
     for i, (rows, keys, at) in enumerate(places):
         q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
