@@ -826,7 +826,8 @@ def _backward_by_loops(
     if shares:
         loops = load(_element(whole.q), "backward").loops
         _in_threads(threads, shares, functools.partial(_gradients, loops, _random(dropped), factors))
-    _in_threads(threads, parts, _add_parts)
+    if parts:
+        _in_threads(threads, parts, _add_parts)
 
 
 def _backward_works(

@@ -592,7 +592,7 @@ class CpuCall:
         like = next(iter(given.values()))
         self._plan, self._library = plan, like.library
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
-        self._made = tuple(arrays.made(operand.shape, operand.element) for operand in plan.op.outputs)
+        self._viewers = tuple(arrays.viewer(operand.shape, operand.element) for operand in plan.op.outputs)
         self._lay(given)
 
     def _lay(self, given: Mapping[str, Array]) -> None:
@@ -629,11 +629,11 @@ class CpuCall:
         results = [make(like) if x is None else x for make, x in zip(self._makers, wanted, strict=True)]
         found = read_outputs(given, self._plan, arrays.CPU, self._given.items())
         views = dict(self._views)
-        for each, x, made in zip(op.outputs, results, self._made, strict=True):
+        for each, x, view in zip(op.outputs, results, self._viewers, strict=True):
             if each.name in found:
                 views[each.name] = arrays.as_numpy(found[each.name])
             else:
-                views[each.name] = arrays.as_numpy(made._replace(library=self._library, pointer=arrays.address(x), object=x))
+                views[each.name] = view(x) if self._library == "torch" else x
         op.check_numbers(views)
         self._plan._kernel.run(op, self._plan.config, **views)
         for x in given:
