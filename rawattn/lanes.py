@@ -787,9 +787,14 @@ def accumulate(a, first, row, column, b, start, step, depth, out, at, pitch, cou
     """Adds the products of count rows of a to the vectors at out[at + r pitch]."""
     for i in range(0, count, BLOCK):
         sums = product(a, first + i * row, row, column, b, start, step, depth)
-        for r in range(BLOCK):
-            to = at + (i + r) * pitch
-            store(out, to, load(out, to) + sums[r])
+        if i + BLOCK <= count:
+            for r in range(BLOCK):
+                to = at + (i + r) * pitch
+                store(out, to, load(out, to) + sums[r])
+        else:  # sums in memory, as their number is not known
+            for r in range(count - i):
+                to = at + (i + r) * pitch
+                store(out, to, load(out, to) + sums[r])
 
 
 @njit
@@ -986,16 +991,13 @@ def add_panels(q, v, unit, group, begin, end, random, factor, cap, first, keys, 
         drop(ds, least, until, column, pitch, kept, random)
         differentiate(s, ds, least, until, column, pitch, row_lse, row_delta, panel, cap, not every, lo, hi)
         drop(s, least, until, column, pitch, kept, random)
-        for i in range(0, width, lanes):
-            at = panel * lanes * width + i
-            from_key = least * pitch + column
-            accumulate(ds, from_key, 1, pitch, tile_k, least * width + i, width, until - least, row_dq, at, width, lanes)
     for i in range(0, width_v * (active > 0), lanes):
         at, to = start * lanes * width_v + i, low * width_v + i
         accumulate(s, low * pitch, pitch, 1, row_do, at, width_v, active * lanes, tile_dv, to, width_v, high - low)
     for i in range(0, width * (active > 0), lanes):
         at, to = start * lanes * width + i, low * width + i
         accumulate(ds, low * pitch, pitch, 1, row_q, at, width, active * lanes, tile_dk, to, width, high - low)
+        accumulate(ds, low * pitch, 1, pitch, tile_k, to, width, min(high, keys) - low, row_dq, at, width, active * lanes)
 
 
 def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -> Any:
