@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -430,6 +431,21 @@ def test_torch_tensors(case: Case) -> None:
     assert o.dtype == inputs[0].dtype and lse.dtype == (torch.float64 if case.dtype == "fp64" else torch.float32)
     expect(*inputs, **case.options).check(o, lse)
     np.testing.assert_array_equal(np.asarray(o.double()), attend(case, *case.inputs())[0].astype(np.float64))
+
+
+def test_kept_calls_hold_no_tensor() -> None:
+    """A call with the same tensors is kept, and moved to others that lie so; it keeps none of them alive."""
+    first, second = ([torch.randn(2, 30, 4, 16) for _ in range(3)] for _ in range(2))
+    wanted = [rawattn.attention(*(x.numpy() for x in own), causal=True) for own in (first, second)]
+    for _ in range(2):
+        for own, each in zip((first, second), wanted, strict=True):
+            np.testing.assert_array_equal(rawattn.attention(*own, causal=True).numpy(), each)
+    first[0].fill_(0.5)  # the same memory, other numbers
+    other = rawattn.attention(*(x.numpy() for x in first), causal=True)
+    np.testing.assert_array_equal(rawattn.attention(*first, causal=True).numpy(), other)
+    gone = [weakref.ref(x) for x in first]
+    del first, own
+    assert [x() for x in gone] == [None] * 3
 
 
 def test_out_is_written_in_place() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
+import platform
 import threading
 from typing import Any
 
@@ -18,6 +20,7 @@ from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Score
+from tests.host.test_cpu import process
 from tests.options import SCORES
 
 Gradients = dict[str, npt.NDArray[Any]]
@@ -137,6 +140,41 @@ def test_arrays_are_read_and_written_where_they_lie(monkeypatch: pytest.MonkeyPa
         assert len(args[7]) == 3 * 2
         arrays = *args[:6], *args[-3:]
         assert all(x.ctypes.data == y.ctypes.data for x, y in zip(arrays, (do, q, k, v, o, lse, *found), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_memory_of_others_changes_nothing(dtype: str) -> None:
+    """The loops do not clear their arrays, and what they get from the heap was another's."""
+    case = Case(dtype, 2, 37, 110, 6, 2, head_dim=24, head_dim_v=17, causal=True, softcap=8.0, sinks=True)
+    wanted = bits(run(case, threads=1)[0])
+    for value in (math.nan, math.inf, 1e38):
+        blocks = [np.full(1 << i, value, dtype.replace("fp", "float")) for i in range(6, 17) for _ in range(8)]
+        del blocks
+        assert bits(run(case, threads=1)[0]) == wanted, value
+
+
+AVX2 = """\
+import json, llvmlite.binding as binding
+find = binding.get_host_cpu_features
+binding.get_host_cpu_features = lambda: {name: is_there and not name.startswith("avx512") for name, is_there in find().items()}
+import dataclasses
+from rawattn import lanes
+from tests.host.test_cpu_backward import LISTED, check
+assert (lanes.BYTES, lanes.BLOCK) == (64, 6)
+for dtype in ("fp32", "fp64"):
+    for case in LISTED:
+        check(dataclasses.replace(case, dtype=dtype))
+print(json.dumps(len(LISTED)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 is of x86-64")
+def test_registers_of_half_the_size(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Where a panel's rows are no whole blocks of sums, nothing beside them is written."""
+    monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "")
+    assert process(AVX2, tmp_path) == len(LISTED)
 
 
 def test_concurrent_calls() -> None:
