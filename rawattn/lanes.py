@@ -896,19 +896,20 @@ def backward(do, q, k, v, o, lse, dlse, units, begin, end, random, factor, cap, 
     lanes, group = lanes_of(q), q.shape[2] // max(1, k.shape[2])
     pitch, size = GROUP * lanes, (most_rows(units, group) + lanes - 1) // lanes * lanes
     width, width_v = (q.shape[3] + lanes - 1) // lanes * lanes, (v.shape[3] + lanes - 1) // lanes * lanes
-    row_q, panel_q, row_dq = np.empty(size * width, q.dtype), np.empty(size * width, q.dtype), np.empty(size * width, q.dtype)
+    row_q, panel_q = np.empty(size * width, q.dtype), np.empty(size * width, q.dtype)
     row_do, panel_do = np.empty(size * width_v, q.dtype), np.empty(size * width_v, q.dtype)
-    panel_o, row_lse, row_delta = np.empty(size * width_v, q.dtype), np.empty(size, q.dtype), np.empty(size, q.dtype)
+    row_dq = np.empty(size * max(width, width_v), q.dtype)  # holds o before
+    row_lse, row_delta = np.empty(size, q.dtype), np.empty(size, q.dtype)
     tile_k, tile_v = np.empty((TILE_KV + BLOCK) * width, q.dtype), np.empty((TILE_KV + BLOCK) * width_v, q.dtype)
     tile_dk, tile_dv = np.empty((TILE_KV + BLOCK) * width, q.dtype), np.empty((TILE_KV + BLOCK) * width_v, q.dtype)
     s, ds = np.empty((TILE_KV + BLOCK) * pitch, q.dtype), np.empty((TILE_KV + BLOCK) * pitch, q.dtype)
     lo, hi, kept = np.empty(lanes, q.dtype), np.empty(lanes, q.dtype), np.empty((TILE_KV + BLOCK) * lanes, q.dtype)
     own = (row_q, panel_q, row_dq, row_do, panel_do, row_lse, row_delta), (tile_k, tile_v, tile_dk, tile_dv, s, ds, lo, hi, kept)
-    given = do, q, k, v, o, lse, dlse, units, begin, end, random, dq, dk, dv, panel_o
-    do, q, k, v, o, lse, dlse, units, begin, end, random, dq, dk, dv, panel_o = borrow(given)
+    given = do, q, k, v, o, lse, dlse, units, begin, end, random, dq, dk, dv
+    do, q, k, v, o, lse, dlse, units, begin, end, random, dq, dk, dv = borrow(given)
     of_rows, of_tile = borrow(own)
     for i in range(units.shape[0]):
-        pack_unit(do, q, o, lse, dlse, units[i], group, of_rows, panel_o)
+        pack_unit(do, q, o, lse, dlse, units[i], group, of_rows)
         add_keys(q, k, v, units[i], group, begin, end, random, factor, cap, scale, of_rows, of_tile, dk, dv)
         put_unit(of_rows[2], width, scale, dq, units[i], group)
     keep(own)
@@ -916,17 +917,17 @@ def backward(do, q, k, v, o, lse, dlse, units, begin, end, random, factor, cap, 
 
 
 @njit
-def pack_unit(do, q, o, lse, dlse, unit, group, of_rows, panel_o):
+def pack_unit(do, q, o, lse, dlse, unit, group, of_rows):
     """Packs the rows of a unit, with delta, and sets their gradients to 0."""
     row_q, panel_q, row_dq, row_do, panel_do, row_lse, row_delta = of_rows
     lanes = lanes_of(q)
     panels = (unit[QUERIES] * group + lanes - 1) // lanes
     width, width_v = (q.shape[3] + lanes - 1) // lanes * lanes, (o.shape[3] + lanes - 1) // lanes * lanes
     pack_statistics(lse, dlse, unit, group, panels, row_lse, row_delta)
-    pack(o, unit, group, width_v, row_do, panel_o)
+    pack(o, unit, group, width_v, row_do, row_dq)
     pack(do, unit, group, width_v, row_do, panel_do)
     pack(q, unit, group, width, row_q, panel_q)
-    add_dots(panel_o, panel_do, panels, o.shape[3], width_v, row_delta)
+    add_dots(row_dq, panel_do, panels, o.shape[3], width_v, row_delta)
     clear(row_dq, 0, panels * lanes * width)
 
 
