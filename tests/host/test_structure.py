@@ -16,9 +16,9 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 28150,
-    "perf": 5750,
-    "cuda_src": 11300,
+    "rawattn": 28480,
+    "perf": 5810,
+    "cuda_src": 11400,
     "tests": 36000,
 }
 FUNCTION_LINES = 60
