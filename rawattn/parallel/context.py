@@ -21,13 +21,13 @@ from ..functions import BoundFunction, Function
 from ..operation import Forward
 from ..operation.forward import check_arrays
 from ..plans import cache_put
-from ..serving.api import merge_states
 from ..spec import Spec, Window
 from ..trace.proofs import Limits
 from ..variant.mask import Full
 from ..variant.score import Scale, Softcap
 from . import schedule
 from .layout import check_layout, group_of
+from .partial import PartialResults
 from .schedule import Piece, Schedule, Step, Task, Whole
 
 METHODS = ("auto", "ring", "all_gather")
@@ -35,7 +35,6 @@ GATHERED_BYTES = 8 << 20  # of a rank's k and v, up to which "auto" gathers: a t
 # Clocks that an attention kernel waits for NCCL's to start. Its blocks, one for each multiprocessor, stay until it ends and leave
 # no room for NCCL's: what started later would be hidden behind nothing.
 HEAD_START = 12_000
-MOST_PARTS = 16  # that merge_states takes on a GPU
 
 
 @eager
@@ -73,11 +72,10 @@ def context_attention(
         o, (batch, q_len / n, heads, head_dim_v); with ``return_lse`` also lse, (batch, heads, q_len / n). Autograd follows both.
 
     Results over the keys of each rank are rounded to q's dtype, and merged in float32 (float64 for fp64) in an order that depends
-    on ranks alone: the same inputs give the same bits on every run. Of more than 16 parts, 16 at a time are merged and rounded.
-    A rank needs memory for one more k and v of its own (for n of them with "all_gather") and for the parts; the backward for
-    their gradients in float32 besides. What a mask lets nobody see is not sent, but for a function all is sent: kernels leave out
-    its tiles. torch.compile leaves its graph for this call, and
-    autocast casts nothing in it.
+    on ranks alone: the same inputs give the same bits on every run. A rank needs memory for one more k and v of its own (for n of
+    them with "all_gather"), and for results over some keys up to four times that of o, or 256 MiB, whatever n is; the backward
+    for gradients in float32 besides. What a mask lets nobody see is not sent, but for a function all is sent: kernels leave out
+    its tiles. torch.compile leaves its graph for this call, and autocast casts nothing in it.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed. UnsupportedError: no kernel computes it.
@@ -349,59 +347,21 @@ class _Transfers:
 
 
 def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call, captured: tuple[Any, ...]) -> tuple[Any, Any]:
-    transfers, parts = _Transfers(call, k, v), _Parts(q, v)
+    transfers, found = _Transfers(call, k, v), PartialResults(q, v, call.schedule.tasks)
     for task in call.schedule.local:
-        parts.add(task, _attend(q, k, v, task, call, captured))
+        found.make_room(task)
+        found.add(task, _attend(q, k, v, task, call, captured))
     for _, step, k_rows, v_rows in transfers:
         for task in step.tasks:
-            parts.add(task, _attend(q, k_rows, v_rows, task, call, captured))
+            found.make_room(task)
+            found.add(task, _attend(q, k_rows, v_rows, task, call, captured))
     transfers.finish()
-    return parts.merged(sinks)
+    return found.merged(sinks)
 
 
 def _attend(q: Any, k: Any, v: Any, task: Task, call: _Call, captured: tuple[Any, ...]) -> Any:
     rows = _rows(q, *task.q), _rows(k, *task.kv), _rows(v, *task.kv)
     return api.attention(*rows, **call.options(task, captured), return_lse=True)
-
-
-class _Parts:
-    """Results over different keys, each of some of the queries, in the order in which they are merged."""
-
-    def __init__(self, q: Any, v: Any) -> None:
-        self._like, self._shape = q, (*q.shape[:3], v.shape[3])
-        self._found: list[tuple[tuple[int, int], Any, Any]] = []
-
-    def add(self, task: Task, result: tuple[Any, Any]) -> None:
-        if len(self._found) == MOST_PARTS:
-            self._found = [((0, self._shape[1]), *self.merged(None))]
-        self._found.append((task.q, *result))
-
-    def merged(self, sinks: Any) -> tuple[Any, Any]:
-        """Returns o and lse over the keys of all parts."""
-        rows = (0, self._shape[1])
-        if sinks is None and len(self._found) == 1 and self._found[0][0] == rows:
-            return self._found[0][1:]
-        borders = sorted({*rows, *(x for part in self._found for x in part[0])})
-        o, lse = self._like.new_empty(self._shape), []
-        for begin, end in itertools.pairwise(borders):
-            here = [
-                (_rows(part, begin - a, end - a), logs[..., begin - a : end - a])
-                for (a, b), part, logs in self._found
-                if a <= begin and end <= b
-            ]
-            lse.append(self._merged_rows(here, _rows(o, begin, end), sinks))
-        return o, lse[0] if len(lse) == 1 else torch.cat(lse, -1)
-
-    def _merged_rows(self, here: list[tuple[Any, Any]], out: Any, sinks: Any) -> Any:
-        if not here:  # no key is kept
-            out.zero_()
-            number = torch.float64 if out.dtype == torch.float64 else torch.float32
-            empty = torch.full((out.shape[0], out.shape[2], out.shape[1]), -torch.inf, dtype=number, device=out.device)
-            return empty if sinks is None else empty.copy_(sinks[:, None])
-        if len(here) == 1 and sinks is None:
-            out.copy_(here[0][0])
-            return here[0][1]
-        return merge_states(here, sinks=sinks, out=out)[1]
 
 
 # ---- backward

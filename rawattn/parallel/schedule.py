@@ -68,6 +68,11 @@ class Schedule(NamedTuple):
     local: tuple[Task, ...]
     steps: tuple[Step, ...]
 
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All calls, in order."""
+        return (*self.local, *(task for step in self.steps for task in step.tasks))
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:

@@ -28,7 +28,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
 
 from rawattn import parallel  # noqa: E402
-from rawattn.parallel import context, schedule  # noqa: E402
+from rawattn.parallel import context, partial, schedule  # noqa: E402
 
 ROWS = 8  # of a process
 BOUND = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 3e-2}
@@ -233,9 +233,7 @@ def check_faults() -> None:
     """A fault that is planted in all processes is noticed in one of them at least."""
     no_mask = mock.patch.object(context._Call, "options", lambda self, task, captured: {"scale": self.spec.scale})
     no_gradients = mock.patch.object(context, "_add_returned", lambda found, dk, dv: list(found))
-    one_part = mock.patch.object(
-        context._Parts, "add", lambda self, task, result: self._found.__setitem__(slice(0, None), [(task.q, *result)])
-    )
+    one_part = mock.patch.object(context.PartialResults, "make_room", lambda self, task: self._found.clear())
     for fault in (no_mask, no_gradients, one_part):
         noticed = torch.zeros(1)
         with fault:
@@ -273,7 +271,7 @@ def check_timing() -> None:
         assert 0 < made[0] <= 1.2 * (parts[1].nbytes + parts[2].nbytes)
         found = compute(*parts)
     assert torch.equal(o, want[0]) and all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
-    with mock.patch.object(context, "MOST_PARTS", 2):  # as with many processes
+    with mock.patch.multiple(partial, HELD_BYTES=0, MOST_HELD=2):  # sums, as with many processes
         check_case(CASES[0], "zigzag", "ring")
 
 
@@ -428,6 +426,40 @@ def test_schedule_wastes_nothing() -> None:
         received = [(i, *piece) for i, step in enumerate(plan.steps) for piece in step.recvs]
         assert received == ([(1, rank - 1, 27, 32, 0)] if rank else [])
         assert sum(len(step.sends) for step in plan.steps) == (rank < 7)
+
+
+# ---- results over different keys
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_partial_results(limit: int, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, they take four times the bytes of o at most, with their sum, unless all are few bytes; and o is
+    rounded once."""
+    monkeypatch.setattr(partial, "HELD_BYTES", limit)
+    made, rows, held = torch.Generator().manual_seed(0), 24, []
+    tasks = [schedule.Task(((0, 12), (12, 22), (0, 22), (3, 9), (0, 12))[i % 5], (0, 1), False, None) for i in range(41)]
+    q, v = torch.zeros(2, rows, 3, 8, dtype=dtype), torch.zeros(2, 1, 3, 16, dtype=dtype)
+    whole, found = [], partial.PartialResults(q, v, tasks)
+    for task in tasks:
+        o = torch.full((2, rows, 3, 16), torch.nan, dtype=dtype)
+        lse = torch.full((2, 3, rows), -torch.inf)
+        a, b = task.q
+        o[:, a:b] = torch.randn(2, b - a, 3, 16, generator=made).to(dtype)
+        lse[..., a:b] = torch.randn(2, 3, b - a, generator=made)
+        whole.append((o, lse))
+        found.make_room(task)
+        found.add(task, (o[:, a:b].clone(), lse[..., a:b].clone()))
+        having = found._found + [found._sum] * (found._sum is not None)
+        held.append(sum(x.o.nbytes for x in having) / (2 * q.nbytes))
+        assert len(having) <= 16
+    assert max(held) <= 4 if limit == 0 else len(having) == 1 + 41 % 15
+    for sinks in (None, torch.tensor([0.5, -torch.inf, 3.0])):
+        wanted = rawattn.reference.merge_states(whole, sinks=sinks)
+        o, lse = (x.double().numpy() for x in found.merged(sinks))
+        np.testing.assert_allclose(o, wanted[0], rtol=2.0**-7.95 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse, wanted[1], rtol=1e-5)
+        assert not o[:, 22:].any()
 
 
 # ---- one process, and wrong arguments
