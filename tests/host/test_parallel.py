@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -196,25 +197,28 @@ def check_functions() -> None:
 
 
 def check_packed() -> None:
-    """Packed sequences, of which one is empty, one on several processes, and rows behind the last one."""
+    """Packed sequences, of which one is empty, one on several processes, and rows behind the last one; in one of the layouts with
+    other numbers of keys, some less than of queries, and none."""
     count = dist.get_world_size()
-    given, do, dlse = inputs(({}, 4, 2, 1, 1, torch.float64), count)
     rows = count * ROWS
-    starts = torch.tensor([0, 3, 3, rows - 3, rows - 2], dtype=torch.int32)
     options = {"causal": True, "window": (6, 0)} if count == 2 else {"window": (None, 4), "softcap": 3.0}
+    for layout, ratio in zip(schedule.LAYOUTS, (1, 2) if count == 2 else (2, 1), strict=True):
+        given, do, dlse = inputs(({}, 4, 2, 1, ratio, torch.float64), count)
+        starts = torch.tensor([0, 3, 3, rows - 6, rows - 4, rows - 2], dtype=torch.int32)
+        others = starts if ratio == 1 else torch.tensor([0, 2, 6, rows, rows, 2 * rows - 3], dtype=torch.int32)
 
-    def whole(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        o, lse = rawattn.attention_varlen(q[0], k[0], v[0], starts, starts, sinks=sinks, return_lse=True, **options)
-        return torch.cat([o[: rows - 2], 0 * q[0, rows - 2 :].repeat(1, 1, 2)])[None], lse[None]
+        def whole(q: Any, k: Any, v: Any, sinks: Any, starts: Any = starts, others: Any = others) -> Any:
+            o, lse = rawattn.attention_varlen(q[0], k[0], v[0], starts, others, sinks=sinks, return_lse=True, **options)
+            return torch.cat([o[: rows - 2], 0 * q[0, rows - 2 :].repeat(1, 1, 2)])[None], lse[None]
 
-    kept = slice(0, rows - 2)
-    with torch.no_grad():
-        do[:, rows - 2 :], dlse[..., rows - 2 :] = 0, 0
-    want = gradients(whole, given, do, dlse)
-    for layout in schedule.LAYOUTS:
+        kept = slice(0, rows - 2)
+        with torch.no_grad():
+            do[:, rows - 2 :], dlse[..., rows - 2 :] = 0, 0
+        want = gradients(whole, given, do, dlse)
 
-        def compute(q: Any, k: Any, v: Any, sinks: Any, layout: str = layout) -> Any:
+        def compute(q: Any, k: Any, v: Any, sinks: Any, layout: str = layout, starts: Any = starts, others: Any = others) -> Any:
             more = {"sinks": sinks, "layout": layout, "return_lse": True, **options}
+            more |= {} if others is starts else {"cu_seqlens_kv": others}
             return parallel.context_attention_varlen(q[0], k[0], v[0], starts, **more)
 
         def part(x: Any, dim: int = 1, layout: str = layout) -> Any:
@@ -523,7 +527,18 @@ def test_wrong_arguments(among_four: None) -> None:
         refused("requires grad, and a mask has no gradient", compute, q, q, q, mask=mask)
     starts = torch.tensor([0, 5, 32], dtype=torch.int32)
     refused(r"q is of shape \(1, 8, 4, 8\); it must be", parallel.context_attention_varlen, q, q, q, starts)
-    refused(r"v is of shape \(7, 4, 8\); .* as many rows as q", parallel.context_attention_varlen, q[0], q[0], q[0, :7], starts)
+    refused(r"v is of shape \(7, 4, 8\); .* as many rows as k", parallel.context_attention_varlen, q[0], q[0], q[0, :7], starts)
+    refused(
+        r"k is of shape \(6, 4, 8\); .* as q; other lengths of keys need cu_seqlens_kv",
+        parallel.context_attention_varlen,
+        q[0],
+        q[0, :6],
+        q[0, :6],
+        starts,
+    )
+    packed = functools.partial(parallel.context_attention_varlen, q[0], q[0, :6], q[0, :6], starts)
+    refused("cu_seqlens_kv is .* end with at most 24", packed, cu_seqlens_kv=starts)
+    refused("cu_seqlens_kv has 2 elements but cu_seqlens 3", packed, cu_seqlens_kv=starts[:2])
     refused("cu_seqlens is torch.int64 of shape", parallel.context_attention_varlen, *[q[0]] * 3, starts.long())
     refused("end with at most 32, the rows of all ranks", parallel.context_attention_varlen, *[q[0]] * 3, starts + 1)
     refused("method is 'tree'; it must be one of", parallel.context_attention, q, q, q, method="tree")
