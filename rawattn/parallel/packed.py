@@ -59,8 +59,8 @@ def context_attention_varlen(
     _check_starts("cu_seqlens_kv", starts_kv, q, k.shape[0] * count)
     if starts_kv.shape != cu_seqlens.shape:
         raise ProblemError(
-            f"cu_seqlens_kv has {starts_kv.numel()} elements but cu_seqlens {cu_seqlens.numel()}; each has one more than there are "
-            "sequences."
+            f"cu_seqlens_kv has {starts_kv.numel()} elements but cu_seqlens {cu_seqlens.numel()}; each has one more than there "
+            "are sequences."
         )
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "sinks": sinks, "deterministic": deterministic}
     if count == 1:
