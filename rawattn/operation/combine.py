@@ -45,18 +45,20 @@ class Combine(Operation):
 
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Combine:
-        """The operation on these arrays, o_0, lse_0, o_1 and so on; of the options, "out" is the dtype of the result or None, and
-        "in_place" a bool. Raises ProblemError where they contradict each other."""
+        """The operation on these arrays, o_0, lse_0, o_1 and so on; of the options, "out" is the array for o or None, and
+        "in_place" says that it is o_0. Raises ProblemError where they contradict each other."""
         count = sum(name.startswith("o_") for name in arrays)
         if not count:
             raise ProblemError("parts is empty; it must have at least one pair (o, lse).")
-        check_arrays(arrays, count, options.get("out"))
-        o, element = arrays["o_0"], ELEMENTS[element_of(arrays, options.get("out"))]
+        out: Array | None = options.get("out")
+        dtype = None if out is None else out.dtype
+        check_arrays(arrays, count, dtype)
+        o, element = arrays["o_0"], ELEMENTS[element_of(arrays, dtype)]
         packed = len(o.shape) == 3
         batch, q_len = (1, o.shape[0]) if packed else o.shape[:2]
-        width = 1 if o.is_cpu else width_of([arrays[f"o_{i}"] for i in range(count)])
+        width = 1 if o.is_cpu else width_of([*(arrays[f"o_{i}"] for i in range(count)), *([] if out is None else [out])])
         sizes = batch, q_len, o.shape[-2], o.shape[-1]
-        of_sum, to_sum = o.dtype != element.name, options.get("out") not in (None, element.name)
+        of_sum, to_sum = o.dtype != element.name, dtype not in (None, element.name)
         forms = {"sum": of_sum, "to_sum": to_sum, "in_place": options.get("in_place", False)}
         return cls(element, count, *sizes, packed, "sinks" in arrays, width, **forms)
 

@@ -462,11 +462,11 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
         given += part
     in_place = out is not None and bool(given) and out is given[0]
     like = arrays.signatures((*given, sinks))
-    key = None if like is None else (like, getattr(out, "dtype", None), in_place)
+    form = arrays.forms_and_places((None if in_place else out,))
+    key = None if like is None or form is None else (like, form[0], in_place)
     call: GpuCall | CpuCall | None = _merges.get(key)
     if call is None:
-        dtype = None if out is None else arrays.read(out, "out").dtype
-        call = _merge_of(given, sinks, {"out": dtype, "in_place": in_place})
+        call = _merge_of(given, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
         if isinstance(call, GpuCall) and key is not None:
             cache_put(_merges, key, call, KEPT_CALLS)
     if in_place:
