@@ -7,11 +7,10 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from .. import api, arrays, functions
 from ..api import MaskLike, ScoreLike
@@ -22,6 +21,7 @@ from ..operation import Forward
 from ..operation.forward import check_arrays
 from ..plans import cache_put
 from ..spec import Spec, Window
+from ..torch_op import NO_SECOND
 from ..trace.proofs import Limits
 from ..variant.mask import Full
 from ..variant.score import Scale, Softcap
@@ -94,7 +94,8 @@ def context_attention(
     functions.followed(taken, captured)  # raises where a mask captured a tensor that requires grad
     found = _prepared(q, k, v, sinks, taken, captured, group, layout, method)
     if found is None:
-        return api.attention(q, k, v, sinks=sinks, **options)
+        with torch.autocast(q.device.type, enabled=False):
+            return api.attention(q, k, v, sinks=sinks, **options)
     o, lse = _Context.apply(q, k, v, sinks, _Call(*found, group), *captured)
     return (o, lse) if return_lse else o
 
@@ -512,27 +513,45 @@ class _Context(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sinks, o, lse, *captured)
         ctx.call = call
         ctx.set_materialize_grads(False)
+        if not any((*ctx.needs_input_grad[:2], *ctx.needs_input_grad[3:])):  # v is not in it
+            ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv, dsinks and what captured tensors get."""
-        q, k, v, sinks, o, lse, *captured = ctx.saved_tensors
         read = {i for _, _, indices in ctx.call.functions for i in indices}
         wrt = tuple(i for i, needed in enumerate(ctx.needs_input_grad[5:]) if needed and i in read)
+        found = _ContextBackward.apply(ctx.call, wrt, do, dlse, *ctx.saved_tensors)
+        return (*found[:4], None, *found[4:])
+
+
+class _ContextBackward(torch.autograd.Function):
+    """The gradients. Autograd cannot follow them further, and says so when it comes to that."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, wrt: tuple[int, ...], do: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+        """Computes dq, dk, dv, dsinks and one for each captured tensor, or None."""
+        q, k, v, sinks, o, lse, *captured = saved
         # The others' keys need this rank all the same. Each call would copy a do that is expanded.
         do = torch.zeros_like(o) if do is None else arrays.dense(do)
         with torch.autocast(q.device.type, enabled=False):
-            work = _Gradients(do, dlse, (q, k, v, o, lse), ctx.call, tuple(captured), wrt)
+            work = _Gradients(do, dlse, (q, k, v, o, lse), call, tuple(captured), wrt)
             found = _backward(work)
         of_captured = dict(zip(wrt, (x.to(y.dtype) for x, y in zip(work.sums, work.wrt, strict=True)), strict=True))
         dsinks = None if sinks is None else _sinks_gradient(do, dlse, o, lse, sinks)
-        return (*found, dsinks, None, *(of_captured.get(i) for i in range(len(captured))))
+        return (*found, dsinks, *(of_captured.get(i) for i in range(len(captured))))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        """Raises: a second derivative has no formula."""
+        raise ProblemError(NO_SECOND)
 
 
 def _sinks_gradient(do: Any, dlse: Any, o: Any, lse: Any, sinks: Any) -> Any:
     """Returns the gradient by the sinks of this rank's queries: of a logit without a value, so -p (delta - dlse)."""
-    delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(1, 2)
-    p = torch.where(sinks[:, None] == -torch.inf, 0.0, (sinks[:, None] - lse).exp())
+    heads = [(x.to(lse.dtype) * y.to(lse.dtype)).sum(-1) for x, y in zip(do.unbind(2), o.unbind(2), strict=True)]  # little memory
+    delta = torch.stack(heads, 1)
+    p = torch.where(sinks[:, None] == lse, 1.0, (sinks[:, None] - lse).exp())  # of inf both are, and of -inf lse may be
+    p = torch.where(sinks[:, None] == -torch.inf, 0.0, p)
     return (p * ((0.0 if dlse is None else dlse) - delta)).sum((0, 2))

@@ -65,7 +65,8 @@ def context_attention_varlen(
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "sinks": sinks, "deterministic": deterministic}
     if count == 1:
         options |= {"causal": causal, "window": window, "return_lse": return_lse}
-        return api.attention_varlen(q, k, v, cu_seqlens, starts_kv, **options)
+        with torch.autocast(q.device.type, enabled=False):
+            return api.attention_varlen(q, k, v, cu_seqlens, starts_kv, **options)
     own = _own_sequence((cu_seqlens, starts_kv), (q.shape[0] * count, k.shape[0] * count), make_mask(causal, window, None))
     mask = function(own)
     options |= {"mask": mask, "layout": layout, "method": method}

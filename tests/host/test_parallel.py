@@ -318,7 +318,12 @@ def check_groups() -> None:
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, parallel.split(y, mesh["cp"]), rtol=0, atol=1e-12)
     if count == 2:
+        (first,) = torch.autograd.grad(parallel.context_attention(*parts).sum(), parts[:1], create_graph=True)
+        with pytest.raises(rawattn.ProblemError, match="a second derivative was asked for"):
+            torch.autograd.grad(first.sum() + parts[0].sum(), parts[:1])
         for compute in (parallel.context_attention, parallel.head_attention):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert compute(*[x.detach().float() for x in parts]).dtype == torch.float32
             compiled = torch.compile(lambda *x, compute=compute: compute(*x, causal=True).sin(), backend="eager")
             assert torch.equal(compiled(*parts), compute(*parts, causal=True).sin())
     for layout in schedule.LAYOUTS:
@@ -491,7 +496,25 @@ def test_one_process(alone: None) -> None:
     for compute in (parallel.context_attention, parallel.head_attention):
         found = compute(q, q, q, causal=True)
         assert torch.equal(found, want) and found.requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(compute(q, q, q, causal=True), want)
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(parallel.context_attention_varlen(q[0], q[0], q[0], starts, causal=True), want[0])
     assert torch.equal(parallel.join(parallel.split(q.detach())), q)
+    last = torch.randn(1, 8, 4, 8).to(memory_format=torch.channels_last)
+    assert all(parallel.split(last, layout=layout).is_contiguous() for layout in schedule.LAYOUTS)
+
+
+def test_gradient_of_sinks() -> None:
+    """That of this rank's queries is what one call has, whatever the sinks are."""
+    q = torch.randn(2, 6, 4, 8)
+    sinks = torch.tensor([0.5, torch.inf, -torch.inf, 2.0])
+    do, dlse = torch.randn(2, 6, 4, 8), torch.randn(2, 4, 6)
+    options = {"mask": masks.Causal("top_left"), "sinks": sinks}
+    o, lse = rawattn.attention(q, q[:, :3], q[:, :3], return_lse=True, **options)
+    *_, want = rawattn.attention_backward(do, q, q[:, :3], q[:, :3], o, lse, dlse=dlse, **options)
+    torch.testing.assert_close(context._sinks_gradient(do, dlse, o, lse, sinks), want)
 
 
 def refused(words: str, compute: Any, *given: Any, **options: Any) -> None:
@@ -505,6 +528,7 @@ def test_no_group() -> None:
 
 
 def test_wrong_arguments(among_four: None) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     q = torch.zeros(1, 8, 4, 8)
@@ -554,9 +578,12 @@ def test_wrong_arguments(among_four: None) -> None:
         q[:, :6],
         layout="contiguous",
     )
+    refused("x has 7 rows on this rank; for layout='zigzag' it must be an even number", parallel.join, q[:, :7])
+    refused("length is 7 rows on this rank; for layout='zigzag' it must be an even number", parallel.positions, 7)
     refused("x requires grad, and join has no gradient", parallel.join, q.clone().requires_grad_())
     other = dist.new_group([0, 2])
     refused("group does not have this process|group is .*; it must be", parallel.context_attention, q, q, q, other)
+    refused("group is a mesh that does not have this process", parallel.split, q, DeviceMesh("cpu", [0, 2]))
 
 
 def test_what_is_kept_for_calls_of_one_shape(among_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
