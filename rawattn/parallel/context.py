@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections import deque
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from .. import api, arrays, functions
 from ..api import MaskLike, ScoreLike
 from ..eager import eager
-from ..errors import ProblemError
+from ..errors import ProblemError, RawattnError
 from ..functions import BoundFunction, Function
 from ..operation import Forward
 from ..operation.forward import check_arrays
@@ -252,6 +253,9 @@ class _Transfers:
     Every rank posts in one order: the keys of steps 0 and 1, then for each step s the keys of step s + 2 and the gradients of
     step s. A rank leaves out where it has nothing to do. What is posted waits only for what any rank posted before, so no rank
     waits for ever. Keys of a step go to one of two buffers, and there when the calls on its last contents are queued.
+
+    It is a context. Where an attention call in it fails, on this rank alone perhaps, the rest is sent and received all the same,
+    so that the others do not wait for ever and the next call finds nothing left: their gradients from here are NaN then.
     """
 
     def __init__(self, call: _Call, k: Any, v: Any, gradients: bool = False) -> None:
@@ -261,6 +265,7 @@ class _Transfers:
         for i in range(count):
             self._order += [("keys", i + 2)] * (i + 2 < count) + [("gradients", i)] * gradients
         self._next, self._done = 0, -1  # index in _order; last step whose calls are queued
+        self._has_gradients, self._in_use = gradients, None  # buffers of the step whose calls are being queued
         used = [step.rows for step in self.steps if step.rows]
         self._free = [self._buffers(max(used)) for _ in range(min(2, len(used)))]
         self._keys: dict[int, Any] = {}  # by step: buffers and what to wait for
@@ -321,10 +326,36 @@ class _Transfers:
             if step.rows:
                 for work in received:
                     work.wait()
+                self._in_use = buffers
                 yield i, step, *(_rows(x, 0, step.rows) for x in buffers)
                 self._free.append(buffers)
             self._done = i
             self._advance()
+
+    def __enter__(self) -> _Transfers:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.finish()
+        elif issubclass(kind, (RawattnError, torch.OutOfMemoryError)):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Does all that the others wait for."""
+        for i in range(self._done + 1, len(self.steps)):
+            buffers, received = self._keys.pop(i, (self._in_use, []))
+            for work in received:
+                work.wait()
+            if self.steps[i].rows:
+                self._free.append(buffers)
+                if self._has_gradients and i not in self._computed:
+                    self.give(i, *(x.fill_(torch.nan) for x in self._buffers(self.steps[i].rows)))
+            self._done = i
+            self._advance()
+        for _ in self.returned():
+            pass
+        self.finish()
 
     def give(self, i: int, dk: Any, dv: Any) -> None:
         """Takes the gradients of a step's rows, to be sent to the ranks that have the rows."""
@@ -348,15 +379,15 @@ class _Transfers:
 
 
 def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call, captured: tuple[Any, ...]) -> tuple[Any, Any]:
-    transfers, found = _Transfers(call, k, v), PartialResults(q, v, call.schedule.tasks)
-    for task in call.schedule.local:
-        found.make_room(task)
-        found.add(task, _attend(q, k, v, task, call, captured))
-    for _, step, k_rows, v_rows in transfers:
-        for task in step.tasks:
+    found = PartialResults(q, v, call.schedule.tasks)
+    with _Transfers(call, k, v) as transfers:
+        for task in call.schedule.local:
             found.make_room(task)
-            found.add(task, _attend(q, k_rows, v_rows, task, call, captured))
-    transfers.finish()
+            found.add(task, _attend(q, k, v, task, call, captured))
+        for _, step, k_rows, v_rows in transfers:
+            for task in step.tasks:
+                found.make_room(task)
+                found.add(task, _attend(q, k_rows, v_rows, task, call, captured))
     return found.merged(sinks)
 
 
@@ -459,34 +490,38 @@ def _backward(work: _Gradients) -> tuple[Any, Any, Any]:
     float32: half of what dk and dv in float32 would take if they went round with the keys, and as exact, since kernels round
     them to that dtype first.
     """
-    (q, k, v), call = (work.q, work.k, work.v), work.call
-    transfers, local = _Transfers(call, k, v, gradients=True), call.schedule.local
-    lengths = q.shape[1], k.shape[1]
-    late: list[Any] = []
+    call, like = work.call, (work.q, work.k, work.v)
+    with _Transfers(call, work.k, work.v, gradients=True) as transfers:
+        sums, late = _own_gradients(work, like)
+        for i, step, k_rows, v_rows in transfers:
+            of_step = _Sum(k_rows), _Sum(v_rows)
+            for task in step.tasks:
+                _add(task, work.of(task, k_rows, v_rows), sums[0], *of_step)
+            both = [each.result() for each in of_step]
+            transfers.give(i, *both)
+            own = [(p, *(_rows(x, p.at, p.at + p.end - p.begin) for x in both)) for p in step.own]
+            _add_returned(own, *sums[1:])
+            _add_returned(transfers.returned(left=2), *sums[1:])
+        for rest in late:
+            rest()
+        _add_returned(transfers.returned(), *sums[1:])
+    dq, dk, dv = (each.result() for each in sums)
+    return dq, dk, dv
+
+
+def _own_gradients(work: _Gradients, like: tuple[Any, Any, Any]) -> tuple[list[_Sum], list[Any]]:
+    """Returns the sums of dq, dk and dv, with what this rank's own keys add, and calls that are left for later."""
+    local, lengths = work.call.schedule.local, (work.q.shape[1], work.k.shape[1])
     if len(local) == 1 and (local[0].q, local[0].kv) == ((0, lengths[0]), (0, lengths[1])):
-        first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
         soon, *late = work.halves()
         soon(*first)
-        dq, dk, dv = (_Sum(x, made) for x, made in zip((q, k, v), first, strict=True))
-    else:
-        dq, dk, dv = (_Sum(x) for x in (q, k, v))
-        for task in local:
-            _add(task, work.of(task, k, v), dq, dk, dv)
-    for i, step, k_rows, v_rows in transfers:
-        sums = _Sum(k_rows), _Sum(v_rows)
-        for task in step.tasks:
-            _add(task, work.of(task, k_rows, v_rows), dq, *sums)
-        both = [each.result() for each in sums]
-        transfers.give(i, *both)
-        _add_returned(
-            ((piece, *(_rows(x, piece.at, piece.at + piece.end - piece.begin) for x in both)) for piece in step.own), dk, dv
-        )
-        _add_returned(transfers.returned(left=2), dk, dv)
-    for rest in late:
-        rest(*first)
-    _add_returned(transfers.returned(), dk, dv)
-    transfers.finish()
-    return dq.result(), dk.result(), dv.result()
+        found = [_Sum(x, made) for x, made in zip(like, first, strict=True)]
+        return found, [functools.partial(each, *first) for each in late]
+    found = [_Sum(x) for x in like]
+    for task in local:
+        _add(task, work.of(task, work.k, work.v), *found)
+    return found, []
 
 
 def _add(task: Task, found: tuple[Any, Any, Any], dq: _Sum, dk: _Sum, dv: _Sum) -> None:

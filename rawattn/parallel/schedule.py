@@ -135,7 +135,10 @@ def tasks(whole: Whole, q: tuple[Span, ...], kv: tuple[Span, ...]) -> tuple[Task
         if found is not None:
             return (found,)
     if single:
-        raise ProblemError(f"mask is {whole.masks[0]}; no offsets of rawattn.attention place it on parts of these sequences.")
+        way = "write it as a function, mask=lambda q, kv: ..., with lengths as numbers"
+        raise ProblemError(
+            f"mask is {whole.masks[0]}; no offsets of rawattn.attention place it on parts of these sequences; {way}."
+        )
     if len(q) > 1:
         return tuple(task for span in q for task in tasks(whole, (span,), kv))
     return tuple(task for span in kv for task in tasks(whole, q, (span,)))

@@ -279,6 +279,36 @@ def check_timing() -> None:
         check_case(CASES[0], "zigzag", "ring")
 
 
+def check_failure() -> None:
+    """Where a call fails on one process the others do not wait for it, and what comes next is as ever."""
+    (q, k, v, _), do, _ = inputs(CASES[1], dist.get_world_size())
+    parts, do = [parallel.split(x).requires_grad_() for x in (q, k, v)], parallel.split(do)
+    want = parallel.context_attention(*parts, method="ring")
+    wanted = torch.autograd.grad(want, parts, do)
+    fails, again = dist.get_rank() == 0, True
+    for owner, name in ((context, "_attend"), (context._Gradients, "of")):
+        made, real = itertools.count(), getattr(owner, name)
+
+        def planted(*given: Any, real: Any = real, made: Any = made, **options: Any) -> Any:
+            if fails and next(made) == 1:
+                raise rawattn.UnsupportedError("planted")
+            return real(*given, **options)
+
+        found = None if name == "_attend" else parallel.context_attention(*parts, method="ring")
+        with mock.patch.object(owner, name, planted):
+            try:
+                if found is None:
+                    again &= torch.equal(parallel.context_attention(*parts, method="ring"), want) and not fails
+                else:
+                    dq, dk, dv = torch.autograd.grad(found, parts, do)
+                    again &= torch.equal(dq, wanted[0]) and dk.isnan().any().item() and dv.isnan().any().item() and not fails
+            except rawattn.UnsupportedError:
+                again &= fails
+    found = parallel.context_attention(*parts, method="ring")
+    found = [found, *torch.autograd.grad(found, parts, do)]
+    assert again and all(torch.equal(x, y) for x, y in zip(found, [want, *wanted], strict=True))
+
+
 def check_one_stream() -> None:
     """The same where a backend does as NCCL does: a batch begins when the one before it has ended, and all of it is one work."""
     batch, stream = dist.batch_isend_irecv, concurrent.futures.ThreadPoolExecutor(1)
@@ -342,6 +372,7 @@ def work(rank: int, count: int, store: str) -> None:
         check_faults()
     check_timing()
     check_one_stream()
+    check_failure()
     check_groups()
     dist.destroy_process_group()
 
