@@ -74,9 +74,10 @@ def context_attention(
 
     Results over the keys of each rank are rounded to q's dtype, and merged in float32 (float64 for fp64) in an order that depends
     on ranks alone: the same inputs give the same bits on every run. A rank needs memory for one more k and v of its own (for n of
-    them with "all_gather"), and for results over some keys up to four times that of o, or 256 MiB, whatever n is; the backward
-    for gradients in float32 besides. What a mask lets nobody see is not sent, but for a function all is sent: kernels leave out
-    its tiles. torch.compile leaves its graph for this call, and autocast casts nothing in it.
+    them with "all_gather"), and for results over some keys up to four times that of o, or 256 MiB, whatever n is (for three or
+    four ranks up to eight times without a causal mask); the backward for gradients in float32 besides. What a mask lets nobody
+    see is not sent, but for a function all is sent: kernels leave out its tiles. torch.compile leaves its graph for this call,
+    and autocast casts nothing in it.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed. UnsupportedError: no kernel computes it.
@@ -379,7 +380,7 @@ class _Transfers:
 
 
 def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call, captured: tuple[Any, ...]) -> tuple[Any, Any]:
-    found = PartialResults(q, v, call.schedule.tasks)
+    found = PartialResults(q, v, call.schedule.tasks, dist.get_world_size(call.group))
     with _Transfers(call, k, v) as transfers:
         for task in call.schedule.local:
             found.make_room(task)

@@ -12,7 +12,8 @@ from ..serving.api import merge_states
 from ..variant.parts import MOST_ARRAYS
 from .schedule import Range, Task
 
-MOST_HELD = 4  # times the bytes of o, of results and their sum together
+FEW_RANKS = 4  # whose results wait for one merge: there are at most two of each query over a rank's keys
+MOST_HELD = 4  # times the bytes of o, of results of more ranks and their sum together
 HELD_BYTES = 256 << 20  # up to which results wait for one merge, however many there are: sums would be read and written besides
 
 
@@ -27,21 +28,22 @@ class _Partial(NamedTuple):
 class PartialResults:
     """Attention over different keys, each of some of the queries, as o and lse, in the order in which they are merged.
 
-    Results wait as they are, and one merge takes them all, where they take up to ``MOST_HELD`` times the bytes of o or
-    ``HELD_BYTES``. Else they are added to a sum in float32 (float64 for fp64) whenever there is no room for the next one, so that
-    with the sum they take up to ``MOST_HELD`` times the bytes of o, whatever their number. Which are added together follows from
-    ``tasks`` alone.
+    Results wait as they are, and one merge takes them all, where there are up to ``FEW_RANKS`` ranks, or they take up to
+    ``MOST_HELD`` times the bytes of o or ``HELD_BYTES``. Else they are added to a sum in float32 (float64 for fp64) whenever
+    there is no room for the next one, so that with the sum they take up to ``MOST_HELD`` times the bytes of o, whatever their
+    number. Which are added together follows from ``tasks`` alone.
     """
 
-    def __init__(self, q: Any, v: Any, tasks: Iterable[Task]) -> None:
+    def __init__(self, q: Any, v: Any, tasks: Iterable[Task], ranks: int) -> None:
         self._like, self._shape = q, (*q.shape[:3], v.shape[3])
         self._number = torch.promote_types(q.dtype, torch.float32)
         self._found: list[_Partial] = []
         self._sum: _Partial | None = None
         lengths = [task.q[1] - task.q[0] for task in tasks]
         row_bytes = q.shape[0] * q.shape[2] * v.shape[3] * q.element_size()
-        fits = sum(lengths) <= max(MOST_HELD * q.shape[1], HELD_BYTES // row_bytes if row_bytes else 0)
+        most = max(MOST_HELD * q.shape[1], HELD_BYTES // row_bytes if row_bytes else 0)
         of_sum = self._number.itemsize // q.element_size()
+        fits = ranks <= FEW_RANKS or sum(lengths) <= most
         self._room = sum(lengths) if fits else (MOST_HELD - of_sum) * q.shape[1]  # in rows
 
     def make_room(self, task: Task) -> None:

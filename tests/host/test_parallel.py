@@ -275,7 +275,7 @@ def check_timing() -> None:
         assert 0 < made[0] <= 1.2 * (parts[1].nbytes + parts[2].nbytes)
         found = compute(*parts)
     assert torch.equal(o, want[0]) and all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
-    with mock.patch.multiple(partial, HELD_BYTES=0, MOST_HELD=2):  # sums, as with many processes
+    with mock.patch.multiple(partial, HELD_BYTES=0, MOST_HELD=2, FEW_RANKS=1):  # sums, as with many processes
         check_case(CASES[0], "zigzag", "ring")
 
 
@@ -480,7 +480,7 @@ def test_partial_results(limit: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
     made, rows, held = torch.Generator().manual_seed(0), 24, []
     tasks = [schedule.Task(((0, 12), (12, 22), (0, 22), (3, 9), (0, 12))[i % 5], (0, 1), False, None) for i in range(41)]
     q, v = torch.zeros(2, rows, 3, 8, dtype=dtype), torch.zeros(2, 1, 3, 16, dtype=dtype)
-    whole, found = [], partial.PartialResults(q, v, tasks)
+    whole, found = [], partial.PartialResults(q, v, tasks, 8)
     for task in tasks:
         o = torch.full((2, rows, 3, 16), torch.nan, dtype=dtype)
         lse = torch.full((2, 3, rows), -torch.inf)

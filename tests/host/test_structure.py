@@ -16,7 +16,7 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 27600,
+    "rawattn": 27700,
     "perf": 5750,
     "cuda_src": 11300,
     "tests": 36000,
