@@ -80,9 +80,9 @@ def check_sums(layout: str, part: Any, whole: Any, do: Any) -> None:
             o, own_lse = context_attention(*parts, return_lse=True, **options)
         results.append([o.detach(), own_lse.detach(), *torch.autograd.grad(o, parts, part(do))])
         if dist.get_rank() == 0:
-            with mock.patch.object(context, "_attend", side_effect=rawattn.UnsupportedError("planted")):
-                with pytest.raises(rawattn.UnsupportedError, match="planted"):
-                    context_attention(*parts, **options)
+            fault = mock.patch.object(context, "_attend", side_effect=rawattn.UnsupportedError("planted"))
+            with fault, pytest.raises(rawattn.UnsupportedError, match="planted"):
+                context_attention(*parts, **options)
         else:
             context_attention(*parts, **options)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
