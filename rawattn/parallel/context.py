@@ -24,6 +24,7 @@ from ..plans import cache_put
 from ..spec import Spec, Window
 from ..torch_op import NO_SECOND
 from ..trace.proofs import Limits
+from ..variant import walk
 from ..variant.mask import Full
 from ..variant.score import Scale, Softcap
 from . import schedule
@@ -179,6 +180,9 @@ def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
 
 def _schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, method: str) -> Schedule:
     count, rank = dist.get_world_size(group), dist.get_rank(group)
+    if walk.lists(spec.mask) and not hasattr(spec.mask, "arrays"):
+        way = "give it as a function, or call head_attention: its interval does not say which keys are needed"
+        raise ProblemError(f"mask is {spec.mask}, which keeps several runs of keys; {way}.")
     mask = Full() if hasattr(spec.mask, "arrays") else spec.mask
     masks = tuple(mask.of_head(head) for head in range(q.shape[2])) if hasattr(mask, "of_head") else (mask,)
     whole = Whole(masks, sees_positions(spec), count, q.shape[1], k.shape[1], layout)
@@ -339,7 +343,7 @@ class _Transfers:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             self.finish()
-        elif issubclass(kind, (RawattnError, torch.OutOfMemoryError)):
+        elif issubclass(kind, (RawattnError, torch.cuda.OutOfMemoryError)):
             self._abandon()
 
     def _abandon(self) -> None:

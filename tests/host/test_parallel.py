@@ -60,6 +60,14 @@ class HeadWindow(masks.Window):
         return masks.Window(64, 0).interval(q, q_len, kv_len)
 
 
+@dataclasses.dataclass(frozen=True)
+class Runs(masks.Window):
+    """A query keeps several runs of keys, which the interval does not say."""
+
+    type: ClassVar[str] = "Runs"
+    lists: ClassVar[bool] = True
+
+
 FULL: dict[str, Any] = {}
 CAUSAL = {"causal": True}
 # options, heads of q, of k, batch, rows of k for each of q, dtype
@@ -596,6 +604,7 @@ def test_wrong_arguments(among_four: None) -> None:
     refused("cu_seqlens_kv has 2 elements but cu_seqlens 3", packed, cu_seqlens_kv=starts[:2])
     refused("cu_seqlens is torch.int64 of shape", parallel.context_attention_varlen, *[q[0]] * 3, starts.long())
     refused("end with at most 32, the rows of all ranks", parallel.context_attention_varlen, *[q[0]] * 3, starts + 1)
+    refused(r"mask is Runs.*, which keeps several runs of keys", parallel.context_attention, q, q, q, mask=Runs())
     refused("method is 'tree'; it must be one of", parallel.context_attention, q, q, q, method="tree")
     refused("q has 6 heads; it must be a multiple of the 4 ranks", parallel.head_attention, *[torch.zeros(1, 8, 6, 8)] * 3)
     refused(
