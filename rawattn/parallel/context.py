@@ -75,10 +75,9 @@ def context_attention(
 
     Results over the keys of each rank are rounded to q's dtype, and merged in float32 (float64 for fp64) in an order that depends
     on ranks alone: the same inputs give the same bits on every run. A rank needs memory for one more k and v of its own (for n of
-    them with "all_gather"), and for results over some keys up to four times that of o, or 256 MiB, whatever n is (for three or
-    four ranks up to eight times without a causal mask); the backward for gradients in float32 besides. What a mask lets nobody
-    see is not sent, but for a function all is sent: kernels leave out its tiles. torch.compile leaves its graph for this call,
-    and autocast casts nothing in it.
+    them with "all_gather"), and for results up to four o's (eight without a causal mask on three or four ranks) or 256 MiB; the
+    backward for gradients in float32 besides. What a mask lets nobody see is not sent, but for a function all is sent: kernels
+    leave out its tiles. torch.compile leaves its graph for this call, and autocast casts nothing in it.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed. UnsupportedError: no kernel computes it.
