@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 27700,
+    "rawattn": 28100,
     "perf": 5750,
     "cuda_src": 11300,
-    "tests": 36000,
+    "tests": 36100,
 }
 FUNCTION_LINES = 60
 
