@@ -43,6 +43,7 @@ IMPORTERS = {
         "heads.py",
         "layout.py",
         "packed.py",
+        "partial.py",
         "flash_attn.py",
         "flex_attention.py",
         "sdpa.py",
