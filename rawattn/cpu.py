@@ -77,14 +77,26 @@ def _cap(score: Score) -> float | None:
     return score.cap if logit is Softcap.logit and hasattr(score, "cap") else None
 
 
-def has_loops(score: Score) -> bool:
-    """Says whether the loops know a score: a built-in one, or a Python function."""
-    return hasattr(score, "arrays") or _cap(score) is not None
+def _known_cap(mask: Pairs, score: Score) -> float | None:
+    """The same where neither is a traced function: None also for a mask whose queries keep several runs of keys."""
+    return None if hasattr(mask, "keep") else _cap(score)
+
+
+def has_loops(mask: Pairs, score: Score) -> bool:
+    """Says whether the loops know a mask and a score: each is built in, or a Python function."""
+    return (hasattr(mask, "arrays") or not hasattr(mask, "keep")) and (hasattr(score, "arrays") or _cap(score) is not None)
+
+
+def undefined(mask: Pairs) -> str | None:
+    """The reason why nothing is computed by a mask of several runs of keys that does not say which; None for others."""
+    if not getattr(mask, "lists", False) or hasattr(mask, "arrays") or hasattr(mask, "keep"):
+        return None
+    return f"it takes masks of several runs of keys with a definition in Python, keep(...), and {type(mask).__name__} has none"
 
 
 NOT_INVARIANT = (
-    "array operations compute a score of your own, whose bits follow from how many rows there are; invariant is for built-in "
-    "scores and Python functions"
+    "array operations compute a mask's keep(...) or a score of your own, and bits follow from how many rows there are; invariant "
+    "is for built-in ones and Python functions"
 )
 
 
@@ -341,7 +353,7 @@ def _known(sequences: list[Sequence], heads: int, invariant: bool) -> float | No
     compiling them to pay."""
     own = functions.host_functions(sequences[0].mask, sequences[0].score)
     if own.mask is None and own.score is None:
-        return _cap(sequences[0].score)
+        return _known_cap(sequences[0].mask, sequences[0].score)
     if not invariant and sum(len(each.q) * each.kv_len for each in sequences) * heads < FEW_PAIRS:
         return None
     return 0.0 if own.score is not None else _cap(sequences[0].score)
@@ -489,7 +501,7 @@ def run_forward(
     """
     heads, kv_heads, cap, own = q.shape[-2], k.shape[-2], None, functions.host_functions(mask, score)
     places = _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
-    if own.mask is None and own.score is None and (cap := _cap(score)) is not None:
+    if own.mask is None and own.score is None and (cap := _known_cap(mask, score)) is not None:
         step, element = max(1, config.tile_q // (heads // kv_heads)), _element(q)
         is_dense = cu_seqlens_q is None and q_lens is None and kv_lens is None
         if is_dense and q.shape[-3] * heads <= SMALL and len(q) * kv_heads <= SMALL:
@@ -741,7 +753,7 @@ def run_backward(
         dq[...] = 0
     if cu_seqlens_kv is not None or kv_lens is not None:
         dk[...], dv[...] = 0, 0
-    element, cap = _element(q), None if hasattr(mask, "keep") else _cap(score)
+    element, cap = _element(q), _known_cap(mask, score)
     inputs = _whole(do), _whole(q), _whole(k), _whole(v), _whole(o), _whole_lse(lse, element), _whole_lse(dlse, element)
     work = _BackwardWork(*inputs, NO_UNITS, _whole(dq), _whole(dk), _whole(dv))
     is_dense, rows = cu_seqlens_q is None and q_lens is None and kv_lens is None, list[_Rows]()
@@ -978,7 +990,9 @@ class Cpu:
             found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
         if op.constant_time:
             found.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
-        if op.invariant and not has_loops(op.score):
+        if (reason := undefined(op.mask)) is not None:
+            found.append(reason)
+        if op.invariant and not has_loops(op.mask, op.score):
             found.append(NOT_INVARIANT)
         return found
 

@@ -134,7 +134,9 @@ def _refusal(op: AttentionKVCache) -> str | None:
         return f"head_dim is {max(op.head_dim, op.head_dim_v)}; it takes up to 1024"
     if not hasattr(op.score, "logit"):
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
-    if op.spec.invariant and not cpu.has_loops(op.score):
+    if (reason := cpu.undefined(op.mask)) is not None:
+        return reason
+    if op.spec.invariant and not cpu.has_loops(op.mask, op.score):
         return cpu.NOT_INVARIANT
     return None
 

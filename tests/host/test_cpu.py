@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -25,12 +25,13 @@ from hypothesis import given, settings
 from numba import njit
 
 import rawattn
-from rawattn import ProblemError, cache, cpu, lanes
+from rawattn import ProblemError, UnsupportedError, cache, cpu, lanes, reference
 from rawattn.cpu import CPU
 from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
 from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, expect
+from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Softcap
@@ -247,6 +248,41 @@ def test_loops_are_for_the_functions_that_they_know() -> None:
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
+@dataclasses.dataclass(frozen=True)
+class Odd(Option):
+    """Every other key of the first half: several runs of keys, written by hand."""
+
+    type: ClassVar[str] = "Odd"
+    source: ClassVar[str] = "../tests/host/lists/checkerboard.cuh"
+    lists: ClassVar[bool] = True
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
+        return np.zeros_like(q), np.full_like(q, kv_len // 2)
+
+    @staticmethod
+    def keep(xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
+        return (q + kv + head) % 2 == 0
+
+
+class Undefined(Odd):
+    keep = property()  # type: ignore[assignment]  # hasattr says no
+
+
+def test_masks_of_several_runs() -> None:
+    """Their runs count, not the one that holds all of them; without a definition nothing is computed."""
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 2, 40, 2, 16), dtype=np.float32)
+    o, lse = rawattn.attention(q, k, v, mask=Odd(), return_lse=True)
+    expect(q, k, v, mask=Odd()).check(o, lse)
+    found = rawattn.attention_backward(do, q, k, v, o, lse, mask=Odd())
+    wanted = reference.attention_backward(do, q, k, v, mask=Odd())
+    for mine, theirs in zip(found[:3], wanted[:3], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedError, match=r"several runs of keys with a definition in Python, keep\(\.\.\.\), and Undefined"):
+        rawattn.attention(q, k, v, mask=Undefined())
+    with pytest.raises(UnsupportedError, match="invariant is for built-in ones"):
+        rawattn.attention(q, k, v, mask=Odd(), invariant=True)
+
+
 def test_same_bits_whatever_threads_and_units(dtype: str) -> None:
     case = Case(dtype, 2, 150, 330, 6, 2, causal=True, window=(200, 0), softcap=8.0)
     wanted = bits(run(case, config=cpu.Config(threads=1)))
