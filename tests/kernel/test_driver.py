@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
@@ -49,10 +50,15 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def capturing(graph: Any) -> Iterator[int]:
-    """The stream whose work the graph captures, in the mode that tolerates least."""
-    with torch.cuda.graph(graph, capture_error_mode="global"):
-        torch.zeros(1, device="cuda")  # a graph that has nothing to do may not exist
-        yield torch.cuda.current_stream().cuda_stream
+    """The stream whose work the graph captures, in the mode that tolerates least. A test that failed leaves its graph as garbage,
+    which would spoil this one where the collector destroyed it meanwhile."""
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            torch.zeros(1, device="cuda")  # a graph that has nothing to do may not exist
+            yield torch.cuda.current_stream().cuda_stream
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
