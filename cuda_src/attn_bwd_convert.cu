@@ -3,13 +3,12 @@
 // A block converts a tile of cfg::tile_q rows of one head, as many warps as it has 16 rows each of cfg::dq_parts parts of its columns.
 // A tile whose rows keep no key has no sum: its dq is 0.
 
-#include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Mask, Sum, Launch, Scheduler
+#include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Mask, Sum, DqRows, Launch, Scheduler
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
 #include "variant/interfaces_bwd.cuh"
-#include "variant/store/rows.cuh"
 
-template struct ElementOption<Element>;
+template struct DqRowsOption<DqRows>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;
@@ -39,7 +38,7 @@ __device__ void convert(const Args& args, const WorkTile& work) {
     }
     unsigned char* to = args.dq.rows(rows.q, work.head) + part * (cfg::dq_columns * sizeof(QElement));
     const i32 row = work.q_begin + lane / 32 * 16 + lane % 32 / 4, columns = cfg::head_dim - i32(part) * cfg::dq_columns;
-    store_rows(to, args.dq.row_bytes, row, rows.q_len, columns, x, args.scale * cfg::scale_sign);
+    DqRows::store(to, args.dq.row_bytes, row, rows.q_len, columns, x, args.scale * cfg::scale_sign);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads) void attn_bwd_convert(const __grid_constant__ Args args) {

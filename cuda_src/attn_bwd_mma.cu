@@ -9,6 +9,7 @@
 // dk and dv of its part of the columns, for all of the tile's queries: alone, a warp has P' and dS' as left operands in its registers;
 // several meet in shared memory. dq needs dS of all keys, and is shared out again; its parts go from registers to the sum of their
 // tile in scratch, where Store sets the order. Every thread loads: K and V once, Q and dO a step ahead.
+// Numbers have 16 bits or 32: Blocks knows how these become operands of products, and Element how they are multiplied.
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
 //   barrier                  arrives        waits          protects
@@ -24,18 +25,20 @@
 // A turn is passed on a step later, when the adds are long under way: the fence before it then has little to wait for.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options
-                       // Element, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store, Launch
+                       // Element, Blocks, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store, Launch
 #include "tile/facts.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"
 #include "variant/interfaces_bwd.cuh"
 #include "variant/store/dq_red_interface.cuh"
 
-using KTile = SwizzledTile<cfg::tile_kv, cfg::head_dim>;
-using VTile = SwizzledTile<cfg::tile_kv, cfg::head_dim_v>;
-using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
-using DoTile = SwizzledTile<cfg::tile_q, cfg::head_dim_v>;
-using PTile = SwizzledTile<cfg::tile_kv, cfg::tile_q>;  // a row is a key
+template <int rows, int columns>
+using Tile = SwizzledTile<rows, columns, sizeof(Element)>;
+using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
+using VTile = Tile<cfg::tile_kv, cfg::head_dim_v>;
+using QTile = Tile<cfg::tile_q, cfg::head_dim>;
+using DoTile = Tile<cfg::tile_q, cfg::head_dim_v>;
+using PTile = Tile<cfg::tile_kv, cfg::tile_q>;  // a row is a key
 
 using Step = Walk::Step;  // a query tile that keeps keys of the block's, of one query head; head < 0: none is left
 struct Smem {
@@ -53,7 +56,7 @@ struct Smem {
     KvWorkTile work;  // here to free registers, as the sequence
     alignas(8) unsigned char rows[sizeof(Rows)];
 };
-template struct ElementOption<Element>;
+template struct BlocksOption<Blocks, Element, PTile>;
 template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
@@ -68,7 +71,7 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, L
 
 constexpr int warp_count = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
 constexpr int chunk_q = cfg::chunk_q, part_q = cfg::tile_q / cfg::sharing, chunks = part_q / chunk_q;  // of a warp's queries
-constexpr int blocks = QTile::chunks / 2, v_blocks = DoTile::chunks / 2;                                // of 16 columns
+constexpr int blocks = QTile::blocks, v_blocks = DoTile::blocks;                                        // of 16 columns
 constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v_blocks, cfg::sharing);
 constexpr int dq_column_warps = warp_count / cfg::dq_row_warps;
 constexpr int dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
@@ -89,7 +92,8 @@ struct Stage {
     const float factor;
 };
 using Sums = float[m_tiles][8];  // of 16 columns, and this warp's keys
-using Words = u32[m_tiles][4];   // the same as A operands
+using Operand = u32[Blocks::words];
+using Words = u32[m_tiles][Blocks::words];  // the same as A operands
 
 // A thread's numbers for the queries of a block: lse_log2 or delta, four of them.
 struct QueryStatistics {
@@ -120,7 +124,7 @@ __device__ void weigh(Sums (&s)[n], Words (&p)[n], const Pairs& pairs, const Kep
                 w[e] = weights(weight, j * m_tiles + i, e);
                 s[j][i][e] = weight * pairs.score.derivative(x, q, kv);
             }
-            pack_block(p[j][i], w);
+            Blocks::pack(p[j][i], w);
         }
     }
 }
@@ -135,7 +139,7 @@ __device__ void differentiate(const Sums (&s)[n], const Sums (&dp)[n], Words (&d
             float x[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) x[e] = s[j][i][e] * (weights(dp[j][i][e], j * m_tiles + i, e) * factor - d[e]);
-            pack_block(ds[j][i], x);
+            Blocks::pack(ds[j][i], x);
         }
     }
 }
@@ -156,37 +160,35 @@ struct Warp {
     // sums = a b' of this warp's keys and queries from first_q on.
     template <int steps, class A, class B>
     __device__ void multiply_columns(Sums (&sums)[chunk_q / 16], const A& a, const B& b, u32 first_q) const {
-        const auto keys = BlockReader<A>::down(a, first_key);
-        const auto queries = BlockReader<B>::right(b, first_q);
+        const Blocks::Left<A> keys(a, first_key);
+        const Blocks::Right<B> queries(b, first_q);
         clear(sums);
-        const auto load_keys = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
-        const auto load_queries = [&](u32(&to)[4], int step, int j) { ptx::ldmatrix(to, queries.block(j, step)); };
-        multiply<steps>(sums, load_keys, load_queries);
+        const auto load_keys = [&](Operand& to, int step, int i) { keys.load(to, i, step); };
+        const auto load_queries = [&](Operand& to, int step, int j) { queries.load(to, j, step); };
+        multiply<steps, Blocks::unrolled(steps)>(sums, load_keys, load_queries);
     }
     // sums += a b over queries from first_q on, for this warp's part of the columns.
-    template <int steps, int columns, class A, class B>
+    template <int steps, int unrolled, int columns, class A, class B>
     __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
-        const auto queries = BlockReader<B>::down(b, first_q, 2 * member, lane);
-        multiply<steps>(sums, a, [&](u32(&to)[4], int step, int j) {
-            ptx::ldmatrix_transposed(to, queries.block(step, j * cfg::sharing));
-        });
+        const Blocks::RightTransposed<B> queries(b, first_q, member, lane);
+        multiply<steps, unrolled>(sums, a, [&](Operand& to, int step, int j) { queries.load(to, step, j * cfg::sharing); });
     }
     template <int columns, class B>
     __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
-        const auto load = [&](u32(&to)[4], int step, int i) {
+        const auto load = [&](Operand& to, int step, int i) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) to[k] = a[step][i][k];
+            for (int k = 0; k < Blocks::words; ++k) to[k] = a[step][i][k];
         };
-        multiply_queries<chunk_q / 16>(sums, load, b, first_q, ptx::lane_id());
+        multiply_queries<chunk_q / 16, chunk_q / 16>(sums, load, b, first_q, ptx::lane_id());
     }
     template <int columns, class B>
     __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {
-        const auto keys = BlockReader<PTile>::down(a, first_key);
-        const auto load = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix(to, keys.block(i, step)); };
-        multiply_queries<cfg::tile_q / 16>(sums, load, b, 0, lane);
+        const Blocks::Left<PTile> keys(a, first_key);
+        const auto load = [&](Operand& to, int step, int i) { keys.load(to, i, step); };
+        multiply_queries<cfg::tile_q / 16, Blocks::unrolled(cfg::tile_q / 16)>(sums, load, b, 0, lane);
     }
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
-        const auto writer = BlockWriter<PTile>::of(first_key, first_q / 8, ptx::lane_id());
+        const Blocks::Writer<PTile> writer(first_key, first_q / 16, ptx::lane_id());
 #pragma unroll
         for (int j = 0; j < chunk_q / 16; ++j)
 #pragma unroll
@@ -216,12 +218,12 @@ struct Warp {
         float dq[dq_blocks][dq_m_tiles][8];
         const u32 column = warp % dq_column_warps, row_block = warp / dq_column_warps * dq_m_tiles;
         const u32 lane = ptx::lane_id();
-        const auto queries = BlockReader<PTile>::right(smem.ds[0], 0, 2 * row_block, lane);
-        const auto keys = BlockReader<KTile>::down(smem.k, 0, 2 * column, lane);
+        const Blocks::LeftTransposed<PTile> queries(smem.ds[0], 0, row_block, lane);
+        const Blocks::RightTransposed<KTile> keys(smem.k, 0, column, lane);
         clear(dq);
-        const auto load_ds = [&](u32(&to)[4], int step, int i) { ptx::ldmatrix_transposed(to, queries.block(step, i)); };
-        const auto load_k = [&](u32(&to)[4], int step, int j) { ptx::ldmatrix_transposed(to, keys.block(step, j * dq_column_warps)); };
-        multiply<cfg::tile_kv / 16>(dq, load_ds, load_k);
+        const auto load_ds = [&](Operand& to, int step, int i) { queries.load(to, step, i); };
+        const auto load_k = [&](Operand& to, int step, int j) { keys.load(to, step, j * dq_column_warps); };
+        multiply<cfg::tile_kv / 16, Blocks::unrolled(cfg::tile_kv / 16)>(dq, load_ds, load_k);
         constexpr int n = cfg::dq_vector, lanes = 2 * cfg::tile_q;
         using Numbers = Vector<float, n>;
         Numbers* to = reinterpret_cast<Numbers*>(sum) + column * (8 * lanes / n) + row_block * 32 + lane;
@@ -355,7 +357,7 @@ struct Block {
     template <int n>
     __device__ void store_sums(const StridedOutput& to, i32 chunks, const Sums (&sums)[n], float scale) const {
         const RowsOut out = {to.rows(rows.kv, work.kv_head), to.row_bytes, rows.kv_len};
-        ::store_sums<cfg::sharing>(out, first_key(), warp.member, chunks, sums, scale);
+        Blocks::store<cfg::sharing>(out, first_key(), warp.member, chunks, sums, scale);
     }
     __device__ void store() const {
         store_sums(args.dk, cfg::head_dim / 8, warp.dk, args.scale * cfg::scale_sign);

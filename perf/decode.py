@@ -6,12 +6,14 @@ python -m perf.decode --set fp8                    caches of e4m3 and e5m2; writ
 python -m perf.decode --set chunked                chunks of a prompt; writes chunked.json and chunked.md
 python -m perf.decode --set paged                  decoding over pages of 1 to 256; writes paged.json and paged.md
 python -m perf.decode --set mixed                  decoding and a chunk in one call; writes mixed.json and mixed.md
+python -m perf.decode --set wide                   eight queries with wide heads; writes wide.json and wide.md
 
 Caches are rotated, 320 MB of them at least, so that none is found in L2. A CUDA graph holds the calls of all caches, and its
 replays are timed, those of the contenders in turn. cuDNN takes dense caches of equal lengths, by torch's SDPA; FlashAttention 3
 takes all. ``tensors`` is ours on plain tensors that hold the same keys. ``read`` is a kernel that reads as many bytes and does
 nothing else. ``apart`` is ours by two calls, one for the sequences with one query and one for the others, and ``invariant``
-is one call with ``invariant=True``. Page tables are shuffled.
+is one call with ``invariant=True``. ``split=512`` among the peers is ours with as many keys in a split,
+``cp_async=1+producers=4`` ours with these fields of its configuration: pages that four warps copy. Page tables are shuffled.
 """
 
 from __future__ import annotations
@@ -69,14 +71,21 @@ MIXED = [
     for rows in (512, 2048)
     for page in (64, 16)
 ]
+WIDE = [
+    Decode(f"B64 4k q 8, head_dim {size}", SHAPES["B64 4k"], page, 8, 16, 4, size, cache)
+    for size in (160, 192)
+    for cache in ("bfloat16", E4M3)
+    for page in (64, 1)
+]
 SETS = {  # cases, and peers
     "decode": (CASES, "cudnn,fa3"), "paged": (PAGED, "fa3"), "fp8": (FP8, ""), "chunked": (CHUNKED, "tensors,fa3"),
-    "mixed": (MIXED, "apart,invariant,fa3"),
+    "mixed": (MIXED, "apart,invariant,fa3"), "wide": (WIDE, "fa3,m_tiles=1,tile_kv=32+stages=10"),
 }  # fmt: skip
 TITLES = {
     "paged": "Decoding over pages of any size",
     "mixed": "Decoding and a chunk of a prompt in one step",
     "decode": "A step of decoding",
+    "wide": "Steps of many rows with wide heads",
     "fp8": "Decoding over caches in eight bits",
     "chunked": "Chunks of a prompt over caches",
 }
@@ -115,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_set, peers_of_set = SETS[options.set]
     asked = (peers_of_set if options.peers is None else options.peers).split(",")
     names = ["ours", *(name for name in asked if name and (name != "fa3" or options.fa3))]
-    if unknown := [name for name in names if name not in CONTENDERS]:
+    if unknown := [name for name in names if name not in CONTENDERS and "=" not in name]:
         raise SystemExit(f"perf.decode has no {', '.join(unknown)}; there are {', '.join(CONTENDERS)}.")
     if options.fa3:
         peers.load_fa3(options.fa3)

@@ -8,6 +8,7 @@ eager        the same tensors again, by ``rawattn.attention``
 plan         the same by ``Plan.run`` with ``out=``
 new_pointers tensors at addresses that were never met, of a known shape
 new_kv_len   a step of a decode loop: one query, and one key more than the call before; the kind is known
+new_q_len    a prompt that is one token longer than the one before, and its keys with it; the kind is known
 new_layer    the next layer of that step: the same length, and another layer's keys
 two_launches the cost of a second launch: a program of two against one of one, where a kernel can split keys
 step         a step of training: forward and ``backward()`` of tensors that require grad
@@ -115,6 +116,13 @@ class Host:
         def row(i: int) -> Callable[[], Any]:
             k, v = (x[:, : FIRST_KV_LEN + i] for x in self.cache)
             return lambda: rawattn.attention(self.token, k, v, causal=True)
+
+        return row
+
+    def new_q_len(self) -> Row:
+        def row(i: int) -> Callable[[], Any]:
+            k, v = (x[:, : FIRST_KV_LEN + i] for x in self.cache)
+            return lambda: rawattn.attention(k, k, v, causal=True)
 
         return row
 
@@ -358,7 +366,8 @@ class Host:
 
 
 ROWS = (
-    "eager", "plan", "new_pointers", "new_kv_len", "new_layer", "two_launches", "step", "sdpa", "sdpa_step", "empty_step",
+    "eager", "plan", "new_pointers", "new_kv_len", "new_q_len", "new_layer", "two_launches",
+    "step", "sdpa", "sdpa_step", "empty_step",
     "kvcache_1", "kvcache_64", "kvcache_1024", "kvcache_plan", "new_step", "plan_new_step", "append", "append_new_step",
     "step_object",
     *FUNCTION_ROWS, *DOOR_ROWS,

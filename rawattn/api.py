@@ -17,7 +17,7 @@ from .device import Device
 from .eager import eager
 from .errors import ProblemError
 from .operation import Backward, Forward, Operation, from_json
-from .plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, load_all, one_or_all, spared_capture
+from .plans import NO_GRAD, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all, spared_capture
 from .program import Program
 from .select import Selection, select, warn_once
 from .spec import Window, is_int, make_dropout
@@ -35,7 +35,7 @@ OPTIONS = (
 )  # fmt: skip
 NO_LENGTHS = (None, None)
 _plans: dict[Any, Plan] = {}
-_families: dict[Any, Plan] = {}
+_families: dict[Any, GpuCall] = {}
 _layouts: dict[Any, GpuCall] = {}
 _calls: dict[Any, GpuCall] = {}
 _logged: set[Any] = set()
@@ -421,11 +421,22 @@ class Asked:
         self.is_kept, self.has_functions = is_kept, bool(functions.among(options))
         self.followed: dict[tuple[str, ...], Any] = {}
 
+    @functools.cached_property
+    def numbers(self) -> tuple[functions.Numbers, functions.Numbers] | None:
+        """Returns what ``without_numbers`` lacks: the numbers of the mask, and of the score. None where it is the same."""
+        if self.without_numbers is self:
+            return None
+        own, left = self.options, self.without_numbers.options
+        found = [own[role].numbers if own[role] is not left[role] else () for role in functions.ROLES]
+        return found[0], found[1]
+
+    @functools.cached_property
     def without_numbers(self) -> Asked:
-        """Returns what calls ask for whose functions captured any numbers: for keys."""
+        """Returns what calls ask for whose functions captured any numbers, where no number makes a built-in option of them."""
         found = functions.without_numbers(self.options)
         return self if found is self.options else asked_of(self.operation, found, self.lengths, self.kernel, self.config)
 
+    @functools.cached_property
     def of_family(self) -> Asked:
         """Returns what calls of one family ask for."""
         coarse = self.operation.coarse(self.options)
@@ -437,15 +448,14 @@ def asked_of(
     kernel: str | None = None, config: Any = None,
 ) -> Asked:  # fmt: skip
     """Returns what a call asks for, by its options in the order of ``OPTIONS``, and for gradients ``wrt`` behind them. Their
-    types count too: True, 1 and 1.0 are equal, but not all of them are right. So do the names in functions, which errors say."""
+    types count too: True, 1 and 1.0 are equal, but not all of them are right."""
     values: tuple[Any, ...] = options if type(options) is tuple else tuple(options.values())  # type: ignore[union-attr]
     types: tuple[Any, ...] = ()
-    if lengths is not NO_LENGTHS or not values[1] is values[4] is values[5] is None:
+    if lengths is not NO_LENGTHS or values[1] is not None:
         types = tuple(map(type, lengths))
         if isinstance(window := values[1] if values else None, (tuple, list)):
             values = (values[0], tuple(window), *values[2:])
             types = (*types, *map(type, window))
-        types = (*types, *[x.traced.labels for x in values[4:6] if type(x) is functions.Function])
     try:
         return _asked(operation, kernel, config, lengths, types, *values)
     except TypeError:  # what cannot be hashed is wrong
@@ -506,24 +516,35 @@ def _run(
     given: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
     captured: tuple[Any, ...] = ()
-    key = asked = None
+    key = asked = numbers = None
     if values[4] is not None or values[5] is not None:  # the mask, the score
-        options, captured = functions.taken(dict(zip(OPTIONS, values, strict=True)))
-        values = tuple(options.values())
+        mask, score, captured, numbers = functions.parted(values[4], values[5])
+        values = (*values[:4], mask, score, *values[6:])
     if _load_torch_op():
         is_plain = _torch_op.is_plain()
         if is_plain and (key := _key(given, captured)) is not None:
             asked = asked_of(Forward, values, lengths, kernel, config)
             call = _calls.get((asked, key))
-            if call is not None:
+            if call is not None and numbers is None:
                 return one_or_all(call(given[0], out, captured))
+            if call is not None and (own := call.numbered(numbers)) is not None:
+                return one_or_all(call(given[0], out, captured, (), own))
+        if numbers is not None:
+            values, asked = _whole(values, numbers), None
         compute = (_torch_op.way_of_tensors if is_plain else _torch_op.way)(given + captured)
         if compute is not None:
             if compute is _torch_op.differentiable:
                 return compute(given, asked_of(Forward, values, lengths, kernel, config), out, captured)
             return compute(given, dict(zip(OPTIONS, values, strict=True)), lengths, kernel, config, out, captured=captured)
+    elif numbers is not None:
+        values = _whole(values, numbers)
     asked = asked or asked_of(Forward, values, lengths, kernel, config)
     return _first(given, captured, key if key is not None else _key(given, captured), asked, out)
+
+
+def _whole(values: tuple[Any, ...], numbers: tuple[functions.Numbers, functions.Numbers]) -> tuple[Any, ...]:
+    """The options of which ``functions.parted`` took these numbers."""
+    return (*values[:4], *map(functions.whole, values[4:6], numbers), *values[6:])
 
 
 def _named(
@@ -573,14 +594,16 @@ def _key(given: tuple[Any, ...], captured: tuple[Any, ...]) -> Any:
 @eager
 def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked, out: Any) -> Any:
     """Computes a call on arrays that it was not made for yet. The first of these that applies serves it: a call of a copy that is
-    made, a call on arrays that lie so in other places, the plan of a family, and a plan of its own."""
+    made or of other numbers, a call on arrays that lie so in other places, the plan of a family, and a plan of its own."""
     call: Any = None
+    numbers = None
     dense = asked.operation.dense(given)
     if dense is not given:
         given, key = dense, _key(dense, captured)
-        call = _calls.get((asked, key))
-    if call is None and key is not None:
-        call = _known(given, captured, key, asked)
+    if key is not None:
+        call, numbers = _kept(_calls, asked, key)
+        if call is None:
+            call, numbers = _known(given, captured, key, asked)
     if call is None:
         found = arrays.named(asked.operation.input_names(len(given)), given) | functions.read(asked.options, captured)
         plan = _plan(asked, found)
@@ -589,24 +612,57 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
         if isinstance(call, GpuCall) and key is not None:
             family = _family(key, asked)
             if family is not None:
-                cache_put(_families, family, plan, KEPT_PLANS)
+                cache_put(_families, family, call, KEPT_PLANS)
             _keep(key, _layout(key, asked), asked, call)
-    return one_or_all(call(given[0], out, captured))
+    return one_or_all(call(given[0], out, captured) if numbers is None else call(given[0], out, captured, (), numbers))
 
 
 def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
+    """Keeps a call for its tensors, and for those that lie so; where it takes other numbers, for all of them."""
     if asked.is_kept:
-        cache_put(_calls, (asked, key), call, KEPT_CALLS)
-        cache_put(_layouts, layout, call, KEPT_CALLS)
-        if asked.has_functions:
-            cache_put(_layouts, (asked.without_numbers(), *layout[1:]), call, KEPT_CALLS)  # which no call asks for
+        owner = asked.without_numbers if call.op.takes_numbers else asked
+        cache_put(_calls, (owner, key), call, KEPT_CALLS)
+        cache_put(_layouts, (owner, layout), call, KEPT_CALLS)
+        if asked.has_functions and call.op.holds_in_steps(asked.options):
+            cache_put(_layouts, (owner, _layout_in_steps(key, asked)), call, KEPT_CALLS)
+
+
+def _kept(calls: Mapping[Any, GpuCall], asked: Asked, key: Any) -> tuple[GpuCall | None, Numbered | None]:
+    """The call that is kept under a key, and the numbers that it is to take, where they are not its own."""
+    if asked.numbers is not None:
+        call = calls.get((asked.without_numbers, key))
+        numbers = None if call is None else call.numbered(asked.numbers)
+        if numbers is not None:
+            return call, numbers
+    return calls.get((asked, key)), None
+
+
+def call_of(given: tuple[Any, ...], asked: Asked) -> GpuCall | None:
+    """The call that is kept for these tensors; None where there is none."""
+    key = _key(given, ())
+    return None if key is None else _calls.get((asked, key))
+
+
+def kept_at(place: tuple[Any, ...]) -> GpuCall | None:
+    """The call that a door keeps under a key of its own; None where there is none."""
+    return _calls.get(place)
+
+
+def keep_at(place: tuple[Any, ...], call: GpuCall) -> None:
+    """Keeps a call under a door's key, which begins with what is asked for and has more parts than those of ``attention``."""
+    cache_put(_calls, place, call, KEPT_CALLS)
 
 
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
-    """A key of tensors that lie so, wherever, for which the same program serves. What is proved of functions is proved for their
-    lengths."""
+    """A key of tensors that lie so, wherever, for which the same program serves, and is known to where there are functions: those
+    are proved for lengths."""
     operation = Operation if asked.has_functions else asked.operation
-    return (asked, operation.layout_key(key[0], asked.options), key[1])
+    return (operation.layout_key(key[0], asked.options), key[1])
+
+
+def _layout_in_steps(key: Any, asked: Asked) -> tuple[Any, ...]:
+    """The same where functions are proved for all lengths of which the same is lowered."""
+    return (asked.operation.layout_key(key[0], asked.options), key[1], "in steps")
 
 
 def _family(key: Any, asked: Asked) -> Any:
@@ -614,50 +670,44 @@ def _family(key: Any, asked: Asked) -> Any:
     if not asked.is_kept or (asked.has_functions and asked.operation is not Forward):
         return None
     family = asked.operation.family(key[0], asked.options)
-    return family and (family, key[1], asked.of_family())
+    return family and (family, key[1], asked.of_family)
 
 
-def _renumbered(layout: tuple[Any, ...], asked: Asked) -> GpuCall | None:
-    """The call on tensors that lie so whose functions captured other numbers, with these. What is proved is proved anew."""
-    like = _layouts.get((asked.without_numbers(), *layout[1:]))
-    if like is None or os.environ.get("RAWATTN_LOG"):  # which each new operation goes to
-        return None
-    return like.renumbered(asked.options)
+def moved(like: GpuCall, signatures: tuple[Any, ...], asked: Asked) -> GpuCall:
+    """The call for tensors that lie as those of another one, in other places, by their signatures."""
+    found = dict(zip(like.names, arrays.of_signatures(signatures), strict=False))
+    call = like.moved(found)
+    if not call.has_lengths_of(like) and is_logging():
+        log_operation(like.op.resized_to(found, asked.options))
+    return call
 
 
-def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked) -> GpuCall | None:
-    """The call on tensors that lie as those of another call in other places, or whose functions captured other numbers; or whose
-    lengths or offsets are others: a plan of the same family is resized."""
+def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked) -> tuple[GpuCall | None, Numbered | None]:
+    """The call on tensors that lie as those of another call in other places, with the numbers that it is to take; or one whose
+    lengths or offsets are others: a call of the same family, resized."""
     if not arrays.have_memory(given, key[0]):
-        return None
-    like = _layouts.get(layout := _layout(key, asked))
+        return None, None
+    like, numbers = _kept(_layouts, asked, layout := _layout(key, asked))
+    if like is None and asked.has_functions and not is_logging():  # to which each new operation goes
+        like, numbers = _kept(_layouts, asked, _layout_in_steps(key, asked))
     if like is not None:
-        found = dict(zip(like.names, map(arrays.of_signature, filter(None, key[0])), strict=False))
-        call = like.moved(found)
-        if not call.has_lengths_of(like) and is_logging():
-            log_operation(like.op.resized_to(found, asked.options))
-        cache_put(_calls, (asked, key), call, KEPT_CALLS)
-        return call
-    renumbered = _renumbered(layout, asked) if asked.has_functions else None
-    if renumbered is not None:
-        call = renumbered.moved(dict(zip(renumbered.names, map(arrays.of_signature, filter(None, key[0])), strict=False)))
-        _keep(key, layout, asked, call)
-        return call
-    plan = _families.get(_family(key, asked))
-    if plan is None:
-        return None
-    found = dict(zip(plan.op.input_names(len(given)), map(arrays.of_signature, key[0]), strict=False))
+        call = moved(like, key[0], asked)
+        cache_put(_calls, (asked if numbers is None else asked.without_numbers, key), call, KEPT_CALLS)
+        return call, numbers
+    like = _families.get(_family(key, asked))
+    if like is None:
+        return None, None
+    found = dict(zip(like.names, arrays.of_signatures(key[0]), strict=False))
     if asked.has_functions:
         found |= functions.read(asked.options, captured)
-    op = plan.op.resized_to(found, asked.options)
+    op = like.op.resized_to(found, asked.options)
     if op is None:
-        return None
-    if op is not plan.op:
-        plan = plan.resized(op)
+        return None, None
+    call = like.resized(op, found)
+    if op is not like.op:
         log_operation(op)
-    call = GpuCall(plan, found)
     _keep(key, layout, asked, call)
-    return call
+    return call, None
 
 
 def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] | None = None) -> Plan:

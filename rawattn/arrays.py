@@ -352,10 +352,13 @@ def made(shape: tuple[int, ...], dtype: str) -> Array:
     return Array("", CPU, dtype, shape, contiguous_strides(shape), 0, None)
 
 
-def of_signature(signature: tuple[Any, ...]) -> Array:
-    """The array that a signature is of."""
-    pointer, dtype, shape, strides, device, _ = signature
-    return Array("torch", device, _torch_names()[dtype], shape, strides, pointer, None)
+def of_signatures(signatures: tuple[tuple[Any, ...], ...]) -> list[Array]:
+    """The arrays that signatures are of, without those of None."""
+    names = _torch_names()
+    return [
+        Array("torch", device, names[dtype], shape, strides, pointer, None)
+        for pointer, dtype, shape, strides, device, _ in filter(None, signatures)
+    ]
 
 
 def dense(x: Any, whole: bool = False) -> Any:

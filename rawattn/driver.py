@@ -102,18 +102,23 @@ def _primary_context(index: int) -> Any:
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
 
 
-@contextlib.contextmanager
-def current(index: int) -> Iterator[None]:
+class current:  # as a function is called
     """Makes the device's primary context the current one, and restores the one before."""
-    mine = _primary_context(index)
-    if int(call("cuCtxGetCurrent")) == int(mine):
-        yield
-        return
-    call("cuCtxPushCurrent", mine)
-    try:
-        yield
-    finally:
-        call("cuCtxPopCurrent")
+
+    __slots__ = ("_index", "_is_other")
+
+    def __init__(self, index: int) -> None:
+        self._index, self._is_other = index, False
+
+    def __enter__(self) -> None:
+        mine = _primary_context(self._index)
+        if int(call("cuCtxGetCurrent")) != int(mine):
+            call("cuCtxPushCurrent", mine)
+            self._is_other = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_other:
+            call("cuCtxPopCurrent")
 
 
 @contextlib.contextmanager
@@ -492,6 +497,23 @@ def take_violations(index: int) -> int:
     return word.value
 
 
+@functools.lru_cache(maxsize=256)
+def _map_form(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Those arguments of cuTensorMapEncodeTiled that do not follow from sizes and strides: the first, and the last ones."""
+    cuda = library()
+    formats, promotions = cuda.CUtensorMapDataType, cuda.CUtensorMapL2promotion
+    kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
+    kinds |= dict.fromkeys(("e4m3", "e5m2"), formats.CU_TENSOR_MAP_DATA_TYPE_UINT8)
+    width = box[0] if dtype in ("e4m3", "e5m2") else 2 * box[0]
+    swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B")
+    return kinds[dtype], (
+        [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(box),
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1024)
 def tensor_maps(
     dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
@@ -500,20 +522,10 @@ def tensor_maps(
     strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16
     numbers. ``read_once`` says that no other block will find it in L2, which then fetches pieces of 128 bytes, not of 256
     (perf/notes/attn_decode.md)."""
-    cuda = library()
-    formats, promotions = cuda.CUtensorMapDataType, cuda.CUtensorMapL2promotion
-    kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
-    kinds |= dict.fromkeys(("e4m3", "e5m2"), formats.CU_TENSOR_MAP_DATA_TYPE_UINT8)
-    width = box[0] if dtype in ("e4m3", "e5m2") else 2 * box[0]
-    swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B")
-    extents = [*map(cuda.cuuint64_t, sizes)], [*map(cuda.cuuint64_t, strides)]
-    before = kinds[dtype], len(sizes)
-    after = (
-        *extents, [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(sizes),
-        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
+    cuda, (kind, after) = library(), _map_form(dtype, box, read_once)
+    uint64 = cuda.cuuint64_t
+    extents = [uint64(n) for n in sizes], [uint64(n) for n in strides]
+    before, after = (kind, len(sizes)), (*extents, *after)
 
     def encoded(pointer: int) -> bytes:
         code, found = cuda.cuTensorMapEncodeTiled(*before, pointer, *after)

@@ -30,6 +30,7 @@ from .trace.classes import classify
 from .trace.conditions import compare, logical, rebuilt
 from .trace.expressions import KV, Q, const, make, nodes, var
 from .trace.proofs import Limits
+from .trace.recognition import may_be
 from .variant import Option
 from .variant.mask import Both, Full
 from .variant.ready import Biased, OfBlockMask, Ready, Sizes
@@ -42,7 +43,8 @@ FLOATS = ("fp32", "fp64", "bf16", "fp16")
 
 class Function(tuple[Any, ...]):
     """A function among the options of a call: what was traced, and its numbers, without its arrays. Keys are made of it, so it is
-    the tuple of its code, of what tells its numbers apart, and of the sizes that its arrays must have (``ready.Sizes``)."""
+    the tuple of its code, of what tells its numbers apart, of the sizes that its arrays must have (``ready.Sizes``), and of the
+    arrays' names, which errors say."""
 
     traced: Traced
     numbers: tuple[int | float, ...]  # that it captured
@@ -53,10 +55,15 @@ class Function(tuple[Any, ...]):
         found: tuple[Sizes, ...] = self[2]
         return found
 
+    @property
+    def without_numbers(self) -> Function:
+        """The same for whatever numbers; itself where these may make it a built-in option."""
+        return self if not self.numbers or may_be(self.traced.code) else function(self.traced, (), self.sizes)
+
 
 def function(traced: Traced, numbers: tuple[int | float, ...] = (), sizes: tuple[Sizes, ...] = ()) -> Function:
     """Returns what takes a function's place among the options."""
-    found = Function((traced.code, number_keys(numbers), sizes))
+    found = Function((traced.code, number_keys(numbers), sizes, traced.labels))
     found.traced, found.numbers = traced, numbers
     return found
 
@@ -68,6 +75,7 @@ class BoundFunction:
         self, traced: Traced, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = (), sizes: Sequence[Sizes] = ()
     ) -> None:
         self.function, self.arrays, self.role = function(traced, tuple(numbers), tuple(sizes)), tuple(arrays), traced.role
+        self.without_numbers = self.function.without_numbers
         assert traced.text  # which torch.compile reads: it is made here
 
     def __repr__(self) -> str:
@@ -122,17 +130,11 @@ ELEMENT_TYPES = {dtype: arrays.DTYPES[name] for dtype, (name, _) in ELEMENTS.ite
 def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured; where
     ``wrt`` lists some of these, with their names as the option of that name."""
-    captured: tuple[Any, ...] = ()
-    mask, score = options.get("mask"), options.get("score")
-    if mask is not None and is_function(mask):
-        mask, captured = bind(mask, "mask")
-        options = {**options, "mask": mask}
-    if type(score) is BiasText:
-        captured += score.arrays
-    elif score is not None and is_function(score):
-        score, found = bind(score, "score")
-        options = {**options, "score": score}
-        captured += found
+    given = options.get("mask"), options.get("score")
+    *own, captured, numbers = parted(*given)
+    for role, before, each, its in zip(ROLES, given, own, numbers or ((), ()), strict=True):
+        if each is not before:
+            options = {**options, role: whole(each, its)}
     if type(wrt) is not tuple or wrt:
         options = {**options, "wrt": named_in(options, captured, wrt)}
     return options, captured
@@ -180,33 +182,66 @@ def of_block_mask(mask: Any) -> OfBlockMask:
 
 
 KEPT = 1024
-_last: dict[str, dict[int, tuple[Any, Traced]]] = {"mask": {}, "score": {}}  # what the code of that number was at last
+_last: dict[str, dict[int, tuple[Any, Traced, Function | None]]] = {"mask": {}, "score": {}}  # by the number of their code
+Numbers = tuple[int | float, ...]
+
+
+def parted(mask: Any, score: Any) -> tuple[Any, Any, tuple[Any, ...], tuple[Numbers, Numbers] | None]:
+    """The mask and the score of a call apart from what they captured, the arrays, and the numbers of both: so new ones make no
+    new key. None where there are no numbers, or they stay where they are, as they may make a built-in option of a function."""
+    captured: tuple[Any, ...] = ()
+    of_mask: Numbers = ()
+    of_score: Numbers = ()
+    if mask is not None and is_function(mask):
+        mask, captured, of_mask = _parted(mask, "mask")
+    if type(score) is BiasText:
+        captured += score.arrays
+    elif score is not None and is_function(score):
+        score, found, of_score = _parted(score, "score")
+        captured += found
+    return mask, score, captured, (of_mask, of_score) if of_mask or of_score else None
+
+
+def whole(own: Any, numbers: Numbers) -> Any:
+    """The mask or score of which ``parted`` took these numbers."""
+    return function(own.traced, numbers, own.sizes) if numbers else own
 
 
 def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
     """A function as an option, and the arrays that it captured."""
+    own, captured, numbers = _parted(value, role)
+    return whole(own, numbers), captured
+
+
+def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
+    """A function without its numbers, the arrays that it captured, and the numbers; with them where they stay in it."""
     if type(value) is types.FunctionType and not is_compiling():
         code = value.__code__
-        last = _last[role].get(id(code))
-        found = last and last[1].bind(value)
-        if last and found:
-            return function(last[1], found[1]), found[0]
+        _, traced, shared = _last[role].get(id(code), (None, None, None))
+        found = None if traced is None else traced.bind(value)
+        if traced is not None and found is not None:
+            return (shared, *found) if shared is not None else (function(traced, found[1]), found[0], ())
         traced, captured, numbers = trace.bind(value, role)
         if len(_last[role]) >= KEPT:
             _last[role].clear()
-        _last[role][id(code)] = code, traced
-        return function(traced, numbers), captured
+        shared = None if numbers and may_be(traced.code) else function(traced)
+        _last[role][id(code)] = code, traced, shared
+        return (shared, captured, numbers) if shared is not None else (function(traced, numbers), captured, ())
     if type(value) is BoundFunction:
         if value.role != role:
             raise ProblemError(f"{role} is {value!r}; make it by rawattn.{role}.function(...).")
-        return value.function, value.arrays
+        if is_compiling():
+            return value.function, value.arrays, ()
+        shared = value.without_numbers
+        return shared, value.arrays, () if shared is value.function else value.function.numbers
     if is_compiling():
         raise ProblemError(
             f"{role} is a Python function, and torch.compile traces the call; make rawattn.{role}.function(f) outside of what is "
             "compiled, and give that."
         )
-    own, captured, _ = bind_ready(of_block_mask(value) if is_block_mask(value) else value, role)
-    return own, captured
+    own, captured, numbers = bind_ready(of_block_mask(value) if is_block_mask(value) else value, role)
+    shared = own.without_numbers
+    return shared, captured, () if shared is own else numbers
 
 
 def bind_ready(value: Any, role: str) -> tuple[Function, tuple[Any, ...], tuple[int | float, ...]]:
@@ -239,8 +274,8 @@ def without(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_numbers(options: dict[str, Any]) -> dict[str, Any]:
     """The options with functions whose numbers tell nothing apart; themselves where no function has some. It is for keys."""
-    found = {role: function(own.traced, (), own.sizes) for role, own in among(options) if own.numbers}
-    return {**options, **found} if found else options
+    found = {role: own.without_numbers for role, own in among(options)}
+    return {**options, **found} if any(own is not options[role] for role, own in found.items()) else options
 
 
 def names(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ from .program import (
     offsets,
 )
 from .select import Selection
+from .trace.canonical import number_keys
 from .variant.element import KV_ELEMENTS
 
 KEPT_CALLS = 512  # sets of arrays for which a plan is kept bound
@@ -75,9 +77,11 @@ class Plan:
 
     def resized(self, op: Operation) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
+        assert self.program is not None
         found, program = object.__new__(Plan), self._kernel.lower(op.to_lower, self.config, self.device)
-        found.__dict__ |= self.__dict__ | {"op": op, "program": program, "_calls": {}}
-        found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
+        found.__dict__.update(self.__dict__, op=op, program=program, _calls={})
+        if not _same_kernels(program, self.program):
+            found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
         return found
 
     @property
@@ -174,6 +178,14 @@ def load_all(op: Operation, selection: Selection, device: Device) -> None:
             _load(launch, op, selection, device, None)
 
 
+def _same_kernels(program: Program, other: Program) -> bool:
+    """Says whether launches of two programs are of the same kernels, with the same fields."""
+    if len(program.launches) != len(other.launches):
+        return False
+    every = zip(program.launches, other.launches, strict=True)
+    return all(one.source is two.source and one.fields is two.fields for one, two in every)
+
+
 Place = tuple[str, int]  # what lies at an address, and the offset of the address in struct Args
 Form = tuple[Any, Callable[..., None], int]  # a fill, how its value is written, and the offset
 _Sized = tuple[bytearray, list[tuple[str, int, Callable[[int], bytes]]]]  # arguments, and tensor maps: of what, where, by what
@@ -198,6 +210,17 @@ class _Loaded(NamedTuple):
     late: tuple[Place, ...]
     counters: tuple[tuple[int, int], ...]  # bytes, offset
 
+    def written(self, values: Mapping[str, Any]) -> tuple[tuple[int, bytes], ...]:
+        """These values of the kernel's fields, those that it has, as bytes, with their offsets."""
+        formats, offsets = self.layout.formats, self.layout.offsets
+        return tuple(
+            [
+                (offsets[name], struct.pack(formats[name], _as_float32(value) if formats[name] == "<f" else value))
+                for name, value in values.items()
+                if name in offsets
+            ]
+        )
+
     @classmethod
     def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Operation) -> _Loaded:
         layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
@@ -220,6 +243,14 @@ class _Loaded(NamedTuple):
             tuple(place for place in places if _is_late(place[0], later)),
             tuple((fill.bytes, offset) for fill, offset in at if isinstance(fill, Counter)),
         )  # fmt: skip
+
+
+class Numbered(NamedTuple):
+    """Numbers that functions captured as a ``GpuCall`` takes them: what tells them apart, and of each launch their bytes, with
+    offsets in its arguments."""
+
+    key: Any
+    texts: tuple[tuple[tuple[int, bytes], ...], ...]
 
 
 def _taker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
@@ -320,28 +351,39 @@ class GpuCall:
 
     def __init__(self, plan: Plan, given: Mapping[str, Array], loose: tuple[str, ...] = ()) -> None:
         assert plan.program is not None
-        self._given = {name: array.without_memory() for name, array in given.items()}
-        like, op = next(iter(self._given.values())), plan.op  # makers keep it
-        self._plan, self._device = plan, like.device
+        self._device, library, op = next(iter(given.values())).device, plan.library, plan.op
         self._loose = (*loose, *[operand.name for operand in op.captured])
-        self._program: Program = plan.program
-        self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
-        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in op.outputs])
-        begins, scratch = offsets(plan.program.scratch)
-        self._scratch = tuple(begins.values())
-        late = (*[operand.name for operand in op.outputs], *self._loose, *[_SCRATCH + name for name in begins])
+        self._parts = tuple([buffer.name for buffer in plan.program.scratch])
+        late = (*[operand.name for operand in op.outputs], *self._loose, *[_SCRATCH + name for name in self._parts])
         self._numbers = {name: i for i, name in enumerate(late)}
-        self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
-        self._stream = arrays.stream_of(like.library)
-        self._is_torch = like.library == "torch"
-        self.there: tuple[int, ...] = ()  # addresses of arrays that lie anywhere, as whoever keeps the call last looked at them
-        self._changed: dict[str, Any] = {}  # numbers that functions captured, where they are not the plan's own
-        self._blocks = [self._block(*each) for each in zip(plan.program.launches, plan._loaded, strict=True)]
         self._late = [
             [(self._numbers[name], offset) for name, offset in (*loaded.late, *loaded.places) if name in self._numbers]
             for loaded in plan._loaded
         ]
-        self._sized = [self._with_lengths(*each) for each in zip(self._blocks, plan._loaded, strict=True)]
+        self._stream = arrays.stream_of(library)
+        self._is_torch = library == "torch"
+        self.there: tuple[int, ...] = ()  # addresses of arrays that lie anywhere, as whoever keeps the call last looked at them
+        self._bind(plan, plan.program, given)
+
+    def _bind(self, plan: Plan, program: Program, given: Mapping[str, Array]) -> None:
+        """Makes all that follows from lengths, numbers and addresses."""
+        self._plan, self._program = plan, program
+        self._given = {name: array.without_memory() for name, array in given.items()}  # makers keep one
+        like = next(iter(self._given.values()))
+        self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
+        self._numbered: dict[Any, Numbered] = {}
+        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs])
+        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in plan.op.outputs}
+        begins, scratch = offsets(program.scratch)
+        self._scratch = tuple(begins.values())
+        self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
+        self._fill()
+
+    def _fill(self) -> None:
+        """Makes the arguments of the launches, by what they depend on."""
+        every = zip(self._program.launches, self._plan._loaded, strict=True)
+        self._blocks = [self._block(*each) for each in every]
+        self._sized = [self._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
         self._args = self._placed()
 
     @property
@@ -365,34 +407,58 @@ class GpuCall:
         found._launches, found._args = {}, found._placed()
         return found
 
-    def renumbered(self, options: dict[str, Any]) -> GpuCall | None:
-        """The call with other numbers that functions captured, to be ``moved``; None where they make other kinds of options than
-        these were."""
-        numbers = self._plan.op.numbers_of(self._given, options)
-        if numbers is None:
-            return None
+    def resized(self, op: Operation, given: Mapping[str, Array]) -> GpuCall:
+        """The call of an operation of the same kind that the same selection serves, for such arrays by name: it compiles and
+        loads nothing."""
+        plan = self._plan if op is self._plan.op else self._plan.resized(op)
+        assert plan.program is not None
+        if plan._loaded is not self._plan._loaded or tuple([buffer.name for buffer in plan.program.scratch]) != self._parts:
+            return GpuCall(plan, given)
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        found._changed = numbers
+        found._bind(plan, plan.program, given)
         return found
 
-    def _numbered(self, memory: bytearray, loaded: _Loaded) -> bytearray:
-        """The arguments of a launch with the numbers in them that are not the plan's own."""
-        for name, value in self._changed.items():
-            if (offset := loaded.layout.offsets.get(name)) is not None:
-                is_float32 = loaded.layout.formats[name] == "<f"
-                struct.pack_into(loaded.layout.formats[name], memory, offset, _as_float32(value) if is_float32 else value)
-        return memory
+    def giving(self, make: Callable[[Any], Any], strides: tuple[int, ...]) -> GpuCall:
+        """The call whose first result ``make`` makes of ``like``, in whatever shape, and lies so."""
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        name, found._launches = self._plan.op.outputs[0].name, {}
+        found._makers, found._made = (make, *self._makers[1:]), {**self._made, name: self._made[name]._replace(strides=strides)}
+        found._fill()
+        return found
+
+    @property
+    def maker(self) -> Callable[[Any], Any]:
+        """The function that makes its first result of a tensor that lies there."""
+        return self._makers[0]
+
+    def numbered(self, numbers: Any) -> Numbered | None:
+        """Numbers that functions captured, of the mask and of the score, as the call takes them in place of its own; None where
+        they must be looked at."""
+        key = (number_keys(numbers[0]), number_keys(numbers[1]))
+        found = self._numbered.get(key)
+        if found is None:
+            if os.environ.get("RAWATTN_LOG") and not self._plan.op.has_numbers(numbers):  # which each new operation goes to
+                return None
+            values = self._plan.op.values_with(numbers)
+            if values is None:
+                return None
+            found = Numbered(key, tuple([loaded.written(values) for loaded in self._plan._loaded]))
+            cache_put(self._numbered, key, found, KEPT_LAUNCHES)
+        return found
 
     def has_lengths_of(self, other: GpuCall) -> bool:
         """Says whether it was moved from the other one to arrays of the same lengths."""
         return self._sized is other._sized
 
     def __call__(
-        self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = ()
-    ) -> tuple[Any, ...]:
+        self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = (),
+        numbers: Numbered | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library.
-        ``captured`` are all arrays that functions captured, ``loose`` the addresses of those that lie anywhere."""
+        ``captured`` are all arrays that functions captured, ``loose`` the addresses of those that lie anywhere, ``numbers`` those
+        that functions captured, where they are not the operation's."""
         given: tuple[Any, ...] = ()
         if out is None:
             results = tuple([make(like) for make in self._makers])
@@ -411,21 +477,22 @@ class GpuCall:
             scratch = self._new_scratch(like)
             places.append(arrays.address(scratch))
         addresses = (*loose, *map(arrays.address, captured)) if captured else loose
-        key = (stream_id, *places)
+        key = (stream_id, *places) if numbers is None else (stream_id, *places, numbers.key)
         launches, of = self._launches.get(key, (None, ()))
         if launches is None or capturing or of != addresses:
             if captured:
                 self._check_memory(captured)
-            if launches is None and not given:  # any launches on the stream that write to what was made
-                launches, _ = self._launches.get(stream_id, (None, ()))
+            like = (stream_id, "its own" if numbers is None else "others")  # numbers of any launches that write to what was made
+            if launches is None and not given:
+                launches, _ = self._launches.get(like, (None, ()))
             if launches is None or capturing or given:
-                launches = self._prepare(results, given, addresses, scratch, stream, stream_id, capturing)
+                launches = self._prepare(results, given, addresses, numbers, scratch, stream, stream_id, capturing)
             else:
-                launches = self._moved(launches, results, addresses, scratch)
+                launches = self._moved(launches, results, addresses, numbers, scratch)
             if None not in places and not capturing:
                 cache_put(self._launches, key, (launches, addresses), KEPT_LAUNCHES)
-                if not given and stream_id not in self._launches:
-                    cache_put(self._launches, stream_id, (launches, addresses), KEPT_LAUNCHES)
+                if not given and like not in self._launches:
+                    cache_put(self._launches, like, (launches, addresses), KEPT_LAUNCHES)
         for launch in launches:
             launch()
         for x in given:
@@ -448,8 +515,8 @@ class GpuCall:
         return [*map(arrays.address, results), *loose, *[0 if first is None else first + begin for begin in self._scratch]]
 
     def _prepare(
-        self, results: Sequence[Any], given: Sequence[Any], loose: Sequence[int], scratch: Any, stream: int, stream_id: int,
-        capturing: bool,
+        self, results: Sequence[Any], given: Sequence[Any], loose: Sequence[int], numbers: Numbered | None, scratch: Any,
+        stream: int, stream_id: int, capturing: bool,
     ) -> tuple[driver.Launch, ...]:  # fmt: skip
         """The launches on a stream, with all that was open filled in. ``loose`` are the addresses of arrays that lie anywhere."""
         places = self._places(results, loose, scratch)
@@ -460,15 +527,16 @@ class GpuCall:
             found = read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
-        launches, every = [], zip(self._program.launches, self._plan._loaded, self._args, self._late, self._sized, strict=True)
-        for launch, loaded, args, late, (_, maps) in every:
+        own = numbers.texts if numbers else [()] * len(self._args)
+        launches, parts = [], (self._program.launches, self._plan._loaded, self._args, self._late, self._sized, own)
+        for launch, loaded, args, late, (_, maps), texts in zip(*parts, strict=True):
             memory = bytearray(args)
             for fill, write, offset in loaded.outputs if found else ():
                 if fill.operand in found:
                     write(memory, offset, _form(fill, found[fill.operand]))
             for number, offset in late:
                 _address(memory, offset, places[number])
-            for offset, text in self._encoded(maps, places):
+            for offset, text in (*self._encoded(maps, places), *texts):
                 memory[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
                 _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
@@ -476,12 +544,14 @@ class GpuCall:
         return tuple(launches)
 
     def _moved(
-        self, launches: tuple[driver.Launch, ...], results: Sequence[Any], loose: Sequence[int], scratch: Any
-    ) -> tuple[driver.Launch, ...]:
-        """The launches with results, arrays that lie anywhere and scratch memory at other addresses."""
+        self, launches: tuple[driver.Launch, ...], results: Sequence[Any], loose: Sequence[int], numbers: Numbered | None,
+        scratch: Any,
+    ) -> tuple[driver.Launch, ...]:  # fmt: skip
+        """The launches with results, arrays that lie anywhere and scratch memory at other addresses, and with other numbers."""
         places, found = self._places(results, loose, scratch), []
-        for launch, late, (_, maps) in zip(launches, self._late, self._sized, strict=True):
-            texts = self._encoded(maps, places)
+        own = numbers.texts if numbers else [()] * len(launches)
+        for launch, late, (_, maps), its in zip(launches, self._late, self._sized, own, strict=True):
+            texts = (*self._encoded(maps, places), *its)
             found.append(launch.moved(late, places, texts) if late or texts else launch)
         return tuple(found)
 
@@ -502,10 +572,8 @@ class GpuCall:
             block = bytearray(loaded.only_values.pack(*map(_as_float32, values)))
         for fill, write, offset in loaded.inputs:
             write(block, offset, self._of_input(fill))
-        if loaded.outputs:
-            made = {each.name: arrays.made(each.shape, each.element) for each in self._plan.op.outputs}
-            for fill, write, offset in loaded.outputs:
-                write(block, offset, _form(fill, made[fill.operand]))
+        for fill, write, offset in loaded.outputs:
+            write(block, offset, _form(fill, self._made[fill.operand]))
         return block
 
     def _with_lengths(self, block: bytearray, loaded: _Loaded) -> _Sized:
@@ -531,7 +599,7 @@ class GpuCall:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
                         memory[offset : offset + 128] = encode(self._given[name].pointer)
-            found.append(self._numbered(memory, loaded) if self._changed else memory)
+            found.append(memory)
         return found
 
     def _of_input(self, fill: Any) -> Any:

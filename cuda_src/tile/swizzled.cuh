@@ -4,9 +4,10 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 
-template <int rows, int columns>
+template <int rows, int columns, int bytes = 2>  // of a number
 struct alignas(128) SwizzledTile {
-    static constexpr int chunks = (columns + 15) / 16 * 2;  // in a row: whole steps of a contraction, the rest zeros
+    static constexpr int blocks = (columns + 15) / 16;  // of 16 columns: a row is whole ones, the rest zeros
+    static constexpr int chunks = blocks * bytes;        // in a row
     static constexpr int row_bytes = chunks * 16;
     static constexpr int period = chunks % 8 == 0 ? 8 : (chunks % 4 == 0 ? 4 : 2);
     u16 data[rows][chunks * 8];
@@ -29,7 +30,7 @@ struct alignas(128) SwizzledTile {
             const unsigned char* from = matrix.row(min(i32(first + row + i), last)) + chunk * 16;
 #pragma unroll
             for (u32 c = 0; c < chunks; c += period) {
-                const bool inside = columns % 16 == 0 || (c + chunk) * 8 < columns;
+                const bool inside = columns % 16 == 0 || (c + chunk) * (16 / bytes) < columns;
                 ptx::cp_async(to + i * row_bytes + c * 16, from + c * 16, inside ? 16 : 0);
             }
         }

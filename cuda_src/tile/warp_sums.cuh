@@ -16,25 +16,30 @@ __device__ void clear(float (&sums)[columns][rows][8]) {
             for (int e = 0; e < 8; ++e) sums[j][i][e] = 0.f;
 }
 
-// sums += a b over `steps` blocks of the contraction; a(words, step, row) and b(words, step, column) bring blocks.
-template <int steps, int columns, int rows, class A, class B>
+// sums += a b over `steps` blocks of the contraction, `unrolled` of them at a time; a(words, step, row) and b(words, step, column) bring
+// blocks: four words of a lane for numbers of 16 bits, eight for 32.
+template <int steps, int unrolled = steps, int columns, int rows, class A, class B>
 __device__ void multiply(float (&sums)[columns][rows][8], A a, B b) {
+    static_assert(steps % unrolled == 0);
+    constexpr int words = 2 * sizeof(Element);
+#pragma unroll 1
+    for (int first = 0; first < steps; first += unrolled)
 #pragma unroll
-    for (int step = 0; step < steps; ++step) {
-        u32 left[rows][4];
+        for (int step = first; step < first + unrolled; ++step) {
+            u32 left[rows][words];
 #pragma unroll
-        for (int i = 0; i < rows; ++i) a(left[i], step, i);
+            for (int i = 0; i < rows; ++i) a(left[i], step, i);
 #pragma unroll
-        for (int j = 0; j < columns; ++j) {
-            u32 right[4];
-            b(right, step, j);
+            for (int j = 0; j < columns; ++j) {
+                u32 right[words];
+                b(right, step, j);
 #pragma unroll
-            for (int i = 0; i < rows; ++i) {
-                Element::multiply(sums[j][i], left[i], right);
-                Element::multiply(sums[j][i] + 4, left[i], right + 2);
+                for (int i = 0; i < rows; ++i) {
+                    Element::multiply(sums[j][i], left[i], right);
+                    Element::multiply(sums[j][i] + 4, left[i], right + words / 2);
+                }
             }
         }
-    }
 }
 
 // This says which pairs a mask keeps, of blocks whose rows are keys from `kv` on and columns queries from `q` on: asked for each of them ...
@@ -74,38 +79,9 @@ struct EveryPair {
     __device__ bool operator()(int, int, int) const { return true; }
 };
 
-// A block's numbers as the words of an A operand.
-__device__ inline void pack_block(u32 (&words)[4], const float (&x)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = Element::pack(x[2 * i], x[2 * i + 1]);
-}
-
-// Rows of a result, of 16-bit numbers: the first, the bytes from one to the next, and how many there are.
+// Rows of a result: the first, the bytes from one to the next, and how many there are.
 struct RowsOut {
     unsigned char* data;
     i64 row_bytes;
     i32 end;
 };
-// Stores sums to rows from `row`, the thread's first, on. Their column blocks are every step-th of the result's from block `first` on;
-// a row has `chunks` of eight columns. A quad exchanges its words so that each lane writes 16 bytes.
-template <int step, int columns, int rows>
-__device__ void store_sums(const RowsOut& to, i32 row, i32 first, i32 chunks, const float (&sums)[columns][rows][8], float scale) {
-    const i32 lane = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 2 * rows; ++i) {
-        uint4* out = reinterpret_cast<uint4*>(to.data + (row + 8 * i) * to.row_bytes);
-#pragma unroll
-        for (int j = 0; j < columns; j += 2) {
-            u32 words[4];
-#pragma unroll
-            for (int g = 0; g < 4; ++g) {
-                const float* x = sums[min(j + g / 2, columns - 1)][i / 2] + g % 2 * 4 + i % 2 * 2;
-                words[g] = Element::pack(x[0] * scale, x[1] * scale);
-            }
-            transpose_quad(words);
-            const i32 chunk = (first + (j + lane / 2) * step) * 2 + lane % 2;
-            if (row + 8 * i < to.end && j + lane / 2 < columns && chunk < chunks)
-                out[chunk] = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-    }
-}

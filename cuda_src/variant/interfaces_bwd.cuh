@@ -38,6 +38,34 @@ template <class G> struct GradientOption : Given {
 template <class S> struct SumsOption : Given {
     static_assert(requires { S::add(args, i64(0), x), Number(S::total(args, i64(0))); }, "Sums: add(args, element, x), total(args, element)");
 };
+// blocks: how blocks of 16 x 16 numbers of Element are operands of mma.sync, and how they leave: `words` of a lane, of which pack makes those
+// of an A operand. Left and Right are A and B operands of a tile whose columns are contracted, from a row on; LeftTransposed and
+// RightTransposed of one whose rows are, from a row and a block of columns on. Writer writes packed blocks to a tile. Either load and
+// Writer's store take block (i, j) of the tile from there on. A loop over steps has `unrolled` of them at a time. store() has the sums of
+// every step-th block of columns from block `first` on, from `row`, the thread's first, on; a row has `chunks` of eight columns.
+template <class B, class E, class T> struct BlocksOption {
+    static u32 (&words)[B::words];
+    static const float (&sums)[1][1][8];
+    static T& tile;
+    static const typename B::template Left<T> left;
+    static const typename B::template Right<T> right;
+    static const typename B::template LeftTransposed<T> left_transposed;
+    static const typename B::template RightTransposed<T> right_transposed;
+    static const typename B::template Writer<T> writer;
+    static_assert(B::words == 2 * sizeof(E), "Blocks: words, of a block of Element");
+    static_assert(requires(float* d, const u32* a) { E::multiply(d, a, a); }, "Element: multiply(d, a, b), 16 x 8 x 16");
+    static_assert(B::unrolled(1) == 1, "Blocks: unrolled(steps), which divides steps");
+    static_assert(requires { B::pack(words, sums[0][0]); }, "Blocks: pack(words, sums)");
+    static_assert(requires { left.load(words, 0, 0), right.load(words, 0, 0); }, "Blocks: Left, Right (tile, row): load(words, i, j)");
+    static_assert(requires { left_transposed.load(words, 0, 0), right_transposed.load(words, 0, 0); }, "Blocks: LeftTransposed, RightTransposed (tile, row, block, lane): load(words, i, j)");
+    static_assert(requires { writer.store(tile, 0, 0, words); }, "Blocks: Writer(row, block, lane): store(tile, i, j, words)");
+    static_assert(requires { B::template store<1>({nullptr, 0, 0}, 0, 0, 0, sums, 1.f); }, "Blocks: store<step>(to, row, first, chunks, sums, scale)");
+};
+// dq_rows: how a thread's numbers of rows of dq, those of tile/fragment.cuh, are written: from row `row`, its first, to `end`.
+template <class D> struct DqRowsOption : Given {
+    static const float (&numbers)[8];
+    static_assert(requires { D::store(static_cast<unsigned char*>(nullptr), i64(0), i, i, i, numbers, 1.f); }, "DqRows: store(to, row_bytes, row, end, columns, numbers, scale)");
+};
 // layout: which pairs of a tile a thread has. The lanes of one row are `row_lanes` that follow each other; the others of a warp have
 // the same keys. Every warp has all keys, and rows of its own.
 template <class L> struct LayoutOption : Given {

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 from rawattn.compiler import Source
+from rawattn.device import Device
+from rawattn.kernel.attn_bwd_mma import AttnBwdMma
+from rawattn.kernel.attn_bwd_mma import Config as ConfigBwdMma
 from rawattn.kernel.attn_fwd import AttnFwd
-from rawattn.operation import Forward
+from rawattn.operation import Backward, Forward
+from rawattn.program import Launch, Program
 
 from .machine import ROOT
 
@@ -17,13 +22,16 @@ PATCHES = ROOT / "perf" / "ablations"
 
 
 def patch(source: Source, text: str) -> Source:
-    """A source changed by a unified diff, whose line numbers count for nothing: what a hunk removes must be there once.
+    """A source changed by a unified diff, whose line numbers count for nothing: what a hunk removes must be there once. Files of
+    cuda_src/ that the source does not include are passed over.
 
     Raises ValueError where it is not, or where the diff is of a file that the source has not.
     """
     texts = {source.name: source.text, **dict(source.headers)}
     for part in re.split(r"^--- a/cuda_src/", text, flags=re.MULTILINE)[1:]:
         path, _, body = part.partition("\n")
+        if path not in texts and (ROOT / "cuda_src" / path).is_file():
+            continue
         for hunk in re.split(r"^@@.*\n", body, flags=re.MULTILINE)[1:]:
             old, new = ("".join(line[1:] + "\n" for line in hunk.splitlines() if line[:1] in keep) for keep in (" -", " +"))
             if (times := texts.get(path, "").count(old)) != 1:
@@ -44,3 +52,21 @@ class Patched(AttnFwd):
         for text in self.texts:
             source = patch(source, text)
         return source
+
+
+class AlteredBwdMma(AttnBwdMma):
+    """attn_bwd_mma whose own launch is another one."""
+
+    def __init__(self, change: Callable[[Launch, Backward], dict[str, Any]]) -> None:
+        self.change = change
+
+    def lower(self, op: Backward, config: ConfigBwdMma, device: Device) -> Program:
+        program = super().lower(op, config, device)
+        own = [launch._replace(**self.change(launch, op)) if launch.entry == self.name else launch for launch in program.launches]
+        return program._replace(launches=tuple(own))
+
+
+def patched_bwd_mma(name: str) -> AlteredBwdMma:
+    """attn_bwd_mma from sources that a patch in perf/ablations/attn_bwd_mma/ has changed."""
+    text = (PATCHES / "attn_bwd_mma" / f"{name}.patch").read_text(encoding="utf-8")
+    return AlteredBwdMma(lambda launch, _: {"source": patch(launch.source, text)})

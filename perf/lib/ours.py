@@ -35,7 +35,8 @@ def short_names(config_type: Any) -> dict[str, str]:
 
 def config_name(config: Any) -> str:
     """A configuration in a few characters: the tile, then the other fields by their first letters, such as ``128x96s2q2``."""
-    rest = (f"{short}{int(getattr(config, name))}" for short, name in short_names(config).items())
+    values = ((short, getattr(config, name)) for short, name in short_names(config).items())
+    rest = (f"{short}{value if isinstance(value, str) else int(value)}" for short, value in values)
     return f"{config.tile_q}x{config.tile_kv}{''.join(rest)}"
 
 

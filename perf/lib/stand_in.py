@@ -14,6 +14,8 @@ from rawattn import compiler, driver
 from rawattn.device import TYPICAL, Device
 
 DEVICE = TYPICAL["sm_90a"]
+POOL = 1 << 27  # elements of a dtype, of which no page is touched
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def bindings() -> types.SimpleNamespace:
@@ -50,18 +52,27 @@ def install() -> Device:
     """Puts the stand-ins in place, for the rest of the process, and gives the device. torch's CPU tensors count as the GPU's."""
     import torch
 
-    library, number, make, blocks = bindings(), itertools.count(), rawattn.arrays.maker, dict[Any, Any]()
+    library, number, make = bindings(), itertools.count(), rawattn.arrays.maker
+    pools, blocks = dict[str, Any](), dict[Any, Any]()
 
     def compiled(*_: Any) -> compiler.Binary:
         return compiler.Binary(b"", "", "", 0.0, "memory", str(next(number)))
 
     def maker(like: rawattn.arrays.Array, shape: tuple[int, ...], dtype: str) -> Any:
-        """Gives the same memory again and again, as CUDA's caching allocator does when a result was dropped."""
-        new = make(like, shape, dtype)
-        if (shape, dtype) not in blocks:
-            blocks[shape, dtype] = new(torch.empty(1, dtype=torch.bfloat16).expand(like.shape))
-        block = blocks[shape, dtype]
-        return lambda beside: block.detach()
+        """Gives the same memory again and again, as CUDA's caching allocator does when a result was dropped. A shape that is new
+        costs what it costs there, for which the real function is called."""
+        make(like, shape, dtype)
+
+        def new(beside: Any) -> Any:
+            found = blocks.get((shape, dtype))
+            if found is None:
+                if dtype not in pools:
+                    pools[dtype] = torch.empty(POOL, dtype=getattr(torch, TORCH_NAMES[dtype]))
+                found = pools[dtype].as_strided(shape, rawattn.arrays.contiguous_strides(shape))
+                blocks[shape, dtype] = found
+            return found.detach()
+
+        return new
 
     found: list[tuple[Any, str, Any]] = [(driver, "library", lambda: library), (driver, "device", lambda index: DEVICE)]
     found += [(driver, "Function", Function), (compiler, "compile_together", compiled)]

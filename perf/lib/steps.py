@@ -152,6 +152,18 @@ def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
     return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step, **options) for cache in made]
 
 
+def changed(changes: str, caches: Caches) -> list[Callable[[], Any]]:
+    """Ours with splits of other lengths, ``split=512``, or in another configuration, ``m_tiles=1+stages=6``."""
+    given = {name: int(number) for name, _, number in (each.partition("=") for each in changes.split("+"))}
+    options: dict[str, Any] = {"split": given.pop("split")} if "split" in given else {}
+    if given:
+        step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
+        config = rawattn.plan_kvcache(caches.q, rawattn.KVCache(*caches.pools[0], "NHD", *caches.scales), step, **options).config
+        fields = {name: type(getattr(config, name))(number) for name, number in given.items()}
+        options["config"] = dataclasses.replace(config, **fields)
+    return ours(caches, **options)
+
+
 def apart(caches: Caches) -> list[Callable[[], Any]]:
     """Ours on the sequences with few queries, and then on those with many."""
     import torch
@@ -289,7 +301,7 @@ def measure(case: Decode, names: Sequence[str], rounds: int) -> dict[str, Any]:
     row |= {"us": {}, "error": {}, "failures": {}}
     for name in (*names, "read"):
         try:
-            calls = (CONTENDERS | {"read": read})[name](caches)
+            calls = changed(name, caches) if "=" in name else (CONTENDERS | {"read": read})[name](caches)
             if name != "read":
                 row["error"][name] = error(caches, calls[0]())
                 if row["error"][name] > TOLERANCE:

@@ -8,15 +8,19 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import torch
 
-from .. import api, mask, score, torch_op
+from .. import api, arrays, mask, score, torch_op
 from ..errors import ProblemError, UnsupportedError
+from ..operation import Forward
+from ..plans import GpuCall
 
 NAME = "RAWATTN"
+_CAUSAL = mask.Causal("top_left")
 
 
 def scaled_dot_product_attention(
@@ -53,10 +57,84 @@ def scaled_dot_product_attention(
 def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """o and lse of ``rawattn.attention`` of tensors (batch, heads, length, head_dim); lse is None where it was not asked for. o
     is such a tensor, in memory that lies as query does where it may."""
+    place = _place(query, key, value, options)
+    call = None if place is None else api.kept_at(place) or _moved((query, key, value), place)
+    if call is not None:
+        results = call(query)
+        return results[0], results[1] if len(results) > 1 else None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    o, lse = _first((q, k, v), query, options)
+    if place is not None and (found := api.call_of((q, k, v), place[0])) is not None:
+        call = _giving(found, query, o)
+        api.keep_at(place, call)
+        api.keep_at(_layout(place[0], _transposed(place[1])), call)
+    return o, lse
+
+
+def _place(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    """A key of all that a call depends on; None where that must be looked at."""
+    if not torch_op.is_plain() or not options.keys() <= _PLAIN or options.get("mask", _CAUSAL) is not _CAUSAL:
+        return None
+    signatures = arrays.signatures((query, key, value))
+    try:
+        return None if signatures is None else (_asked(**options), signatures, _HEADS_FIRST)
+    except TypeError:  # what cannot be hashed is wrong
+        return None
+
+
+_HEADS_FIRST = "heads first"  # tells keys of such tensors from those of transposed ones
+_PLAIN = frozenset(("causal", "mask", "scale", "return_lse"))
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _asked(**options: Any) -> api.Asked:
+    """Returns what ``rawattn.attention`` makes of these options. Raises TypeError for one that is not kept, an array."""
+    asked = api.asked_of(Forward, api.options_of(dropout=0, **options))
+    if not asked.is_kept:
+        raise TypeError
+    return asked
+
+
+def _transposed(signatures: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signatures of the tensors, transposed."""
+    return tuple(
+        [(at, dtype, (b, n, h, d), (sb, sn, sh, sd), *rest) for at, dtype, (b, h, n, d), (sb, sh, sn, sd), *rest in signatures]
+    )
+
+
+def _layout(asked: api.Asked, transposed: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A key of tensors that lie so, wherever."""
+    return (asked, Forward.layout_key(transposed, asked.options), _HEADS_FIRST)
+
+
+def _moved(given: tuple[Any, ...], place: Any) -> GpuCall | None:
+    """The call of tensors that lie so in other places; None where there is none."""
+    if any(x.dim() != 4 for x in given):
+        return None
+    asked, signatures, _ = place
+    transposed = _transposed(signatures)
+    like = api.kept_at(_layout(asked, transposed))
+    if like is None or not arrays.have_memory(given, signatures):
+        return None
+    call = api.moved(like, transposed, asked)
+    api.keep_at(place, call)
+    return call
+
+
+def _giving(call: GpuCall, query: Any, o: Any) -> GpuCall:
+    """The call on the same tensors, whose result is made as ``o`` was, (batch, heads, length, head_dim)."""
+    make, made, like = torch.empty_like, call.maker, torch.empty_like(query)
+    if (like.shape, like.stride()) != (o.shape, o.stride()):
+        make = lambda beside: made(beside).transpose(1, 2)  # noqa: E731
+    return call.giving(make, o.transpose(1, 2).stride())
+
+
+def _first(given: tuple[Any, ...], query: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """o and lse of tensors that were transposed, of which ``query`` is the first as it was."""
+    q, k, v = given
     _, heads, rows, _ = query.stride()
     own = None
-    if not 0 < heads <= rows and value.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
+    if not 0 < heads <= rows and v.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
         if "score" in options:
             options["score"] = score.function(options["score"])
         more = (*getattr(options.get("score"), "arrays", ()), *([options["bias"]] if "bias" in options else []))
@@ -73,9 +151,6 @@ def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
     if not enable_gqa and heads != kv_heads:
         found = f"query has {heads} heads but key has {kv_heads}"
         raise ProblemError(f"{found}; they must be the same without enable_gqa=True.")
-
-
-_CAUSAL = mask.Causal("top_left")
 
 
 def kept(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], name: str = "attn_mask") -> dict[str, Any]:

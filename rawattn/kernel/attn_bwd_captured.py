@@ -95,7 +95,7 @@ def _gather(
 ) -> Launch:
     """The launch for an element that the score reads."""
     forward, q_block, lie = op.forward, first.q_block, first.statistics
-    if own.alignment == 16:  # kernels by tensor cores, whose conditions these are, too
+    if own.alignment == 16 and forward.element.itemsize == 2:  # kernels by tensor cores, whose conditions these are, too
         tile_kv = 64 if widest(forward) <= 128 and how != "pairs" else 32
         config = Config(True, min(64, q_block), tile_kv, q_block, each.node, how, sums, lie)
     else:

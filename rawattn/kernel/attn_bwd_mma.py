@@ -10,6 +10,8 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
 from ..variant import Option, clear, store
+from ..variant.blocks import Blocks16, Blocks32
+from ..variant.element import BF16, FP16, FP32
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
 from ..variant.walk import QIntervalSteps, QListSteps, lists
@@ -55,8 +57,10 @@ class Config:
 def config_of(op: Forward, device: Device) -> Config:
     """The configuration for the head sizes and the shared memory of a multiprocessor: 227 KB, 163 KB, or 99 KB."""
     widest = max(op.head_dim, op.head_dim_v)
-    large, least = device.smem_bytes > 200_000, device.smem_bytes < 110_000
-    if widest <= 64:
+    large, least = has_large_smem(device), device.smem_bytes < 110_000
+    if op.element == FP32:
+        config = config_of_fp32(widest, large, least)
+    elif widest <= 64:
         half = Config(warps=4, sharing=1, do_stages=1 + large, ctas_per_sm=2)
         config = Config(m_tiles_per_warp=1, sharing=1) if least else half
     elif widest <= 128:
@@ -67,7 +71,7 @@ def config_of(op: Forward, device: Device) -> Config:
         config = Config(m_tiles_per_warp=1, sharing=4)
     else:
         config = Config(sharing=4, q_stages=1 + large, do_stages=1 + large)
-    tight = config.m_tiles_per_warp == 2 and is_tight(op, device, config.sharing)
+    tight = config.m_tiles_per_warp == 2 and is_tight(op, device, config)
     return dataclasses.replace(
         config,
         chunk_q=min(config.tile_q // config.sharing, 16 if tight else 32),
@@ -77,11 +81,27 @@ def config_of(op: Forward, device: Device) -> Config:
     )
 
 
-def is_tight(op: Forward, device: Device, sharing: int) -> bool:
+def has_large_smem(device: Device) -> bool:
+    """Says whether a multiprocessor has 227 KB of shared memory."""
+    return device.smem_bytes > 200_000
+
+
+def config_of_fp32(widest: int, large: bool, least: bool) -> Config:
+    """The same of float32, whose tiles take twice the shared memory; by machine code alone (perf/notes/attn_bwd_simt.md)."""
+    small = Config(tile_q=32, warps=4, ctas_per_sm=1 if least else 2)
+    if widest <= 64:
+        return Config(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2) if large else small
+    if widest <= 128:
+        one_stage = dataclasses.replace(small, m_tiles_per_warp=1, q_stages=1, do_stages=1)
+        return Config(sharing=4, do_stages=1) if large else one_stage
+    return Config(m_tiles_per_warp=1, sharing=4, q_stages=1, do_stages=1)
+
+
+def is_tight(op: Forward, device: Device, config: Config) -> bool:
     """Says whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
     if device.capability >= 100:
         return True
-    return sharing == 2 and (isinstance(op.score, Softcap) or (op.head_dim | op.head_dim_v) % 16 != 0)
+    return config.sharing == 2 and (isinstance(op.score, Softcap) or (op.head_dim | op.head_dim_v) % 16 != 0)
 
 
 def dq_row_warps(op: Forward, config: Config) -> int:
@@ -100,7 +120,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     d, dv = (-(-columns // 16) * 16 for columns in (op.head_dim, op.head_dim_v))
     tiles = config.tile_kv * (d + dv) + config.tile_q * (config.q_stages * d + config.do_stages * dv)
     tiles += config.tile_q * config.tile_kv * (2 if config.sharing > 1 else 1)
-    return 2 * tiles + 16 * config.tile_q + 128
+    return op.element.itemsize * tiles + 16 * config.tile_q + 128
 
 
 def misshapen(config: Config) -> str | None:
@@ -136,11 +156,16 @@ class AttnBwdMma(BackwardKernel):
     def meant_for(self, op: Backward, device: Device) -> bool:
         return self.runs_on(device) and device.capability != 90
 
+    def prefers(self, op: Backward) -> bool:
+        """float32 is for those who ask for it: nobody has timed it."""
+        return op.forward.element != FP32
+
     def supports(self, op: Backward, device: Device) -> list[str]:
         found, forward = [], op.forward
         if not self.runs_on(device):
             found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(forward)
+        widest = 256 if forward.element != FP32 or has_large_smem(device) else 128
+        found += tiling.tensor_core_reasons(forward, widest, (BF16, FP16, FP32))
         return found + backward.reasons(op, LEAST_ROWS, LEAST_ROWS) + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -164,7 +189,8 @@ class AttnBwdMma(BackwardKernel):
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
         """Returns the time of its products at half the rate of mma.sync, about what it reaches on an H200."""
-        return 2 * op.flops / (tiling.mma_flops(device) * device.sm_count * 1.7e9)
+        parts = 6 if op.forward.element == FP32 else 1  # three products, of tf32, at half the rate
+        return 2 * parts * op.flops / (tiling.mma_flops(device) * device.sm_count * 1.7e9)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
@@ -179,15 +205,17 @@ class AttnBwdMma(BackwardKernel):
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         scratch = [Buffer("dq_sum", blocks * config.tile_q * forward.head_dim * 4)]
         scratch += [Buffer("turns", blocks * 4)] * (config.store == "ordered")
-        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv, 8, clears, dq), own, tuple(scratch))
+        first = FirstPass(config.tile_q, config.tile_kv, 16 // forward.element.itemsize, clears, dq)
+        return self.program(op, device, first, own, tuple(scratch))
 
 
 def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int) and name != "warps"}
     constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
+    blocks = Blocks32() if op.element == FP32 else Blocks16()
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
+        op, Blocks=blocks, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(), Store=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
     )  # fmt: skip

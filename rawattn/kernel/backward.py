@@ -21,7 +21,7 @@ from ..variant.dlse import GivenDlse, ZeroDlse
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
 from ..variant.statistics import StatisticsByRows
-from ..variant.store import DQ, DQ_SUM
+from ..variant.store import DQ, DQ_SUM, StoreRows16, StoreRows32
 from ..variant.unused import BehindLast, BehindUsed
 from ..variant.walk import ClearedSum, IntervalSum, IntervalTurn, ListSum, ListTurn, lists
 from . import pyramid, tiling
@@ -72,8 +72,9 @@ def statistics(op: Forward, q_block: int) -> tuple[Buffer, ...]:
 
 
 def exact_score(op: Forward) -> Option:
-    """The score as exact as float32 is, for tensor cores: its short-cuts are for the forward, which rounds weights to 16 bits."""
-    score: Option = getattr(op.score, "constant_time", op.score)  # type: ignore[arg-type]
+    """The score for tensor cores: its short-cuts are for the forward, which rounds weights to 16 bits. Float32 takes it as plain
+    arithmetic does, to the last place."""
+    score: Option = op.score if op.element.itemsize > 2 else getattr(op.score, "constant_time", op.score)  # type: ignore
     return score if op.spec.offsets is None else OffsetScore(score, *op.spec.offsets)
 
 
@@ -261,7 +262,9 @@ def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
     of_list = ListSum() if last.dq_chains else ClearedSum()
     there = of_list if lists(op.mask) else IntervalSum()
-    every = options(op, Sum=there, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch))
+    stored = StoreRows16() if op.element.itemsize == 2 else StoreRows32()
+    plan = tiling.lpt_scheduler(op, False)
+    every = options(op, Sum=there, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))
     fields = (DQ, DQ_SUM._replace(ctype="const float*"), *counts)
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 

@@ -39,11 +39,14 @@ def splits(op: Forward, device: Device) -> tuple[int, int]:
     return -(-op.kv_len // keys), keys
 
 
-def tensor_core_reasons(op: Forward, widest: int = 256) -> list[str]:
+def tensor_core_reasons(
+    op: Forward, widest: int = 256, elements: Sequence[element.Element] = (element.BF16, element.FP16)
+) -> list[str]:
     """The reasons why tensor cores do not compute the operation, with heads of up to ``widest`` columns."""
     found = []
-    if op.element not in (element.BF16, element.FP16):
-        found.append(f"it takes bf16 and fp16, not {op.element.name}")
+    if op.element not in elements:
+        *others, last = (each.name for each in elements)
+        found.append(f"it takes {', '.join(others)} and {last}, not {op.element.name}")
     for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
         if size % 8 or not 8 <= size <= widest:
             found.append(f"{which} is {size}; it takes multiples of 8 from 8 to {widest}")
@@ -189,16 +192,16 @@ _LAST_TILES = 4  # of a multiprocessor in the last group, where tiles are of dif
 def head_groups(op: Forward, tile_q: int, device: Device) -> tuple[int, int]:
     """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs them,
     and the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to even out."""
-    heads, q_tiles = op.heads * op.batch, max(1, -(-op.q_len // tile_q))
+    heads, q_tiles, heads_per_kv = op.heads * op.batch, max(1, -(-op.q_len // tile_q)), op.heads_per_kv
     kv_bytes = max(1, op.kv_len * (op.head_dim + op.head_dim_v) * op.element.itemsize)
     one_each = -(-device.sm_count // q_tiles)
-    group, last = max(1, _GROUP_BYTES // kv_bytes) * op.heads_per_kv, one_each
-    if not isinstance(op.mask, Full):
+    group, last = max(1, _GROUP_BYTES // kv_bytes) * heads_per_kv, one_each
+    if not isinstance(op.spec.mask, Full):
         last = -(-_LAST_TILES * device.sm_count // q_tiles)
         if kv_bytes >= _LONG_BYTES:
             group = last
         else:
-            last = max(one_each, min(last, _LAST_BYTES // kv_bytes * op.heads_per_kv))
+            last = max(one_each, min(last, _LAST_BYTES // kv_bytes * heads_per_kv))
     return min(group, heads), max(0, heads - last) // group
 
 

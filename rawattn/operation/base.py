@@ -143,9 +143,22 @@ class Operation(abc.ABC):
         """The operation on tensors of the same family: itself where their lengths are its own."""
         raise NotImplementedError
 
-    def numbers_of(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> dict[str, Any] | None:
-        """The values of launches that follow from numbers that functions captured, on arrays that lie as its own do; None where
-        the numbers make other kinds of options."""
+    @property
+    def takes_numbers(self) -> bool:
+        """Says whether functions among its options may capture other numbers, as far as ``values_with`` gives some."""
+        return False
+
+    def holds_in_steps(self, options: dict[str, Any]) -> bool:
+        """Says whether what is proved of the functions among these options holds for all lengths of which the same is lowered."""
+        return False
+
+    def has_numbers(self, numbers: Any) -> bool:
+        """Says whether these, of the mask and of the score, are its own."""
+        return False
+
+    def values_with(self, numbers: Any) -> dict[str, Any] | None:
+        """The values of launches that follow from numbers that functions captured, those of the mask and of the score; None where
+        these must be looked at."""
         return None
 
     # ---- as text

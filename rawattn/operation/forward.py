@@ -16,12 +16,14 @@ from ..errors import ProblemError, brief
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
 from ..spec import Spec, make_offsets
 from ..tma import ALIGNMENT, readable
+from ..trace.canonical import number_keys
 from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
+from ..variant.function import Captures
 from .base import FEW_ROWS, OverKeys, in_steps, three_bits
 
-_OF_SIZES = {"inputs", "outputs", "pairs", "packed"}  # what an operation keeps that follows from its sizes
+_OF_SIZES = ("inputs", "outputs", "pairs", "packed", "proved")  # what an operation keeps that follows from its sizes
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
 
 
@@ -122,9 +124,10 @@ class Forward(OverKeys):
     def _with(self, **sizes: int) -> Forward:
         """The operation with other sizes, which are not checked; its kind is the same."""
         found = object.__new__(Forward)
-        found.__dict__.update(self.__dict__, **sizes)
-        for name in _OF_SIZES & found.__dict__.keys():
-            del found.__dict__[name]
+        fields = found.__dict__
+        fields.update(self.__dict__, **sizes)
+        for name in _OF_SIZES:
+            fields.pop(name, None)
         return found
 
     @functools.cached_property
@@ -232,16 +235,17 @@ class Forward(OverKeys):
     @classmethod
     def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """As of any operation, but that numbers of keys are one for which the same is lowered."""
-        offsets, shapes = make_offsets(options["q_offset"], options["kv_offset"]), [x[2] for x in signatures[1:3] if x]
-        if [*map(len, shapes)] != [4, 4] or shapes[0][1] != shapes[1][1] or _is_near_limits(shapes[0][1], offsets):
+        q, k, v, *others = signatures
+        if not (k and v) or len(k[2]) != 4 or len(v[2]) != 4 or k[2][1] != v[2][1]:
             return super().layout_key(signatures, options)
-        keys = in_steps(shapes[0][1])
+        if _is_near_limits(k[2][1], make_offsets(options["q_offset"], options["kv_offset"])):
+            return super().layout_key(signatures, options)
+        keys = in_steps(k[2][1])
         kv = [
             (at % ALIGNMENT, dtype, (batch, keys, heads, dim), *rest)
-            for at, dtype, (batch, _, heads, dim), *rest in signatures[1:3]
-        ]
-        q, *others = super().layout_key((signatures[0], *signatures[3:]), options)
-        return (q, *kv, *others)
+            for at, dtype, (batch, _, heads, dim), *rest in (k, v)
+        ]  # fmt: skip
+        return (*super().layout_key((q, *others), options), *kv)
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -256,20 +260,19 @@ class Forward(OverKeys):
     def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
-        offsets = make_offsets(options["q_offset"], options["kv_offset"])
         if len(signatures) != 3 or not all(signatures):
             return None
         (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
         size = dtype.itemsize
         for pointer, dtype_each, shape, strides, *place_each in signatures:
-            if len(shape) != 4 or 0 in shape or strides[3] != 1 or dtype_each != dtype or place_each != place:
+            if len(shape) != 4 or 0 in shape or strides[3] != 1 or dtype_each is not dtype or place_each != place:
                 return None
             if not readable(shape, strides, size, pointer):
                 return None
         (batch, q_len, heads, head_dim), (kv_batch, kv_len, kv_heads, k_dim) = q_shape, k_shape
-        if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim:
+        if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim or batch * q_len * heads >= FEW_ROWS:
             return None
-        if batch * q_len * heads >= FEW_ROWS or _is_near_limits(kv_len, offsets):
+        if _is_near_limits(kv_len, make_offsets(options["q_offset"], options["kv_offset"])):
             return None
         lengths = three_bits(batch), three_bits(q_len), three_bits(kv_len)
         return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])
@@ -286,9 +289,39 @@ class Forward(OverKeys):
             return self
         return self.resized(batch, q_len, kv_len, offsets)
 
-    def numbers_of(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> dict[str, Any] | None:
-        own = self._of_this_kind(options, functions.made(options, arrays, limits(arrays, options)))
-        return None if own is None else {name: x for option in own.values() for name, x in option.values.items()}
+    @functools.cached_property
+    def takes_numbers(self) -> bool:
+        """Says whether nothing is checked in kernels, so that numbers for which this holds too need no others."""
+        return not any(getattr(option, "checked", ()) for option in (self.spec.mask, self.spec.score))
+
+    def holds_in_steps(self, options: dict[str, Any]) -> bool:
+        """As of any operation; not where an array must be as long as the keys, nor where one became a built-in option."""
+        own = functions.among(options)
+        found = [isinstance(getattr(self.spec, role), Captures) and not each.sizes for role, each in own]
+        return all(found) and self.proved == self.to_lower.limits
+
+    @functools.cached_property
+    def proved(self) -> Limits:
+        """The sizes for which nothing must be checked in its functions: those of the operation that is lowered, or its own."""
+        above = self.to_lower.limits
+        own = [option for option in (self.spec.mask, self.spec.score) if isinstance(option, Captures)]
+        return above if all(option.holds_for(option.numbers, above) for option in own) else self.limits
+
+    def has_numbers(self, numbers: Any) -> bool:
+        """Says whether these are its own."""
+        pairs = zip((self.spec.mask, self.spec.score), numbers, strict=True)
+        return all(not own or number_keys(own) == number_keys(getattr(option, "numbers", ())) for option, own in pairs)
+
+    def values_with(self, numbers: Any) -> dict[str, Any] | None:
+        """The values of launches with these numbers, where nothing must be checked for them either."""
+        found: dict[str, Any] = {}
+        for option, own in zip((self.spec.mask, self.spec.score), numbers, strict=True):
+            if not own:
+                continue
+            if not isinstance(option, Captures) or not option.holds_for(own, self.proved):
+                return None
+            found |= option.values_with(own)
+        return found
 
     def _resized_with_functions(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
         """Whatever depends on lengths and numbers is proved of them anew."""

@@ -124,23 +124,30 @@ def asked_of(
     step: Step, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
 ) -> Asked:
     """Returns what a call asks for. A mask that is a function has in it what the step says of its sequences."""
-    mask, score, window = options["mask"], options["score"], options["window"]
+    mask, score = options["mask"], options["score"]
     if (mask is None or not functions.is_function(mask)) and (score is None or not functions.is_function(score)):
-        types = tuple(map(type, window)) if isinstance(window, tuple) else ()
         try:
-            return _plain(types, step.is_causal, return_lse, split, kernel, config, **options)
+            return plain_asked(step.is_causal, options, return_lse, split, kernel, config)
         except TypeError:  # what cannot be hashed is not kept
             pass
     options, captured = functions.taken(options)
     return asked_with(step, options, captured, return_lse)._replace(split_keys=split_keys_of(split), kernel=kernel, config=config)
 
 
+def plain_asked(
+    causal: bool, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
+) -> Asked:
+    """``asked_of`` for options without functions, of a causal step or of another one. Raises TypeError for what is not kept."""
+    window = options["window"]
+    types = tuple(map(type, window)) if isinstance(window, tuple) else ()
+    return _plain(types, causal, return_lse, split, kernel, config, **options)
+
+
 @functools.lru_cache(maxsize=KEPT_ASKED, typed=True)
 def _plain(
     types: tuple[type, ...], causal: bool, return_lse: bool, split: Any, kernel: str | None, config: Any, **options: Any
 ) -> Asked:
-    """``asked_of`` for options without functions, of a causal step or of another one. ``types`` are those in a window: 1 and 1.0
-    are equal, but not both are right."""
+    """``plain_asked``, kept. ``types`` are those in a window: 1 and 1.0 are equal, but not both are right."""
     return Asked(spec_of(causal, options, return_lse), (), (), split_keys_of(split), kernel, config, object())
 
 
@@ -203,6 +210,27 @@ def kept_of(calls: Mapping[Any, Any], key: Any, given: tuple[Any, ...], places: 
             return None
         call.there = places
     return call
+
+
+def kept_for(asked: Asked, pools: tuple[Any, Any], given: tuple[Any, ...], beside: Any) -> Any:
+    """A key of a call over these pools without a ``KVCache`` and a ``Step``, and the places of the other arrays, which ``given``
+    has in a step's order behind q; None where tensors must be looked at. ``beside`` is what else the step says."""
+    signatures, like = arrays.signatures(pools), arrays.forms_and_places(given)
+    return None if signatures is None or like is None else ((asked.key, signatures, like[0], beside), like[1])
+
+
+def call_for(place: Any, given: tuple[Any, ...]) -> GpuCall | None:
+    """The call that is kept under a key of ``kept_for``."""
+    found: GpuCall | None = kept_of(_calls, place[0], given, place[1])
+    return found
+
+
+def keep_for(place: Any, q: Any, cache: KVCache, step: Step, asked: Asked) -> None:
+    """Keeps the call that was made for the same tensors under a key of ``kept_for``, too."""
+    like, _ = like_of(q, cache, step, None, ())
+    call = None if like is None else _calls.get((asked.key, like))
+    if call is not None:
+        cache_put(_calls, place[0], call, KEPT_CALLS)
 
 
 def loose_of(step: Step, sinks: Any) -> tuple[str, ...]:

@@ -61,10 +61,28 @@ class Number(Made):
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> Any:
         """The number."""
-        if self.of.op == "param" and self.of.type == "int":
-            return int(numbers[self.of.args[0]])
+        if (exact := _exact(self.of, shapes, numbers)) is not None:
+            return exact
         found = evaluate(self.of, {}, [_Shaped(shape) for shape in shapes], numbers, dtype=self.dtype).item()
         return int(found) if isinstance(found, bool) else found
+
+
+def _exact(x: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> int | None:
+    """An integer that is a sum of captured ones and of sizes, without NumPy, which takes longer; None for what is more."""
+    if x.op == "param" and x.type == "int":
+        return int(numbers[x.args[0]])
+    if x.op == "dim":
+        return int(shapes[x.args[0]][x.args[1]])
+    if x.op == "const" and x.type == "int":
+        return int(x.args[0])
+    if x.op != "lin":
+        return None
+    found: int = x.args[0]
+    for atom, factor in x.args[1]:
+        if (each := _exact(atom, shapes, numbers)) is None:
+            return None
+        found += factor * each
+    return found
 
 
 class Divisor(Made):

@@ -56,6 +56,23 @@ def checked_indices(
     return _checked_indices(code, shapes, number_keys(numbers), limits)
 
 
+def holds_for(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits) -> bool:
+    """Says whether nothing must be checked. It is known at once for numbers of which some with as many bits were asked for."""
+    if _holds_below(code, shapes, tuple([_class_of(x) for x in numbers]), limits):
+        return True
+    try:
+        return not _checked_indices(code, shapes, number_keys(numbers), limits)
+    except ProblemError:
+        return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _holds_below(
+    code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[tuple[int, int] | None, ...], limits: Limits
+) -> bool:
+    return _holds_for_all(code, shapes, classes, _above(shapes, limits))
+
+
 def _above(shapes: tuple[tuple[int, ...], ...], limits: Limits) -> Limits:
     """Limits that many share: the next size of a captured array, or the next power of two where that is nearer."""
     sizes = [n for shape in shapes for n in shape]

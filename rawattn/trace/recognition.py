@@ -30,11 +30,11 @@ class _Side(NamedTuple):
 
 def recognised(code: Code, numbers: Sequence[Any]) -> Any:
     """The built-in mask or score of the same meaning; None where there is none."""
-    return _recognised(code, numbers) if _may_be(code) else None
+    return _recognised(code, numbers) if may_be(code) else None
 
 
 @functools.lru_cache(maxsize=1024)
-def _may_be(code: Code) -> bool:
+def may_be(code: Code) -> bool:
     """Says whether the form is one of a built-in option's, whatever the numbers are."""
     root, ones = code.root, (1,) * code.numbers
     if code.role == "score":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import ml_dtypes
@@ -25,7 +26,7 @@ class Element(Option):
     def cuda_type(self) -> str:
         return self.name.capitalize()
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         return np.dtype(self.dtype).itemsize
 

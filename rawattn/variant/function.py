@@ -19,7 +19,7 @@ from ..trace.evaluation import Evaluation, evaluate
 from ..trace.expressions import Q, children, nodes
 from ..trace.gradients import by_elements, slope
 from ..trace.infix import infix, infix_of
-from ..trace.proofs import Limits, checked_indices, intervals
+from ..trace.proofs import Limits, checked_indices, holds_for, intervals
 from . import Option
 
 
@@ -36,7 +36,7 @@ class Captured(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Function(Option):
+class Captures(Option):
     """A traced function, the numbers that it captured, what is needed of its arrays, and which indices are checked."""
 
     code: Code
@@ -56,7 +56,7 @@ class _Function(Option):
         return (self.type, self.code, number_keys(self.numbers), self.arrays, self.checked)
 
     def __eq__(self, other: object) -> bool:
-        return self._key == other._key if isinstance(other, _Function) else NotImplemented
+        return self._key == other._key if isinstance(other, Captures) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -100,13 +100,20 @@ class _Function(Option):
 
     @property
     def values(self) -> dict[str, Any]:
-        return self.made(self._written)
+        return self.made(self._written, self.numbers)
 
-    def made(self, written: cuda_text.Written) -> dict[str, Any]:
+    def values_with(self, numbers: tuple[int | float, ...]) -> dict[str, Any]:
+        """``values`` of the same function that captured other numbers."""
+        return self.made(self._written, numbers)
+
+    def holds_for(self, numbers: tuple[int | float, ...], limits: Limits) -> bool:
+        """Says whether nothing needs to be checked where it captured these numbers."""
+        return holds_for(self.code, tuple([array.shape for array in self.arrays]), numbers, limits)
+
+    def made(self, written: cuda_text.Written, numbers: tuple[int | float, ...]) -> dict[str, Any]:
         """The values of its fields that the host makes of captured numbers."""
-        shapes = tuple(array.shape for array in self.arrays)
-        made = ((name, what) for name, _, what in written.fields)
-        return {name: what.value(shapes, self.numbers) for name, what in made if isinstance(what, fields.Made)}
+        shapes = tuple([array.shape for array in self.arrays])
+        return {name: what.value(shapes, numbers) for name, _, what in written.fields if isinstance(what, fields.Made)}
 
     def __str__(self) -> str:
         return f"{self.type}({infix(self.code, [each.label or each.name for each in self.arrays], self.numbers)})"
@@ -138,7 +145,7 @@ class _Function(Option):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class FunctionMask(_Function):
+class FunctionMask(Captures):
     """A mask that is a Python function. The tiles that it visits may have holes between them."""
 
     type: ClassVar[str] = "FunctionMask"
@@ -175,7 +182,7 @@ class FunctionMask(_Function):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class FunctionScore(_Function):
+class FunctionScore(Captures):
     """A score that is a Python function."""
 
     type: ClassVar[str] = "FunctionScore"
@@ -250,7 +257,7 @@ class FunctionGradient(Option):
 
     @property
     def values(self) -> dict[str, Any]:
-        return self.score.made(self._written)
+        return self.score.made(self._written, self.score.numbers)
 
 
 @functools.lru_cache(maxsize=256)

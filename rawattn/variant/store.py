@@ -102,3 +102,19 @@ class DqRedUnordered(DqUnordered):
 
     type: ClassVar[str] = "DqRedUnordered"
     source: ClassVar[str] = "variant/store/dq_red_unordered.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreRows16(Option):
+    """Rows of dq of 16-bit numbers, from the last pass."""
+
+    type: ClassVar[str] = "StoreRows16"
+    source: ClassVar[str] = "variant/store/rows16.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreRows32(Option):
+    """The same, of 32-bit numbers."""
+
+    type: ClassVar[str] = "StoreRows32"
+    source: ClassVar[str] = "variant/store/rows32.cuh"

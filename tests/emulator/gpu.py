@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from rawattn import api as plain
 from rawattn import arrays, driver, plans, program
 from rawattn.device import TYPICAL
 from rawattn.serving import api
 from tests import emulator
 
 KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
+KEPT = (plain, "_calls"), (plain, "_layouts"), (api, "_calls"), (api, "_layouts"), (api, "_merges")  # with addresses of counters
 
 
 def emulated(launch: program.Launch, number: str, folder: pathlib.Path) -> emulator.Kernel:
@@ -75,7 +77,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
         (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
         (driver, "Launch", Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
         (driver, "counters", functools.cache(lambda index, size: _Counters(size))), (driver, "tensor_maps", _tensor_maps),
-        (api, "_layouts", {}),
+        *((owner, name, {}) for owner, name in KEPT),
         (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)

@@ -261,6 +261,8 @@ static void cp_async_commit() { copy_groups[threadIdx.x].resize(copy_groups[thre
 template <int pending> void cp_async_wait() { finish_copies(pending); }
 // Blocks run one after the other: a turn that has not come never will.
 static i32 load_acquire(const i32* from) { return yield(), *from; }
+static i32 load_relaxed(const i32* from) { return *from; }
+static void fence_acq_rel() {}
 static void store_release(i32* to, i32 x) { ++progress, *to = x; }
 template <int n> void red_add(float* to, const float (&x)[n]) {
     for (int i = 0; i < n; ++i) to[i] += x[i];
@@ -389,6 +391,24 @@ static void mma(float* d, const u32* a, const u32* b, float (*wide)(u16)) {
 }
 static void mma_bf16(float* d, const u32* a, const u32* b) { mma(d, a, b, wide); }
 static void mma_fp16(float* d, const u32* a, const u32* b) { mma(d, a, b, widen_fp16); }
+// 16 x 8 x 8; what is behind 11 bits of a number is not read.
+static void mma_tf32(float* d, const u32* a, const u32* b) {
+    const u64 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+    const u32 lane = threadIdx.x % 32;
+    const auto tf32 = [](u64 word) { return __uint_as_float(u32(word) & 0xffffe000); };
+    exchange(mine, 6, [&](auto& all) {
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            for (u32 k = 0; k < 8; ++k) d[i] += tf32(all[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2]) * tf32(all[column * 4 + k % 4][4 + k / 4]);
+        }
+        return 0;
+    });
+}
+static u32 load_shared(u32 address) {
+    u32 x;
+    memcpy(&x, raw + address, 4);
+    return x;
+}
 }  // namespace ptx
 
 // wgmma, 64 x n x 16, of a warp's sixteen rows by itself. b(k, column): contraction along the columns of a tile, or along its rows.

@@ -295,7 +295,7 @@ SELECTED: list[tuple[dict[str, Any], str, str, bool]] = [  # changes, architectu
     ({"deterministic": False}, "sm_89", "attn_bwd_mma", False),
     ({"head_dim": 256, "head_dim_v": 136}, "sm_120", "attn_bwd_mma", False),
     ({"head_dim": 100}, "sm_100", "attn_bwd_simt", True),
-    ({"element": FP32}, "sm_86", "attn_bwd_simt", True),
+    ({"element": FP32}, "sm_86", "attn_bwd_simt", False),
     ({}, "cpu", "cpu", False),
 ]
 
@@ -305,6 +305,18 @@ def test_selection(changes: dict[str, Any], arch: str, kernel: str, slow: bool) 
     found = selected(changed(OP, **changes), arch)
     assert (found.kernel.name, found.slow is not None) == (kernel, slow), found
     assert found.kernel.legal(found.config, changed(OP, **changes), TYPICAL.get(arch, this_cpu())) is None
+
+
+def test_float32_by_tensor_cores_is_for_those_who_ask() -> None:
+    op = changed(OP, element=FP32)
+    assert selected(op, "sm_80", kernel="attn_bwd_mma").kernel is ATTN_BWD_MMA
+    assert selected(changed(op, head_dim=256), kernel="attn_bwd_mma").kernel is ATTN_BWD_MMA
+    first = ATTN_BWD_MMA.lower(op, attn_bwd_mma.config_of(op.forward, H200), H200).launches[0]
+    assert "constexpr int vector = 4;" in dict(first.source.headers)["config.cuh"], "what it reads at once is aligned to 16 bytes"
+    with pytest.raises(UnsupportedError, match="attn_bwd_mma: head_dim is 136; it takes multiples of 8 from 8 to 128"):
+        selected(changed(op, head_dim=136), "sm_80", kernel="attn_bwd_mma")
+    with pytest.raises(UnsupportedError, match="attn_bwd_mma: it takes bf16, fp16 and fp32, not fp64"):
+        selected(changed(op, element=FP64), kernel="attn_bwd_mma")
 
 
 def test_layouts() -> None:

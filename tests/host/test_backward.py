@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from perf.lib.altered import patched_bwd_mma
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
@@ -43,6 +44,7 @@ class Case:
     dlse: bool = False
     simt: bool = False
     mma: Config | None = None
+    patch: str = ""  # one of perf/ablations/attn_bwd_mma/
     store: str = "ordered"
     direction: str = ""
     chains: int = 1
@@ -163,9 +165,45 @@ MMA: dict[str, tuple[Config, Case]] = {
         Config(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
     ),
     "256, least memory": (LEAST, Case((256, 256), {}, ((70, 40),), heads=(1, 1))),
+    "fp32, 64": (
+        Config(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2),
+        Case((64, 40), {"element": FP32, "mask": Causal()}, ((50, 40),), heads=(1, 1), dlse=True),
+    ),
+    "fp32, 128": (
+        Config(sharing=4, chunk_q=16, do_stages=1), Case((128, 80), {"element": FP32, "dropout": 0.3}, ((70, 130),)),
+    ),
+    "fp32, 256": (
+        Config(m_tiles_per_warp=1, sharing=4, chunk_q=16, q_stages=1, do_stages=1),
+        Case((256, 200), {"element": FP32, "mask": Causal()}, ((70, 40),), heads=(1, 1)),
+    ),
+    "fp32, 128, least memory": (LEAST, Case((128, 72), {"element": FP32}, ((70, 40),), heads=(2, 2))),
+    "fp32, 16 and 8, alone": (
+        Config(tile_q=32, warps=4, m_tiles_per_warp=1, sharing=1, chunk_q=16),
+        Case((16, 8), {"element": FP32, "score": Softcap(2.0)}, ((50, 70),)),
+    ),
+    "fp32, 40 and 24, packed": (
+        Config(m_tiles_per_warp=1, sharing=4, chunk_q=16, dq_vector=1),
+        Case((40, 24), {"element": FP32, "mask": Causal("top_left"), "scale": -0.3}, SHORT, varlen=True, dlse=True, sinks=True),
+    ),
+    "fp32, 64, lens, unordered": (
+        Config(tile_q=32, warps=4, chunk_q=16),
+        Case((64, 64), {"element": FP32, "mask": Causal()}, ((50, 70),) * 3, store="unordered", lens=((33, -1, 99), (99, 40, 0))),
+    ),
 }  # fmt: skip
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
+PATCHED = {
+    "step_ahead": ("64, one stage, heads of a group", "96 and 128, packed", "80 and 112, unordered", "256"),
+    "turn_ahead": ("128, causal",),
+    "load_in_product": ("128, causal",),
+    "step_ahead_pairs": ("128, small tiles", "96 and 128, packed", "256, one stage"),
+    "step_ahead_fenced": ("128, causal",),
+}
+CASES |= {
+    f"mma, {name}, {patch}": dataclasses.replace(CASES[f"mma, {name}"], patch=patch)
+    for patch, names in PATCHED.items()
+    for name in names
+}
 
 
 OWN = {  # entries of tests/options.py, by each kernel
@@ -316,7 +354,8 @@ class Call:
             config = dataclasses.replace(case.mma, store=case.store, direction=case.direction)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
             assert reason is None or (case.store == "unordered" and "deterministic=False" in reason)
-            return ATTN_BWD_MMA.lower(self.op, config, TYPICAL["sm_90a"])
+            altered = patched_bwd_mma(case.patch) if case.patch else ATTN_BWD_MMA
+            return altered.lower(self.op, config, TYPICAL["sm_90a"])
         if case.simt:
             return ATTN_BWD_SIMT.lower(self.op, ATTN_BWD_SIMT.candidates(self.op, TYPICAL["sm_75"])[0], TYPICAL["sm_75"])
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
@@ -342,7 +381,7 @@ class Call:
 # Every kernel with every option, once.
 CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
-    "192 and 128, packed", "256", "256, no keys", "mma, 64", "mma, 64, window, softcap", "mma, 64, dropout",
+    "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "simt, packed", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
 )  # fmt: skip
 

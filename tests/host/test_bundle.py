@@ -251,14 +251,11 @@ def test_listed_names_lead_nowhere(made: pathlib.Path, tmp_path: pathlib.Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["k.zip"]
 
 
-def flipped(data: bytes) -> bytes:
-    """The same with another bit."""
-    return data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
-
-
 DAMAGES: dict[str, Callable[[dict[str, bytes], str], dict[str, bytes]]] = {
     "missing": lambda content, name: {key: data for key, data in content.items() if key != name},
-    "one bit": lambda content, name: content | {name: flipped(content[name])},
+    "one bit": lambda content, name: (
+        content | {name: content[name][:5000] + bytes([content[name][5000] ^ 1]) + content[name][5001:]}
+    ),
     "short": lambda content, name: content | {name: content[name][:-1]},
     "empty": lambda content, name: content | {name: b""},
     "another kernel": lambda content, name: content | {name: content[[*content][-1]]},

@@ -23,7 +23,7 @@ from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Both, Causal, Window
 from tests.caches import NONSENSE, Cached
 from tests.decode import Decode
-from tests.emulator.gpu import stand_in
+from tests.emulator.gpu import KEPT, stand_in
 
 SMALL = Config(128, 48, 2, 1)  # tiles that hold no whole number of large pages
 CHUNKS = Cached(
@@ -143,6 +143,16 @@ def test_violated_bounds_are_said_and_cut(tmp_path: pathlib.Path, monkeypatch: p
         for i in {*range(7)} - touched:
             assert bool((CHUNKS.of(found[0], i) == CHUNKS.of(plain[0], i)).all()), (bit, i)
         assert bit & 1 or not found[0].isnan().any(), "of the pages only what a length counts is seen"
+
+
+def test_no_call_of_another_stand_in_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launches count in memory that went with it; torch may give other tensors the addresses of its own."""
+    for _ in range(2):
+        stand_in(monkeypatch, tmp_path)
+        for owner, name in KEPT:
+            kept = getattr(owner, name)
+            assert not kept, name
+            kept["a call"] = None
 
 
 @pytest.mark.parametrize("kernel", ["attn_decode", "attn_fwd"])

@@ -9,6 +9,7 @@ import dataclasses
 import pathlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -312,3 +313,87 @@ def test_options_of_other_types_are_wrong_when_warm() -> None:
         with pytest.raises(ProblemError, match=next(iter(wrong))):
             rawattn.attention_kvcache(Q, CACHE, step, **wrong)
     assert rawattn.attention_kvcache(Q, CACHE, step, window=[64, 0]).shape == Q.shape
+
+
+def over_a_cache() -> dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
+    """q, pools, what a door is given of a step (lengths, rows, first keys, pages), and options; most share memory."""
+    lens, window = LENS.clone(), {"window_size": (64, 0)}
+    few = (LENS[:2], None, None, TABLE[:2])
+    return {
+        "first": (Q, POOL, (LENS, None, None, TABLE), {}),
+        "other lengths": (Q, POOL, (lens, None, None, TABLE), {}),
+        "causal": (Q, POOL, (LENS, None, None, TABLE), {"causal": True}),
+        "a window": (Q, POOL, (LENS, None, None, TABLE), window),
+        "softcap": (Q, POOL, (LENS, None, None, TABLE), {"softcap": 30.0}),
+        "lse": (Q, POOL, (LENS, None, None, TABLE), {"return_softmax_lse": True}),
+        "first keys": (Q, POOL, (LENS, None, lens, TABLE), {}),
+        "the other way round": (Q, POOL, (lens, None, LENS, TABLE), {}),
+        "fewer sequences": (Q[:2], POOL, few, {}),
+        "fewer pages": (Q, POOL[:, :8], (LENS, None, None, TABLE), {}),
+        "other pools": (Q, POOL.clone(), (LENS, None, None, TABLE), {}),
+        "v first": (Q, POOL.flip(0), (LENS, None, None, TABLE), {}),
+        "fp16": (Q.view(torch.float16), POOL.view(torch.float16), (LENS, None, None, TABLE), {}),
+        "dense": (Q, POOL[:, :BATCH], (LENS, None, None, None), {}),
+        "rows": (Q, POOL, (LENS, lens, None, None), {}),
+        "many rows": (MANY[0], POOL, (LENS, None, None, TABLE), {}),
+        "many rows elsewhere": (MANY[2], POOL, (lens, None, None, TABLE), {}),
+    }
+
+
+def test_a_kept_call_of_a_door() -> None:
+    """It launches what a new one does, with neither a ``KVCache`` nor a ``Step``."""
+    door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
+
+    def said(q: Any, pools: Any, places: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What was launched, but for the places of results."""
+        LAUNCHED.clear()
+        lens, rows, first, table = places
+        found = door(
+            q, *pools, cache_seqlens=lens, cache_batch_idx=rows, cache_leftpad=first, block_table=table, **options
+        )  # fmt: skip
+        results, text = found if isinstance(found, tuple) else (found,), str(LAUNCHED)
+        for i, x in enumerate(results):
+            text = text.replace(str(x.data_ptr().to_bytes(8, "little"))[2:-1], f"result {i}")
+        return text, [(x.shape, x.stride(), x.dtype) for x in results]
+
+    calls = [*over_a_cache().values()]
+    cold = []
+    for call in calls:
+        forget()
+        cold.append(said(*call))
+    assert len({str(x) for x in cold}) == len(calls)
+    forget()
+    warm = [said(*call) for call in calls]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rawattn.serving, "Step", lambda *_, **__: pytest.fail("a step was made"))
+        assert [said(*call) for call in calls[::-1]] == cold[::-1] and warm == cold
+
+
+def test_what_a_door_was_given_goes_away() -> None:
+    """A door keeps no tensor, and looks at those that changed."""
+    door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
+    pools, views = [rows(PAGES, 16, 2, 64) for _ in range(2)], {"lens": ints(2, BATCH), "table": ints(2, BATCH, 8)}
+    call = lambda **options: door(Q, *pools, cache_seqlens=lens, block_table=table, **options)  # noqa: E731
+    lens, table = views["lens"][1], views["table"][1]
+    for _ in range(3):
+        call(), call(causal=True)
+    count, alive = len(LAUNCHED), weakref.ref(pools[0])
+    for wrong in (1, None, "yes"):
+        with pytest.raises(ProblemError, match="causal is"):
+            call(causal=wrong)
+    with pytest.raises(ProblemError, match=r"window left is 64\.0"):
+        call(window_size=(64.0, 0))
+    pools[1].requires_grad_()
+    with pytest.raises(ProblemError, match="an input requires grad"):
+        call()
+    pools[1].requires_grad_(False)
+    views["table"].untyped_storage().resize_(0)
+    with pytest.raises(ProblemError, match=r"page_table is a Tensor .* that has no memory"):
+        call()
+    table = TABLE
+    pools[1].untyped_storage().resize_(0)
+    with pytest.raises(ProblemError, match=r"v is a Tensor .* that has no memory"):
+        call()
+    assert len(LAUNCHED) == count
+    pools.clear()
+    assert alive() is None

@@ -158,8 +158,11 @@ def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pyte
         rawattn.attention(**calls[repr(number)], **{role: make(number)})
         bound = list(api._calls.values())[-1]
         sources = [(launch.source.key, launch.grid) for launch in bound._program.launches]
-        assert len(LAUNCHED) == len(sources)
-        return sources, [bytes(args) for args in bound._args]
+        found = [bytearray(args) for args, _ in LAUNCHED]
+        for args, late in zip(found, bound._late, strict=True):  # but for addresses of what is made anew
+            for _, offset in late:
+                args[offset : offset + 8] = bytes(8)
+        return sources, found
 
     for number in numbers:
         forget()
@@ -189,20 +192,20 @@ def test_another_number_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProblemError, match="may reach 2147483648, and integers must fit 32 bits"):
         attend((1 << 31) - 79)
     assert [attend((1 << 31) - 80), attend(6)] == [2, 2]
-    assert [attend(6, length) for length in (79, 78, 77)] == [3] * 3, "the last plan had an index clipped"
+    assert [attend(6, length) for length in (79, 78, 77)] == [2] * 3, "nothing is clipped for 80"
 
 
 def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan of a family is resized, and its functions are proved for the new lengths."""
+    """A plan of a family is resized, and its functions are proved for the new lengths; those of one step have one proof."""
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     made, resized = [0], [0]
     monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
     monkeypatch.setattr(plans.Plan, "resized", counting(plans.Plan.resized, resized))
     f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
     q, k = torch.zeros(1, 1, 4, 64), torch.zeros(1, 5100, 4, 64)
-    for length in (4100, 4101, 4102):
+    for length, wanted in ((4100, 0), (4101, 0), (4352, 0), (4353, 1), (4102, 1), (4608, 1)):
         rawattn.attention(q, k[:, :length], k[:, :length], mask=f, kernel="attn_fwd_simt")
-    assert (made, resized) == ([1], [2])
+        assert (made, resized) == ([1], [wanted])
     with pytest.raises(ProblemError, match="integers must fit 32 bits"):
         rawattn.attention(q, k, k, mask=f, kernel="attn_fwd_simt")
 
@@ -216,35 +219,51 @@ def counting(original: Any, count: list[int]) -> Any:
 
 
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(400, 700), st.integers(1000, 1300))
-STEPS = st.lists(st.tuples(LENGTHS, st.integers(0, 1), st.sampled_from([0, 64, 8])), min_size=2, max_size=6)
+Q_LENGTHS = st.sampled_from([1, 1, 1, 3, 70, 71, 79, 200])
+STEPS = st.lists(st.tuples(Q_LENGTHS, LENGTHS, st.integers(0, 1), st.sampled_from([0, 64, 8])), min_size=2, max_size=6)
+LONG, TIGHT = torch.arange(1500, dtype=torch.int32) // 9, torch.arange(1200, dtype=torch.int32) // 9
+FUNCTIONS = {  # the last one reads behind its array where there are more than 1200 keys, and is clipped there
+    "documents": {"mask": lambda q, kv: (LONG[q] == LONG[kv]) & (q - kv <= 300)},
+    "a table": {"score": lambda s, h, q, kv: s + TABLE[h, 119 - (q - kv).clip(0, 119)]},
+    "clipped": {"mask": lambda q, kv: TIGHT[kv] <= 30},
+}
 
 
 @hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(
-    st.sampled_from([None, "attn_fwd", "attn_fwd_simt"]), st.sampled_from([1, 2]), st.sampled_from([1, 3, 70]), STEPS,
-    st.sampled_from([{}, {"causal": True}, {"window": (300, 0)}, {"q_offset": 9}]), st.booleans(),
+    st.sampled_from([None, "attn_fwd", "attn_fwd_simt"]), st.sampled_from([1, 2]), STEPS,
+    st.sampled_from([{}, {"causal": True}, {"window": (300, 0)}, {"q_offset": 9}, *FUNCTIONS.values()]), st.booleans(),
+    st.booleans(),
 )  # fmt: skip
+@hypothesis.example("attn_fwd", 2, [(70, 1030, 0, 0), (79, 1031, 1, 0), (71, 1031, 0, 64)], {"causal": True}, False, False)
 def test_other_lengths_launch_what_a_new_call_does(
-    kernel: str | None, batch: int, q_len: int, steps: Any, options: dict[str, Any], has_lens: bool
+    kernel: str | None, batch: int, steps: Any, options: dict[str, Any], has_lens: bool, is_given: bool
 ) -> None:
     """Each byte of the arguments, the kernel, the grid and the size of scratch memory, of steps over two layers' keys, in which
     a program that was lowered before may serve."""
     layers = [torch.zeros(batch, 1400, 2, columns).bfloat16() for columns in (72, 80)]
-    launched, scratch = list[Any](), dict[int, Any]()
+    launched, scratch = list[Any](), dict[Any, Any]()
     kv_lens = torch.zeros(batch, dtype=torch.int32) if has_lens else None
-    q, out = torch.zeros(batch, q_len, 4, 64).bfloat16(), torch.zeros(batch, q_len, 4, 64).bfloat16()
+    q, out = torch.zeros(batch, 200, 4, 64).bfloat16(), torch.zeros(batch, 200, 4, 64).bfloat16()
 
     def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
         return lambda: launched.append((function, grid, args))
 
-    def step(kv_len: int, layer: int, begin: int) -> list[Any]:
+    def step(q_len: int, kv_len: int, layer: int, begin: int) -> list[Any]:
         k, v = (layers[i][:, begin : begin + kv_len, :, :64] for i in (layer, 1 - layer))
         launched.clear()
-        rawattn.attention(q, k, v, kv_lens=kv_lens, out=out, kernel=kernel, **options)
+        own = out[:, :q_len] if is_given else None
+        found = rawattn.attention(q[:, :q_len], k, v, kv_lens=kv_lens, out=own, kernel=kernel, **options)
+        assert found.shape == (batch, q_len, 4, 64)
         return [*launched]
+
+    def maker(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return lambda _: scratch.setdefault((shape, dtype), torch.empty(shape, dtype=torch.bfloat16))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "Launch", launch)
+        patch.setattr(compiler, "compile_all", lambda sources: {})
+        patch.setattr(arrays, "maker", maker)
         patch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
         patch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch.setdefault(size, torch.empty(9)))
         forget()
@@ -547,9 +566,9 @@ def test_new_offsets_make_nothing_new(compiled: list[str]) -> None:
     compiles, at = len(compiled), []
     for q_offset, kv_offset in ((5001, None), (5117, 0), (5002, 0)):
         rawattn.attention(**given, causal=True, q_offset=q_offset, kv_offset=kv_offset)
-        (plan,), layout = api._families.values(), next(iter(api._families.values()))._loaded[0].layout
+        (call,), layout = api._families.values(), next(iter(api._families.values()))._plan._loaded[0].layout
         at += [struct.unpack_from("i", LAUNCHED[-1][0], layout.offsets[name])[0] for name in ("q_offset", "kv_offset")]
-        assert plan.op.spec.offsets == (5000, 0)
+        assert call.op.spec.offsets == (5000, 0)
     assert at == [5001, 0, 5117, 0, 5002, 0] and len(compiled) == compiles and len(api._plans) == 1
     rawattn.attention(**given, causal=True, q_offset=6000)
     assert len(api._families) == 2 and len(compiled) == compiles
@@ -682,3 +701,42 @@ def test_another_order_of_lengths() -> None:
     with pytest.raises(ProblemError, match="v has shape"):
         rawattn.attention(*long, short)
     rawattn.attention(long[0], short, short)
+
+
+def test_what_one_function_captured_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number in a cell of its closure, and an array that is replaced, resized in place, or of another dtype then: each is read
+    when it is called, and launches what a call that nothing was kept for launches."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch)
+    scratch, call, out = torch.empty(1 << 16), tensors(), torch.empty(2, 80, 4, 64).bfloat16()
+    table, n = torch.arange(160, dtype=torch.int32), 5
+
+    def keep(q: Any, kv: Any) -> Any:
+        return (table[q] // 9 == table[kv] // 9) & (q - kv <= n)
+
+    def said() -> list[Any]:
+        LAUNCHED.clear()
+        rawattn.attention(**call, mask=keep, out=out)
+        return [*LAUNCHED]
+
+    def check(same: bool = False) -> None:
+        warm, kept = said(), said()
+        forget()
+        assert warm == kept == said() and (str(warm) in seen) == same
+        seen.add(str(warm))
+
+    seen = set[str]()
+    check()
+    for n in (6, 5, 70, 6):
+        check(str(n) in "56" and len(seen) > 1)
+    for other in (table.clone(), table.long(), table.short()):
+        table = other
+        check()
+    table.resize_(81)
+    check()
+    STATE["stream"] = 7
+    check()
+    STATE["capturing"], n = True, 8
+    check()
+    table.resize_(79)
+    check()  # it is clipped

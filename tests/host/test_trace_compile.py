@@ -95,6 +95,7 @@ GRADIENTS = [  # kernel, element, arch, score, a pass for each element that it r
     ("attn_bwd", "bf16", "sm_90a", "t5_table", 1),
     ("attn_bwd_mma", "fp16", "sm_80", "kerple", 2),
     ("attn_bwd_mma", "fp16", "sm_89", "pair_bias", 1),
+    ("attn_bwd_mma", "fp32", "sm_80", "kerple", 2),
     ("attn_bwd_simt", "fp32", "sm_75", "forgetting", 2),
     ("attn_bwd_simt", "fp64", "sm_90a", "swin", 1),
 ]

@@ -239,7 +239,7 @@ def test_rotary(interleaved: bool) -> None:
     wanted = rawattn.attention_append(q, k, v, pools, step, rotary=rawattn.Rotary(cos, sin, interleaved))
     assert torch.equal(found, wanted) and torch.equal(cache.k.nan_to_num(), other.k.nan_to_num())
     with pytest.raises(UnsupportedError, match="several queries that are not causal"):
-        fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **rotary, **cache.places)
+        fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **rotary, **cache.places, window_size=[-1, -1])
     with pytest.raises(ProblemError, match="rotary_cos was given without k"):
         fa2.flash_attn_with_kvcache(q, cache.k, cache.v, **rotary, **cache.places)
     with pytest.raises(UnsupportedError, match="rotary_cos was given beside cache_leftpad"):

@@ -510,8 +510,8 @@ def test_dq_is_made_a_step_later_where_keys_are_many(kernel: Any, case: Case, dl
 
 
 @listed(
-    (ATTN_BWD_MMA, Case(batch=2, q_len=300, kv_len=400, heads=4, kv_heads=2, head_dim=size, head_dim_v=size, causal=True), True)
-    for size in (64, 128, 256)
+    (ATTN_BWD_MMA, Case(dtype, 2, 300, 400, 4, 2, size, size, causal=True), True)
+    for dtype, size in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 128))
 )
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "sm_120"])
 def test_configs_of_other_architectures(kernel: Any, case: Case, dlse: bool, arch: str) -> None:
@@ -520,6 +520,32 @@ def test_configs_of_other_architectures(kernel: Any, case: Case, dlse: bool, arc
     found = call.run(kernel, config=config)
     call.check(found)
     assert equal(call.run(kernel, config=config), found)
+
+
+FLOAT32: list[dict[str, Any]] = [
+    {"q_len": 200, "kv_len": 333},
+    {"q_len": 333, "kv_len": 200, "causal": True, "layout": "padded"},
+    {"q_len": 300, "kv_len": 300, "window": (70, 9), "softcap": 5.0, "scale": -0.2},
+    {"lengths": PACKED[2], "causal": True, "sinks": True},
+    {"q_len": 3000, "kv_len": 2500, "batch": 1, "heads": 2, "kv_heads": 1},  # sums of many numbers
+]
+
+
+@listed(
+    (
+        ATTN_BWD_MMA,
+        Case(**{"dtype": "fp32", "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": d, "head_dim_v": dv, **kind}),
+        True,
+    )
+    for kind in FLOAT32
+    for d, dv in ((64, 64), (128, 128), (256, 256), (40, 24), (80, 112), (192, 128))
+)
+def test_float32_by_tensor_cores(kernel: Any, case: Case, dlse: bool) -> None:
+    """Products of three tf32 products each are as exact as those of float32, and the same on every run."""
+    call = Call(case, dlse)
+    found = call.run(kernel)
+    call.check(found)
+    assert all(equal(call.run(kernel), found) for _ in range(5))
 
 
 @pytest.mark.parametrize("kernel", [ATTN_BWD, ATTN_BWD_MMA], ids=label)

@@ -59,14 +59,24 @@ def test_scores(name: str, kernel: str | None) -> None:
         check(dataclasses.replace(CASE, q_len=n, kv_len=m), on_gpu(name, n, m), kernel, causal=n < m)
 
 
-@pytest.mark.parametrize("dtype, head_dim", [("bf16", 128), ("fp16", 256), ("fp16", 72), ("fp32", 64), ("fp64", 40)])
-def test_formats(dtype: str, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    "dtype, head_dim, kernel",
+    [
+        ("bf16", 128, None),
+        ("fp16", 256, None),
+        ("fp16", 72, None),
+        ("fp32", 64, None),
+        ("fp32", 64, "attn_bwd_mma"),
+        ("fp64", 40, None),
+    ],
+)
+def test_formats(dtype: str, head_dim: int, kernel: str | None) -> None:
     """In every format of the call and of the arrays, with sinks and a mask whose tiles have holes."""
     case = dataclasses.replace(CASE, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, sinks=True)
     mask = on_gpu("documents_sliding", 333, 470)
     for name in ("alibi_softcap", "t5_table", "pair_bias", "forgetting"):
         for of_arrays in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            check(case, on_gpu(name, 333, 470, of_arrays), mask=mask)
+            check(case, on_gpu(name, 333, 470, of_arrays), kernel, mask=mask)
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5_table", "pair_bias", "key_bias", "forgetting", "graphormer"])

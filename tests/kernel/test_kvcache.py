@@ -291,11 +291,12 @@ IDS = np.random.default_rng(0).integers(0, 4, (8, 340)).repeat(16, 1).astype(np.
 WORDS = np.random.default_rng(1).integers(0, 256, (8, 8)).astype(np.int32)  # the ancestors of each of 8 nodes, as bits
 SLOPES = np.linspace(-0.01, 0.2, 40).astype(np.float32)
 ANCESTORS = WORDS[:, :, None] >> np.arange(8) & 1 > 0
+PAIRS = np.random.default_rng(2).standard_normal((4, 64, 5441), np.float32).astype(ELEMENTS["bf16"].dtype)  # rows begin anywhere
 
 
 def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
     """A mask and a score by name, over what they captured, of any library."""
-    ids, words, ancestors, slopes = captured
+    ids, words, ancestors, slopes, pairs = captured
     found: dict[str, Any] = {
         "documents": lambda b, h, q, kv, q_len, kv_len: ids[b, q] == ids[b, kv],
         "holes": lambda b, h, q, kv, q_len, kv_len: ((q // 50 + kv // 100 + h) % 3 != 0) & (kv // 300 % 2 == 0),
@@ -303,6 +304,7 @@ def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
         "tree": rawattn.mask.Tree(ancestors),
         "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
         "alibi": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv),
+        "pairs": lambda s, b, h, q, kv: s + pairs[h % 4, q % 64, kv],
         "capped": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv) * (ids[b, kv] > 0),
     }
     return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
@@ -310,7 +312,7 @@ def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
 
 def captured(first: int, last: int, device: str = "") -> list[Any]:
     """Returns what functions capture, for some of the sequences."""
-    found = [*(x[first:last] for x in (IDS, WORDS, ANCESTORS)), SLOPES]
+    found = [*(x[first:last] for x in (IDS, WORDS, ANCESTORS)), SLOPES, PAIRS]
     return [_moved(x, "torch", device) for x in found] if device else found
 
 
@@ -334,7 +336,10 @@ def check_functions(case: Cached, found: tuple[Any, Any], mask: str, score: str)
         wanted.check(own_o[None, first:], own_lse[None, :, first:])
 
 
-FUNCTIONS = [("documents", ""), ("holes", "slopes"), ("words", ""), ("tree", "capped"), ("", "slopes")]
+FUNCTIONS = [
+    ("documents", ""), ("holes", "slopes"), ("words", ""), ("tree", "capped"), ("", "slopes"),
+    ("documents", "pairs"), ("", "pairs"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mask", "score"), FUNCTIONS)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import rawattn
 from perf import decode
 from perf.lib import steps
 from perf.lib.steps import Caches, Decode
 from perf.lib.task import Unserved
+from rawattn.kernel.attn_decode import Config
 
 torch = pytest.importorskip("torch")
 SMALL = [
@@ -36,6 +39,24 @@ def test_ours_is_right_on_all_caches(case: Decode) -> None:
             assert steps.error(caches, found[0]) < steps.TOLERANCE < steps.error(caches, found[1])
     first.view(-1)[-1] = float("nan")
     assert steps.error(caches, first) == float("inf")
+
+
+def test_changed_forms_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of another length give the same; other fields are those of the configuration that a GPU's plan has."""
+    caches = Caches(SMALL[1], "cpu", 1)
+    first, second = (call() for call in steps.changed("split=512", caches))
+    assert steps.error(caches, first) < steps.TOLERANCE < steps.error(caches, second)
+    plans = []
+    monkeypatch.setattr(
+        rawattn, "plan_kvcache", lambda *_, **options: plans.append(options) or SimpleNamespace(config=Config(stages=3))
+    )
+    found: Any = steps.changed("cp_async=1+producers=4", caches)
+    assert [call.keywords for call in found] == [{"config": Config(cp_async=True, producers=4, stages=3)}] * len(caches.pools)
+    assert isinstance(found[0].keywords["config"].cp_async, bool)
+    found = steps.changed("split=1024+stages=2", caches)
+    assert found[0].keywords == {"split": 1024, "config": Config(stages=2)} and plans == [{}, {"split": 1024}]
+    with pytest.raises(AttributeError, match="no_field"):
+        steps.changed("no_field=1", caches)
 
 
 def test_the_bytes_are_those_that_are_read() -> None:
@@ -78,7 +99,9 @@ def test_what_cudnn_does_not_take(case: Decode) -> None:
 
 def test_cases() -> None:
     for cases, peers in decode.SETS.values():
-        assert len({case.label for case in cases}) == len(cases) and not {*filter(None, peers.split(","))} - {*steps.CONTENDERS}
+        named, changes = ([x for x in peers.split(",") if x and ("=" in x) == changed] for changed in (False, True))
+        assert len({case.label for case in cases}) == len(cases) and not {*named} - {*steps.CONTENDERS}
+        assert not {part.partition("=")[0] for x in changes for part in x.split("+")} - {"split", *Config.__dataclass_fields__}
     assert decode.TITLES.keys() == decode.SETS.keys() and decode.FP8[1].label == "B1 4k e4m3 page 64"
     assert Decode("", (3, 2), q_len=1, heads=3, kv_heads=3, head_dim=5, chunks=(2,)).flops == 4 * 3 * 5 * (3 + 2 + 1)
     assert Decode("", (3, 2), q_len=2, heads=3, kv_heads=3, head_dim=5).flops == 4 * 3 * 5 * (3 + 2 + 2 + 1)

@@ -22,6 +22,7 @@ from perf.lib.report import Result, Run
 from rawattn import compiler
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma
+from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.program import Field
 from rawattn.select import select
@@ -183,11 +184,15 @@ def test_patches_apply() -> None:
         patched = {f"{name}, {config}": altered.Patched(name).render(op, config, DEVICE.arch) for name in names}
         assert len({plain.key, *(source.key for source in patched.values())}) == 1 + len(names)
         sources |= patched
+    backward = sets.operation(sets.SETS["paper-bwd"][18])
+    config = select(backward, DEVICE, "attn_bwd_mma").config
+    last = altered.patched_bwd_mma("step_ahead").lower(backward, config, DEVICE).launches[1].source
+    sources["step_ahead"] = last
     with compiling.Pool(2) as pool:
         pool.submit(sources.values())
         results = dict(pool.results())
     refused = {name: str(results[source.key]) for name, source in sources.items() if isinstance(results[source.key], Exception)}
-    assert not refused
+    assert not refused and not results[last.key].spill_bytes  # type: ignore[union-attr]
 
 
 def test_patch_that_does_not_apply() -> None:
@@ -197,6 +202,20 @@ def test_patch_that_does_not_apply() -> None:
         altered.patch(altered.patch(source, text), text)
     with pytest.raises(ValueError, match=r"none\.cuh has not once"):
         altered.patch(source, text.replace("attn_fwd.cu", "none.cuh"))
+
+
+def test_ablations_of_gradients_change_one_launch() -> None:
+    op = sets.operation(sets.SETS["paper-bwd"][18])
+    config = select(op, DEVICE, "attn_bwd_mma").config
+    names = [each.name for each in ablate.ABLATIONS_BWD_MMA]
+    assert names[0] == "full" and len({*names}) == len(names) and {"unordered", "one_head", "step_ahead"} <= {*names}
+    plain = ATTN_BWD_MMA.lower(op, config, DEVICE)
+    for each in ablate.ABLATIONS_BWD_MMA[1:]:
+        found = each.kernel.lower(op, dataclasses.replace(config, **each.config), DEVICE)
+        assert found.launches[1] != plain.launches[1] and each.what.endswith(".")
+        if not each.config:
+            assert (found.launches[0], found.launches[2], found.scratch) == (plain.launches[0], plain.launches[2], plain.scratch)
+    assert ATTN_BWD_MMA.lower(op, config, DEVICE) == plain
 
 
 def test_ablations_leave_the_kernel_alone() -> None:
@@ -217,7 +236,12 @@ def test_ablations_change_something() -> None:
     launches = [
         each.kernel.lower(OP, dataclasses.replace(config, **each.config), DEVICE).launches[0] for each in ablate.ABLATIONS
     ]
-    assert len({(launch.source, str(launch.values)) for launch in launches}) == len(launches)
+    bounds = [each.name for each in ablate.ABLATIONS if each.what.startswith(ablate.BOUND)]
+    assert len({(launch.source, str(launch.values)) for launch in launches}) == len(launches) - len(bounds)
+    pairs = sets.operation(dataclasses.replace(sets.SETS["scores"][1], q_len=256, kv_len=256))
+    config = Config(192, 64, 4, 1)
+    sources = {each.kernel.lower(pairs, config, DEVICE).launches[-1].source for each in ablate.ABLATIONS if each.name in bounds}
+    assert len(bounds) == 3 == len(sources - {ATTN_FWD.lower(pairs, config, DEVICE).launches[-1].source})
 
 
 def gate_run(ratios: dict[str, tuple[float, float, float]]) -> Run:

@@ -1,11 +1,12 @@
-"""ptx/mma.cuh and ptx/ldmatrix.cuh: a warp's product from shared memory, of whole numbers, so that it is exact."""
+"""ptx/mma.cuh and ptx/ldmatrix.cuh: a warp's product from shared memory, of whole numbers, so that it is exact; and float32 by
+ptx/mma_tf32.cuh."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from rawattn.variant.element import BF16, FP16, Element
+from rawattn.variant.element import BF16, FP16, FP32, Element
 from tests import snippet
 
 cupy = pytest.importorskip("cupy")
@@ -40,3 +41,39 @@ def test_product(element: Element, transposed: bool) -> None:
     args = {"ab": ("Element*", ab), "d": ("float*", d)}
     snippet.run(TEXT, args, smem_bytes=1024, options={"Element": element}, transposed=int(transposed))
     np.testing.assert_array_equal(d.get(), a @ b.T)
+
+
+FLOAT32 = """
+#include "tile/fragment.cuh"
+__device__ void run(const Args& args, unsigned char*) {
+    const u32 lane = threadIdx.x;
+    u32 a[8], b[8];
+    for (u32 i = 0; i < 8; ++i) {
+        a[i] = __float_as_uint(args.a[(lane / 4 + i % 2 * 8) * 16 + i / 4 * 8 + lane % 4 + i / 2 % 2 * 4].value);
+        b[i] = __float_as_uint(args.b[(lane / 4 + i / 4 * 8) * 16 + i / 2 % 2 * 8 + lane % 4 + i % 2 * 4].value);
+    }
+    float d[8] = {};
+    Element::multiply(d, a, b), Element::multiply(d + 4, a, b + 4);
+    for (int i = 0; i < 8; ++i) args.d[(lane / 4 + 8 * fragment_row(i)) * 16 + lane % 4 * 2 + fragment_column(i)] = d[i];
+}
+"""
+
+
+WHOLE = {"whole": (3000, 60), "whole, the other way": (60, 3000)}  # of which the larger have two parts
+
+
+@pytest.mark.parametrize("numbers", [*WHOLE, "normal", "small", "large"])
+def test_product_of_float32(numbers: str) -> None:
+    """It errs by some units in the last place of the sum of its terms' sizes, and of whole numbers not at all."""
+    rng = np.random.default_rng(0)
+    if numbers in WHOLE:
+        a, b = (rng.integers(-most, most + 1, (16, 16)).astype(np.float32) for most in WHOLE[numbers])
+    else:
+        a, b = rng.standard_normal((2, 16, 16)).astype(np.float32)
+        a = np.ldexp(a, {"normal": 0, "small": -100, "large": 100}[numbers])
+    d = cupy.zeros((16, 16), "float32")
+    args = {"a": ("Element*", cupy.asarray(a)), "b": ("Element*", cupy.asarray(b)), "d": ("float*", d)}
+    snippet.run(FLOAT32, args, options={"Element": FP32})
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    allowed = 0.0 if numbers in WHOLE else 2.0**-20 * (np.abs(a) @ np.abs(b.T))
+    assert (np.abs(d.get() - a @ b.T) <= allowed).all()
