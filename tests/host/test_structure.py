@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 27900,
+    "rawattn": 27940,
     "perf": 5810,
     "cuda_src": 11400,
-    "tests": 36050,
+    "tests": 36120,
 }
 FUNCTION_LINES = 60
 
