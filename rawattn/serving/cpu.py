@@ -216,7 +216,7 @@ def _rotated(op: Append, views: Views, x: Array, positions: Array) -> Array:
 
 def combine(op: Combine, views: Views) -> None:
     """Merges the parts, in their order, into o and lse."""
-    number, o = op.element.lse_dtype, views["o"]
+    number, o = op.element.lse_dtype, views["o_0" if op.in_place else "o"]
     parts = [(views[f"o_{i}"].astype(number), views[f"lse_{i}"]) for i in range(op.count)]
     with np.errstate(all="ignore"):
         logits = [lse for _, lse in parts] + ([np.broadcast_to(views["sinks"][:, None], parts[0][1].shape)] if op.sinks else [])

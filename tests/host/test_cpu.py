@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -35,7 +36,7 @@ from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
 from tests.operations import replace
-from tests.options import cases
+from tests.options import HeadWindow, cases
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -197,6 +198,16 @@ def test_extreme_sinks(sink: float, dtype: str, monkeypatch: pytest.MonkeyPatch)
         np.testing.assert_array_equal(with_sinks[1][:, 1], without[1][:, 1])
 
 
+def test_masks_that_differ_by_head_see_the_used_queries() -> None:
+    case = Case("fp32", 2, 30, 40, 4, 2, head_dim=8, head_dim_v=8)
+    q, k, v = case.inputs()
+    used = np.array([20, 30], np.int32)
+    options: dict[str, Any] = {"mask": HeadWindow(1, 3), "q_lens": used, "kv_lens": np.array([33, 40], np.int32)}
+    o, lse = rawattn.attention(q, k, v, return_lse=True, **options)
+    expect(q, k, v, **options).check(o, lse)
+    assert (o[0, 20:] == 0).all() and (lse[0, :, 20:] == -math.inf).all()
+
+
 # ---- scores of one's own -------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +294,46 @@ def test_concurrent_calls() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_loaded_loops_wait_for_no_compilation() -> None:
+    """A process that was forked while a thread compiled another kernel holds the lock of compilations for good."""
+    case = Case("fp32", 1, 20, 30, 2, 2)
+    wanted, found = bits(run(case)), list[list[bytes]]()
+    with cpu._loading:
+        thread = threading.Thread(target=lambda: found.append(bits(run(case))), daemon=True)
+        thread.start()
+        thread.join(20)
+    assert found == [wanted]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_forks_compute() -> None:
+    """Also where threads of the parent compute: the loops keep no pool and no lock."""
+    text = """\
+import json, os, threading, warnings, numpy as np, rawattn
+from rawattn import cpu
+x, config = np.random.default_rng(0).standard_normal((2, 150, 2, 16), np.float32), cpu.Config(tile_q=32, threads=3)
+wanted, done = rawattn.attention(x, x, x, config=config).tobytes(), threading.Event()
+
+def repeat():
+    while not done.is_set():
+        rawattn.attention(x, x, x, config=config)
+
+thread = threading.Thread(target=repeat)
+thread.start()
+warnings.simplefilter("ignore")  # Python's, of forks beside threads
+codes = []
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if rawattn.attention(x, x, x, config=config).tobytes() == wanted else 1)
+    codes.append(os.waitpid(child, 0)[1])
+done.set()
+thread.join()
+print(json.dumps(codes))
+"""
+    assert process(text) == [0, 0, 0]
 
 
 def test_an_error_ends_the_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +431,21 @@ def test_torch_tensors(case: Case) -> None:
     assert o.dtype == inputs[0].dtype and lse.dtype == (torch.float64 if case.dtype == "fp64" else torch.float32)
     expect(*inputs, **case.options).check(o, lse)
     np.testing.assert_array_equal(np.asarray(o.double()), attend(case, *case.inputs())[0].astype(np.float64))
+
+
+def test_kept_calls_hold_no_tensor() -> None:
+    """A call with the same tensors is kept, and moved to others that lie so; it keeps none of them alive."""
+    first, second = ([torch.randn(2, 30, 4, 16) for _ in range(3)] for _ in range(2))
+    wanted = [rawattn.attention(*(x.numpy() for x in own), causal=True) for own in (first, second)]
+    for _ in range(2):
+        for own, each in zip((first, second), wanted, strict=True):
+            np.testing.assert_array_equal(rawattn.attention(*own, causal=True).numpy(), each)
+    first[0].fill_(0.5)  # the same memory, other numbers
+    other = rawattn.attention(*(x.numpy() for x in first), causal=True)
+    np.testing.assert_array_equal(rawattn.attention(*first, causal=True).numpy(), other)
+    gone = [weakref.ref(x) for x in first]
+    del first, own
+    assert [x() for x in gone] == [None] * 3
 
 
 def test_out_is_written_in_place() -> None:
