@@ -17,7 +17,7 @@ from .device import Device
 from .eager import eager
 from .errors import ProblemError
 from .operation import Backward, Forward, Operation, from_json
-from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all
+from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all, spared_capture
 from .program import Program
 from .select import Selection, select, warn_once
 from .spec import Window, is_int, make_dropout
@@ -726,11 +726,12 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
         op = asked.operation.of_call(found, asked.options, asked.lengths)
         assert first is not None, "of_call raises where there is no array"
         device = device_of(first)
-        selection = select(op, device, asked.kernel, asked.config)
-        if selection.slow is not None:
-            warn_once(selection.slow)
-        log_operation(op)
-        plan = Plan(op, device, selection, first.library, on_compile)
+        with spared_capture(first):
+            selection = select(op, device, asked.kernel, asked.config)
+            if selection.slow is not None:
+                warn_once(selection.slow)
+            log_operation(op)
+            plan = Plan(op, device, selection, first.library, on_compile)
         if asked.is_kept:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan

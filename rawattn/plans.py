@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import struct
@@ -161,6 +162,13 @@ class Plan:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce__()
+
+
+def spared_capture(first: Array) -> contextlib.AbstractContextManager[None]:
+    """The surroundings in which a plan is made for arrays such as this one: ``driver.spared_capture`` of the current stream."""
+    if first.is_cpu:
+        return contextlib.nullcontext()
+    return driver.spared_capture(arrays.stream_of(first.library)(first.device), first.device)
 
 
 def load_all(op: Operation, selection: Selection, device: Device) -> None:

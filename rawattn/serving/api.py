@@ -18,7 +18,7 @@ from ..kernel.paging import over_tensors
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
 from ..operation.kvcache import table_of
-from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, to_libraries
+from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
 from ..select import select
 from ..spec import Spec, Window
 from ..trace.proofs import Limits
@@ -612,7 +612,8 @@ def _call_of(
     key = (op, device, first.library, kernel, config)
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan(op, device, select(op, device, kernel, config), first.library)
+        with spared_capture(first):
+            plan = Plan(op, device, select(op, device, kernel, config), first.library)
         cache_put(_plans, key, plan, KEPT_CALLS)
     return plan.bind(found, loose)  # type: ignore[return-value]
 
