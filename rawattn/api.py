@@ -613,19 +613,21 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
             family = _family(key, asked)
             if family is not None:
                 cache_put(_families, family, call, KEPT_PLANS)
-            _keep(key, _layout(key, asked), asked, call)
+            _keep(key, asked, call)
         elif key is not None and not asked.has_functions:
-            _keep(key, _layout(key, asked), asked, call)
+            _keep(key, asked, call)
     return one_or_all(call(given[0], out, captured) if numbers is None else call(given[0], out, captured, (), numbers))
 
 
-def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall | CpuCall) -> None:
+def _keep(key: Any, asked: Asked, call: GpuCall | CpuCall) -> None:
     """Keeps a call for its tensors, and for those that lie so; where it takes other numbers, for all of them."""
     if asked.is_kept:
         owner = asked.without_numbers if call.op.takes_numbers else asked
         cache_put(_calls, (owner, key), call, KEPT_CALLS)
-        cache_put(_layouts, (owner, layout), call, KEPT_CALLS)
-        if asked.has_functions and call.op.holds_in_steps(asked.options):
+        is_gpu = isinstance(call, GpuCall)  # a CPU's configurations are for one length
+        if asked.has_functions or not is_gpu:
+            cache_put(_layouts, (owner, _layout(key, asked)), call, KEPT_CALLS)
+        if is_gpu and (not asked.has_functions or call.op.holds_in_steps(asked.options)):
             cache_put(_layouts, (owner, _layout_in_steps(key, asked)), call, KEPT_CALLS)
 
 
@@ -658,14 +660,12 @@ def keep_at(place: tuple[Any, ...], call: GpuCall) -> None:
 
 
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
-    """A key of tensors that lie so, wherever, for which the same program serves, and is known to where there are functions: those
-    are proved for lengths, and a CPU's configurations are for one."""
-    operation = Operation if asked.has_functions or not key[0][0][-1] else asked.operation
-    return (operation.layout_key(key[0], asked.options), key[1])
+    """A key of tensors of these lengths that lie so, wherever."""
+    return (Operation.layout_key(key[0], asked.options), key[1])
 
 
 def _layout_in_steps(key: Any, asked: Asked) -> tuple[Any, ...]:
-    """The same where functions are proved for all lengths of which the same is lowered."""
+    """A key of all for which the same program serves; functions are to be proved for all lengths of which the same is lowered."""
     return (asked.operation.layout_key(key[0], asked.options), key[1], "in steps")
 
 
@@ -691,9 +691,11 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
     lengths or offsets are others: a call of the same family, resized."""
     if not arrays.have_memory(given, key[0]):
         return None, None
-    like, numbers = _kept(_layouts, asked, layout := _layout(key, asked))
-    if like is None and asked.has_functions and not is_logging():  # to which each new operation goes
+    like, numbers = None, None
+    if not (asked.has_functions and is_logging()):  # to which each new operation goes
         like, numbers = _kept(_layouts, asked, _layout_in_steps(key, asked))
+    if like is None:
+        like, numbers = _kept(_layouts, asked, _layout(key, asked))
     if like is not None:
         call = moved(like, key[0], asked)
         cache_put(_calls, (asked if numbers is None else asked.without_numbers, key), call, KEPT_CALLS)
@@ -710,7 +712,7 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
     call = like.resized(op, found)
     if op is not like.op:
         log_operation(op)
-    _keep(key, layout, asked, call)
+    _keep(key, asked, call)
     return call, None
 
 
