@@ -17,7 +17,7 @@ from .device import Device
 from .eager import eager
 from .errors import ProblemError
 from .operation import Backward, Forward, Operation, from_json
-from .plans import NO_GRAD, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all
+from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all
 from .program import Program
 from .select import Selection, select, warn_once
 from .spec import Window, is_int, make_dropout
@@ -36,8 +36,8 @@ OPTIONS = (
 NO_LENGTHS = (None, None)
 _plans: dict[Any, Plan] = {}
 _families: dict[Any, GpuCall] = {}
-_layouts: dict[Any, GpuCall] = {}
-_calls: dict[Any, GpuCall] = {}
+_layouts: dict[Any, Any] = {}  # GpuCall, and CpuCall where there are no functions
+_calls: dict[Any, Any] = {}
 _logged: set[Any] = set()
 _torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
 
@@ -614,10 +614,12 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
             if family is not None:
                 cache_put(_families, family, call, KEPT_PLANS)
             _keep(key, _layout(key, asked), asked, call)
+        elif key is not None and not asked.has_functions:
+            _keep(key, _layout(key, asked), asked, call)
     return one_or_all(call(given[0], out, captured) if numbers is None else call(given[0], out, captured, (), numbers))
 
 
-def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
+def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall | CpuCall) -> None:
     """Keeps a call for its tensors, and for those that lie so; where it takes other numbers, for all of them."""
     if asked.is_kept:
         owner = asked.without_numbers if call.op.takes_numbers else asked
@@ -638,14 +640,16 @@ def _kept(calls: Mapping[Any, GpuCall], asked: Asked, key: Any) -> tuple[GpuCall
 
 
 def call_of(given: tuple[Any, ...], asked: Asked) -> GpuCall | None:
-    """The call that is kept for these tensors; None where there is none."""
+    """The call that is kept for these tensors of a GPU; None where there is none."""
     key = _key(given, ())
-    return None if key is None else _calls.get((asked, key))
+    call = None if key is None else _calls.get((asked, key))
+    return call if isinstance(call, GpuCall) else None
 
 
 def kept_at(place: tuple[Any, ...]) -> GpuCall | None:
     """The call that a door keeps under a key of its own; None where there is none."""
-    return _calls.get(place)
+    found: GpuCall | None = _calls.get(place)
+    return found
 
 
 def keep_at(place: tuple[Any, ...], call: GpuCall) -> None:
@@ -655,8 +659,8 @@ def keep_at(place: tuple[Any, ...], call: GpuCall) -> None:
 
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
     """A key of tensors that lie so, wherever, for which the same program serves, and is known to where there are functions: those
-    are proved for lengths."""
-    operation = Operation if asked.has_functions else asked.operation
+    are proved for lengths, and a CPU's configurations are for one."""
+    operation = Operation if asked.has_functions or not key[0][0][-1] else asked.operation
     return (operation.layout_key(key[0], asked.options), key[1])
 
 
