@@ -89,7 +89,7 @@ def bits(arrays: Arrays) -> list[bytes]:
     return [x.tobytes() for x in arrays]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(cases(sinks=None))
 def test_reference(case: Case) -> None:
     check(case)
@@ -277,7 +277,7 @@ def test_masks_of_several_runs() -> None:
     wanted = reference.attention_backward(do, q, k, v, mask=Odd())
     for mine, theirs in zip(found[:3], wanted[:3], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UnsupportedError, match=r"several runs of keys with a definition in Python, keep\(\.\.\.\), and Undefined"):
+    with pytest.raises(UnsupportedError, match=r"of several runs of keys with a definition .* and Undefined"):
         rawattn.attention(q, k, v, mask=Undefined())
     with pytest.raises(UnsupportedError, match="invariant is for built-in ones"):
         rawattn.attention(q, k, v, mask=Odd(), invariant=True)
