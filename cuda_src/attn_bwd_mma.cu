@@ -9,7 +9,8 @@
 // dk and dv of its part of the columns, for all of the tile's queries: alone, a warp has P' and dS' as left operands in its registers;
 // several meet in shared memory. dq needs dS of all keys, and is shared out again; its parts go from registers to the sum of their
 // tile in scratch, where Store sets the order. Every thread loads: K and V once, Q and dO a step ahead.
-// Numbers have 16 bits or 32: Blocks knows how these become operands of products, and Element how they are multiplied.
+// Numbers have 16 bits or 32, sums 32. A product goes over blocks of 16 x 16 numbers: Blocks brings them from tiles to registers and
+// makes them of sums, Element multiplies them.
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
 //   barrier                  arrives        waits          protects
@@ -70,12 +71,12 @@ template struct LaunchOption<Launch>;
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
 
 constexpr int warp_count = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
-constexpr int chunk_q = cfg::chunk_q, part_q = cfg::tile_q / cfg::sharing, chunks = part_q / chunk_q;  // of a warp's queries
-constexpr int blocks = QTile::blocks, v_blocks = DoTile::blocks;                                        // of 16 columns
+constexpr int chunk_q = cfg::chunk_q, part_q = cfg::tile_q / cfg::sharing, q_chunks = part_q / chunk_q;  // of a warp's queries
+constexpr int blocks = QTile::blocks, v_blocks = DoTile::blocks;                                          // of 16 columns
 constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v_blocks, cfg::sharing);
 constexpr int dq_column_warps = warp_count / cfg::dq_row_warps;
 constexpr int dq_blocks = ceil_div(blocks, dq_column_warps), dq_m_tiles = cfg::tile_q / 16 / cfg::dq_row_warps;
-static_assert(cfg::tile_kv * cfg::sharing == warp_count * 16 * m_tiles && chunks * chunk_q == part_q && chunk_q % 16 == 0);
+static_assert(cfg::tile_kv * cfg::sharing == warp_count * 16 * m_tiles && q_chunks * chunk_q == part_q && chunk_q % 16 == 0);
 static_assert(warp_count % cfg::dq_row_warps == 0 && dq_m_tiles * cfg::dq_row_warps * 16 == cfg::tile_q);
 
 // Pairs of queries and keys: what they are weighed by, and this thread's first of each.
@@ -91,9 +92,9 @@ struct Stage {
     const float *lse_log2, *delta;
     const float factor;
 };
-using Sums = float[m_tiles][8];  // of 16 columns, and this warp's keys
-using Operand = u32[Blocks::words];
-using Words = u32[m_tiles][Blocks::words];  // the same as A operands
+using Sums = float[m_tiles][8];      // of 16 columns, and this warp's keys: a block of 16 x 16 for each 16 keys
+using Operand = u32[Blocks::words];  // a block of numbers, a lane's words
+using Words = Operand[m_tiles];      // Sums as A operands
 
 // A thread's numbers for the queries of a block: lse_log2 or delta, four of them.
 struct QueryStatistics {
@@ -167,12 +168,13 @@ struct Warp {
         const auto load_queries = [&](Operand& to, int step, int j) { queries.load(to, j, step); };
         multiply<steps, Blocks::unrolled(steps)>(sums, load_keys, load_queries);
     }
-    // sums += a b over queries from first_q on, for this warp's part of the columns.
+    // sums += a b over queries from first_q on, for this warp's part of the columns; `unrolled` steps at a time.
     template <int steps, int unrolled, int columns, class A, class B>
     __device__ void multiply_queries(Sums (&sums)[columns], A a, const B& b, u32 first_q, u32 lane) const {
         const Blocks::RightTransposed<B> queries(b, first_q, member, lane);
         multiply<steps, unrolled>(sums, a, [&](Operand& to, int step, int j) { queries.load(to, step, j * cfg::sharing); });
     }
+    // Of P' or dS' in registers, which only code without a loop can index.
     template <int columns, class B>
     __device__ void multiply_own(Sums (&sums)[columns], const Words (&a)[chunk_q / 16], const B& b, u32 first_q) const {
         const auto load = [&](Operand& to, int step, int i) {
@@ -181,12 +183,14 @@ struct Warp {
         };
         multiply_queries<chunk_q / 16, chunk_q / 16>(sums, load, b, first_q, ptx::lane_id());
     }
+    // Of P' or dS' of all warps that share the keys.
     template <int columns, class B>
     __device__ void multiply_shared(Sums (&sums)[columns], const PTile& a, const B& b) const {
         const Blocks::Left<PTile> keys(a, first_key);
         const auto load = [&](Operand& to, int step, int i) { keys.load(to, i, step); };
         multiply_queries<cfg::tile_q / 16, Blocks::unrolled(cfg::tile_q / 16)>(sums, load, b, 0, lane);
     }
+    // Writes P' or dS' where other warps read it.
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
         const Blocks::Writer<PTile> writer(first_key, first_q / 16, ptx::lane_id());
 #pragma unroll
@@ -316,7 +320,7 @@ struct Block {
         const Score score(args, rows, own);
         const Weight weight(args, rows, own);
 #pragma unroll 1
-        for (int i = 0; i < chunks; ++i) {
+        for (int i = 0; i < q_chunks; ++i) {
             const i32 first = i32(warp.member) * part_q + i * chunk_q;
             const Pairs pairs = {mask, score, own.q_begin + first + i32(warp.lane) % 4 * 2, first_key()};
             const auto weights = weight.template transposed<chunk_q / 16, m_tiles>(pairs.q, pairs.kv);

@@ -3,7 +3,8 @@
 // (lse_p = -inf) takes no part, whatever its o holds. What else is in the sum of a row (sinks) joins here, once.
 //
 // A warp folds a row of o. Lane l has columns l * cfg::width and on, and those 32 * cfg::width further, and so on. A weight is
-// computed by one lane, and given to the others. No thread waits for another's memory, so there is no barrier.
+// computed by one lane, and given to the others. No thread waits for another's memory, so there is no barrier. A thread writes what
+// it alone has read: o may lie where the first part's o lies.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options Element, Rows, Parts, Softmax, Store, Launch
 #include "tile/facts.cuh"
@@ -29,14 +30,13 @@ struct Fold {
     __device__ int column(int strip) const { return (strip * 32 + lane) * cfg::width; }
 
     // What takes no part is read all the same: loads that hang on no lse are on their way together.
-    template <class T>
-    __device__ void add(const T* row, Number weight, bool takes_part) {
+    __device__ void add(const Parts& parts, i32 p, i32 row, Number weight, bool takes_part) {
 #pragma unroll
         for (int i = 0; i < strips; ++i) {
             if (column(i) >= cfg::head_dim_v) continue;
-            const auto part = *reinterpret_cast<const Vector<T, cfg::width>*>(row + column(i));
+            const auto part = parts.template o<cfg::width>(p, row, column(i));
 #pragma unroll
-            for (int x = 0; x < cfg::width; ++x) o[i][x] = takes_part ? o[i][x] + weight * widen(part.x[x]) : o[i][x];
+            for (int x = 0; x < cfg::width; ++x) o[i][x] = takes_part ? o[i][x] + weight * part.x[x] : o[i][x];
         }
         total = takes_part ? total + weight : total;
     }
@@ -53,7 +53,7 @@ struct Fold {
             const Number weight = lse == top ? Number(1) : ptx::exp2((lse - top) * Number(log2_e));
             const u32 taking_part = __ballot_sync(0xffffffffu, lse != Number(minus_inf));
             for (i32 i = 0; i < min(32, parts.count - first); ++i)
-                add(parts.o(first + i, row), __shfl_sync(0xffffffffu, weight, i), taking_part >> i & 1);
+                add(parts, first + i, row, __shfl_sync(0xffffffffu, weight, i), taking_part >> i & 1);
         }
     }
     __device__ void store(const Store& out, const Softmax& softmax, i32 row) const {

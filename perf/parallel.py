@@ -91,13 +91,18 @@ class Times(NamedTuple):
 
 def predict(count: int, tokens: int, heads: int, kv_heads: int, head_dim: int, rates: Rates) -> Times:
     """Predicts the causal zigzag ring in 16 bits; ``perf/notes/parallel.md`` has the formulas."""
+    from rawattn.parallel.partial import FEW_RANKS, HELD_BYTES
+
     rows, size = tokens / count, 2
     flops = 4 * head_dim * heads * rows**2 / 2  # of a step
     step = flops / rates.forward, 2.5 * flops / rates.backward
     sent = 2 * rows * kv_heads * head_dim * size  # k and v of a rank
     transfer = sent / rates.link + rates.latency
-    merged = (0.75 * count + 1) * rows * heads * head_dim * size / rates.memory
+    o_bytes = rows * heads * head_dim * size
+    merged = (0.75 * count + 1) * o_bytes / rates.memory
     added = 3 * merged + (10 * max(count - 2, 0) * 3 * 0.75 * rows * heads * head_dim / rates.memory)
+    if count > FEW_RANKS and count * o_bytes > HELD_BYTES:  # each two are added to a sum in float32
+        merged += 0.75 * count / 2 * 8 / size * o_bytes / rates.memory
     late = max(0.0, transfer - step[1] / 2)  # half of a rank's own work hides the first keys, half the last gradients
     forward = step[0] + (count - 1) * max(step[0], transfer) + merged
     backward = step[1] + (count - 1) * max(step[1], 2 * transfer) + 2 * late + added

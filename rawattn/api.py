@@ -17,7 +17,7 @@ from .device import Device
 from .eager import eager
 from .errors import ProblemError
 from .operation import Backward, Forward, Operation, from_json
-from .plans import NO_GRAD, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all
+from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all, spared_capture
 from .program import Program
 from .select import Selection, select, warn_once
 from .spec import Window, is_int, make_dropout
@@ -36,8 +36,8 @@ OPTIONS = (
 NO_LENGTHS = (None, None)
 _plans: dict[Any, Plan] = {}
 _families: dict[Any, GpuCall] = {}
-_layouts: dict[Any, GpuCall] = {}
-_calls: dict[Any, GpuCall] = {}
+_layouts: dict[Any, Any] = {}  # GpuCall, and CpuCall where there are no functions
+_calls: dict[Any, Any] = {}
 _logged: set[Any] = set()
 _torch_op: Any = None  # the module torch_op, from the first call on where torch is loaded
 
@@ -613,17 +613,21 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
             family = _family(key, asked)
             if family is not None:
                 cache_put(_families, family, call, KEPT_PLANS)
-            _keep(key, _layout(key, asked), asked, call)
+            _keep(key, asked, call)
+        elif key is not None and not asked.has_functions:
+            _keep(key, asked, call)
     return one_or_all(call(given[0], out, captured) if numbers is None else call(given[0], out, captured, (), numbers))
 
 
-def _keep(key: Any, layout: Any, asked: Asked, call: GpuCall) -> None:
+def _keep(key: Any, asked: Asked, call: GpuCall | CpuCall) -> None:
     """Keeps a call for its tensors, and for those that lie so; where it takes other numbers, for all of them."""
     if asked.is_kept:
         owner = asked.without_numbers if call.op.takes_numbers else asked
         cache_put(_calls, (owner, key), call, KEPT_CALLS)
-        cache_put(_layouts, (owner, layout), call, KEPT_CALLS)
-        if asked.has_functions and call.op.holds_in_steps(asked.options):
+        is_gpu = isinstance(call, GpuCall)  # a CPU's configurations are for one length
+        if asked.has_functions or not is_gpu:
+            cache_put(_layouts, (owner, _layout(key, asked)), call, KEPT_CALLS)
+        if is_gpu and (not asked.has_functions or call.op.holds_in_steps(asked.options)):
             cache_put(_layouts, (owner, _layout_in_steps(key, asked)), call, KEPT_CALLS)
 
 
@@ -638,14 +642,16 @@ def _kept(calls: Mapping[Any, GpuCall], asked: Asked, key: Any) -> tuple[GpuCall
 
 
 def call_of(given: tuple[Any, ...], asked: Asked) -> GpuCall | None:
-    """The call that is kept for these tensors; None where there is none."""
+    """The call that is kept for these tensors of a GPU; None where there is none."""
     key = _key(given, ())
-    return None if key is None else _calls.get((asked, key))
+    call = None if key is None else _calls.get((asked, key))
+    return call if isinstance(call, GpuCall) else None
 
 
 def kept_at(place: tuple[Any, ...]) -> GpuCall | None:
     """The call that a door keeps under a key of its own; None where there is none."""
-    return _calls.get(place)
+    found: GpuCall | None = _calls.get(place)
+    return found
 
 
 def keep_at(place: tuple[Any, ...], call: GpuCall) -> None:
@@ -654,14 +660,12 @@ def keep_at(place: tuple[Any, ...], call: GpuCall) -> None:
 
 
 def _layout(key: Any, asked: Asked) -> tuple[Any, ...]:
-    """A key of tensors that lie so, wherever, for which the same program serves, and is known to where there are functions: those
-    are proved for lengths."""
-    operation = Operation if asked.has_functions else asked.operation
-    return (operation.layout_key(key[0], asked.options), key[1])
+    """A key of tensors of these lengths that lie so, wherever."""
+    return (Operation.layout_key(key[0], asked.options), key[1])
 
 
 def _layout_in_steps(key: Any, asked: Asked) -> tuple[Any, ...]:
-    """The same where functions are proved for all lengths of which the same is lowered."""
+    """A key of all for which the same program serves; functions are to be proved for all lengths of which the same is lowered."""
     return (asked.operation.layout_key(key[0], asked.options), key[1], "in steps")
 
 
@@ -687,9 +691,11 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
     lengths or offsets are others: a call of the same family, resized."""
     if not arrays.have_memory(given, key[0]):
         return None, None
-    like, numbers = _kept(_layouts, asked, layout := _layout(key, asked))
-    if like is None and asked.has_functions and not is_logging():  # to which each new operation goes
+    like, numbers = None, None
+    if not (asked.has_functions and is_logging()):  # to which each new operation goes
         like, numbers = _kept(_layouts, asked, _layout_in_steps(key, asked))
+    if like is None:
+        like, numbers = _kept(_layouts, asked, _layout(key, asked))
     if like is not None:
         call = moved(like, key[0], asked)
         cache_put(_calls, (asked if numbers is None else asked.without_numbers, key), call, KEPT_CALLS)
@@ -706,7 +712,7 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
     call = like.resized(op, found)
     if op is not like.op:
         log_operation(op)
-    _keep(key, layout, asked, call)
+    _keep(key, asked, call)
     return call, None
 
 
@@ -722,11 +728,12 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
         op = asked.operation.of_call(found, asked.options, asked.lengths)
         assert first is not None, "of_call raises where there is no array"
         device = device_of(first)
-        selection = select(op, device, asked.kernel, asked.config)
-        if selection.slow is not None:
-            warn_once(selection.slow)
-        log_operation(op)
-        plan = Plan(op, device, selection, first.library, on_compile)
+        with spared_capture(first):
+            selection = select(op, device, asked.kernel, asked.config)
+            if selection.slow is not None:
+                warn_once(selection.slow)
+            log_operation(op)
+            plan = Plan(op, device, selection, first.library, on_compile)
         if asked.is_kept:
             cache_put(_plans, key, plan, KEPT_PLANS)
     return plan

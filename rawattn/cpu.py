@@ -77,14 +77,26 @@ def _cap(score: Score) -> float | None:
     return score.cap if logit is Softcap.logit and hasattr(score, "cap") else None
 
 
-def has_loops(score: Score) -> bool:
-    """Says whether the loops know a score: a built-in one, or a Python function."""
-    return hasattr(score, "arrays") or _cap(score) is not None
+def _known_cap(mask: Pairs, score: Score) -> float | None:
+    """The same where neither is a traced function: None also for a mask whose queries keep several runs of keys."""
+    return None if hasattr(mask, "keep") else _cap(score)
+
+
+def has_loops(mask: Pairs, score: Score) -> bool:
+    """Says whether the loops know a mask and a score: each is built in, or a Python function."""
+    return (hasattr(mask, "arrays") or not hasattr(mask, "keep")) and (hasattr(score, "arrays") or _cap(score) is not None)
+
+
+def undefined(mask: Pairs) -> str | None:
+    """The reason why nothing is computed by a mask of several runs of keys that does not say which; None for others."""
+    if not getattr(mask, "lists", False) or hasattr(mask, "arrays") or hasattr(mask, "keep"):
+        return None
+    return f"it takes masks of several runs of keys with a definition in Python, keep(...), and {type(mask).__name__} has none"
 
 
 NOT_INVARIANT = (
-    "array operations compute a score of your own, whose bits follow from how many rows there are; invariant is for built-in "
-    "scores and Python functions"
+    "array operations compute a mask's keep(...) or a score of your own, and bits follow from how many rows there are; invariant "
+    "is for built-in ones and Python functions"
 )
 
 
@@ -102,9 +114,16 @@ _loading = threading.Lock()
 def load(element: Element, name: str = "attend") -> Kernel:
     """The loops of that name in lanes.py, "attend" or "backward", for an element. The first call compiles them, which takes
     seconds and shows a spinner on a terminal, or reads them from the cache folder; later calls cost nothing."""
-    number = np.dtype(element.lse_dtype).name
-    with _loading:
-        return _load(name, number, _storage(element).name if name == "attend" else number)
+    found = _loaded.get((element.name, name))
+    if found is None:
+        number = np.dtype(element.lse_dtype).name
+        with _loading:
+            found = _load(name, number, _storage(element).name if name == "attend" else number)
+        _loaded[element.name, name] = found
+    return found
+
+
+_loaded: dict[tuple[str, str], Kernel] = {}
 
 
 @functools.cache
@@ -171,7 +190,10 @@ def _table(element: Element) -> Array:
 
 
 def _element(x: Array) -> Element:
-    return next(element for element in ELEMENTS.values() if x.dtype == element.dtype)
+    return _BY_DTYPE[x.dtype]
+
+
+_BY_DTYPE = {np.dtype(element.dtype): element for element in ELEMENTS.values()}
 
 
 def _ends(name: str, cu_seqlens: Array, rows: int) -> list[int]:
@@ -331,7 +353,7 @@ def _known(sequences: list[Sequence], heads: int, invariant: bool) -> float | No
     compiling them to pay."""
     own = functions.host_functions(sequences[0].mask, sequences[0].score)
     if own.mask is None and own.score is None:
-        return _cap(sequences[0].score)
+        return _known_cap(sequences[0].mask, sequences[0].score)
     if not invariant and sum(len(each.q) * each.kv_len for each in sequences) * heads < FEW_PAIRS:
         return None
     return 0.0 if own.score is not None else _cap(sequences[0].score)
@@ -341,11 +363,130 @@ FEW_PAIRS = 1 << 22  # that the formula computes as soon as functions are compil
 
 
 class _Unit(NamedTuple):
+    """Some queries of a sequence, and the heads that share one head of k and v, for the formula."""
+
     sequence: Sequence
-    functions: _Functions
     kv_head: int
     queries: slice
     keys: int  # that it visits, more or less
+
+
+class _Units(NamedTuple):
+    """Units as the loops take them (``lanes.FIELDS``), about what each costs, and the keys that their rows keep."""
+
+    table: Array
+    costs: Array
+    begin: Array
+    end: Array
+
+    def chunks(self, threads: int) -> list[Array]:
+        """The units in some runs of about the same cost, the longest units first, so that the threads end together."""
+        if threads == 1 or len(self.table) < 2:
+            return [self.table]
+        order = np.argsort(-self.costs, kind="stable")
+        sums = np.cumsum(self.costs[order])
+        shares = (sums - 1) * (threads * CHUNKS_PER_THREAD) // max(1, sums[-1])
+        return np.split(self.table[order], np.flatnonzero(np.diff(shares)) + 1)
+
+
+CHUNKS_PER_THREAD = 8  # of units, which one call of the loops computes
+
+
+NO_UNITS = _Units(np.zeros((0, 1), np.int64), *[np.zeros(0, np.int64)] * 3)
+
+
+class _Work(NamedTuple):
+    """Arrays of four dimensions, and of lse three, of one or several sequences, and units of them."""
+
+    q: Array
+    k: Array
+    v: Array
+    pages: Array
+    o: Array
+    lse: Array
+    units: _Units
+    functions: _Functions = NO_FUNCTIONS
+
+
+def _flat(bounds: tuple[Array, Array], kv_heads: int) -> tuple[Array, Array, int]:
+    """First and last keys of (queries, heads) in the order of the loops' rows, one head of k and v after the other; and how many
+    there are of each such head, 0 where all have the same."""
+    queries, heads = bounds[0].shape
+    if all(bound.strides[1] == 0 for bound in bounds):
+        bounds, kv_heads, heads = tuple(bound[:, : heads // kv_heads] for bound in bounds), 1, heads // kv_heads  # type: ignore[assignment]
+    shape = queries, kv_heads, heads // max(1, kv_heads)
+    begin, end = (np.ascontiguousarray(x.reshape(shape).transpose(1, 0, 2), np.int64).ravel() for x in bounds)
+    return begin, end, 0 if kv_heads == 1 else queries * shape[2]
+
+
+def _sequence_units(bounds: tuple[Array, Array], kv_heads: int, step: int, kv_len: int) -> _Units:
+    """The units of a forward of one sequence, of which each has ``step`` queries, for a sequence of number 0 in its arrays."""
+    from .lanes import BOUNDS, FIELDS, HEAD, KEYS, KV_HEAD, QUERIES, QUERY, ROW
+
+    (q_len, heads), (begin, end, of_head) = bounds[0].shape, _flat(bounds, kv_heads)
+    first, head = (x.ravel() for x in np.meshgrid(np.arange(0, q_len, step), np.arange(kv_heads), indexing="ij"))
+    table, last, group = np.zeros((len(first), FIELDS), np.int64), np.minimum(first + step, q_len), heads // max(1, kv_heads)
+    table[:, ROW], table[:, QUERY], table[:, QUERIES], table[:, KEYS] = first, first, last - first, kv_len
+    table[:, KV_HEAD], table[:, HEAD], table[:, BOUNDS] = head, head * group, head * of_head + first * group
+    visits = (bounds[1][last - 1] - bounds[0][first]).max(1, initial=0)
+    return _Units(table, np.maximum(visits, 0) * (last - first) + 1, begin, end)
+
+
+def _joined(each: list[_Units], places: list[tuple[int, int, int, int, int]]) -> _Units:
+    """The units of several sequences, given for each its number in the batch and first row of q, the place of its first page and
+    first row of k, and its number among all."""
+    from .lanes import BATCH, BOUNDS, KEY, PAGE, ROW, SEQUENCE
+
+    if not each:
+        return NO_UNITS
+    counts = [len(units.table) for units in each]
+    first_bounds = np.cumsum([0, *[len(units.begin) for units in each[:-1]]])
+    table = np.concatenate([units.table for units in each])
+    columns = [BATCH, ROW, PAGE, KEY, SEQUENCE, BOUNDS]
+    table[:, columns] += np.repeat(np.column_stack([np.array(places, np.int64), first_bounds]), counts, axis=0)
+    return _Units(table, *(np.concatenate([units[i] for units in each]) for i in range(1, 4)))
+
+
+@functools.lru_cache(maxsize=32)
+def _dense_units(mask: Pairs, heads: int, kv_heads: int, step: int, batch: int, q_len: int, kv_len: int) -> _Units:
+    """The units of a forward of sequences of one length."""
+    units = _sequence_units(kept(mask, heads, q_len, kv_len), kv_heads, step, kv_len)
+    return _copied(units, batch)
+
+
+def _copied(units: _Units, batch: int) -> _Units:
+    """The units of the first sequence of a batch for all its sequences."""
+    from .lanes import BATCH, PAGE, SEQUENCE
+
+    table, numbers = np.tile(units.table, (batch, 1)), np.repeat(np.arange(batch), len(units.table))
+    table[:, BATCH] = table[:, PAGE] = table[:, SEQUENCE] = numbers
+    return units._replace(table=table, costs=np.tile(units.costs, batch))
+
+
+def _units_of(
+    places: list[tuple[Any, Any, Any]], mask: Pairs, heads: int, kv_heads: int, step: int, q: Array, k: Array,
+    q_lens: Array | None, kv_lens: Array | None,
+) -> _Units:  # fmt: skip
+    """The units of a forward of sequences of any lengths."""
+
+    @functools.cache
+    def units(used: int, q_len: int, kv_len: int) -> _Units:
+        own = mask if used == q_len else UsedQueries(mask, used)
+        return _sequence_units(kept(own, heads, q_len, kv_len), kv_heads, step, kv_len)
+
+    each = []
+    for i, (rows, keys, _) in enumerate(places):
+        q_len, kv_len = len(q[rows]), len(k[keys]) if kv_lens is None else int(kv_lens[i])
+        each.append(units(q_len if q_lens is None else int(q_lens[i]), q_len, kv_len))
+    return _joined(each, [_place(i, rows, keys) for i, (rows, keys, _) in enumerate(places)])
+
+
+def _place(i: int, rows: Any, keys: Any) -> tuple[int, int, int, int, int]:
+    """Says for ``_joined`` where the sequence i lies."""
+    return (0, rows.start, 0, keys.start, i) if isinstance(rows, slice) else (i, 0, i, 0, i)
+
+
+SMALL = 1 << 14  # rows of a sequence or units of a call, up to which what follows from lengths alone is kept for the next call
 
 
 def run_forward(
@@ -358,16 +499,40 @@ def run_forward(
 
     Raises ProblemError where cu_seqlens do not describe sequences of these arrays.
     """
-    heads, bounds_of, sequences = q.shape[-2], functools.cache(kept), []
-    for i, (rows, keys, at) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
+    heads, kv_heads, cap, own = q.shape[-2], k.shape[-2], None, functions.host_functions(mask, score)
+    places = _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
+    if own.mask is None and own.score is None and (cap := _known_cap(mask, score)) is not None:
+        step, element = max(1, config.tile_q // (heads // kv_heads)), _element(q)
+        is_dense = cu_seqlens_q is None and q_lens is None and kv_lens is None
+        if is_dense and q.shape[-3] * heads <= SMALL and len(q) * kv_heads <= SMALL:
+            units = _dense_units(mask, heads, kv_heads, step, len(q), q.shape[1], k.shape[1])
+        else:
+            units = _units_of(places, mask, heads, kv_heads, step, q, k, q_lens, kv_lens)
+        pages = np.arange(max(1, len(k)), dtype=np.int32) if q.ndim == 4 else ONE_PAGE
+        whole = _Work(_whole(q), _whole(k), _whole(v), pages, _whole(o), _whole_lse(lse, element), units)
+        return _run_loops([whole], cap, scale, sinks, config, dropped)
+    sequences, bounds_of = [], functools.cache(kept)
+    for i, (rows, keys, at) in enumerate(places):
         q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
         used = q_len if q_lens is None else int(q_lens[i])
-        own = mask if used == q_len else UsedQueries(mask, used)
-        bounds, places = bounds_of(own, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
+        own_mask = mask if used == q_len else UsedQueries(mask, used)
+        bounds, arrays = bounds_of(own_mask, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
         own_score = functions.of_lengths(score, used, kv_len)
-        sequences.append(Sequence(i, *places, ONE_PAGE, kv_len, *out, own, own_score, *bounds, used))
+        sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds, used))
     run_sequences(sequences, heads, scale, sinks, config, dropped, invariant)
+
+
+def _whole(x: Array) -> Array:
+    """An array of four dimensions; packed sequences are one in a batch."""
+    return x if x.ndim == 4 else x[None]
+
+
+def _whole_lse(lse: Array | None, element: Element) -> Array:
+    """lse or dlse of three dimensions; one without numbers for none."""
+    if lse is None:
+        return np.empty((0, 0, 0), element.lse_dtype)
+    return lse if lse.ndim == 3 else lse[None]
 
 
 ONE_PAGE = np.zeros(1, np.int32)
@@ -379,27 +544,40 @@ def run_sequences(
 ) -> None:  # fmt: skip
     """Computes attention of sequences of one number format, each by its own mask, and by scores of one kind; where ``invariant``,
     by the loops, whose bits do not depend on what else there is to compute."""
-    units: list[_Unit] = []
     if not sequences:
         return
-    kv_heads = sequences[0].k.shape[-2]
-    step = max(1, config.tile_q // (heads // kv_heads))
-    element = _element(sequences[0].q)
-    cap = _known(sequences, heads, invariant)
-    for sequence in sequences:
-        own = NO_FUNCTIONS if cap is None else _functions(sequence, element.lse_dtype)
-        for first in range(0, len(sequence.q), step):
-            last = min(first + step, len(sequence.q))
-            visits = int((sequence.end[last - 1] - sequence.begin[first]).max())
-            units += [_Unit(sequence, own, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
-    units.sort(key=lambda unit: -unit.keys)  # the longest first, so that the threads end together
+    kv_heads, element = sequences[0].k.shape[-2], _element(sequences[0].q)
+    step, cap = max(1, config.tile_q // (heads // kv_heads)), _known(sequences, heads, invariant)
+    if cap is not None:
+        works = []
+        for x in sequences:
+            each = _sequence_units((x.begin, x.end), kv_heads, step, x.kv_len)
+            units = _joined([each], [(0, 0, 0, 0, x.batch)])
+            arrays = x.q[None], x.k, x.v, np.ascontiguousarray(x.pages), x.o[None], _whole_lse(x.lse, element)
+            works.append(_Work(*arrays, units, _functions(x, element.lse_dtype)))
+        return _run_loops(works, cap, scale, sinks, config, dropped)
+    found: list[_Unit] = []
+    for x in sequences:
+        for first in range(0, len(x.q), step):
+            last = min(first + step, len(x.q))
+            visits = int((x.end[last - 1] - x.begin[first]).max())
+            found += [_Unit(x, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
+    found.sort(key=lambda unit: -unit.keys)
     sink_logits = _sink_logits(sinks, heads, element.lse_dtype)
-    if cap is None:
-        _in_threads(config.threads, units, functools.partial(_compute_by_formula, element, scale, dropped, sink_logits))
-    else:
-        attend = load(element).loops if units else None
-        factors = (scale / cap if cap else scale, cap, config.tile_kv, _table(element))
-        _in_threads(config.threads, units, functools.partial(_compute, element, attend, factors, dropped, sink_logits))
+    _in_threads(config.threads, found, functools.partial(_compute_by_formula, element, scale, dropped, sink_logits))
+
+
+def _run_loops(
+    works: list[_Work], cap: float, scale: float, sinks: Array | None, config: Config, dropped: Dropped | None
+) -> None:
+    """Computes units by the loops."""
+    shares = [(work, chunk) for work in works for chunk in work.units.chunks(config.threads) if len(chunk)]
+    if not shares:
+        return
+    element = _element(works[0].q)
+    factors = (_random(dropped), scale / cap if cap else scale, cap, config.tile_kv, _table(element))
+    sink_logits = _sink_logits(sinks, works[0].q.shape[2], element.lse_dtype)
+    _in_threads(config.threads, shares, functools.partial(_compute, element, load(element).loops, sink_logits, factors))
 
 
 def _width(number: npt.DTypeLike) -> int:
@@ -417,35 +595,49 @@ def _places(head: int, group: int, queries: slice, q_offset: int, width: int) ->
     return np.stack([numbers // group + (queries.start + q_offset), numbers % group + head]).astype(np.int64, copy=False)
 
 
-def _random(
-    dropped: Dropped | None, sequence: int, head: int, group: int, queries: slice, width: int, first_key: int = 0
-) -> tuple[Array, Array]:
-    """Returns what the loops ask for dropout: ``_places``, and what all rows share."""
-    if dropped is None:
-        return NO_PLACES, NOTHING_DROPPED
-    q_offset, kv_offset = dropped.offsets
-    shared = dropped.option.threshold, dropped.seed, sequence, kv_offset + first_key
-    return _places(head, group, queries, q_offset, width), np.array(shared, np.int64)
+def _random(dropped: Dropped | None) -> Array:
+    """Returns what the loops are told of dropout."""
+    return NOTHING_DROPPED if dropped is None else np.array((dropped.option.threshold, dropped.seed, *dropped.offsets), np.int64)
 
 
-NO_PLACES, NOTHING_DROPPED = np.zeros((2, 0), np.int64), np.zeros(4, np.int64)
+NOTHING_DROPPED = np.zeros(4, np.int64)
 
 
-def _compute(element: Element, attend: Any, factors: tuple[Any, ...], dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
-    sequence, own, kv_head, queries, _ = unit
-    group, number, storage = len(sinks) // sequence.k.shape[2], element.lse_dtype, _storage(element)
-    heads = slice(kv_head * group, (kv_head + 1) * group)
-    q = sequence.q[queries, heads].astype(number, order="C").reshape(-1, sequence.q.shape[-1])
-    k, v = (x[:, :, kv_head].view(storage) for x in (sequence.k, sequence.v))
-    begin, end = (bound[queries, heads].flatten() for bound in (sequence.begin, sequence.end))
-    o, lse = np.empty((len(q), v.shape[-1]), number), np.empty(len(q), number)
-    rows = kv_head * group, group, queries, _width(number)
-    random = _random(dropped, sequence.batch, *rows)
-    *asked, _pointed_to = own.of_rows(*rows, sequence.kv_len, factors[2])
-    attend(q, k, v, sequence.pages, begin, end, np.resize(sinks[heads], len(q)), *random, *factors, *asked, o, lse)
-    sequence.o[queries, heads] = o.reshape(-1, group, v.shape[-1])
-    if sequence.lse is not None:
-        sequence.lse[heads, queries] = lse.reshape(-1, group).T
+def _compute(element: Element, attend: Any, sinks: Array, factors: tuple[Any, ...], share: tuple[_Work, Array]) -> None:
+    """Computes some units: all in one call, where arrays are in the format that is computed with and there are no functions."""
+    work, table = share
+    q, k, v, pages, o, lse, units, own = work
+    storage, random, factors = _storage(element), factors[0], factors[1:]
+    if q.dtype == element.lse_dtype and not own.address:
+        attend(q, k, v, pages, table, units.begin, units.end, sinks, random, *factors, *NOT_ASKED, o, lse)
+        return
+    from .lanes import KEYS, QUERY
+
+    k, v, group = k.view(storage), v.view(storage), q.shape[2] // k.shape[2]
+    for unit in table:
+        batch, rows, kv_head, alone = _alone(unit)
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        queries, first = slice(int(unit[QUERY]), int(unit[QUERY]) + rows.stop - rows.start), (kv_head * group, group)
+        *asked, _pointed_to = own.of_rows(*first, queries, _width(element.lse_dtype), int(unit[KEYS]), factors[2])
+        own_q, own_lse = q[batch, rows, heads].astype(element.lse_dtype)[None], lse[batch, heads, rows][None] if lse.size else lse
+        own_o = np.empty((*own_q.shape[:3], v.shape[3]), element.lse_dtype)
+        keys = k[:, :, kv_head, None], v[:, :, kv_head, None]
+        arrays = own_q, *keys, pages, alone, units.begin, units.end, np.ascontiguousarray(sinks[heads])
+        attend(*arrays, random, *factors, *asked, own_o, own_lse)
+        o[batch, rows, heads] = own_o[0]
+
+
+NOT_ASKED = 0, np.zeros(8, np.int64), np.zeros((0, 0), np.uint8)
+
+
+def _alone(unit: Array) -> tuple[int, slice, int, Array]:
+    """Where a unit lies: its number in the batch, its rows, and its head of k; and the unit in arrays of these alone."""
+    from .lanes import BATCH, KV_HEAD, QUERIES, ROW
+
+    batch, first, count, kv_head = (int(unit[i]) for i in (BATCH, ROW, QUERIES, KV_HEAD))
+    alone = unit.copy()
+    alone[[BATCH, ROW, KV_HEAD]] = 0
+    return batch, slice(first, first + count), kv_head, alone[None]
 
 
 def _formula(element: Element, mask: Pairs, score: Score, scale: float, dropped: Dropped | None = None) -> reference.Formula:
@@ -466,7 +658,7 @@ def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
 
 
 def _compute_by_formula(element: Element, scale: float, dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:
-    sequence, _, kv_head, queries, _ = unit
+    sequence, kv_head, queries, _ = unit
     formula = _formula(element, sequence.mask, sequence.score, scale, dropped)
     group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
@@ -493,7 +685,7 @@ class _Rows(NamedTuple):
     dlse: Array | None
     delta: Array  # (heads, q_len), to be computed
     sinks: Array
-    dsinks: Array | None
+    dsinks: Array
     dq: Array
     dk: Array
     dv: Array
@@ -514,23 +706,29 @@ class _Gradients(NamedTuple):
     dq: Array
     dk: Array
     dv: Array
-    parts: Array | None  # (units, q_len, heads, head_dim), what each unit adds to dq; None where one unit has all keys
-
-
-class _Keys(NamedTuple):
-    """Some keys of a sequence: the queries that keep any of them, and, for the rows of these queries, which."""
-
-    span: slice
-    queries: slice
-    begin: Array  # from the first of these keys on, (queries * heads)
-    end: Array
-    pairs: int
 
 
 class _KeyUnit(NamedTuple):
+    """The gradients of one sequence and head of k and v, for the formula."""
+
     gradients: _Gradients
-    number: int
-    keys: _Keys
+    pairs: int
+
+
+class _BackwardWork(NamedTuple):
+    """Arrays of four dimensions, and of lse and dlse three, of one or several sequences, and units of them."""
+
+    do: Array
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array
+    dlse: Array
+    units: _Units
+    dq: Array
+    dk: Array
+    dv: Array
 
 
 def run_backward(
@@ -551,57 +749,154 @@ def run_backward(
     """
     if not hasattr(score, "slope"):
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
-    element, cap, (heads, kv_heads) = _element(q), None if hasattr(mask, "keep") else _cap(score), (q.shape[-2], k.shape[-2])
-    number, sequences = np.dtype(element.lse_dtype), _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
-    delta, sink_logits = np.empty(lse.shape, number), _sink_logits(sinks, heads, number)
-    sink_parts = None if dsinks is None else np.zeros((len(sequences), heads), number)
-    group, all_rows, shared, units = heads // kv_heads, list[_Rows](), list[_Gradients](), list[_KeyUnit]()
-    cuts = max(1, BACKWARD_UNITS // max(1, len(sequences) * kv_heads)) if cap is not None else 1
-    keys_of = functools.cache(functools.partial(_keys_of, mask, group, kv_heads, cuts))
-    for x, some in ((dq, (cu_seqlens_q, q_lens)), (dk, (cu_seqlens_kv, kv_lens)), (dv, (cu_seqlens_kv, kv_lens))):
-        if any(each is not None for each in some):
-            x[...] = 0
-    for i, (rows, keys, at) in enumerate(sequences):
-        n, m = (slice(len(x) if lens is None else int(lens[i])) for x, lens in ((q[rows], q_lens), (k[keys], kv_lens)))
-        own_do, own_q, own_o, own_dq = (x[rows][n] for x in (do, q, o, dq))
-        own_k, own_v, own_dk, own_dv = (x[keys][m] for x in (k, v, dk, dv))
-        own_dlse, own_dsinks = (None if dlse is None else dlse[at][:, n]), (None if sink_parts is None else sink_parts[i])
-        statistics = lse[at][:, n], own_dlse, delta[at][:, n], sink_logits, own_dsinks
-        all_rows.append(_Rows(i, own_do, own_q, own_k, own_v, own_o, *statistics, own_dq, own_dk, own_dv))
-        for gradients, spans in _by_head(all_rows[-1], keys_of(len(own_q), len(own_k))):
-            shared.append(gradients)
-            units += [_KeyUnit(gradients, j, some_keys) for j, some_keys in enumerate(spans)]
-    units.sort(key=lambda unit: -unit.keys.pairs)
-    if threads is None:
-        seconds = _backward_seconds(sum(unit.keys.pairs for unit in units), q.shape[-1] + v.shape[-1])
-        threads = _backward_threads(seconds, this_cpu())
-    sums = {i: np.zeros(x.shape) for i, x in (captured or {}).items()}
-    threads = 1 if sums else threads  # one order of sums
+    if cu_seqlens_q is not None or q_lens is not None:
+        dq[...] = 0
+    if cu_seqlens_kv is not None or kv_lens is not None:
+        dk[...], dv[...] = 0, 0
+    element, cap = _element(q), _known_cap(mask, score)
+    inputs = _whole(do), _whole(q), _whole(k), _whole(v), _whole(o), _whole_lse(lse, element), _whole_lse(dlse, element)
+    work = _BackwardWork(*inputs, NO_UNITS, _whole(dq), _whole(dk), _whole(dv))
+    is_dense, rows = cu_seqlens_q is None and q_lens is None and kv_lens is None, list[_Rows]()
+    if is_dense:
+        spots = [(i, 0, q.shape[1], 0, k.shape[1]) for i in range(len(q))]
+    else:
+        spots = _spots(q, k, cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
+    if cap is None or dsinks is not None:
+        sink_parts = np.zeros((len(spots), q.shape[-2]), element.lse_dtype)
+        rows = _rows(work, spots, _sink_logits(sinks, q.shape[-2], element.lse_dtype), sink_parts)
+        _in_threads((threads or this_cpu().sm_count) if o.size >= DELTA_IN_THREADS else 1, rows, _delta)
+        if dsinks is not None:
+            dsinks[...] = sink_parts.sum(0)
     if cap is None:
-        formula = dataclasses.replace(_formula(element, mask, score, scale, dropped), sums=sums)
-        compute = functools.partial(_gradients_by_formula, formula)
+        _backward_by_formula(rows, _formula(element, mask, score, scale, dropped), captured or {}, threads)
     else:
         factors = scale / cap if cap else scale, cap, scale
-        compute = functools.partial(_gradients, load(element, "backward").loops, factors, dropped)
-    _in_threads(threads if o.size >= DELTA_IN_THREADS else 1, all_rows, _delta)
-    _in_threads(threads, units, compute)
-    _in_threads(threads, [each for each in shared if each.parts is not None], _add_parts)
-    if dsinks is not None and sink_parts is not None:
-        dsinks[...] = sink_parts.sum(0)
-    for i, x in (captured or {}).items():
-        x[...] = sums[i]
+        _backward_by_loops(work, spots, is_dense, mask, factors, dropped, threads)
 
 
-def _by_head(x: _Rows, keys: list[list[_Keys]]) -> Iterator[tuple[_Gradients, list[_Keys]]]:
-    """The arrays of each head of k and v, and the keys of its units."""
-    group = x.q.shape[1] // x.k.shape[1]
-    for h, spans in enumerate(keys):
-        own = slice(h * group, (h + 1) * group)
-        q, dlse = x.q[:, own], None if x.dlse is None else x.dlse[own]
-        parts = None if len(spans) == 1 else np.zeros((len(spans), *q.shape), x.delta.dtype)
-        statistics = x.lse[own], x.delta[own], dlse, x.sinks[own]
-        outputs = x.dq[:, own], x.dk[:, h], x.dv[:, h]
-        yield _Gradients((x.number, own.start), x.do[:, own], q, x.k[:, h], x.v[:, h], *statistics, *outputs, parts), spans
+_Spot = tuple[int, int, int, int, int]  # of a sequence: its number in the batch, the first row and the rows of q, and those of k
+
+
+def _spots(
+    q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Array | None, q_lens: Array | None, kv_lens: Array | None
+) -> list[_Spot]:
+    """Says where each sequence has its used rows."""
+    found = []
+    for i, (rows, keys, _) in enumerate(_sequences(q, k, cu_seqlens_q, cu_seqlens_kv)):
+        n, m = (len(x) if lens is None else int(lens[i]) for x, lens in ((q[rows], q_lens), (k[keys], kv_lens)))
+        found.append((0, rows.start, n, keys.start, m) if isinstance(rows, slice) else (i, 0, n, 0, m))
+    return found
+
+
+def _rows(x: _BackwardWork, spots: list[_Spot], sinks: Array, sink_parts: Array) -> list[_Rows]:
+    """The arrays of each sequence, with a delta that is to be computed."""
+    delta, found = np.empty(x.lse.shape, x.lse.dtype), []
+    for i, (batch, row, n, key, m) in enumerate(spots):
+        own, keys, at = (batch, slice(row, row + n)), (batch, slice(key, key + m)), (batch, slice(None), slice(row, row + n))
+        statistics = x.lse[at], x.dlse[at] if x.dlse.size else None, delta[at], sinks, sink_parts[i]
+        found.append(
+            _Rows(i, x.do[own], x.q[own], x.k[keys], x.v[keys], x.o[own], *statistics, x.dq[own], x.dk[keys], x.dv[keys])
+        )
+    return found
+
+
+def _backward_by_formula(
+    rows: list[_Rows], formula: reference.Formula, captured: dict[int, Array], threads: int | None
+) -> None:  # fmt: skip
+    """Computes the gradients of sequences whose delta is known."""
+    sums, units = {i: np.zeros(x.shape) for i, x in captured.items()}, list[_KeyUnit]()
+    for x in rows:
+        (kv_len, kv_heads), group = x.k.shape[:2], x.q.shape[1] // x.k.shape[1]
+        begin, end = kept(formula.mask, group * kv_heads, len(x.q), kv_len)
+        for h in range(kv_heads):
+            own = slice(h * group, (h + 1) * group)
+            statistics = x.lse[own], x.delta[own], None if x.dlse is None else x.dlse[own], x.sinks[own]
+            outputs = x.dq[:, own], x.dk[:, h], x.dv[:, h]
+            each = _Gradients((x.number, own.start), x.do[:, own], x.q[:, own], x.k[:, h], x.v[:, h], *statistics, *outputs)
+            pairs = np.minimum(end[:, own], kv_len) - np.maximum(begin[:, own], 0)
+            units.append(_KeyUnit(each, int(np.maximum(pairs, 0).sum())))
+    units.sort(key=lambda unit: -unit.pairs)
+    if threads is None and units:
+        columns = units[0].gradients.q.shape[-1] + units[0].gradients.v.shape[-1]
+        threads = _backward_threads(_backward_seconds(sum(unit.pairs for unit in units), columns), this_cpu())
+    formula = dataclasses.replace(formula, sums=sums)
+    _in_threads(1 if sums else threads or 1, units, functools.partial(_gradients_by_formula, formula))  # one order of sums
+    for i, gradient in captured.items():
+        gradient[...] = sums[i]
+
+
+def _backward_by_loops(
+    whole: _BackwardWork, spots: list[_Spot], is_dense: bool, mask: Pairs, factors: tuple[float, ...], dropped: Dropped | None,
+    threads: int | None,
+) -> None:  # fmt: skip
+    """Computes the gradients of sequences."""
+    works, parts = _backward_works(whole, spots, is_dense, mask)
+    if threads is None:
+        pairs = sum(int(work.units.costs.sum()) for work in works)
+        threads = _backward_threads(_backward_seconds(pairs, whole.q.shape[-1] + whole.v.shape[-1]), this_cpu())
+    shares = [(work, chunk) for work in works for chunk in work.units.chunks(threads) if len(chunk)]
+    if shares:
+        loops = load(_element(whole.q), "backward").loops
+        _in_threads(threads, shares, functools.partial(_gradients, loops, _random(dropped), factors))
+    if parts:
+        _in_threads(threads, parts, _add_parts)
+
+
+def _backward_works(
+    whole: _BackwardWork, spots: list[_Spot], is_dense: bool, mask: Pairs
+) -> tuple[list[_BackwardWork], list[tuple[Array, Array]]]:
+    """The units of a backward; and, of each head of sequences whose keys are in several units, dq and what they add to it."""
+    (batch, q_len, heads), (kv_len, kv_heads) = whole.q.shape[:3], whole.k.shape[1:3]
+    cuts = max(1, BACKWARD_UNITS // max(1, len(spots) * kv_heads))
+    if is_dense and len(_spans(kv_len, cuts)) == 1 and q_len * heads <= SMALL and batch * kv_heads <= SMALL:
+        return [whole._replace(units=_dense_key_units(mask, heads, kv_heads, batch, q_len, kv_len))], []
+    units_of = functools.cache(functools.partial(_key_units, mask, heads, kv_heads, cuts))
+    each = [(i, spot, units_of(spot[2], spot[4])) for i, spot in enumerate(spots)]
+    uncut = [(spans[0], (spot[0], spot[1], spot[0], spot[3], i)) for i, spot, spans in each if len(spans) == 1]
+    works, sums = [whole._replace(units=_joined([units for units, _ in uncut], [at for _, at in uncut]))], []
+    for i, (number, row, n, key, _), spans in each:
+        if len(spans) > 1:
+            own, at = (
+                (slice(number, number + 1), slice(row, row + n)),
+                (slice(number, number + 1), slice(None), slice(row, row + n)),
+            )
+            of_rows = {name: getattr(whole, name)[own] for name in ("do", "q", "o")}
+            statistics = {"lse": whole.lse[at], "dlse": whole.dlse[at]}
+            parts = np.empty((len(spans), *of_rows["q"].shape), whole.lse.dtype)
+            for units, dq in zip(spans, parts, strict=True):
+                joined = _joined([units], [(0, 0, number, key, i)])
+                works.append(whole._replace(**of_rows, **statistics, dq=dq, units=joined))
+            sums += [(whole.dq[own][:, :, h], parts[:, :, :, h]) for h in range(heads)]
+    return works, sums
+
+
+@functools.lru_cache(maxsize=32)
+def _dense_key_units(mask: Pairs, heads: int, kv_heads: int, batch: int, q_len: int, kv_len: int) -> _Units:
+    """The units of a backward of sequences of one length, each with all keys of a head."""
+    return _copied(_key_units(mask, heads, kv_heads, 1, q_len, kv_len)[0], batch)
+
+
+def _key_units(mask: Pairs, heads: int, kv_heads: int, cuts: int, q_len: int, kv_len: int) -> list[_Units]:
+    """The units of a backward of one sequence, for each run of its keys; what they cost are the pairs that count."""
+    from .lanes import BEFORE, BEHIND, BOUNDS, FIELDS, HEAD, KEY, KEYS, KV_HEAD, POSITION, QUERIES, QUERY, ROW
+
+    begin, end, of_head = _flat(kept(mask, heads, q_len, kv_len), kv_heads)
+    group, found = heads // max(1, kv_heads), []
+    for span in _spans(kv_len, cuts):
+        keys = span.stop - span.start
+        own_begin, own_end = np.maximum(begin - span.start, 0), np.minimum(end - span.start, keys)
+        counts = np.maximum(own_end - own_begin, 0).reshape(len(begin) // max(1, q_len * group), q_len, group).sum(2)
+        table, costs = np.zeros((kv_heads, FIELDS), np.int64), np.zeros(kv_heads, np.int64)
+        table[:, KEY], table[:, POSITION], table[:, KEYS] = span.start, span.start, keys
+        for h in range(kv_heads):
+            pairs = counts[h if of_head else 0] if q_len else counts[:0]
+            touched = np.flatnonzero(pairs)  # the queries that keep any of these keys
+            start, stop = (int(touched[0]), int(touched[-1]) + 1) if len(touched) else (0, 0)
+            own = {ROW: start, QUERY: start, QUERIES: stop - start, BEFORE: start, BEHIND: q_len - stop, KV_HEAD: h}
+            own |= {HEAD: h * group, BOUNDS: h * of_head + start * group}
+            table[h, list(own)], costs[h] = list(own.values()), pairs.sum()
+        found.append(_Units(table, costs, own_begin, own_end))
+    return found
 
 
 def _backward_seconds(pairs: int, columns: int) -> float:
@@ -621,51 +916,41 @@ def _spans(kv_len: int, cuts: int) -> list[slice]:
     return [slice(*ends[i : i + 2]) for i in range(count)]
 
 
-def _keys_of(mask: Pairs, group: int, kv_heads: int, cuts: int, q_len: int, kv_len: int) -> list[list[_Keys]]:
-    """The keys of each unit of a sequence of these lengths, for each head of k and v."""
-    begin, end = kept(mask, group * kv_heads, q_len, kv_len)
-    heads = range(kv_heads if hasattr(mask, "of_head") else min(1, kv_heads))  # elsewhere all have the same
-    of = [slice(h * group, (h + 1) * group) for h in heads]
-    found = [[_some_keys(begin[:, own], end[:, own], span) for span in _spans(kv_len, cuts)] for own in of]
-    return found * (kv_heads // max(1, len(found)))
-
-
-def _some_keys(begin: Array, end: Array, span: slice) -> _Keys:
-    if span.start:
-        begin, end = begin - span.start, end - span.start
-    begin, end = np.maximum(begin, 0).astype(np.int64, copy=False), np.minimum(end, span.stop - span.start)
-    counts = np.maximum(end - begin, 0)
-    touched = counts.any(1).nonzero()[0]
-    queries = slice(int(touched[0]), int(touched[-1]) + 1) if len(touched) else slice(0, 0)
-    return _Keys(span, queries, begin[queries].ravel(), end[queries].astype(np.int64, copy=False).ravel(), int(counts.sum()))
-
-
 def _delta(x: _Rows) -> None:
     """Computes delta, and the gradients of the sinks from it."""
     number = x.delta.dtype
     x.delta[...] = np.einsum("qhd,qhd->hq", x.do.astype(number, copy=False), x.o.astype(number, copy=False))
     if x.dlse is not None:
         x.delta[...] -= x.dlse
-    if x.dsinks is not None:
-        with np.errstate(all="ignore"):
-            sinks = x.sinks[:, None]
-            p = np.where(sinks == -np.inf, 0.0, np.where(x.lse == sinks, 1.0, np.exp(sinks - x.lse)))  # 1 where both are inf
-        x.dsinks[...] = -(p * x.delta).sum(-1)
+    with np.errstate(all="ignore"):
+        sinks = x.sinks[:, None]
+        p = np.where(sinks == -np.inf, 0.0, np.where(x.lse == sinks, 1.0, np.exp(sinks - x.lse)))  # 1 where both are inf
+    x.dsinks[...] = -(p * x.delta).sum(-1)
 
 
-def _gradients(loops: Any, factors: tuple[float, ...], dropped: Dropped | None, unit: _KeyUnit) -> None:
-    x, j, (keys, queries, begin, end, _) = unit
-    number, (sequence, head) = x.delta.dtype, x.origin
-    inputs = (rows.astype(number, copy=False) for rows in (x.do[queries], x.q[queries], x.k[keys], x.v[keys]))
-    random = _random(dropped, sequence, head, x.q.shape[1], queries, _width(number), keys.start)
-    dq, dk, dv = (x.dq if x.parts is None else x.parts[j]), x.dk[keys], x.dv[keys]
-    outputs = tuple(out if out.dtype == number else np.empty(out.shape, number) for out in (dq[queries], dk, dv))
-    loops(*inputs, x.lse[:, queries], x.delta[:, queries], begin, end, *random, *factors, *outputs)
-    for out, own in zip((dq[queries], dk, dv), outputs, strict=True):
-        if out.dtype != number:
-            out[...] = own
-    dq[: queries.start] = 0
-    dq[queries.stop :] = 0
+def _gradients(loops: Any, random: Array, factors: tuple[float, ...], share: tuple[_BackwardWork, Array]) -> None:
+    """Computes some units: all in one call, where arrays are in the format that is computed with."""
+    x, table = share
+    do, q, k, v, o, lse, dlse, (_, _, begin, end), dq, dk, dv = x
+    if q.dtype == lse.dtype:
+        loops(do, q, k, v, o, lse, dlse, table, begin, end, random, *factors, dq, dk, dv)
+        return
+    from .lanes import BEFORE, BEHIND, KEY, KEYS, PAGE
+
+    number, group = lse.dtype, q.shape[2] // k.shape[2]
+    for unit in table:
+        batch, rows, kv_head, alone = _alone(unit)
+        heads, first = slice(kv_head * group, (kv_head + 1) * group), int(unit[KEY])
+        own, keys = (batch, rows, heads), (int(unit[PAGE]), slice(first, first + int(unit[KEYS])), slice(kv_head, kv_head + 1))
+        alone[:, [PAGE, KEY, BEFORE, BEHIND]] = 0
+        inputs = [each[at][None].astype(number, copy=False) for each, at in ((do, own), (q, own), (k, keys), (v, keys), (o, own))]
+        statistics = lse[batch, heads, rows][None], dlse[batch, heads, rows][None] if dlse.size else dlse
+        found = [np.empty(inputs[i].shape, number) for i in (1, 2, 3)]
+        loops(*inputs, *statistics, alone, begin, end, random, *factors, *found)
+        for gradient, at, out in zip((dq, dk, dv), (own, keys, keys), found, strict=True):
+            gradient[at] = out[0]
+        dq[batch, rows.start - int(unit[BEFORE]) : rows.start, heads] = 0
+        dq[batch, rows.stop : rows.stop + int(unit[BEHIND]), heads] = 0
 
 
 def _gradients_by_formula(formula: reference.Formula, unit: _KeyUnit) -> None:
@@ -678,9 +963,9 @@ def _gradients_by_formula(formula: reference.Formula, unit: _KeyUnit) -> None:
     x.dq[...], x.dk[...], x.dv[...] = dq, dk[:, 0], dv[:, 0]
 
 
-def _add_parts(x: _Gradients) -> None:
-    if x.parts is not None:
-        x.dq[...] = x.parts.sum(0)
+def _add_parts(parts: tuple[Array, Array]) -> None:
+    dq, added = parts
+    dq[...] = added.sum(0)
 
 
 class Cpu:
@@ -705,7 +990,9 @@ class Cpu:
             found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
         if op.constant_time:
             found.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
-        if op.invariant and not has_loops(op.score):
+        if (reason := undefined(op.mask)) is not None:
+            found.append(reason)
+        if op.invariant and not has_loops(op.mask, op.score):
             found.append(NOT_INVARIANT)
         return found
 

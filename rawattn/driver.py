@@ -12,6 +12,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import struct
 import threading
@@ -269,6 +270,31 @@ def _stream_state(stream: int) -> tuple[int, bool]:
     if code:
         check("cuStreamGetId", code)
     return number + _era, False
+
+
+_spared: list[bool] = []  # for each that spares a capture: whether Python collected garbage before it
+_sparing = threading.Lock()
+
+
+@contextlib.contextmanager
+def spared_capture(stream: int, index: int) -> Iterator[None]:
+    """Where the stream is capturing a graph, Python collects no garbage meanwhile.
+
+    To choose, compile and load a kernel makes many objects, which is when the collector runs. If it finds a graph that nobody
+    holds any more, of whatever library, CUDA refuses to destroy that one, and spoils the one that is captured.
+    """
+    if not stream_state(stream, index)[1]:
+        yield
+        return
+    with _sparing:
+        _spared.append(gc.isenabled())
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _sparing:
+            if _spared.pop():  # they end in any order: the last one finds what was before the first
+                gc.enable()
 
 
 # A lock of Python's C interface tells that a graph is gone: the driver releases it, in a thread of its own and without the

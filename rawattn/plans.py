@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import struct
@@ -161,6 +162,13 @@ class Plan:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce__()
+
+
+def spared_capture(first: Array) -> contextlib.AbstractContextManager[None]:
+    """The surroundings in which a plan is made for arrays such as this one: ``driver.spared_capture`` of the current stream."""
+    if first.is_cpu:
+        return contextlib.nullcontext()
+    return driver.spared_capture(arrays.stream_of(first.library)(first.device), first.device)
 
 
 def load_all(op: Operation, selection: Selection, device: Device) -> None:
@@ -440,9 +448,9 @@ class GpuCall:
             cache_put(self._numbered, key, found, KEPT_LAUNCHES)
         return found
 
-    def has_lengths_of(self, other: GpuCall) -> bool:
+    def has_lengths_of(self, other: Any) -> bool:
         """Says whether it was moved from the other one to arrays of the same lengths."""
-        return self._sized is other._sized
+        return bool(self._sized is other._sized)
 
     def __call__(
         self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = (),
@@ -654,12 +662,40 @@ def _part(o: Array, lse: Array) -> bytes:
 
 
 class CpuCall:
-    """A plan on arrays in this machine's memory."""
+    """A plan on arrays in this machine's memory. One of torch tensors holds none of them, and may be kept."""
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         like = next(iter(given.values()))
-        self._plan, self._given = plan, given
+        self._plan, self._library = plan, like.library
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
+        self._viewers = tuple(arrays.viewer(operand.shape, operand.element) for operand in plan.op.outputs)
+        self._lay(given)
+
+    def _lay(self, given: Mapping[str, Array]) -> None:
+        held = {each.name for each in self._plan.op.captured} if self._library == "torch" else given.keys()
+        self._given = {name: array if name in held else array.without_memory() for name, array in given.items()}
+        self._views = {name: arrays.as_numpy(array) for name, array in self._given.items()}
+
+    @property
+    def op(self) -> Operation:
+        """The operation of the plan."""
+        return self._plan.op
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays that it was made for, in order."""
+        return tuple(self._given)
+
+    def moved(self, given: Mapping[str, Array]) -> CpuCall:
+        """The call for arrays in other places that lie as these did."""
+        found = object.__new__(CpuCall)
+        found.__dict__ |= self.__dict__
+        found._lay({**self._given, **given})
+        return found
+
+    def has_lengths_of(self, other: Any) -> bool:
+        """True: calls are moved to arrays of the same lengths."""
+        return True
 
     def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
         """Computes; as ``GpuCall``. The arrays that it was made with have the captured ones among them."""
@@ -667,14 +703,18 @@ class CpuCall:
         given = () if out is None else given_outputs(out, op.outputs)
         wanted = given or (None,) * len(self._makers)
         results = [make(like) if x is None else x for make, x in zip(self._makers, wanted, strict=True)]
-        found = {each.name: arrays.read(x, "out") for each, x in zip(op.outputs, results, strict=True)}
-        found |= read_outputs(given, self._plan, arrays.CPU, self._given.items())
-        views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *found.items())}
+        found = read_outputs(given, self._plan, arrays.CPU, self._given.items())
+        views = dict(self._views)
+        for each, x, view in zip(op.outputs, results, self._viewers, strict=True):
+            if each.name in found:
+                views[each.name] = arrays.as_numpy(found[each.name])
+            else:
+                views[each.name] = view(x) if self._library == "torch" else x
         op.check_numbers(views)
         self._plan._kernel.run(op, self._plan.config, **views)
         for x in given:
             arrays.written(x)
-        return to_libraries(results, given, like)
+        return tuple(results) if self._library == "torch" else to_libraries(results, given, like)
 
 
 def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:

@@ -121,7 +121,8 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
             slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
             if kernel is None and not candidate.supports(dataclasses.replace(op, layout=PLAIN), device):
                 slower = [repr(k.name) for k in kernels if not k.supports(op, device)]
-                raise UnsupportedError(f"{candidate.name}: {reason}; or ask for a slower kernel: kernel={' or '.join(slower)}.")
+                way = f"; or ask for a slower kernel: kernel={' or '.join(slower)}" if slower else ""
+                raise UnsupportedError(f"{candidate.name}: {reason}{way}.")
     lines = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {op} on {device.name}:{lines}")
 

@@ -13,3 +13,12 @@ template <class T, int n>
 struct alignas(n * sizeof(T)) Vector {  // what one instruction reads or writes
     T x[n];
 };
+
+template <int n, class T>
+__device__ Vector<Number, n> widened(const T* from) {
+    const auto read = *reinterpret_cast<const Vector<T, n>*>(from);
+    Vector<Number, n> found;
+#pragma unroll
+    for (int i = 0; i < n; ++i) found.x[i] = widen(read.x[i]);
+    return found;
+}

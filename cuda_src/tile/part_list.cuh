@@ -3,7 +3,7 @@
 #include "tile/sequence.cuh"
 
 struct Part {
-    const void* o;    // (batch, rows, heads, columns) of OElement
+    const void* o;    // (batch, rows, heads, columns) of Element, or of Number
     const void* lse;  // (batch, heads, rows) of Number
     Strides o_strides, lse_strides;
 };

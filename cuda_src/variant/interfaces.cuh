@@ -202,7 +202,7 @@ template <class P> struct PartsOption : Given {
     static const P p;
     static_assert(requires { P(args, rows, work); }, "Parts(args, rows, work)");
     static_assert(requires { i32(p.count); }, "Parts: count");
-    static_assert(requires { *p.o(i, i), Number(p.lse(i, i)); }, "Parts: o(part, row), of Element or of Number; lse(part, row)");
+    static_assert(requires { p.template o<1>(i, i, i).x[0], Number(p.lse(i, i)); }, "Parts: o<n>(part, row, column), of Number; lse(part, row)");
 };
 // launch: whether a kernel may begin before the launch in front of it has ended.
 template <class L> struct LaunchOption {

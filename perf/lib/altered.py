@@ -23,7 +23,7 @@ PATCHES = ROOT / "perf" / "ablations"
 
 def patch(source: Source, text: str) -> Source:
     """A source changed by a unified diff, whose line numbers count for nothing: what a hunk removes must be there once. Files of
-    cuda_src/ that the source does not include are passed over.
+    cuda_src/ that the source does not include are passed over. Headers that only the changed text includes come with it.
 
     Raises ValueError where it is not, or where the diff is of a file that the source has not.
     """
@@ -37,8 +37,14 @@ def patch(source: Source, text: str) -> Source:
             if (times := texts.get(path, "").count(old)) != 1:
                 raise ValueError(f"{path} has not once, but {times} times:\n{old}")
             texts[path] = texts[path].replace(old, new)
-    headers = tuple((path, texts[path]) for path, _ in source.headers)
-    return dataclasses.replace(source, text=texts[source.name], headers=headers)
+    pending = [*texts.values()]
+    while pending:
+        for path in re.findall(r'^#include "([^"]+)"', pending.pop(), flags=re.MULTILINE):
+            if path not in texts:
+                texts[path] = (ROOT / "cuda_src" / path).read_text(encoding="utf-8")
+                pending.append(texts[path])
+    text = texts.pop(source.name)
+    return dataclasses.replace(source, text=text, headers=tuple(sorted(texts.items())))
 
 
 class Patched(AttnFwd):

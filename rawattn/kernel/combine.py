@@ -8,7 +8,7 @@ from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import Combine, Forward
-from ..program import Field, Fields, Fill, Launch, Parts, Program, Value
+from ..program import Field, Fields, Fill, Launch, Parts, Pointer, Program, Stride, Value
 from ..render import config_header, source
 from ..variant import Option, launch, parts, rows, softmax, store
 from .base import Kernel
@@ -61,6 +61,7 @@ class CombineKernel(Kernel[Combine]):
 
     name = NAME
     config_type = Config
+    alignment = 1  # a width that is chosen by o's place, too
 
     def runs_on(self, device: Device) -> bool:
         return not device.is_cpu
@@ -91,8 +92,9 @@ class CombineKernel(Kernel[Combine]):
         plain, late = softmax.Plain(), int(arch[3:].rstrip("a")) >= 90
         return {
             "Element": op.element,
+            "OElement": op.o_element,
             "Rows": rows.Dense(),
-            "Parts": parts.Arrays(),
+            "Parts": parts.SumAndArrays() if op.sum else parts.Arrays(),
             "Softmax": softmax.WithSink(plain) if op.sinks else plain,
             "Store": store.StoreOLse(),
             "Launch": launch.Dependent() if late else launch.Independent(),
@@ -103,6 +105,8 @@ class CombineKernel(Kernel[Combine]):
         of_options = (field for option in self.options(op, arch).values() for field in option.fields)
         found = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(of_options))
         own: dict[str, Fill] = {"parts": Parts(op.count), "kv_len": Value()}  # there is no k
+        if op.in_place:
+            own |= {"o": Pointer("o_0"), **{f"o_stride_{axis}": Stride("o_0", axis) for axis in ("batch", "row", "head")}}
         return tuple(field._replace(fill=own.get(field.name, field.fill)) for field in found)
 
     def lower(self, op: Combine, config: Config, device: Device) -> Program:

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from .. import api, arrays, functions
 from ..api import MaskLike, ScoreLike
 from ..eager import eager
-from ..errors import ProblemError
+from ..errors import ProblemError, RawattnError
 from ..functions import BoundFunction, Function
 from ..operation import Forward
 from ..operation.forward import check_arrays
 from ..plans import cache_put
-from ..serving.api import merge_states
 from ..spec import Spec, Window
+from ..torch_op import NO_SECOND
 from ..trace.proofs import Limits
+from ..variant import walk
 from ..variant.mask import Full
 from ..variant.score import Scale, Softcap
 from . import schedule
 from .layout import check_layout, group_of
+from .partial import PartialResults
 from .schedule import Piece, Schedule, Step, Task, Whole
 
 METHODS = ("auto", "ring", "all_gather")
@@ -35,7 +37,6 @@ GATHERED_BYTES = 8 << 20  # of a rank's k and v, up to which "auto" gathers: a t
 # Clocks that an attention kernel waits for NCCL's to start. Its blocks, one for each multiprocessor, stay until it ends and leave
 # no room for NCCL's: what started later would be hidden behind nothing.
 HEAD_START = 12_000
-MOST_PARTS = 16  # that merge_states takes on a GPU
 
 
 @eager
@@ -73,11 +74,10 @@ def context_attention(
         o, (batch, q_len / n, heads, head_dim_v); with ``return_lse`` also lse, (batch, heads, q_len / n). Autograd follows both.
 
     Results over the keys of each rank are rounded to q's dtype, and merged in float32 (float64 for fp64) in an order that depends
-    on ranks alone: the same inputs give the same bits on every run. Of more than 16 parts, 16 at a time are merged and rounded.
-    A rank needs memory for one more k and v of its own (for n of them with "all_gather") and for the parts; the backward for
-    their gradients in float32 besides. What a mask lets nobody see is not sent, but for a function all is sent: kernels leave out
-    its tiles. torch.compile leaves its graph for this call, and
-    autocast casts nothing in it.
+    on ranks alone: the same inputs give the same bits on every run. A rank needs memory for one more k and v of its own (for n of
+    them with "all_gather"), and for results up to four o's (eight without a causal mask on three or four ranks) or 256 MiB; the
+    backward for gradients in float32 besides. What a mask lets nobody see is not sent, but for a function all is sent: kernels
+    leave out its tiles. torch.compile leaves its graph for this call, and autocast casts nothing in it.
 
     Raises:
         ProblemError: an argument is wrong; the message names it and what is needed. UnsupportedError: no kernel computes it.
@@ -96,7 +96,8 @@ def context_attention(
     functions.followed(taken, captured)  # raises where a mask captured a tensor that requires grad
     found = _prepared(q, k, v, sinks, taken, captured, group, layout, method)
     if found is None:
-        return api.attention(q, k, v, sinks=sinks, **options)
+        with torch.autocast(q.device.type, enabled=False):
+            return api.attention(q, k, v, sinks=sinks, **options)
     o, lse = _Context.apply(q, k, v, sinks, _Call(*found, group), *captured)
     return (o, lse) if return_lse else o
 
@@ -178,6 +179,9 @@ def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
 
 def _schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, method: str) -> Schedule:
     count, rank = dist.get_world_size(group), dist.get_rank(group)
+    if walk.lists(spec.mask) and not hasattr(spec.mask, "arrays"):
+        way = "give it as a function, or call head_attention: its interval does not say which keys are needed"
+        raise ProblemError(f"mask is {spec.mask}, which keeps several runs of keys; {way}.")
     mask = Full() if hasattr(spec.mask, "arrays") else spec.mask
     masks = tuple(mask.of_head(head) for head in range(q.shape[2])) if hasattr(mask, "of_head") else (mask,)
     whole = Whole(masks, sees_positions(spec), count, q.shape[1], k.shape[1], layout)
@@ -253,6 +257,9 @@ class _Transfers:
     Every rank posts in one order: the keys of steps 0 and 1, then for each step s the keys of step s + 2 and the gradients of
     step s. A rank leaves out where it has nothing to do. What is posted waits only for what any rank posted before, so no rank
     waits for ever. Keys of a step go to one of two buffers, and there when the calls on its last contents are queued.
+
+    It is a context. Where an attention call in it fails, on this rank alone perhaps, the rest is sent and received all the same,
+    so that the others do not wait for ever and the next call finds nothing left: their gradients from here are NaN then.
     """
 
     def __init__(self, call: _Call, k: Any, v: Any, gradients: bool = False) -> None:
@@ -262,6 +269,7 @@ class _Transfers:
         for i in range(count):
             self._order += [("keys", i + 2)] * (i + 2 < count) + [("gradients", i)] * gradients
         self._next, self._done = 0, -1  # index in _order; last step whose calls are queued
+        self._has_gradients, self._in_use = gradients, None  # buffers of the step whose calls are being queued
         used = [step.rows for step in self.steps if step.rows]
         self._free = [self._buffers(max(used)) for _ in range(min(2, len(used)))]
         self._keys: dict[int, Any] = {}  # by step: buffers and what to wait for
@@ -322,10 +330,36 @@ class _Transfers:
             if step.rows:
                 for work in received:
                     work.wait()
+                self._in_use = buffers
                 yield i, step, *(_rows(x, 0, step.rows) for x in buffers)
                 self._free.append(buffers)
             self._done = i
             self._advance()
+
+    def __enter__(self) -> _Transfers:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.finish()
+        elif issubclass(kind, (RawattnError, torch.cuda.OutOfMemoryError)):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Does all that the others wait for."""
+        for i in range(self._done + 1, len(self.steps)):
+            buffers, received = self._keys.pop(i, (self._in_use, []))
+            for work in received:
+                work.wait()
+            if self.steps[i].rows:
+                self._free.append(buffers)
+                if self._has_gradients and i not in self._computed:
+                    self.give(i, *(x.fill_(torch.nan) for x in self._buffers(self.steps[i].rows)))
+            self._done = i
+            self._advance()
+        for _ in self.returned():
+            pass
+        self.finish()
 
     def give(self, i: int, dk: Any, dv: Any) -> None:
         """Takes the gradients of a step's rows, to be sent to the ranks that have the rows."""
@@ -349,59 +383,21 @@ class _Transfers:
 
 
 def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call, captured: tuple[Any, ...]) -> tuple[Any, Any]:
-    transfers, parts = _Transfers(call, k, v), _Parts(q, v)
-    for task in call.schedule.local:
-        parts.add(task, _attend(q, k, v, task, call, captured))
-    for _, step, k_rows, v_rows in transfers:
-        for task in step.tasks:
-            parts.add(task, _attend(q, k_rows, v_rows, task, call, captured))
-    transfers.finish()
-    return parts.merged(sinks)
+    found = PartialResults(q, v, call.schedule.tasks, dist.get_world_size(call.group))
+    with _Transfers(call, k, v) as transfers:
+        for task in call.schedule.local:
+            found.make_room(task)
+            found.add(task, _attend(q, k, v, task, call, captured))
+        for _, step, k_rows, v_rows in transfers:
+            for task in step.tasks:
+                found.make_room(task)
+                found.add(task, _attend(q, k_rows, v_rows, task, call, captured))
+    return found.merged(sinks)
 
 
 def _attend(q: Any, k: Any, v: Any, task: Task, call: _Call, captured: tuple[Any, ...]) -> Any:
     rows = _rows(q, *task.q), _rows(k, *task.kv), _rows(v, *task.kv)
     return api.attention(*rows, **call.options(task, captured), return_lse=True)
-
-
-class _Parts:
-    """Results over different keys, each of some of the queries, in the order in which they are merged."""
-
-    def __init__(self, q: Any, v: Any) -> None:
-        self._like, self._shape = q, (*q.shape[:3], v.shape[3])
-        self._found: list[tuple[tuple[int, int], Any, Any]] = []
-
-    def add(self, task: Task, result: tuple[Any, Any]) -> None:
-        if len(self._found) == MOST_PARTS:
-            self._found = [((0, self._shape[1]), *self.merged(None))]
-        self._found.append((task.q, *result))
-
-    def merged(self, sinks: Any) -> tuple[Any, Any]:
-        """Returns o and lse over the keys of all parts."""
-        rows = (0, self._shape[1])
-        if sinks is None and len(self._found) == 1 and self._found[0][0] == rows:
-            return self._found[0][1:]
-        borders = sorted({*rows, *(x for part in self._found for x in part[0])})
-        o, lse = self._like.new_empty(self._shape), []
-        for begin, end in itertools.pairwise(borders):
-            here = [
-                (_rows(part, begin - a, end - a), logs[..., begin - a : end - a])
-                for (a, b), part, logs in self._found
-                if a <= begin and end <= b
-            ]
-            lse.append(self._merged_rows(here, _rows(o, begin, end), sinks))
-        return o, lse[0] if len(lse) == 1 else torch.cat(lse, -1)
-
-    def _merged_rows(self, here: list[tuple[Any, Any]], out: Any, sinks: Any) -> Any:
-        if not here:  # no key is kept
-            out.zero_()
-            number = torch.float64 if out.dtype == torch.float64 else torch.float32
-            empty = torch.full((out.shape[0], out.shape[2], out.shape[1]), -torch.inf, dtype=number, device=out.device)
-            return empty if sinks is None else empty.copy_(sinks[:, None])
-        if len(here) == 1 and sinks is None:
-            out.copy_(here[0][0])
-            return here[0][1]
-        return merge_states(here, sinks=sinks, out=out)[1]
 
 
 # ---- backward
@@ -498,34 +494,38 @@ def _backward(work: _Gradients) -> tuple[Any, Any, Any]:
     float32: half of what dk and dv in float32 would take if they went round with the keys, and as exact, since kernels round
     them to that dtype first.
     """
-    (q, k, v), call = (work.q, work.k, work.v), work.call
-    transfers, local = _Transfers(call, k, v, gradients=True), call.schedule.local
-    lengths = q.shape[1], k.shape[1]
-    late: list[Any] = []
+    call, like = work.call, (work.q, work.k, work.v)
+    with _Transfers(call, work.k, work.v, gradients=True) as transfers:
+        sums, late = _own_gradients(work, like)
+        for i, step, k_rows, v_rows in transfers:
+            of_step = _Sum(k_rows), _Sum(v_rows)
+            for task in step.tasks:
+                _add(task, work.of(task, k_rows, v_rows), sums[0], *of_step)
+            both = [each.result() for each in of_step]
+            transfers.give(i, *both)
+            own = [(p, *(_rows(x, p.at, p.at + p.end - p.begin) for x in both)) for p in step.own]
+            _add_returned(own, *sums[1:])
+            _add_returned(transfers.returned(left=2), *sums[1:])
+        for rest in late:
+            rest()
+        _add_returned(transfers.returned(), *sums[1:])
+    dq, dk, dv = (each.result() for each in sums)
+    return dq, dk, dv
+
+
+def _own_gradients(work: _Gradients, like: tuple[Any, Any, Any]) -> tuple[list[_Sum], list[Any]]:
+    """Returns the sums of dq, dk and dv, with what this rank's own keys add, and calls that are left for later."""
+    local, lengths = work.call.schedule.local, (work.q.shape[1], work.k.shape[1])
     if len(local) == 1 and (local[0].q, local[0].kv) == ((0, lengths[0]), (0, lengths[1])):
-        first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
         soon, *late = work.halves()
         soon(*first)
-        dq, dk, dv = (_Sum(x, made) for x, made in zip((q, k, v), first, strict=True))
-    else:
-        dq, dk, dv = (_Sum(x) for x in (q, k, v))
-        for task in local:
-            _add(task, work.of(task, k, v), dq, dk, dv)
-    for i, step, k_rows, v_rows in transfers:
-        sums = _Sum(k_rows), _Sum(v_rows)
-        for task in step.tasks:
-            _add(task, work.of(task, k_rows, v_rows), dq, *sums)
-        both = [each.result() for each in sums]
-        transfers.give(i, *both)
-        _add_returned(
-            ((piece, *(_rows(x, piece.at, piece.at + piece.end - piece.begin) for x in both)) for piece in step.own), dk, dv
-        )
-        _add_returned(transfers.returned(left=2), dk, dv)
-    for rest in late:
-        rest(*first)
-    _add_returned(transfers.returned(), dk, dv)
-    transfers.finish()
-    return dq.result(), dk.result(), dv.result()
+        found = [_Sum(x, made) for x, made in zip(like, first, strict=True)]
+        return found, [functools.partial(each, *first) for each in late]
+    found = [_Sum(x) for x in like]
+    for task in local:
+        _add(task, work.of(task, work.k, work.v), *found)
+    return found, []
 
 
 def _add(task: Task, found: tuple[Any, Any, Any], dq: _Sum, dk: _Sum, dv: _Sum) -> None:
@@ -552,27 +552,45 @@ class _Context(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sinks, o, lse, *captured)
         ctx.call = call
         ctx.set_materialize_grads(False)
+        if not any((*ctx.needs_input_grad[:2], *ctx.needs_input_grad[3:])):  # v is not in it
+            ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv, dsinks and what captured tensors get."""
-        q, k, v, sinks, o, lse, *captured = ctx.saved_tensors
         read = {i for _, _, indices in ctx.call.functions for i in indices}
         wrt = tuple(i for i, needed in enumerate(ctx.needs_input_grad[5:]) if needed and i in read)
+        found = _ContextBackward.apply(ctx.call, wrt, do, dlse, *ctx.saved_tensors)
+        return (*found[:4], None, *found[4:])
+
+
+class _ContextBackward(torch.autograd.Function):
+    """The gradients. Autograd cannot follow them further, and says so when it comes to that."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, wrt: tuple[int, ...], do: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+        """Computes dq, dk, dv, dsinks and one for each captured tensor, or None."""
+        q, k, v, sinks, o, lse, *captured = saved
         # The others' keys need this rank all the same. Each call would copy a do that is expanded.
         do = torch.zeros_like(o) if do is None else arrays.dense(do)
         with torch.autocast(q.device.type, enabled=False):
-            work = _Gradients(do, dlse, (q, k, v, o, lse), ctx.call, tuple(captured), wrt)
+            work = _Gradients(do, dlse, (q, k, v, o, lse), call, tuple(captured), wrt)
             found = _backward(work)
         of_captured = dict(zip(wrt, (x.to(y.dtype) for x, y in zip(work.sums, work.wrt, strict=True)), strict=True))
         dsinks = None if sinks is None else _sinks_gradient(do, dlse, o, lse, sinks)
-        return (*found, dsinks, None, *(of_captured.get(i) for i in range(len(captured))))
+        return (*found, dsinks, *(of_captured.get(i) for i in range(len(captured))))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        """Raises: a second derivative has no formula."""
+        raise ProblemError(NO_SECOND)
 
 
 def _sinks_gradient(do: Any, dlse: Any, o: Any, lse: Any, sinks: Any) -> Any:
     """Returns the gradient by the sinks of this rank's queries: of a logit without a value, so -p (delta - dlse)."""
-    delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1).transpose(1, 2)
-    p = torch.where(sinks[:, None] == -torch.inf, 0.0, (sinks[:, None] - lse).exp())
+    heads = [(x.to(lse.dtype) * y.to(lse.dtype)).sum(-1) for x, y in zip(do.unbind(2), o.unbind(2), strict=True)]  # little memory
+    delta = torch.stack(heads, 1)
+    p = torch.where(sinks[:, None] == lse, 1.0, (sinks[:, None] - lse).exp())  # of inf both are, and of -inf lse may be
+    p = torch.where(sinks[:, None] == -torch.inf, 0.0, p)
     return (p * ((0.0 if dlse is None else dlse) - delta)).sum((0, 2))

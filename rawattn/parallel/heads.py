@@ -52,9 +52,18 @@ def head_attention(
     Spec.of(**functions.without(taken))
     check_layout(layout)
     check_tensors(q, k, v, sinks, layout)
-    count, rank = dist.get_world_size(group), dist.get_rank(group)
-    if count == 1:
-        return api.attention(q, k, v, sinks=sinks, **options)
+    count = dist.get_world_size(group)
+    with torch.autocast(q.device.type, enabled=False):
+        if count == 1:
+            return api.attention(q, k, v, sinks=sinks, **options)
+        return _split_heads(q, k, v, sinks, group, (taken, captured), options, layout)
+
+
+def _split_heads(
+    q: Any, k: Any, v: Any, sinks: Any, group: Any, given: tuple[dict[str, Any], tuple[Any, ...]], options: dict[str, Any],
+    layout: str,
+) -> Any:  # fmt: skip
+    (taken, captured), count, rank = given, dist.get_world_size(group), dist.get_rank(group)
     heads = q.shape[2] // count
     spec, own = of_parts(q, k, v, taken, captured, count, h=rank * heads)
     _check_heads(q, k, spec, count)
@@ -71,7 +80,9 @@ def head_attention(
     own_sinks = None if sinks is None else sinks[rank * heads : (rank + 1) * heads]
     o, *lse = api.attention(*mine, sinks=own_sinks, **{**options, "return_lse": True})
     o = _back(o.flatten(2), group, layout).unflatten(-1, (-1, v.shape[3]))
-    return (o, _back(lse[0].transpose(1, 2), group, layout).transpose(1, 2).contiguous()) if return_lse else o
+    if not options["return_lse"]:
+        return o
+    return o, _back(lse[0].transpose(1, 2), group, layout).transpose(1, 2).contiguous()
 
 
 def _check_heads(q: Any, k: Any, spec: Spec, count: int) -> None:

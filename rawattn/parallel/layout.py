@@ -21,6 +21,8 @@ def group_of(group: Any) -> Any:
         if found.ndim != 1:
             names = found.mesh_dim_names
             raise ProblemError(f"group is a mesh of {found.ndim} dimensions {names}; give one of them, such as mesh['cp'].")
+        if found.get_coordinate() is None:
+            raise ProblemError("group is a mesh that does not have this process; call only in its processes.")
         found = found.get_group()
     if not isinstance(found, dist.ProcessGroup):
         raise ProblemError(f"group is {group!r}; it must be a ProcessGroup, a DeviceMesh of one dimension, or None.")
@@ -33,6 +35,13 @@ def check_layout(layout: Any) -> None:
     """Raises ProblemError where it is none."""
     if layout not in LAYOUTS:
         raise ProblemError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
+
+
+def _check_rows(name: str, length: int, layout: Any) -> None:
+    """Raises ProblemError where a rank's rows are no part of a sequence in the layout."""
+    check_layout(layout)
+    if layout == "zigzag" and length % 2:
+        raise ProblemError(f"{name} {length} rows on this rank; for layout='zigzag' it must be an even number.")
 
 
 def split(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) -> Any:
@@ -59,7 +68,7 @@ def split(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) ->
     whole = Whole((), False, count, length // count, length // count, layout)
     spans = whole.spans(dist.get_rank(group), length // count)
     pieces = [x.narrow(dim, span.position, span.end - span.begin) for span in spans]
-    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(pieces, dim).contiguous() if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def join(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) -> Any:
@@ -69,7 +78,7 @@ def join(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) -> 
 
     It is for looking at results: x must not require grad, since whose gradient it were would be open.
     """
-    check_layout(layout)
+    _check_rows("x has", x.shape[dim], layout)
     if torch.is_grad_enabled() and x.requires_grad:
         raise ProblemError("x requires grad, and join has no gradient; give x.detach(), or call under torch.no_grad().")
     group = group_of(group)
@@ -90,7 +99,7 @@ def positions(length: int, group: Any = None, *, layout: str = "zigzag", device:
 
     >>> cos, sin = rope(rawattn.parallel.positions(q.shape[1], mesh["cp"], device=q.device))
     """
-    check_layout(layout)
+    _check_rows("length is", length, layout)
     group = group_of(group)
     whole = Whole((), False, dist.get_world_size(group), length, length, layout)
     spans = whole.spans(dist.get_rank(group), length)

@@ -11,7 +11,7 @@ from .. import api
 from ..eager import eager
 from ..errors import ProblemError
 from ..spec import Window, make_mask
-from ..variant.mask import Both, Causal, function
+from ..variant.mask import Both, Causal, Full, function
 from ..variant.mask import Window as WindowMask
 from .context import context_attention
 from .layout import check_layout, group_of
@@ -21,7 +21,7 @@ from .layout import check_layout, group_of
 def context_attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
     softcap: float | None = None, scale: float | None = None, sinks: Any = None, layout: str = "zigzag", method: str = "auto",
-    return_lse: bool = False, deterministic: bool = True,
+    return_lse: bool = False, deterministic: bool = True, cu_seqlens_kv: Any = None,
 ) -> Any:  # fmt: skip
     """``context_attention`` over sequences packed end to end: the rows of the whole pack are split, wherever sequences begin.
 
@@ -32,11 +32,14 @@ def context_attention_varlen(
     all keys are sent, and kernels leave out the tiles of other sequences.
 
     Args:
-        q, k, v: (total / n, heads, head_dim), this rank's rows; k and v have as many as q.
+        q: (total_q / n, heads, head_dim), this rank's rows.
+        k, v: (total_kv / n, kv_heads, head_dim) and (total_kv / n, kv_heads, head_dim_v), likewise.
         cu_seqlens: int32, (batch + 1,), the same on all ranks and on q's device: sequence i has rows cu_seqlens[i] to
             cu_seqlens[i + 1] of the whole pack. Rows past its last value are no sequence's, and no result of theirs is defined.
             On a GPU the values are not checked, since that would wait for the device.
-        causal, window: of each sequence.
+        cu_seqlens_kv: the same for the pack of k and v, where sequences have other numbers of keys than of queries. Without it
+            cu_seqlens is that of both.
+        causal, window: of each sequence, whose last query stands at its last key.
         The rest as in ``context_attention``. "contiguous" makes fewer calls than "zigzag".
 
     Returns:
@@ -44,50 +47,72 @@ def context_attention_varlen(
     """
     check_layout(layout)
     group = group_of(group)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] != q.shape[0]:
+    starts_kv = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
+    for name, x, like in (("q", q, "q"), ("k", k, "q" if cu_seqlens_kv is None else "k"), ("v", v, "k")):
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] != {"q": q, "k": k}[like].shape[0]:
             found = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            raise ProblemError(f"{name} is {found}; it must be a torch tensor, (rows, heads, head_dim), with as many rows as q.")
+            beside = "" if name == like else f", with as many rows as {like}"
+            without = "; other lengths of keys need cu_seqlens_kv" if (name, like) == ("k", "q") else ""
+            raise ProblemError(f"{name} is {found}; it must be a torch tensor, (rows, heads, head_dim){beside}{without}.")
     count = dist.get_world_size(group)
-    _check_starts(cu_seqlens, q, q.shape[0] * count)
+    _check_starts("cu_seqlens", cu_seqlens, q, q.shape[0] * count)
+    _check_starts("cu_seqlens_kv", starts_kv, q, k.shape[0] * count)
+    if starts_kv.shape != cu_seqlens.shape:
+        raise ProblemError(
+            f"cu_seqlens_kv has {starts_kv.numel()} elements but cu_seqlens {cu_seqlens.numel()}; each has one more than there "
+            "are sequences."
+        )
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "sinks": sinks, "deterministic": deterministic}
     if count == 1:
         options |= {"causal": causal, "window": window, "return_lse": return_lse}
-        return api.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, **options)
-    mask = function(_own_sequence(cu_seqlens, q.shape[0] * count, make_mask(causal, window, None)))
+        with torch.autocast(q.device.type, enabled=False):
+            return api.attention_varlen(q, k, v, cu_seqlens, starts_kv, **options)
+    own = _own_sequence((cu_seqlens, starts_kv), (q.shape[0] * count, k.shape[0] * count), make_mask(causal, window, None))
+    mask = function(own)
     options |= {"mask": mask, "layout": layout, "method": method}
     o, lse = context_attention(q[None], k[None], v[None], group, return_lse=True, **options)
     return (o[0], lse[0]) if return_lse else o[0]
 
 
-def _check_starts(starts: Any, q: Any, rows: int) -> None:
+def _check_starts(name: str, starts: Any, q: Any, rows: int) -> None:
     """Raises ProblemError where these do not say where sequences begin."""
     if not isinstance(starts, torch.Tensor) or (starts.dtype, starts.dim(), starts.device) != (torch.int32, 1, q.device):
         found = f"{starts.dtype} of shape {tuple(starts.shape)} on {starts.device}" if hasattr(starts, "device") else repr(starts)
-        raise ProblemError(f"cu_seqlens is {found}; it must be a torch tensor of int32, (batch + 1,), on {q.device}.")
+        raise ProblemError(f"{name} is {found}; it must be a torch tensor of int32, (batch + 1,), on {q.device}.")
     if starts.is_cpu and (starts.numel() == 0 or starts[0] != 0 or (starts.diff() < 0).any() or starts[-1] > rows):
         raise ProblemError(
-            f"cu_seqlens is {starts.tolist()[:8]}; it must begin with 0, never fall, and end with at most {rows}, the rows of "
+            f"{name} is {starts.tolist()[:8]}; it must begin with 0, never fall, and end with at most {rows}, the rows of "
             "all ranks together."
         )
 
 
-def _own_sequence(starts: Any, rows: int, mask: Any) -> Any:
-    """The mask by which a query keeps keys of its own sequence, and of those what ``mask`` keeps: with sequences of one length in
-    q and k, distances in the pack are distances in the sequence."""
-    at = torch.arange(rows, device=starts.device, dtype=torch.int32)
-    ids = torch.searchsorted(starts[1:].contiguous(), at, right=True).int()
-    kv_ids = torch.where(at < starts[-1], ids, -1)
+def _own_sequence(starts: tuple[Any, Any], rows: tuple[int, int], mask: Any) -> Any:
+    """The mask by which a query keeps keys of its own sequence, and of those what ``mask`` keeps; starts and rows are those of
+    q's pack and of k's. In one pack distances are distances in the sequence; else a query counts from the key on which it
+    stands."""
+    q_ids, kv_ids = (_sequences(*each) for each in zip(starts, rows, strict=True))
+    own = torch.where(kv_ids < starts[1].shape[0] - 1, kv_ids, -1)  # behind the last sequence
     both = (mask.a, mask.b) if isinstance(mask, Both) else (mask,)
     causal = any(isinstance(each, Causal) for each in both)
     left, right = next(((each.left, each.right) for each in both if isinstance(each, WindowMask)), (None, None))
+    place = None
+    if starts[0] is not starts[1] and not isinstance(mask, Full):
+        ahead = torch.nn.functional.pad(starts[1][1:] - starts[0][1:], (0, 1))  # of queries behind the last sequence: any number
+        place = torch.arange(rows[0], device=q_ids.device, dtype=torch.int32) + ahead[q_ids]
 
     def kept(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        found = ids[q] == kv_ids[kv]
+        found = q_ids[q] == own[kv]
+        at = q if place is None else place[q]
         if causal:
-            found = found & (q >= kv)
+            found = found & (at >= kv)
         if left is not None:
-            found = found & (q - kv <= left)
-        return found if right is None else found & (kv - q <= right)
+            found = found & (at - kv <= left)
+        return found if right is None else found & (kv - at <= right)
 
     return kept
+
+
+def _sequences(starts: Any, rows: int) -> Any:
+    """The number of the sequence of each row; behind the last one, how many there are."""
+    at = torch.arange(rows, device=starts.device, dtype=torch.int32)
+    return torch.searchsorted(starts[1:].contiguous(), at, right=True).int()

@@ -68,6 +68,11 @@ class Schedule(NamedTuple):
     local: tuple[Task, ...]
     steps: tuple[Step, ...]
 
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All calls, in order."""
+        return (*self.local, *(task for step in self.steps for task in step.tasks))
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
@@ -130,7 +135,10 @@ def tasks(whole: Whole, q: tuple[Span, ...], kv: tuple[Span, ...]) -> tuple[Task
         if found is not None:
             return (found,)
     if single:
-        raise ProblemError(f"mask is {whole.masks[0]}; no offsets of rawattn.attention place it on parts of these sequences.")
+        way = "write it as a function, mask=lambda q, kv: ..., with lengths as numbers"
+        raise ProblemError(
+            f"mask is {whole.masks[0]}; no offsets of rawattn.attention place it on parts of these sequences; {way}."
+        )
     if len(q) > 1:
         return tuple(task for span in q for task in tasks(whole, (span,), kv))
     return tuple(task for span in kv for task in tasks(whole, q, (span,)))

@@ -18,7 +18,7 @@ from ..kernel.paging import over_tensors
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
 from ..operation.kvcache import table_of
-from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, to_libraries
+from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
 from ..select import select
 from ..spec import Spec, Window
 from ..trace.proofs import Limits
@@ -469,10 +469,11 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
             (batch, heads, q_len) or (heads, total_q), natural logarithms, float32 (float64 for fp64). Strides are free but for
             o's last dimension. A GPU takes up to 16.
         sinks: (heads,), as in ``attention``: given here once, and not to the parts.
-        out: receives o.
+        out: receives o. It may be float32 where the parts are bf16 or fp16, and o of the first part may then be such a sum of
+            others: of many parts, some at a time, o is rounded once. It may be o of the first part itself.
 
     Returns:
-        o in the parts' dtype, and lse.
+        o in the parts' dtype, or out, and lse.
 
     A part with lse = -inf takes no part, whatever its o holds; a row without any has o = 0 and lse = -inf, or its sink.
 
@@ -487,24 +488,34 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
         if not isinstance(part, (tuple, list)) or len(part) != 2:
             raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")
         given += part
-    key = arrays.signatures((*given, sinks))
+    in_place = out is not None and bool(given) and out is given[0]
+    like = arrays.signatures((*given, sinks))
+    form = arrays.forms_and_places((None if in_place else out,))
+    key = None if like is None or form is None else (like, form[0], in_place)
     call: GpuCall | CpuCall | None = _merges.get(key)
     if call is None:
-        call = _merge_of(given, sinks)
+        call = _merge_of(given, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
         if isinstance(call, GpuCall) and key is not None:
             cache_put(_merges, key, call, KEPT_CALLS)
+    if in_place:
+        (lse,) = call(given[0])
+        arrays.written(out)
+        return out, lse
     o, lse = call(given[0], None if out is None else (out, None))
     return o, lse
 
 
-def _merge_of(given: list[Any], sinks: Any) -> GpuCall | CpuCall:
+def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> GpuCall | CpuCall:
     """The merge of these parts, o_0, lse_0, o_1 and so on."""
     names = Combine.input_names(len(given))
     named = dict(zip(names, given, strict=False)) | ({} if sinks is None else {"sinks": sinks})
     if arrays.requires_grad(*named.values()):
         raise ProblemError(NO_GRAD)
     found = {name: arrays.read(x, name) for name, x in named.items()}
-    return _call_of(Combine.of_call(found, {}, ()), found, "NHD")
+    op = Combine.of_call(found, options, ())
+    if op.in_place:
+        check_written("out", found["o_0"], given[0], 1, [(name, x) for name, x in found.items() if name != "o_0"])
+    return _call_of(op, found, "NHD")
 
 
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
@@ -601,7 +612,8 @@ def _call_of(
     key = (op, device, first.library, kernel, config)
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan(op, device, select(op, device, kernel, config), first.library)
+        with spared_capture(first):
+            plan = Plan(op, device, select(op, device, kernel, config), first.library)
         cache_put(_plans, key, plan, KEPT_CALLS)
     return plan.bind(found, loose)  # type: ignore[return-value]
 

@@ -134,7 +134,9 @@ def _refusal(op: AttentionKVCache) -> str | None:
         return f"head_dim is {max(op.head_dim, op.head_dim_v)}; it takes up to 1024"
     if not hasattr(op.score, "logit"):
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
-    if op.spec.invariant and not cpu.has_loops(op.score):
+    if (reason := cpu.undefined(op.mask)) is not None:
+        return reason
+    if op.spec.invariant and not cpu.has_loops(op.mask, op.score):
         return cpu.NOT_INVARIANT
     return None
 
@@ -216,7 +218,7 @@ def _rotated(op: Append, views: Views, x: Array, positions: Array) -> Array:
 
 def combine(op: Combine, views: Views) -> None:
     """Merges the parts, in their order, into o and lse."""
-    number, o = op.element.lse_dtype, views["o"]
+    number, o = op.element.lse_dtype, views["o_0" if op.in_place else "o"]
     parts = [(views[f"o_{i}"].astype(number), views[f"lse_{i}"]) for i in range(op.count)]
     with np.errstate(all="ignore"):
         logits = [lse for _, lse in parts] + ([np.broadcast_to(views["sinks"][:, None], parts[0][1].shape)] if op.sinks else [])

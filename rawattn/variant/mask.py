@@ -336,6 +336,11 @@ class UsedQueries(Option):
         keep: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
         return lambda xp, batch, head, q, kv, q_len, kv_len: keep(xp, batch, head, q, kv, self.used, kv_len)
 
+    @property
+    def of_head(self) -> Callable[[int], UsedQueries]:
+        base: Callable[[int], Pairs] = self.base.of_head  # type: ignore[attr-defined]  # where it has it
+        return lambda head: UsedQueries(base(head), self.used)
+
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, self.used, kv_len)
         return np.where(q < self.used, begin, 0), np.where(q < self.used, end, 0)

@@ -34,3 +34,11 @@ class Arrays(Option):
     @property
     def fields(self) -> Fields:
         return (Field("parts", "PartList"), Field("part_count", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SumAndArrays(Arrays):
+    """The same, of which the first is a sum in the format that is computed in."""
+
+    type: ClassVar[str] = "SumAndArrays"
+    source: ClassVar[str] = "variant/parts/sum_and_arrays.cuh"

@@ -71,7 +71,7 @@ def test_numpy(case: Case, dlse: bool) -> None:
     o, lse = (rawattn.attention_varlen if starts else rawattn.attention)(q, k, v, **packed, **case.options, return_lse=True)
     given = {**packed, **({"dlse": dlse_given} if dlse else {}), **({"sinks": case.sink_logits()} if case.sinks else {})}
     found = rawattn.attention_backward(do, q, k, v, o, lse, **case.options | given)
-    wanted = [np.full_like(x, np.nan) for x in (q, k, v, *[given.get("sinks")] * case.sinks)]
+    wanted = [np.full(x.shape, np.nan, x.dtype) for x in (q, k, v, *[given.get("sinks")] * case.sinks)]
     gradients = dict(zip(("dq", "dk", "dv", "dsinks"), wanted, strict=False))
     options = {"mask": op.spec.placed_mask, "score": op.spec.placed_score, "scale": op.scale}
     cpu.run_backward(do, q, k, v, o, lse, **options, **given, **gradients)

@@ -203,6 +203,12 @@ def test_refusals(name: str) -> None:
         select(op, TYPICAL["sm_90a"], "attn_fwd")
 
 
+def test_where_no_kernel_takes_the_layout_none_is_named() -> None:
+    op = dataclasses.replace(Decode(page=16, q_len=300, kv_element=E4M3).operation, layout=Layout("k is odd", "k is odd"))
+    with pytest.raises(UnsupportedError, match=r"attn_fwd_mma: k is odd\.$"):
+        select(op, TYPICAL["sm_90a"])
+
+
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
 def test_eight_bits_go_to_attn_fwd_mma(element: Element) -> None:
     """On Hopper too, without spills; with scales that are numbers."""

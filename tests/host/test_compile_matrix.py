@@ -26,6 +26,8 @@ from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.operations import forward
 
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))]  # each has every third of what is to be compiled
+
 DEVICE = TYPICAL["sm_90a"]
 FACTORS: dict[str, list[Any]] = {
     "size": [*((d, d) for d in range(8, 257, 8)), (192, 128), (128, 64), (64, 256), (8, 256), (256, 8)],
@@ -92,11 +94,11 @@ def check(combinations: Sequence[Combination], processes: int | None) -> None:
     assert not bad, "\n".join([f"{len(bad)} of {len(combinations)}", *bad])
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])  # every other one of them
+@pytest.mark.parametrize("part", PARTS)
 def test_nothing_spills_and_nothing_waits(part: int) -> None:
     combinations = [*covering()]
     assert len(combinations) <= 250, "more than CI has time for"
-    check(combinations[part::2], 2)
+    check(combinations[part::3], 2)
 
 
 def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = DEVICE.arch) -> str:
@@ -107,11 +109,11 @@ def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = 
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", PARTS)
 def test_machine_code(part: int) -> None:
-    """One kernel for each head size; every other size here, and the rest by -m slow."""
+    """One kernel for each head size; every third size here, and the rest by -m slow."""
     each = {(asked.head_dim, asked.head_dim_v): (asked, config) for asked, config in covering()}
-    for asked, config in [*each.values()][part::2]:
+    for asked, config in [*each.values()][part::3]:
         found = set(sass.parse(listing(asked, config))[0])
         for name in ("UTMALDG", f"HGMMA.64x{config.tile_kv}x16", f"HGMMA.64x{asked.head_dim_v}x16"):
             assert any(each.startswith(name) for each in found), f"{asked}; {config}: no {name}"

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import types
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -24,18 +25,19 @@ from hypothesis import given, settings
 from numba import njit
 
 import rawattn
-from rawattn import ProblemError, cache, cpu, lanes
+from rawattn import ProblemError, UnsupportedError, cache, cpu, lanes, reference
 from rawattn.cpu import CPU
 from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
 from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, expect
+from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
 from tests.operations import replace
-from tests.options import cases
+from tests.options import HeadWindow, cases
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -87,7 +89,7 @@ def bits(arrays: Arrays) -> list[bytes]:
     return [x.tobytes() for x in arrays]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(cases(sinks=None))
 def test_reference(case: Case) -> None:
     check(case)
@@ -197,6 +199,16 @@ def test_extreme_sinks(sink: float, dtype: str, monkeypatch: pytest.MonkeyPatch)
         np.testing.assert_array_equal(with_sinks[1][:, 1], without[1][:, 1])
 
 
+def test_masks_that_differ_by_head_see_the_used_queries() -> None:
+    case = Case("fp32", 2, 30, 40, 4, 2, head_dim=8, head_dim_v=8)
+    q, k, v = case.inputs()
+    used = np.array([20, 30], np.int32)
+    options: dict[str, Any] = {"mask": HeadWindow(1, 3), "q_lens": used, "kv_lens": np.array([33, 40], np.int32)}
+    o, lse = rawattn.attention(q, k, v, return_lse=True, **options)
+    expect(q, k, v, **options).check(o, lse)
+    assert (o[0, 20:] == 0).all() and (lse[0, :, 20:] == -math.inf).all()
+
+
 # ---- scores of one's own -------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +248,41 @@ def test_loops_are_for_the_functions_that_they_know() -> None:
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
+@dataclasses.dataclass(frozen=True)
+class Odd(Option):
+    """Every other key of the first half: several runs of keys, written by hand."""
+
+    type: ClassVar[str] = "Odd"
+    source: ClassVar[str] = "../tests/host/lists/checkerboard.cuh"
+    lists: ClassVar[bool] = True
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
+        return np.zeros_like(q), np.full_like(q, kv_len // 2)
+
+    @staticmethod
+    def keep(xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
+        return (q + kv + head) % 2 == 0
+
+
+class Undefined(Odd):
+    keep = property()  # type: ignore[assignment]  # hasattr says no
+
+
+def test_masks_of_several_runs() -> None:
+    """Their runs count, not the one that holds all of them; without a definition nothing is computed."""
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 2, 40, 2, 16), dtype=np.float32)
+    o, lse = rawattn.attention(q, k, v, mask=Odd(), return_lse=True)
+    expect(q, k, v, mask=Odd()).check(o, lse)
+    found = rawattn.attention_backward(do, q, k, v, o, lse, mask=Odd())
+    wanted = reference.attention_backward(do, q, k, v, mask=Odd())
+    for mine, theirs in zip(found[:3], wanted[:3], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedError, match=r"of several runs of keys with a definition .* and Undefined"):
+        rawattn.attention(q, k, v, mask=Undefined())
+    with pytest.raises(UnsupportedError, match="invariant is for built-in ones"):
+        rawattn.attention(q, k, v, mask=Odd(), invariant=True)
+
+
 def test_same_bits_whatever_threads_and_units(dtype: str) -> None:
     case = Case(dtype, 2, 150, 330, 6, 2, causal=True, window=(200, 0), softcap=8.0)
     wanted = bits(run(case, config=cpu.Config(threads=1)))
@@ -283,6 +330,46 @@ def test_concurrent_calls() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_loaded_loops_wait_for_no_compilation() -> None:
+    """A process that was forked while a thread compiled another kernel holds the lock of compilations for good."""
+    case = Case("fp32", 1, 20, 30, 2, 2)
+    wanted, found = bits(run(case)), list[list[bytes]]()
+    with cpu._loading:
+        thread = threading.Thread(target=lambda: found.append(bits(run(case))), daemon=True)
+        thread.start()
+        thread.join(20)
+    assert found == [wanted]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_forks_compute() -> None:
+    """Also where threads of the parent compute: the loops keep no pool and no lock."""
+    text = """\
+import json, os, threading, warnings, numpy as np, rawattn
+from rawattn import cpu
+x, config = np.random.default_rng(0).standard_normal((2, 150, 2, 16), np.float32), cpu.Config(tile_q=32, threads=3)
+wanted, done = rawattn.attention(x, x, x, config=config).tobytes(), threading.Event()
+
+def repeat():
+    while not done.is_set():
+        rawattn.attention(x, x, x, config=config)
+
+thread = threading.Thread(target=repeat)
+thread.start()
+warnings.simplefilter("ignore")  # Python's, of forks beside threads
+codes = []
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if rawattn.attention(x, x, x, config=config).tobytes() == wanted else 1)
+    codes.append(os.waitpid(child, 0)[1])
+done.set()
+thread.join()
+print(json.dumps(codes))
+"""
+    assert process(text) == [0, 0, 0]
 
 
 def test_an_error_ends_the_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +467,21 @@ def test_torch_tensors(case: Case) -> None:
     assert o.dtype == inputs[0].dtype and lse.dtype == (torch.float64 if case.dtype == "fp64" else torch.float32)
     expect(*inputs, **case.options).check(o, lse)
     np.testing.assert_array_equal(np.asarray(o.double()), attend(case, *case.inputs())[0].astype(np.float64))
+
+
+def test_kept_calls_hold_no_tensor() -> None:
+    """A call with the same tensors is kept, and moved to others that lie so; it keeps none of them alive."""
+    first, second = ([torch.randn(2, 30, 4, 16) for _ in range(3)] for _ in range(2))
+    wanted = [rawattn.attention(*(x.numpy() for x in own), causal=True) for own in (first, second)]
+    for _ in range(2):
+        for own, each in zip((first, second), wanted, strict=True):
+            np.testing.assert_array_equal(rawattn.attention(*own, causal=True).numpy(), each)
+    first[0].fill_(0.5)  # the same memory, other numbers
+    other = rawattn.attention(*(x.numpy() for x in first), causal=True)
+    np.testing.assert_array_equal(rawattn.attention(*first, causal=True).numpy(), other)
+    gone = [weakref.ref(x) for x in first]
+    del first, own
+    assert [x() for x in gone] == [None] * 3
 
 
 def test_out_is_written_in_place() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
+import platform
 import threading
 from typing import Any
 
@@ -18,6 +20,7 @@ from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Score
+from tests.host.test_cpu import process
 from tests.options import SCORES
 
 Gradients = dict[str, npt.NDArray[Any]]
@@ -109,9 +112,10 @@ def test_same_bits_alone_and_in_a_varlen_batch() -> None:
 
 
 def test_arrays_are_read_and_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences are many units: bounds of keys are made once for all of one length, and nothing of float32 is copied."""
+    """Short sequences are many units: what follows from lengths is made once for all of one length and all calls, one call of the
+    loops computes all units, and nothing of float32 is copied."""
     case, made, taken = Case("fp32", 3, 40, 50, 4, 2, causal=True), [], []
-    find, load = cpu._some_keys, cpu.load
+    find, load = cpu._key_units, cpu.load
 
     def kernel(*args: Any) -> cpu.Kernel:
         real = load(*args)
@@ -122,17 +126,55 @@ def test_arrays_are_read_and_written_where_they_lie(monkeypatch: pytest.MonkeyPa
 
         return real._replace(loops=loops)
 
-    monkeypatch.setattr(cpu, "_some_keys", lambda *args: made.append(args) or find(*args))
+    monkeypatch.setattr(cpu, "_key_units", lambda *args: made.append(args) or find(*args))
+    cpu._dense_key_units.cache_clear()
     monkeypatch.setattr(cpu, "load", kernel)
     q, k, v = case.inputs()
     do, _ = case.output_gradients()
     o, lse = np.zeros_like(do), np.zeros((3, 4, 40), np.float32)
     found = [np.full_like(x, math.nan) for x in (q, k, v)]
-    cpu.run_backward(do, q, k, v, o, lse, *found, Causal(), Scale(), 1.0, threads=1)
-    assert len(made) == 1 and len(taken) == 3 * 2
+    for _ in range(2):
+        cpu.run_backward(do, q, k, v, o, lse, *found, Causal(), Scale(), 1.0, threads=1)
+    assert len(made) == 1 and len(taken) == 2
     for args in taken:
-        arrays = *args[:5], *args[-3:]
-        assert all(np.shares_memory(x, y) for x, y in zip(arrays, (do, q, k, v, lse, *found), strict=True))
+        assert len(args[7]) == 3 * 2
+        arrays = *args[:6], *args[-3:]
+        assert all(x.ctypes.data == y.ctypes.data for x, y in zip(arrays, (do, q, k, v, o, lse, *found), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_memory_of_others_changes_nothing(dtype: str) -> None:
+    """The loops do not clear their arrays, and what they get from the heap was another's."""
+    case = Case(dtype, 2, 37, 110, 6, 2, head_dim=24, head_dim_v=17, causal=True, softcap=8.0, sinks=True)
+    wanted = bits(run(case, threads=1)[0])
+    for value in (math.nan, math.inf, 1e38):
+        blocks = [np.full(1 << i, value, dtype.replace("fp", "float")) for i in range(6, 17) for _ in range(8)]
+        del blocks
+        assert bits(run(case, threads=1)[0]) == wanted, value
+
+
+AVX2 = """\
+import json, llvmlite.binding as binding
+find = binding.get_host_cpu_features
+binding.get_host_cpu_features = lambda: {name: is_there and not name.startswith("avx512") for name, is_there in find().items()}
+import dataclasses
+from rawattn import lanes
+from tests.host.test_cpu_backward import LISTED, check
+assert (lanes.BYTES, lanes.BLOCK) == (64, 6)
+for dtype in ("fp32", "fp64"):
+    for case in LISTED:
+        check(dataclasses.replace(case, dtype=dtype))
+print(json.dumps(len(LISTED)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 is of x86-64")
+def test_registers_of_half_the_size(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Where a panel's rows are no whole blocks of sums, nothing beside them is written."""
+    monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "")
+    assert process(AVX2, tmp_path) == len(LISTED)
 
 
 def test_concurrent_calls() -> None:

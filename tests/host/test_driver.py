@@ -333,6 +333,28 @@ def test_the_per_thread_stream_is_the_devices(cuda: Bindings) -> None:
     assert cuda.context == 1000
 
 
+def test_no_garbage_is_collected_while_a_plan_is_made_in_a_capture(cuda: Bindings) -> None:
+    """A dead graph that the collector destroyed would spoil the capture. Plans may be made beside each other, and end in any
+    order."""
+    cuda.capturing[5] = Graph()
+    with driver.spared_capture(6, 0):
+        assert gc.isenabled(), "nothing is captured"
+    first, second = driver.spared_capture(5, 0), driver.spared_capture(5, 0)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()  # the caller's own wish
+    try:
+        with pytest.raises(DeviceError), driver.spared_capture(5, 0):
+            raise DeviceError("while it is made")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 # ---- what graphs keep ----------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -28,7 +29,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
 
 from rawattn import parallel  # noqa: E402
-from rawattn.parallel import context, schedule  # noqa: E402
+from rawattn.parallel import context, partial, schedule  # noqa: E402
 
 ROWS = 8  # of a process
 BOUND = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 3e-2}
@@ -57,6 +58,14 @@ class HeadWindow(masks.Window):
 
     def interval(self, q: Any, q_len: int, kv_len: int) -> Any:
         return masks.Window(64, 0).interval(q, q_len, kv_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs(masks.Window):
+    """A query keeps several runs of keys, which the interval does not say."""
+
+    type: ClassVar[str] = "Runs"
+    lists: ClassVar[bool] = True
 
 
 FULL: dict[str, Any] = {}
@@ -196,25 +205,28 @@ def check_functions() -> None:
 
 
 def check_packed() -> None:
-    """Packed sequences, of which one is empty, one on several processes, and rows behind the last one."""
+    """Packed sequences, of which one is empty, one on several processes, and rows behind the last one; in one of the layouts with
+    other numbers of keys, some less than of queries, and none."""
     count = dist.get_world_size()
-    given, do, dlse = inputs(({}, 4, 2, 1, 1, torch.float64), count)
     rows = count * ROWS
-    starts = torch.tensor([0, 3, 3, rows - 3, rows - 2], dtype=torch.int32)
     options = {"causal": True, "window": (6, 0)} if count == 2 else {"window": (None, 4), "softcap": 3.0}
+    for layout, ratio in zip(schedule.LAYOUTS, (1, 2) if count == 2 else (2, 1), strict=True):
+        given, do, dlse = inputs(({}, 4, 2, 1, ratio, torch.float64), count)
+        starts = torch.tensor([0, 3, 3, rows - 6, rows - 4, rows - 2], dtype=torch.int32)
+        others = starts if ratio == 1 else torch.tensor([0, 2, 6, rows, rows, 2 * rows - 3], dtype=torch.int32)
 
-    def whole(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        o, lse = rawattn.attention_varlen(q[0], k[0], v[0], starts, starts, sinks=sinks, return_lse=True, **options)
-        return torch.cat([o[: rows - 2], 0 * q[0, rows - 2 :].repeat(1, 1, 2)])[None], lse[None]
+        def whole(q: Any, k: Any, v: Any, sinks: Any, starts: Any = starts, others: Any = others) -> Any:
+            o, lse = rawattn.attention_varlen(q[0], k[0], v[0], starts, others, sinks=sinks, return_lse=True, **options)
+            return torch.cat([o[: rows - 2], 0 * q[0, rows - 2 :].repeat(1, 1, 2)])[None], lse[None]
 
-    kept = slice(0, rows - 2)
-    with torch.no_grad():
-        do[:, rows - 2 :], dlse[..., rows - 2 :] = 0, 0
-    want = gradients(whole, given, do, dlse)
-    for layout in schedule.LAYOUTS:
+        kept = slice(0, rows - 2)
+        with torch.no_grad():
+            do[:, rows - 2 :], dlse[..., rows - 2 :] = 0, 0
+        want = gradients(whole, given, do, dlse)
 
-        def compute(q: Any, k: Any, v: Any, sinks: Any, layout: str = layout) -> Any:
+        def compute(q: Any, k: Any, v: Any, sinks: Any, layout: str = layout, starts: Any = starts, others: Any = others) -> Any:
             more = {"sinks": sinks, "layout": layout, "return_lse": True, **options}
+            more |= {} if others is starts else {"cu_seqlens_kv": others}
             return parallel.context_attention_varlen(q[0], k[0], v[0], starts, **more)
 
         def part(x: Any, dim: int = 1, layout: str = layout) -> Any:
@@ -233,9 +245,7 @@ def check_faults() -> None:
     """A fault that is planted in all processes is noticed in one of them at least."""
     no_mask = mock.patch.object(context._Call, "options", lambda self, task, captured: {"scale": self.spec.scale})
     no_gradients = mock.patch.object(context, "_add_returned", lambda found, dk, dv: list(found))
-    one_part = mock.patch.object(
-        context._Parts, "add", lambda self, task, result: self._found.__setitem__(slice(0, None), [(task.q, *result)])
-    )
+    one_part = mock.patch.object(context.PartialResults, "make_room", lambda self, task: self._found.clear())
     for fault in (no_mask, no_gradients, one_part):
         noticed = torch.zeros(1)
         with fault:
@@ -273,8 +283,38 @@ def check_timing() -> None:
         assert 0 < made[0] <= 1.2 * (parts[1].nbytes + parts[2].nbytes)
         found = compute(*parts)
     assert torch.equal(o, want[0]) and all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
-    with mock.patch.object(context, "MOST_PARTS", 2):  # as with many processes
+    with mock.patch.multiple(partial, HELD_BYTES=0, MOST_HELD=2, FEW_RANKS=1):  # sums, as with many processes
         check_case(CASES[0], "zigzag", "ring")
+
+
+def check_failure() -> None:
+    """Where a call fails on one process the others do not wait for it, and what comes next is as ever."""
+    (q, k, v, _), do, _ = inputs(CASES[1], dist.get_world_size())
+    parts, do = [parallel.split(x).requires_grad_() for x in (q, k, v)], parallel.split(do)
+    want = parallel.context_attention(*parts, method="ring")
+    wanted = torch.autograd.grad(want, parts, do)
+    fails, again = dist.get_rank() == 0, True
+    for owner, name in ((context, "_attend"), (context._Gradients, "of")):
+        made, real = itertools.count(), getattr(owner, name)
+
+        def planted(*given: Any, real: Any = real, made: Any = made, **options: Any) -> Any:
+            if fails and next(made) == 1:
+                raise rawattn.UnsupportedError("planted")
+            return real(*given, **options)
+
+        found = None if name == "_attend" else parallel.context_attention(*parts, method="ring")
+        with mock.patch.object(owner, name, planted):
+            try:
+                if found is None:
+                    again &= torch.equal(parallel.context_attention(*parts, method="ring"), want) and not fails
+                else:
+                    dq, dk, dv = torch.autograd.grad(found, parts, do)
+                    again &= torch.equal(dq, wanted[0]) and dk.isnan().any().item() and dv.isnan().any().item() and not fails
+            except rawattn.UnsupportedError:
+                again &= fails
+    found = parallel.context_attention(*parts, method="ring")
+    found = [found, *torch.autograd.grad(found, parts, do)]
+    assert again and all(torch.equal(x, y) for x, y in zip(found, [want, *wanted], strict=True))
 
 
 def check_one_stream() -> None:
@@ -316,7 +356,12 @@ def check_groups() -> None:
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, parallel.split(y, mesh["cp"]), rtol=0, atol=1e-12)
     if count == 2:
+        (first,) = torch.autograd.grad(parallel.context_attention(*parts).sum(), parts[:1], create_graph=True)
+        with pytest.raises(rawattn.ProblemError, match="a second derivative was asked for"):
+            torch.autograd.grad(first.sum() + parts[0].sum(), parts[:1])
         for compute in (parallel.context_attention, parallel.head_attention):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert compute(*[x.detach().float() for x in parts]).dtype == torch.float32
             compiled = torch.compile(lambda *x, compute=compute: compute(*x, causal=True).sin(), backend="eager")
             assert torch.equal(compiled(*parts), compute(*parts, causal=True).sin())
     for layout in schedule.LAYOUTS:
@@ -335,6 +380,7 @@ def work(rank: int, count: int, store: str) -> None:
         check_faults()
     check_timing()
     check_one_stream()
+    check_failure()
     check_groups()
     dist.destroy_process_group()
 
@@ -430,6 +476,40 @@ def test_schedule_wastes_nothing() -> None:
         assert sum(len(step.sends) for step in plan.steps) == (rank < 7)
 
 
+# ---- results over different keys
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_partial_results(limit: int, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, they take four times the bytes of o at most, with their sum, unless all are few bytes; and o is
+    rounded once."""
+    monkeypatch.setattr(partial, "HELD_BYTES", limit)
+    made, rows, held = torch.Generator().manual_seed(0), 24, []
+    tasks = [schedule.Task(((0, 12), (12, 22), (0, 22), (3, 9), (0, 12))[i % 5], (0, 1), False, None) for i in range(41)]
+    q, v = torch.zeros(2, rows, 3, 8, dtype=dtype), torch.zeros(2, 1, 3, 16, dtype=dtype)
+    whole, found = [], partial.PartialResults(q, v, tasks, 8)
+    for task in tasks:
+        o = torch.full((2, rows, 3, 16), torch.nan, dtype=dtype)
+        lse = torch.full((2, 3, rows), -torch.inf)
+        a, b = task.q
+        o[:, a:b] = torch.randn(2, b - a, 3, 16, generator=made).to(dtype)
+        lse[..., a:b] = torch.randn(2, 3, b - a, generator=made)
+        whole.append((o, lse))
+        found.make_room(task)
+        found.add(task, (o[:, a:b].clone(), lse[..., a:b].clone()))
+        having = found._found + [found._sum] * (found._sum is not None)
+        held.append(sum(x.o.nbytes for x in having) / (2 * q.nbytes))
+        assert len(having) <= 16
+    assert max(held) <= 4 if limit == 0 else len(having) == 1 + 41 % 15
+    for sinks in (None, torch.tensor([0.5, -torch.inf, 3.0])):
+        wanted = rawattn.reference.merge_states(whole, sinks=sinks)
+        o, lse = (x.double().numpy() for x in found.merged(sinks))
+        np.testing.assert_allclose(o, wanted[0], rtol=2.0**-7.95 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse, wanted[1], rtol=1e-5)
+        assert not o[:, 22:].any()
+
+
 # ---- one process, and wrong arguments
 
 
@@ -455,7 +535,25 @@ def test_one_process(alone: None) -> None:
     for compute in (parallel.context_attention, parallel.head_attention):
         found = compute(q, q, q, causal=True)
         assert torch.equal(found, want) and found.requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(compute(q, q, q, causal=True), want)
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(parallel.context_attention_varlen(q[0], q[0], q[0], starts, causal=True), want[0])
     assert torch.equal(parallel.join(parallel.split(q.detach())), q)
+    last = torch.randn(1, 8, 4, 8).to(memory_format=torch.channels_last)
+    assert all(parallel.split(last, layout=layout).is_contiguous() for layout in schedule.LAYOUTS)
+
+
+def test_gradient_of_sinks() -> None:
+    """That of this rank's queries is what one call has, whatever the sinks are."""
+    q = torch.randn(2, 6, 4, 8)
+    sinks = torch.tensor([0.5, torch.inf, -torch.inf, 2.0])
+    do, dlse = torch.randn(2, 6, 4, 8), torch.randn(2, 4, 6)
+    options = {"mask": masks.Causal("top_left"), "sinks": sinks}
+    o, lse = rawattn.attention(q, q[:, :3], q[:, :3], return_lse=True, **options)
+    *_, want = rawattn.attention_backward(do, q, q[:, :3], q[:, :3], o, lse, dlse=dlse, **options)
+    torch.testing.assert_close(context._sinks_gradient(do, dlse, o, lse, sinks), want)
 
 
 def refused(words: str, compute: Any, *given: Any, **options: Any) -> None:
@@ -469,6 +567,7 @@ def test_no_group() -> None:
 
 
 def test_wrong_arguments(among_four: None) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     q = torch.zeros(1, 8, 4, 8)
@@ -491,9 +590,21 @@ def test_wrong_arguments(among_four: None) -> None:
         refused("requires grad, and a mask has no gradient", compute, q, q, q, mask=mask)
     starts = torch.tensor([0, 5, 32], dtype=torch.int32)
     refused(r"q is of shape \(1, 8, 4, 8\); it must be", parallel.context_attention_varlen, q, q, q, starts)
-    refused(r"v is of shape \(7, 4, 8\); .* as many rows as q", parallel.context_attention_varlen, q[0], q[0], q[0, :7], starts)
+    refused(r"v is of shape \(7, 4, 8\); .* as many rows as k", parallel.context_attention_varlen, q[0], q[0], q[0, :7], starts)
+    refused(
+        r"k is of shape \(6, 4, 8\); .* as q; other lengths of keys need cu_seqlens_kv",
+        parallel.context_attention_varlen,
+        q[0],
+        q[0, :6],
+        q[0, :6],
+        starts,
+    )
+    packed = functools.partial(parallel.context_attention_varlen, q[0], q[0, :6], q[0, :6], starts)
+    refused("cu_seqlens_kv is .* end with at most 24", packed, cu_seqlens_kv=starts)
+    refused("cu_seqlens_kv has 2 elements but cu_seqlens 3", packed, cu_seqlens_kv=starts[:2])
     refused("cu_seqlens is torch.int64 of shape", parallel.context_attention_varlen, *[q[0]] * 3, starts.long())
     refused("end with at most 32, the rows of all ranks", parallel.context_attention_varlen, *[q[0]] * 3, starts + 1)
+    refused(r"mask is Runs.*, which keeps several runs of keys", parallel.context_attention, q, q, q, mask=Runs())
     refused("method is 'tree'; it must be one of", parallel.context_attention, q, q, q, method="tree")
     refused("q has 6 heads; it must be a multiple of the 4 ranks", parallel.head_attention, *[torch.zeros(1, 8, 6, 8)] * 3)
     refused(
@@ -507,9 +618,12 @@ def test_wrong_arguments(among_four: None) -> None:
         q[:, :6],
         layout="contiguous",
     )
+    refused("x has 7 rows on this rank; for layout='zigzag' it must be an even number", parallel.join, q[:, :7])
+    refused("length is 7 rows on this rank; for layout='zigzag' it must be an even number", parallel.positions, 7)
     refused("x requires grad, and join has no gradient", parallel.join, q.clone().requires_grad_())
     other = dist.new_group([0, 2])
     refused("group does not have this process|group is .*; it must be", parallel.context_attention, q, q, q, other)
+    refused("group is a mesh that does not have this process", parallel.split, q, DeviceMesh("cpu", [0, 2]))
 
 
 def test_what_is_kept_for_calls_of_one_shape(among_four: None, monkeypatch: pytest.MonkeyPatch) -> None:

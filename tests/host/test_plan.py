@@ -26,6 +26,7 @@ from rawattn import api, arrays, compiler, driver, plans, select
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
 from rawattn.operation import Forward
+from rawattn.serving import api as serving
 from tests.emulator import gpu as stand_ins
 
 torch = pytest.importorskip("torch")
@@ -85,6 +86,22 @@ def variations() -> dict[str, dict[str, Any]]:
     found |= {name: good | {name: other[name]} for name in "qkv"}
     found |= {f"padded {name}": good | {name: padded} for name in "qkv"}
     return found | {"heads first": good | {"q": torch.randn(2, 4, 80, 64).bfloat16().transpose(1, 2)}}
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_no_garbage_is_collected_while_a_plan_is_made_in_a_capture(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of anybody's may be among it, and to destroy that would spoil the capture."""
+    seen: list[bool] = []
+    for owner in (api, serving):
+        select = owner.select
+        monkeypatch.setattr(owner, "select", lambda *given, select=select: seen.append(gc.isenabled()) or select(*given))
+    for kept in ("_plans", "_merges"):
+        monkeypatch.setattr(serving, kept, {})
+    STATE["capturing"] = capturing
+    given = tensors()
+    rawattn.plan(**given)
+    rawattn.merge_states([(given["q"], torch.zeros(2, 4, 80))])
+    assert seen == [not capturing] * 2 and gc.isenabled()
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 27900,
+    "rawattn": 28900,
     "perf": 5810,
     "cuda_src": 11400,
-    "tests": 36050,
+    "tests": 36950,
 }
 FUNCTION_LINES = 60
 
@@ -43,6 +43,7 @@ IMPORTERS = {
         "heads.py",
         "layout.py",
         "packed.py",
+        "partial.py",
         "flash_attn.py",
         "flex_attention.py",
         "sdpa.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
@@ -49,10 +50,15 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def capturing(graph: Any) -> Iterator[int]:
-    """The stream whose work the graph captures, in the mode that tolerates least."""
-    with torch.cuda.graph(graph, capture_error_mode="global"):
-        torch.zeros(1, device="cuda")  # a graph that has nothing to do may not exist
-        yield torch.cuda.current_stream().cuda_stream
+    """The stream whose work the graph captures, in the mode that tolerates least. A test that failed leaves its graph as garbage,
+    which would spoil this one where the collector destroyed it meanwhile."""
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            torch.zeros(1, device="cuda")  # a graph that has nothing to do may not exist
+            yield torch.cuda.current_stream().cuda_stream
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
@@ -275,6 +281,37 @@ def test_a_first_call_of_any_kind_may_be_captured(make: Callable[[], Callable[[]
     if found is not None:
         pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_dead_graph_does_not_spoil_a_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's collector would find it while a kernel is chosen, and CUDA destroys no graph while another is captured."""
+    inputs = Case("bf16", 1, 130, 130, 2, 2, 104, 40).inputs("torch", "cuda")
+    graph, dead = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    select, before = api.select, gc.get_threshold()
+
+    def hurried(*given: Any) -> Any:
+        gc.set_threshold(1, 1, 1)
+        try:
+            return select(*given)
+        finally:
+            gc.set_threshold(0)  # and later, after the capture
+
+    with capturing(dead):
+        pass
+    monkeypatch.setattr(api, "select", hurried)
+    gc.set_threshold(0)
+    try:
+        ring = [dead]
+        ring.append(ring)  # type: ignore[arg-type]
+        del dead, ring
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            found = rawattn.attention(*inputs)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, rawattn.attention(*inputs))
 
 
 def test_a_process_may_end_with_a_graph() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,9 +55,40 @@ def check(device: str, layout: str, method: str) -> None:
     for name, x, y in zip(("o", "dq", "dk", "dv", "dtable"), found, [*map(part, wanted[:4]), wanted[4]], strict=True):
         near(f"{layout}, {method}: {name}", x, y)
     starts = torch.tensor([0, 100, 100, rows - 130, rows], dtype=torch.int32, device=device)
-    want = rawattn.attention_varlen(q[0], k[0], v[0], starts, starts, causal=True)
+    others = torch.tensor([0, 90, 200, rows - 300, rows], dtype=torch.int32, device=device)
     own = [part(x[0], 0) for x in (q, k, v)]
-    near(f"{layout}, packed: o", parallel.context_attention_varlen(*own, starts, causal=True, layout=layout), part(want, 0))
+    for starts_kv in (starts, others):
+        want = rawattn.attention_varlen(q[0], k[0], v[0], starts, starts_kv, causal=True)
+        more = {} if starts_kv is starts else {"cu_seqlens_kv": others}
+        o = parallel.context_attention_varlen(*own, starts, causal=True, layout=layout, **more)
+        near(f"{layout}, packed: o", o, part(want, 0))
+    if method == "ring":
+        check_sums(layout, part, (q, k, v), do)
+
+
+def check_sums(layout: str, part: Any, whole: Any, do: Any) -> None:
+    """Results that are added to float32 sums, as with many ranks, twice with the same bits; and after a call that failed on one
+    rank alone."""
+    from rawattn.parallel import context, context_attention, partial
+
+    options = {"causal": True, "layout": layout, "method": "ring"}
+    want, lse = rawattn.attention(*whole, causal=True, return_lse=True)
+    wanted = [want.detach(), lse.detach(), *torch.autograd.grad(want, whole, do)]
+    parts, results = [part(x).requires_grad_() for x in whole], []
+    for _ in range(2):
+        with mock.patch.multiple(partial, HELD_BYTES=0, MOST_HELD=2, FEW_RANKS=1):
+            o, own_lse = context_attention(*parts, return_lse=True, **options)
+        results.append([o.detach(), own_lse.detach(), *torch.autograd.grad(o, parts, part(do))])
+        if dist.get_rank() == 0:
+            fault = mock.patch.object(context, "_attend", side_effect=rawattn.UnsupportedError("planted"))
+            with fault, pytest.raises(rawattn.UnsupportedError, match="planted"):
+                context_attention(*parts, **options)
+        else:
+            context_attention(*parts, **options)
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    expected = [part(wanted[0]), part(wanted[1], 2), *map(part, wanted[2:])]
+    for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), results[0], expected, strict=True):
+        near(f"{layout}, sums: {name}", x, y)
 
 
 def work(rank: int, count: int, store: str, device: str) -> None:
