@@ -482,7 +482,7 @@ class GpuCall:
         if launches is None or capturing or of != addresses:
             if captured:
                 self._check_memory(captured)
-            beside = (stream_id, "its own" if numbers is None else "others")  # numbers of any launches that write to what was made
+            beside = (stream_id, "its own" if numbers is None else "others")  # numbers of any launches whose results were made
             if launches is None and not given:
                 launches, _ = self._launches.get(beside, (None, ()))
             if launches is None or capturing or given:
