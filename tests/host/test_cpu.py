@@ -247,7 +247,6 @@ def test_loops_are_for_the_functions_that_they_know() -> None:
 # ---- the same bits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ELEMENTS)
 @dataclasses.dataclass(frozen=True)
 class Odd(Option):
     """Every other key of the first half: several runs of keys, written by hand."""
@@ -283,6 +282,7 @@ def test_masks_of_several_runs() -> None:
         rawattn.attention(q, k, v, mask=Odd(), invariant=True)
 
 
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_same_bits_whatever_threads_and_units(dtype: str) -> None:
     case = Case(dtype, 2, 150, 330, 6, 2, causal=True, window=(200, 0), softcap=8.0)
     wanted = bits(run(case, config=cpu.Config(threads=1)))

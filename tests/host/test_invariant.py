@@ -107,7 +107,7 @@ def test_what_is_refused() -> None:
         lambda: rawattn.attention(q, q, q, score=Twice(), invariant=True),
         lambda: rawattn.attention_kvcache(q, rawattn.KVCache(q, q), rawattn.Step(np.int32([4])), score=Twice(), invariant=True),
     ):
-        with pytest.raises(UnsupportedError, match="invariant is for built-in scores and Python functions"):
+        with pytest.raises(UnsupportedError, match="invariant is for built-in ones and Python functions"):
             call()
 
 
