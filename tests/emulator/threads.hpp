@@ -210,6 +210,7 @@ static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::
         }
         if (!copies.empty()) __builtin_trap();  // a block ended before its copies
     }
+    fibers.clear();  // a kernel stays loaded, and its stacks would, too: 256 KiB each
     return 0;
 }
 
