@@ -119,7 +119,7 @@ def test_two_processes(tmp_path: Any) -> None:
     command = [sys.executable, "-W", "ignore", __file__]
     running = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=os.environ) for rank in range(2)]
     try:
-        assert [process.wait(timeout=100) for process in running] == [0, 0]
+        assert [process.wait(timeout=200) for process in running] == [0, 0]
     finally:
         for process in running:  # one may wait for the other, which has failed
             process.kill()
