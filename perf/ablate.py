@@ -89,7 +89,7 @@ class Ablation:
 
 
 def patches(folder: str) -> dict[str, str]:
-    """What each patch of a folder says that it does."""
+    """Returns for each patch of a folder what it says that it does."""
     return {path.stem: path.read_text(encoding="utf-8").partition("\n")[0] for path in sorted((PATCHES / folder).glob("*.patch"))}
 
 
@@ -127,7 +127,7 @@ def compile_all(op: Any, ablations: Sequence[Ablation], configs: dict[str, Any],
 
 
 def inputs_of(task: Task) -> tuple[Any, ...]:
-    """What a plan of the task's operation is given."""
+    """Returns the arrays that a plan of the task's operation is given."""
     inputs = (task.q, task.k, task.v, *task.packed[:2])
     if not sets.is_backward(task.case):
         return (*inputs, *taken({"mask": None, "score": None} | task.functions)[1])

@@ -594,7 +594,7 @@ def _key(given: tuple[Any, ...], captured: tuple[Any, ...]) -> Any:
 @eager
 def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: Asked, out: Any) -> Any:
     """Computes a call on arrays that it was not made for yet. The first of these that applies serves it: a call of a copy that is
-    made or of other numbers, a call on arrays that lie so in other places, the plan of a family, and a plan of its own."""
+    made or of other numbers, a call on arrays that lie so in other places, one of its family, resized, and a plan of its own."""
     call: Any = None
     numbers = None
     dense = asked.operation.dense(given)

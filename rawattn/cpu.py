@@ -631,7 +631,7 @@ NOT_ASKED = 0, np.zeros(8, np.int64), np.zeros((0, 0), np.uint8)
 
 
 def _alone(unit: Array) -> tuple[int, slice, int, Array]:
-    """Where a unit lies: its number in the batch, its rows, and its head of k; and the unit in arrays of these alone."""
+    """Returns a unit's number in the batch, its rows and its head of k, and the unit in arrays of these alone."""
     from .lanes import BATCH, KV_HEAD, QUERIES, ROW
 
     batch, first, count, kv_head = (int(unit[i]) for i in (BATCH, ROW, QUERIES, KV_HEAD))

@@ -278,7 +278,7 @@ _sparing = threading.Lock()
 
 @contextlib.contextmanager
 def spared_capture(stream: int, index: int) -> Iterator[None]:
-    """Where the stream is capturing a graph, Python collects no garbage meanwhile.
+    """Python collects no garbage meanwhile, where the stream is capturing a graph.
 
     To choose, compile and load a kernel makes many objects, which is when the collector runs. If it finds a graph that nobody
     holds any more, of whatever library, CUDA refuses to destroy that one, and spoils the one that is captured.

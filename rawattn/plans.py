@@ -342,7 +342,24 @@ def _as_float32(x: Any) -> Any:
         return float(np.float32(x))
 
 
-class GpuCall:
+class _Call:
+    """A plan on arrays."""
+
+    _plan: Plan
+    _given: Mapping[str, Array]
+
+    @property
+    def op(self) -> Operation:
+        """The operation of the plan."""
+        return self._plan.op
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays that it was made for, in order."""
+        return tuple(self._given)
+
+
+class GpuCall(_Call):
     """A plan on arrays of a GPU: all is known but where the results go, and the stream.
 
     It may be kept, and called from several threads at once, for any arrays that lie as these did. Captured arrays, and those with
@@ -385,16 +402,6 @@ class GpuCall:
         self._blocks = [self._block(*each) for each in every]
         self._sized = [self._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
         self._args = self._placed()
-
-    @property
-    def op(self) -> Operation:
-        """The operation of the plan, whose lengths may be others."""
-        return self._plan.op
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the arrays that it was made for, in order."""
-        return tuple(self._given)
 
     def moved(self, given: Mapping[str, Array]) -> GpuCall:
         """The call for arrays in other places that lie as these did, by name. Those that functions captured are not among them.
@@ -661,7 +668,7 @@ def _part(o: Array, lse: Array) -> bytes:
     return struct.pack("<16x6q", batch[0], o.strides[-3], o.strides[-2], batch[1], lse.strides[-1], lse.strides[-2])
 
 
-class CpuCall:
+class CpuCall(_Call):
     """A plan on arrays in this machine's memory. One of torch tensors holds none of them, and may be kept."""
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
@@ -675,16 +682,6 @@ class CpuCall:
         held = {each.name for each in self._plan.op.captured} if self._library == "torch" else given.keys()
         self._given = {name: array if name in held else array.without_memory() for name, array in given.items()}
         self._views = {name: arrays.as_numpy(array) for name, array in self._given.items()}
-
-    @property
-    def op(self) -> Operation:
-        """The operation of the plan."""
-        return self._plan.op
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the arrays that it was made for, in order."""
-        return tuple(self._given)
 
     def moved(self, given: Mapping[str, Array]) -> CpuCall:
         """The call for arrays in other places that lie as these did."""

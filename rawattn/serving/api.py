@@ -103,8 +103,8 @@ def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -
 
 
 class Asked(NamedTuple):
-    """What a call asks for: a spec, in which functions are left out, the functions, the arrays that they captured, the keys of a
-    split, and a kernel and a configuration. ``key`` stands for all but the arrays."""
+    """A call asks for a spec, in which functions are left out, the functions, the arrays that they captured, the keys of a split,
+    and a kernel and a configuration. ``key`` stands for all but the arrays."""
 
     spec: Spec
     own: tuple[tuple[str, functions.Function], ...] = ()

@@ -171,7 +171,7 @@ print(json.dumps(len(LISTED)))
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 is of x86-64")
 def test_registers_of_half_the_size(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Where a panel's rows are no whole blocks of sums, nothing beside them is written."""
+    """Nothing is written beside a panel whose rows are no whole blocks of sums."""
     monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "")
     assert process(AVX2, tmp_path) == len(LISTED)

@@ -50,7 +50,7 @@ GIVEN = {
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "return_lse": True, "scale": 0.5}], ids=str)
 def test_a_kept_call(name: str, options: dict[str, Any]) -> None:
     def said(given: tuple[Any, ...], stream: int) -> tuple[Any, ...]:
-        """What was launched, but for places of what is made, and how results lie."""
+        """Returns the launches, but for places of what is made, and how results lie."""
         STATE["stream"] = stream
         LAUNCHED.clear()
         o, lse = sdpa.attended(*given, dict(options))
