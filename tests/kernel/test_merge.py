@@ -38,11 +38,11 @@ def test_sums(head_dim: int, dtype: Any) -> None:
         o, lse = rawattn.merge_states([(sums, lse), *parts[i : i + 2]], out=sums)
     wanted = rawattn.reference.merge_states(parts[:6])
     np.testing.assert_allclose(sums.double().cpu(), wanted[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(lse.double().cpu(), wanted[1], rtol=1e-5)
+    np.testing.assert_allclose(lse.double().cpu(), wanted[1], rtol=1e-5, atol=1e-6)  # it may be near 0
     assert room[:, :300].isnan().all() and room[:, 600:].isnan().all()
     out = torch.empty(*shape[:3], head_dim + 2, device="cuda", dtype=dtype)[..., 1:-1]
     wanted = rawattn.reference.merge_states(parts, sinks=sinks)
     found = rawattn.merge_states([(sums, lse), *parts[6:]], sinks=sinks, out=out)
     assert found[0] is out
     np.testing.assert_allclose(out.double().cpu(), wanted[0], rtol=2.0**-7.9, atol=2.0**-7.9)
-    np.testing.assert_allclose(found[1].double().cpu(), wanted[1], rtol=1e-5)
+    np.testing.assert_allclose(found[1].double().cpu(), wanted[1], rtol=1e-5, atol=1e-6)
