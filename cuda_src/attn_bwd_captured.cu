@@ -26,7 +26,7 @@ template struct SchedulerOption<Scheduler>;
 template struct GradientOption<Gradient>;
 template struct SumsOption<Sums>;
 template struct LayoutOption<Layout>;
-template struct GatherOption<Gather, Gradient>;
+template struct GatherOption<Gather, Gradient, Layout>;
 static_assert(cfg::tile_q % 16 == 0 && cfg::tile_kv % 16 == 0 && cfg::chunk % 16 == 0);
 
 struct Smem {
@@ -65,15 +65,18 @@ struct Block {
             const int r = Layout::row(i);
             const i32 row = q_begin + r, first = kv_begin + Layout::first_key();
             const auto kept = mask.row(row, first);
-            const auto by_element = gradient.row(row + rows.q_offset, first + rows.kv_offset);
+            const PairRow at = {row + rows.q_offset, first + rows.kv_offset, row < rows.q_len ? rows.kv_len - first : 0};
+            const auto by_element = gradient.row(at.q, at.first);
+            Number found[Layout::keys];
 #pragma unroll
             for (int j = 0; j < Layout::keys; ++j) {
                 const i32 offset = Layout::offset(j), kv = first + offset;
                 const Number x = s[i][j], w = ptx::exp2(score(x, row, kv) * score.scale_log2 - lse_log2[Statistics::place(r)]);
                 const Number of_logit = w * (weight(dp[i][j], row, kv) * factor - delta[Statistics::place(r)]);
                 const bool keep = kept.keep(offset) && row < rows.q_len;
-                gather.add(i, j, keep ? of_logit * by_element.value(x, offset) : Number(0), [&] { return by_element.element(x, offset); });
+                found[j] = keep ? of_logit * by_element.value(x, offset) : Number(0);
             }
+            gather.add(i, found, s[i], by_element, gradient, at);
         }
         gather.end_tile(gradient, rows, q_begin, kv_begin);
     }

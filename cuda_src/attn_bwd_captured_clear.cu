@@ -7,5 +7,5 @@
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, false};
 
 extern "C" __global__ __launch_bounds__(cfg::threads) void attn_bwd_captured_clear(const __grid_constant__ Args args) {
-    for (i64 i = i64(blockIdx.x) * cfg::threads + threadIdx.x; i < args.words; i += i64(gridDim.x) * cfg::threads) args.memory[i] = 0;
+    for (i64 i = i64(blockIdx.x) * cfg::threads + threadIdx.x; i < args.words; i += i64(gridDim.x) * cfg::threads) args.memory[i] = {};
 }

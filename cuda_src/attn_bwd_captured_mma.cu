@@ -29,7 +29,7 @@ template struct SchedulerOption<Scheduler>;
 template struct GradientOption<Gradient>;
 template struct SumsOption<Sums>;
 template struct LayoutOption<Layout>;
-template struct GatherOption<Gather, Gradient>;
+template struct GatherOption<Gather, Gradient, Layout>;
 static_assert(cfg::tile_q == 16 * Layout::warps && cfg::threads == 32 * Layout::warps && cfg::tile_kv % 16 == 0);
 
 struct Smem {
@@ -85,22 +85,38 @@ struct Block {
             const i32 row = q_begin + Layout::row(i), first = kv_begin + Layout::first_key();
             const float lse = lse_log2[Statistics::place(Layout::row(i))], own_delta = delta[Statistics::place(Layout::row(i))];
             const auto kept = mask.row(row, first);
-            const auto by_element = gradient.row(row + rows.q_offset, first + rows.kv_offset);
+            const PairRow at = {row + rows.q_offset, first + rows.kv_offset, row < rows.q_len ? rows.kv_len - first : 0};
+            const auto by_element = gradient.row(at.q, at.first);
+            Number dots[Layout::keys], logits[Layout::keys], found[Layout::keys];
+#pragma unroll
+            for (int j = 0; j < Layout::keys; ++j) logits[j] = dots[j] = s[j / 4][0][j / 2 % 2 * 4 + i * 2 + j % 2] * cfg::scale_sign;
+            make_logits(logits, score.row(row, first));
 #pragma unroll
             for (int j = 0; j < Layout::keys; ++j) {
                 const i32 offset = Layout::offset(j), kv = first + offset;
-                const int e = j / 2 % 2 * 4 + i * 2 + j % 2;
-                const float x = s[j / 4][0][e] * cfg::scale_sign;
-                const float w = ptx::exp2(score(x, row, kv) * score.scale_log2 - lse);
-                const float of_logit = w * (weight(dp[j / 4][0][e], row, kv) * factor - own_delta);
+                const float w = ptx::exp2(logits[j] * score.scale_log2 - lse);
+                const float of_logit = w * (weight(dp[j / 4][0][j / 2 % 2 * 4 + i * 2 + j % 2], row, kv) * factor - own_delta);
                 const bool keep = kept.keep(offset) && row < rows.q_len;
-                gather.add(i, j, keep ? of_logit * by_element.value(x, offset) : 0.f, [&] { return by_element.element(x, offset); });
+                found[j] = keep ? of_logit * by_element.value(dots[j], offset) : 0.f;
             }
+            gather.add(i, found, dots, by_element, gradient, at);
         }
         gather.end_tile(gradient, rows, q_begin, kv_begin);
     }
 
    private:
+    // Makes logits of a row's dot products, of two neighbouring keys at once where their arrays lie so.
+    template <class Row>
+    __device__ static void make_logits(Number (&x)[Layout::keys], const Row& own) {
+        if constexpr (requires { own.has_pairs(0); })
+            if (own.has_pairs(Layout::offset(Layout::keys - 1))) {
+#pragma unroll
+                for (int j = 0; j < Layout::keys; j += 2) own.pair(x[j], x[j + 1], Layout::offset(j));
+                return;
+            }
+#pragma unroll
+        for (int j = 0; j < Layout::keys; ++j) x[j] = own.value(x[j], Layout::offset(j));
+    }
     // sums = a b' of this warp's rows and all keys.
     template <int steps, class A, class B>
     __device__ void multiply_columns(Products& sums, const A& a, const B& b) const {

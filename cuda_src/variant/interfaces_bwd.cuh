@@ -4,6 +4,7 @@
 // becomes of a weight becomes of its gradient.
 #include "variant/interfaces.cuh"
 #include "variant/kv_work_tile.cuh"
+#include "variant/pair_row.cuh"
 
 // rows: where a sequence lies in scratch: whole blocks of cfg::q_block query rows of each sequence, one after the other, for each
 // head. Blocks are tiles of queries or several of them.
@@ -36,7 +37,9 @@ template <class G> struct GradientOption : Given {
 };
 // sums: of the elements of a captured array.
 template <class S> struct SumsOption : Given {
-    static_assert(requires { S::add(args, i64(0), x), Number(S::total(args, i64(0))); }, "Sums: add(args, element, x), total(args, element)");
+    static constexpr bool adds = requires { S::add(args, i64(0), x); };
+    static constexpr bool adds_rows = requires(const Number (&numbers)[1]) { S::add_row(args, numbers, i64(0), i64(0), i); };
+    static_assert(adds || adds_rows, "Sums: add(args, element, x), or for OfPairs add_row(args, numbers, first element, step, count)");
 };
 // blocks: how blocks of 16 x 16 numbers of Element are operands of mma.sync, and how they leave: `words` of a lane, of which pack makes those
 // of an A operand. Left and Right are A and B operands of a tile whose columns are contracted, from a row on; LeftTransposed and
@@ -66,22 +69,23 @@ template <class D> struct DqRowsOption : Given {
     static const float (&numbers)[8];
     static_assert(requires { D::store(static_cast<unsigned char*>(nullptr), i64(0), i, i, i, numbers, 1.f); }, "DqRows: store(to, row_bytes, row, end, columns, numbers, scale)");
 };
-// layout: which pairs of a tile a thread has. The lanes of one row are `row_lanes` that follow each other; the others of a warp have
-// the same keys. Every warp has all keys, and rows of its own.
+// layout: which pairs of a tile a thread has. The lanes of one row are `row_lanes` that follow each other; the next ones have
+// the row after it, and the same keys. Every warp has all keys, and rows of its own.
 template <class L> struct LayoutOption : Given {
     static_assert(requires { i32(L::warps), i32(L::row_lanes), i32(L::rows), i32(L::keys); }, "Layout: warps, row_lanes, rows, keys (of a thread)");
     static_assert(requires { i32(L::row(i)), i32(L::first_key()), i32(L::offset(0)); }, "Layout: row(i), first_key(), offset(j) from the first key");
 };
-// gather: how gradients of pairs are added up. All threads of a block call it: add for each pair of a tile, with 0 for one that is not
-// kept, end_tile after a tile, finish after the tiles of a work. Between two tiles the threads meet.
-struct ElementNumber { __device__ i64 operator()() const; };
-template <class G, class Gradient> struct GatherOption : Given {
+// gather: how gradients of pairs are added up. All threads of a block call it: add for the i-th row of a thread's pairs in a tile, whose
+// gradients are x, 0 for those that are not kept, and whose dot products are s; end_tile after a tile, finish after the tiles of a work.
+// Between two tiles the threads meet.
+template <class G, class Gradient, class L> struct GatherOption : Given {
     static G g;
-    static const ElementNumber element;
+    static const Number (&numbers)[L::keys];
     static const Gradient& gradient;
+    static const PairRow& at;
     static typename G::Shared& shared;
     static_assert(requires { G(args, shared); }, "Gather(args, Shared&)");
-    static_assert(requires { g.add(0, 0, x, element); }, "Gather: add(i, j, x, element): the thread's pair (i, j)");
+    static_assert(requires { g.add(0, numbers, numbers, gradient.row(i, i), gradient, at); }, "Gather: add(i, x, s, gradient.row(q, first), gradient, at)");
     static_assert(requires { g.end_tile(gradient, rows, i, i), g.finish(gradient, rows, i); }, "Gather: end_tile(gradient, rows, q_begin, kv_begin), finish(gradient, rows, q_begin)");
 };
 // clear: what the first pass clears in scratch, or in an output: by every thread of a block, for a query tile.

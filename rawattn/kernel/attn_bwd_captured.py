@@ -4,7 +4,8 @@ captured.
 They follow the kernels that make dq, dk and dv, whichever these are, and read their scratch memory of each row. Sums of an
 array's elements are cleared; then there is a launch for each element that the score reads, two for ``table[a] + table[b]``; then
 the array's gradient is made of the sums. These are exact (``cuda_src/tile/exact_sum.cuh``), so that any block may add to any of
-them; but an array with an element for each query and key has plain ones, to each of which one thread adds.
+them; but an array with an element for each query and key has plain ones, to each of which one thread adds. Where no two pairs share
+an element there are none: each is written once, in the array's format.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from ..program import Buffer, Field, Fields, Launch, Pointer, Scratch
 from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices
 from ..variant import Option
 from ..variant.function import Captured, FunctionGradient, FunctionScore
-from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayout
+from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayout, WrittenOnce
 from ..variant.item import Item
+from ..variant.mask import Full
 from ..variant.scheduler import Once, SharedTiles
 from . import backward, tiling
 
@@ -38,7 +40,7 @@ class Config(NamedTuple):
     q_block: int
     node: int
     way: str
-    sums: ExactSums
+    sums: ExactSums | WrittenOnce
     statistics: Option
 
 
@@ -68,18 +70,21 @@ def _of_array(
     score, number = score_of(forward), forward.number
     reads = [each for each in by_elements(score.code) if each.array == i]
     ways = [way(score, each) for each in reads]
-    ordered = ways == ["pairs"]
+    ordered, there = ways == ["pairs"], Pointer(f"d{array.name}")
+    if ordered and sharing(forward, reads[0]) == (1, 1):
+        written = WrittenOnce(there, array.element)
+        found = [] if _are_all_pairs(forward, count) else [_clear(own, op, device, there, Item(array.element).cuda_type, count)]
+        return [*found, _gather(own, op, device, first, reads[0], "pairs", written)], []
     in_place = ordered and array.element == number
-    fill = Pointer(f"d{array.name}") if in_place else Scratch(f"d{array.name}_sums")
+    fill = there if in_place else Scratch(f"d{array.name}_sums")
     sums = (OrderedSums if ordered else ExactSums)(fill)
     words = count * sums.bytes(number) // 4
-    grid = min(-(-count // THREADS), 8 * device.sm_count)
-    clear = min(-(-words // THREADS), 8 * device.sm_count)
-    found = [own.launch(op, fill, device, "attn_bwd_captured_clear", {"words": words}, clear, _clear)]
+    found = [_clear(own, op, device, fill, "u32", words)]
     for each, how in zip(reads, ways, strict=True):
-        found.append(_gather(own, op, device, first, each, how if ordered or how != "pairs" else "scattered", sums))
+        found.append(_gather(own, op, device, first, each, how if ordered or how != "pairs" else "diagonals", sums))
     if in_place:
         return found, []
+    grid = min(-(-count // THREADS), 8 * device.sm_count)
     last = array.name, array.element, sums
     found.append(own.launch(op, last, device, "attn_bwd_captured_sum", {"elements": count}, grid, _sum))
     return found, [Buffer(f"d{array.name}_sums", 4 * words)]
@@ -90,13 +95,33 @@ def way(score: FunctionScore, each: ElementGradient) -> str:
     return gathering(each.load, [axis for node, axis in score.checked if node == each.node])
 
 
+def sharing(forward: Forward, each: ElementGradient) -> tuple[int, int]:
+    """Returns the numbers of sequences and of heads whose pairs share an element of those that have one for each query and key."""
+    apart = own_indices(each.load, [axis for node, axis in score_of(forward).checked if node == each.node])
+    return 1 if "b" in apart else forward.batch, 1 if "h" in apart else forward.heads
+
+
+def _are_all_pairs(forward: Forward, count: int) -> bool:
+    """Says whether so many elements, of which each pair has one of its own, are all of an array's, and every one is met."""
+    is_whole = isinstance(forward.mask, Full) and not forward.varlen and not any(forward.lens)
+    return is_whole and count == forward.batch * forward.heads * forward.q_len * forward.kv_len
+
+
+def _clear(own: Any, op: Backward, device: Device, memory: Any, ctype: str, words: int) -> Launch:
+    """The launch that clears so many words of this type."""
+    grid = min(-(-words // THREADS), 8 * device.sm_count)
+    found: Launch = own.launch(op, (memory, ctype), device, "attn_bwd_captured_clear", {"words": words}, grid, _cleared)
+    return found
+
+
 def _gather(
-    own: Any, op: Backward, device: Device, first: backward.FirstPass, each: ElementGradient, how: str, sums: ExactSums
-) -> Launch:
+    own: Any, op: Backward, device: Device, first: backward.FirstPass, each: ElementGradient, how: str,
+    sums: ExactSums | WrittenOnce,
+) -> Launch:  # fmt: skip
     """The launch for an element that the score reads."""
     forward, q_block, lie = op.forward, first.q_block, first.statistics
     if own.alignment == 16 and forward.element.itemsize == 2:  # kernels by tensor cores, whose conditions these are, too
-        tile_kv = 64 if widest(forward) <= 128 and how != "pairs" else 32
+        tile_kv = 64 if widest(forward) <= 128 else 32
         config = Config(True, min(64, q_block), tile_kv, q_block, each.node, how, sums, lie)
     else:
         config = Config(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums, lie)
@@ -104,11 +129,9 @@ def _gather(
     values = backward.values(forward, q_block, config.tile_kv) | FunctionGradient(score_of(forward), each.node).values
     values["q_tiles"] = -(-(forward.total_q if forward.varlen else forward.q_len) // tile_q)
     if how == "pairs":
-        apart = own_indices(each.load, [axis for node, axis in score_of(forward).checked if node == each.node])
-        values["shared_batches"] = 1 if "b" in apart else forward.batch
-        values["shared_heads"] = 1 if "h" in apart else forward.heads
-        groups = forward.batch * forward.heads // max(1, values["shared_batches"] * values["shared_heads"])
-        grid = int(values["q_tiles"] * groups)
+        batches, heads = sharing(forward, each)
+        values |= {"shared_batches": batches, "shared_heads": heads}
+        grid = int(values["q_tiles"]) * (forward.batch * forward.heads // max(1, batches * heads))
     else:
         grid = forward.heads * backward.q_blocks(forward, tile_q)
     grid = grid if forward.total_q and forward.total_kv else 0  # indices are proved for pairs that there are
@@ -137,15 +160,16 @@ def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     plan: Option = SharedTiles() if config.way == "pairs" else Once(tiling.lpt_scheduler(op, persistent=False))
     every = backward.options(
         op, Score=op.spec.placed_score, Weight=op.spec.weight, Scheduler=plan, Walk=tiling.cursor(op, up=True),  # type: ignore
-        Gradient=FunctionGradient(score_of(op), config.node), Sums=config.sums, Layout=layout,
+        Gradient=FunctionGradient(score_of(op), config.node), Layout=layout, Sums=config.sums,
         Gather=Gather(config.way), Statistics=config.statistics,
     )  # fmt: skip
     fields = (*backward.READS, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered(file, constants, fields, [], every, arch)
 
 
-def _clear(op: Forward, memory: Any, arch: str) -> tuple[Source, Fields]:
-    fields = Field("memory", "u32*", memory), Field("words", "i64")
+def _cleared(op: Forward, given: tuple[Any, str], arch: str) -> tuple[Source, Fields]:
+    memory, ctype = given
+    fields = Field("memory", f"{ctype}*", memory), Field("words", "i64")
     return backward.rendered("attn_bwd_captured_clear.cu", {"threads": THREADS}, fields, [], {"Element": op.element}, arch)
 
 

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from ..program import Field, Fields, Fill
 from . import Option
+from .item import Item
 
-TYPES = {"tiles": "OfTiles", "rows": "OfRows", "columns": "OfColumns", "pairs": "OfPairs", "scattered": "Scattered"}
+TYPES = {"tiles": "OfTiles", "rows": "OfRows", "columns": "OfColumns", "pairs": "OfPairs", "diagonals": "Diagonals", "scattered": "Scattered"}
 EXACT_WORDS = {"fp32": 13, "fp64": 68}  # of 64 bits, of an exact sum: ExactSum::size
 
 
@@ -75,3 +76,17 @@ class OrderedSums(ExactSums):
     @property
     def fields(self) -> Fields:
         return (Field("sums", "Number*", self.fill),)
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenOnce(Option):
+    """No sums: each element, of the format that ``item`` names, is one pair's alone, and is written where it stays."""
+
+    fill: Fill
+    item: str
+    type: ClassVar[str] = "WrittenOnce"
+    source: ClassVar[str] = "variant/sums/written.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("sums", f"{Item(self.item).cuda_type}*", self.fill),)

@@ -453,8 +453,8 @@ def test_rows_in_use_emulated(emulated: Any, kernel: str) -> None:
 
 
 def test_launches() -> None:
-    """Each element of an array over pairs belongs to one block, which takes all sequences and heads that share it; where indices
-    are clipped, or two elements are read, sums are exact."""
+    """Each element of an array over pairs belongs to one block, which takes all sequences and heads that share it; where none do,
+    there are no sums, and nothing is cleared; where indices are clipped, or two elements are read, sums are exact."""
     device, dims = TYPICAL["sm_90a"], (2, 100, 130, 4, 4, 64, 64)
     four, three, pair = (np.zeros(shape, np.float32) for shape in ((2, 4, 100, 130), (4, 100, 130), (130, 130)))
     for score, shared, blocks in (
@@ -476,4 +476,6 @@ def test_launches() -> None:
             assert each.grid == blocks
             found = [field.name for field in each.fields if field.name in ("shared_batches", "shared_heads")]
             assert (tuple(each.values[name] for name in found) or None) == shared
-            assert {field.name: field.ctype for field in each.fields}["sums"] == ("u64*" if shared is None else "Number*")
+            ctype = "u64*" if shared is None else "float*" if shared == (1, 1) else "Number*"
+            assert {field.name: field.ctype for field in each.fields}["sums"] == ctype
+        assert any(each.entry == "attn_bwd_captured_clear" for each in launches) == (shared != (1, 1))

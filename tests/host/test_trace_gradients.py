@@ -99,10 +99,10 @@ def test_what_is_not_followed() -> None:
         (lambda s, b, h, q, kv: s + X[q], "rows"),
         (lambda s, b, h, q, kv: s + ROWS[h, kv], "columns"),
         (lambda s, b, h, q, kv: s + ROWS[q, kv], "pairs"),
-        (lambda s, b, h, q, kv: s + ROWS[h, kv - q], "scattered"),
+        (lambda s, b, h, q, kv: s + ROWS[h, kv - q], "diagonals"),
         (lambda s, b, h, q, kv: s + X[q // 2], "rows"),
         (lambda s, b, h, q, kv: s + ROWS[b + kv // 3, kv], "columns"),
-        (lambda s, b, h, q, kv: s + ROWS[q // 2, kv], "scattered"),
+        (lambda s, b, h, q, kv: s + ROWS[q // 2, kv], "diagonals"),
         (lambda s, b, h, q, kv: s + X[s.floor().int()], "scattered"),
     ],
     ids=range(10),
@@ -111,7 +111,7 @@ def test_gathering(f: Any, expected: str) -> None:
     traced, _, _ = trace.bind(f, "score")
     (load,) = (x for x in gradients(traced.code.root) if x.op == "load")
     assert gathering(load) == expected
-    assert gathering(load, checked=[0]) == ("scattered" if expected == "pairs" else expected)
+    assert gathering(load, checked=[0]) == ("diagonals" if expected == "pairs" else expected)
 
 
 ROWS = np.zeros((3, 3), np.float32)

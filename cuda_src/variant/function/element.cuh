@@ -19,6 +19,7 @@ __device__ inline float read(const Bf16* p) { return __builtin_bit_cast(float, u
 __device__ inline float read(const Fp16* p) { return ptx::widen_fp16(__ldg(&p->bits)); }
 
 // To nearest even.
+__device__ inline void write(float* p, float x) { *p = x; }
 __device__ inline void write(float* p, double x) { *p = float(x); }
 __device__ inline void write(double* p, double x) { *p = x; }
 __device__ inline void write(Fp16* p, float x) { p->bits = ptx::narrow_fp16(x); }
@@ -36,6 +37,13 @@ __device__ inline Two<Fp16> read_two(const Fp16* p) { return {{__ldg(reinterpret
 __device__ inline Two<float> read_two(const float* p) {
     const uint2 both = __ldg(reinterpret_cast<const uint2*>(p));
     return {{both.x, both.y}};
+}
+// Two elements as one number.
+template <class T, class Number>
+__device__ inline void write_two(T* p, Number x, Number y) {
+    struct alignas(2 * sizeof(T)) { T low, high; } both;
+    write(&both.low, x), write(&both.high, y);
+    *reinterpret_cast<decltype(both)*>(p) = both;
 }
 template <int n> __device__ inline float get(Two<Bf16> x) { return __builtin_bit_cast(float, n ? x.words[0] & 0xffff0000u : x.words[0] << 16); }
 template <int n> __device__ inline float get(Two<Fp16> x) { return ptx::widen_fp16(u16(x.words[0] >> 16 * n)); }

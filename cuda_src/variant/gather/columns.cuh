@@ -2,6 +2,7 @@
 // The gradient of an array whose element follows from the key and not from the query: a key's pairs in a tile are added in one order,
 // and their sum is added to the element's exact sum.
 #include "tile/lane_sum.cuh"
+#include "variant/pair_row.cuh"
 
 struct OfColumns {
     static_assert(cfg::tile_kv <= 32 * Layout::warps);
@@ -11,9 +12,10 @@ struct OfColumns {
 
     __device__ OfColumns(const Args& args, Shared& shared) : args(args), shared(shared) {}
 
-    template <class Element>
-    __device__ void add(int, int j, Number x, Element) {
-        tile[j] += x;
+    template <class Row>
+    __device__ void add(int, const Number (&x)[Layout::keys], const Number (&)[Layout::keys], const Row&, const Gradient&, const PairRow&) {
+#pragma unroll
+        for (int j = 0; j < Layout::keys; ++j) tile[j] += x[j];
     }
     // The threads meet before the next tile's parts are written, where they load.
     __device__ void end_tile(const Gradient& gradient, const Rows& rows, i32 q_begin, i32 kv_begin) {

@@ -1,17 +1,17 @@
 #pragma once
 // The gradient of an array with an element for each query and key: each pair's is added by the thread that has the pair, for one
 // sequence and head after the other (variant/scheduler/shared_tiles.cuh). So nothing is added at once, and the order is always one.
-#include "ptx/base.cuh"
+#include "variant/pair_row.cuh"
 
 struct OfPairs {
     struct Shared {};
 
     __device__ OfPairs(const Args& args, Shared&) : args(args) {}
 
-    template <class Element>
-    __device__ void add(int, int, Number x, Element element) {
-        __syncwarp();  // else the compiler loads for many pairs at once, and spills
-        if (x != Number(0)) Sums::add(args, element(), x);
+    template <class Row>
+    __device__ void add(int, const Number (&x)[Layout::keys], const Number (&)[Layout::keys], const Row& row, const Gradient&, const PairRow& at) {
+        const i64 element = row.element(0, 0), step = row.element(0, 1) - element;  // no index but one knows the key
+        if (at.count > 0) Sums::add_row(args, x, element, step, at.count);
     }
     __device__ void end_tile(const Gradient&, const Rows&, i32, i32) {}
     __device__ void finish(const Gradient&, const Rows&, i32) {}

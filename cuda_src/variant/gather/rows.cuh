@@ -2,15 +2,17 @@
 // The gradient of an array whose element follows from the query and not from the key: a row's pairs are added in one order, tile by
 // tile, and the row's sum is added to the element's exact sum.
 #include "tile/lane_sum.cuh"
+#include "variant/pair_row.cuh"
 
 struct OfRows {
     struct Shared {};
 
     __device__ OfRows(const Args& args, Shared&) : args(args) {}
 
-    template <class Element>
-    __device__ void add(int i, int, Number x, Element) {
-        tile[i] += x;
+    template <class Row>
+    __device__ void add(int i, const Number (&x)[Layout::keys], const Number (&)[Layout::keys], const Row&, const Gradient&, const PairRow&) {
+#pragma unroll
+        for (int j = 0; j < Layout::keys; ++j) tile[i] += x[j];
     }
     __device__ void end_tile(const Gradient&, const Rows&, i32, i32) {
 #pragma unroll

@@ -1,29 +1,17 @@
 #pragma once
-// The gradient of an array whose element follows from a query and a key in any way, as a table of their distance: each pair's is added
-// to the element's exact sum. Lanes of a warp that have one element add together before: at first those that have the first lane's,
-// and so on for four elements.
-#include "tile/lane_sum.cuh"
+// The gradient of an array whose element follows from the dot product: each pair's is added to the element's exact sum, by
+// variant/gather/matching.cuh.
+#include "variant/gather/matching.cuh"
 
 struct Scattered {
     struct Shared {};
 
     __device__ Scattered(const Args& args, Shared&) : args(args) {}
 
-    template <class Element>
-    __device__ void add(int, int, Number x, Element element) {
-        const i64 own = element();
-        const int lane = threadIdx.x % 32;
-        u32 left = __ballot_sync(0xffffffffu, x != Number(0));
-#pragma unroll 1
-        for (int n = 0; n < 4 && left; ++n) {
-            const int first = __ffs(left) - 1;
-            const i64 wanted = __shfl_sync(0xffffffffu, own, first);
-            const bool same = left >> lane & 1 && own == wanted;
-            const Number sum = lane_sum<1, 32>(same ? x : Number(0));
-            if (lane == first) Sums::add(args, own, sum);
-            left &= ~__ballot_sync(0xffffffffu, same);
-        }
-        if (left >> lane & 1) Sums::add(args, own, x);
+    template <class Row>
+    __device__ void add(int, const Number (&x)[Layout::keys], const Number (&s)[Layout::keys], const Row& row, const Gradient&, const PairRow&) {
+#pragma unroll
+        for (int j = 0; j < Layout::keys; ++j) add_matching(args, row.element(s[j], Layout::offset(j)), x[j]);
     }
     __device__ void end_tile(const Gradient&, const Rows&, i32, i32) {}
     __device__ void finish(const Gradient&, const Rows&, i32) {}

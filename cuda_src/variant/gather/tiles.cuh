@@ -2,6 +2,7 @@
 // The gradient of an array whose element follows from neither query nor key: the pairs of a block's queries are added in one order,
 // tile by tile, and their sum is added to the element's exact sum.
 #include "tile/lane_sum.cuh"
+#include "variant/pair_row.cuh"
 
 struct OfTiles {
     struct Shared {
@@ -10,9 +11,10 @@ struct OfTiles {
 
     __device__ OfTiles(const Args& args, Shared& shared) : args(args), shared(shared) {}
 
-    template <class Element>
-    __device__ void add(int, int, Number x, Element) {
-        tile += x;
+    template <class Row>
+    __device__ void add(int, const Number (&x)[Layout::keys], const Number (&)[Layout::keys], const Row&, const Gradient&, const PairRow&) {
+#pragma unroll
+        for (int j = 0; j < Layout::keys; ++j) tile += x[j];
     }
     __device__ void end_tile(const Gradient&, const Rows&, i32, i32) { sum += tile, tile = 0; }
     __device__ void finish(const Gradient& gradient, const Rows& rows, i32 q_begin) {
