@@ -20,6 +20,7 @@ using i32 = int;
 using i64 = long long;
 constexpr float minus_inf = -__builtin_inff();
 #define __device__
+#define __noinline__
 #define __global__
 #define __shared__
 #define __grid_constant__

@@ -12,9 +12,11 @@ struct Diagonals {
     static_assert(cfg::tile_kv % 32 == 0 && (rows & (rows - 1)) == 0);
     struct Shared {
         Number tile[Layout::warps][rows][stride];
+        i64 element[32 * Layout::warps];  // of a thread's sum
+        Number sum[32 * Layout::warps];
     };
 
-    __device__ Diagonals(const Args& args, Shared& shared) : args(args), tile(shared.tile[threadIdx.x / 32]) {}
+    __device__ Diagonals(const Args& args, Shared& shared) : args(args), tile(shared.tile[threadIdx.x / 32]), element(shared.element[threadIdx.x]), sum(shared.sum[threadIdx.x]) { element = 0, sum = 0; }
 
     template <class Row>
     __device__ void add(int, const Number (&x)[Layout::keys], const Number (&)[Layout::keys], const Row&, const Gradient& gradient, const PairRow& at) {
@@ -33,11 +35,11 @@ struct Diagonals {
    private:
     const Args& args;
     Number (&tile)[rows][stride];
-    i64 element = 0;  // that of the sum
-    Number sum = 0;
+    i64& element;
+    Number& sum;
 
     // The one that begins in column `first`, and goes on in the first column after the last one.
-    __device__ void add_diagonal(const Gradient& gradient, i32 q, i32 kv, i32 first) {
+    __device__ __noinline__ void add_diagonal(const Gradient& gradient, i32 q, i32 kv, i32 first) {
         const auto column = [&](int r) { return (first + r) % cfg::tile_kv; };
         const auto element_of = [&](int r) { return i64(gradient.row(q + r, kv + column(r)).element(Number(0), 0)); };
         const i64 upper = element_of(0), lower = element_of(rows - 1);
@@ -62,7 +64,7 @@ struct Diagonals {
             const Number x = i ? of_lower : of_upper;
             const i64 own = i ? lower : upper;
             if (x == Number(0)) continue;
-            if (own != element) Sums::add(args, element, sum), element = own, sum = 0;
+            if (own != element) add_exactly(args, element, sum), element = own, sum = 0;
             sum += x;
         }
     }

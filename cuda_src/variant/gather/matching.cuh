@@ -4,6 +4,9 @@
 #include "tile/lane_sum.cuh"
 #include "variant/pair_row.cuh"
 
+// A call of its own: it is long, and seldom.
+__device__ __noinline__ inline void add_exactly(const Args& args, i64 element, Number x) { Sums::add(args, element, x); }
+
 __device__ inline void add_matching(const Args& args, i64 own, Number x) {
     const int lane = threadIdx.x % 32;
     u32 left = __ballot_sync(0xffffffffu, x != Number(0));
@@ -13,8 +16,8 @@ __device__ inline void add_matching(const Args& args, i64 own, Number x) {
         const i64 wanted = __shfl_sync(0xffffffffu, own, first);
         const bool same = left >> lane & 1 && own == wanted;
         const Number sum = lane_sum<1, 32>(same ? x : Number(0));
-        if (lane == first) Sums::add(args, own, sum);
+        if (lane == first) add_exactly(args, own, sum);
         left &= ~__ballot_sync(0xffffffffu, same);
     }
-    if (left >> lane & 1) Sums::add(args, own, x);
+    if (left >> lane & 1) add_exactly(args, own, x);
 }
