@@ -39,11 +39,9 @@ CTYPES = {
     "OElement*": (8, 8, "Q"),
     "Number*": (8, 8, "Q"),
     "const Number*": (8, 8, "Q"),
-    "float*": (8, 8, "Q"),
     "const Element*": (8, 8, "Q"),
-    **{f"const {element}*": (8, 8, "Q") for element in CAPTURED},
+    **{f"{const}{element}*": (8, 8, "Q") for element in CAPTURED for const in ("", "const ")},
     "function::Divisor": (12, 4, "12s"),
-    "i32*": (8, 8, "Q"),
     "u32*": (8, 8, "Q"),
     "u64*": (8, 8, "Q"),
     "const void*": (8, 8, "Q"),
@@ -64,7 +62,7 @@ TENSORS = {  # C++ type -> its file
     "TmaHeads": "tile/tma_heads.cuh",
     "StridedPages": "tile/strided_pages.cuh",
     "function::Divisor": "variant/function/integer.cuh",
-    **{f"const function::{name}*": "variant/function/element.cuh" for name in ("Bool", "Bf16", "Fp16")},
+    **{f"{const}function::{x}*": "variant/function/element.cuh" for x in ("Bool", "Bf16", "Fp16") for const in ("", "const ")},
 }
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
