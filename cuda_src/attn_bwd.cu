@@ -283,12 +283,13 @@ struct Consumer {
         start_s();
         start_dp();
         tell_dq();
+        const auto logits = logits_transposed<SMma::accumulators>(score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
         const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !StepOf::is_full(at));
         ptx::wgmma_wait<1>();
         const Statistics lse_log2(smem.lse_log2[stage], lane);
-        if (StepOf::is_full(at)) weigh_transposed<Order::Packed>(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
-        else weigh_transposed<Order::Packed>(s, p, score, weights, kept, lse_log2, q_first, key);
+        if (StepOf::is_full(at)) weigh_transposed<Order::Packed>(s, p, score, logits, weights, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed<Order::Packed>(s, p, score, logits, weights, kept, lse_log2, q_first, key);
         ptx::wgmma_wait<0>();
         order.end_step(*this, rows, at, mask, [&] { differentiate(weights.again()); });
         ptx::wgmma_wait<0>();

@@ -130,8 +130,9 @@ struct Values : Role<DvMma> {
         const Mask mask(args, rows, own);
         const Score score(args, rows, own);
         const Statistics lse_log2(smem.lse_log2[stage], lane);
-        if (at.is_full()) weigh_transposed<PackedAtOnce>(s, p, score, weights, EveryElement{}, lse_log2, q_first, key);
-        else weigh_transposed<PackedAtOnce>(s, p, score, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
+        const LogitsTransposed<Score> logits = {score, q_first, key};
+        if (at.is_full()) weigh_transposed<PackedAtOnce>(s, p, score, logits, weights, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed<PackedAtOnce>(s, p, score, logits, weights, kept_transposed<SMma::accumulators>(mask, q_first, key), lse_log2, q_first, key);
         pass_p();
         arrive(smem.q_empty[stage]);
     }

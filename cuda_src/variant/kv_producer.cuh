@@ -5,6 +5,7 @@
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
 #include "tile/tma_tensor.cuh"
+#include "variant/elements_transposed.cuh"
 #include "variant/interfaces_bwd.cuh"
 
 // Rings have two stages or one, and all move once a step: one counter serves them all.
@@ -94,9 +95,9 @@ struct PackedLater {
 
 // From dot products, a row being a key, to weights: p are those that values are multiplied by, s becomes the weights times the
 // score's derivative. `lse_log2` are the statistics of a step. `kept` says of which elements the mask keeps the pair, and `weights` what
-// becomes of their weights.
-template <class Packed, int n, class Weights, class Kept>
-__device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& score, const Weights& weights, const Kept& kept,
+// becomes of their weights, `logits` makes them of dot products.
+template <class Packed, int n, class Logits, class Weights, class Kept>
+__device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& score, const Logits& logits, const Weights& weights, const Kept& kept,
                                  Statistics lse_log2, i32 q_first, i32 key) {
 #pragma unroll
     for (int i = 0; i < n; i += 4) {
@@ -105,7 +106,7 @@ __device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& sc
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const i32 q = q_first + fragment_column(i + j), kv = key + 8 * fragment_row(j);
-            const float t = score(s[i + j], q, kv), exponent = __fmaf_rn(t, score.scale_log2, j % 2 ? -l.y : -l.x);
+            const float t = logits(s[i + j], i + j), exponent = __fmaf_rn(t, score.scale_log2, j % 2 ? -l.y : -l.x);
             const bool dropped = !kept(i + j);
             const float e = ptx::exp2(dropped ? minus_inf : exponent);
             w[j] = weights(e, i / 8, i % 8 + j);

@@ -83,19 +83,22 @@ def _has_two_loops(op: Forward, config: Config) -> bool:
 
 def _registers_of(op: Forward, store: str) -> Config:
     """The same, of one loop. Three warpgroups have no register to spare for a cap under a
-    window, to make dq themselves, or for dropout; nor for a window or a score where sequences use a part of their rows."""
+    window, to make dq themselves, for dropout, or for a score that reads elements of pairs; nor for a window or a score where
+    sequences use a part of their rows."""
     size, is_cut = widest(op), any(op.lens)
     if lists(op.mask):
         return list_configs_of(op, store)[0]
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
-    if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut):
+    reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
+    if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut) and not reads_pairs:
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
         return Config(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
     if op.head_dim == WIDEST and is_cut and isinstance(op.mask, Window) and is_plain and not op.spec.dropout:
         return Config(dq_parts=2, dq_columns=64, store=store, order="step_later", producer_registers=56, consumer_registers=224)
     if op.head_dim > 112:
-        return Config(dq_parts=2, dq_columns=64, store=store)
+        producer, consumer = (24, 240) if reads_pairs else (40, 232)
+        return Config(dq_parts=2, dq_columns=64, producer_registers=producer, consumer_registers=consumer, store=store)
     return Config(dq_columns=op.head_dim, store=store)
 
 

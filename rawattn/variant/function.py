@@ -193,6 +193,11 @@ class FunctionScore(Captures):
         """The bytes of an element of the one array that is read for each pair of a query and a key, or 0."""
         return self._written.ahead_bytes
 
+    @functools.cached_property
+    def reads_pairs(self) -> bool:
+        """Says whether it reads an element for each pair of a query and a key."""
+        return any(node.op == "load" and {"q", "kv"} <= node.deps for node in nodes(self.code.root))
+
     def logit(
         self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
         kv_start: Any = 0
