@@ -15,7 +15,7 @@ struct LogitsTransposed {
 };
 // A row of such a score, a query's.
 template <class Row>
-concept HasElements = requires(const Row& row) { requires sizeof(*row.at(0)) == 2; };
+concept HasElements = requires(const Row& row) { requires sizeof(row.element()) == 2; };
 
 template <class S, int n>
 struct LogitsOfElements {

@@ -4,8 +4,8 @@ captured.
 They follow the kernels that make dq, dk and dv, whichever these are, and read their scratch memory of each row. Sums of an
 array's elements are cleared; then there is a launch for each element that the score reads, two for ``table[a] + table[b]``; then
 the array's gradient is made of the sums. These are exact (``cuda_src/tile/exact_sum.cuh``), so that any block may add to any of
-them; but an array with an element for each query and key has plain ones, to each of which one thread adds. Where no two pairs share
-an element there are none: each is written once, in the array's format.
+them; but an array with an element for each query and key has plain ones, to each of which one thread adds. Where no two pairs
+share an element there are none: each is written once, in the array's format.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def way(score: FunctionScore, each: ElementGradient) -> str:
 
 
 def sharing(forward: Forward, each: ElementGradient) -> tuple[int, int]:
-    """Returns the numbers of sequences and of heads whose pairs share an element of those that have one for each query and key."""
+    """Returns the numbers of sequences and of heads that share an element, where there is one for each query and key."""
     apart = own_indices(each.load, [axis for node, axis in score_of(forward).checked if node == each.node])
     return 1 if "b" in apart else forward.batch, 1 if "h" in apart else forward.heads
 

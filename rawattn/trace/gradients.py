@@ -74,7 +74,8 @@ def gathering(load: Expr, checked: Collection[int] = ()) -> str:
     """Returns how the gradient of a captured array is summed, from what the indices of its element depend on: in "tiles", where
     they know no query and no key; in "rows" or in "columns" of a tile, where they know the query, or the key, alone; in "pairs",
     where one index is the query itself, one the key, and no other knows either, so that each element belongs to one pair of a
-    head; in "diagonals" where they know both in another way; and "scattered" where they know the dot product. ``checked`` are the axes whose index is brought into the array, and may so be that of several queries or keys."""
+    head; in "diagonals", where they know both in another way; and "scattered", where they know the dot product. ``checked`` are
+    the axes whose index is brought into the array, and may so be that of several queries or keys."""
     indices = load.args[2:]
     deps = frozenset[str]().union(*(i.deps for i in indices)) & {"q", "kv", "s"}
     if "s" in deps:

@@ -9,7 +9,10 @@ from ..program import Field, Fields, Fill
 from . import Option
 from .item import Item
 
-TYPES = {"tiles": "OfTiles", "rows": "OfRows", "columns": "OfColumns", "pairs": "OfPairs", "diagonals": "Diagonals", "scattered": "Scattered"}
+TYPES = {
+    "tiles": "OfTiles", "rows": "OfRows", "columns": "OfColumns", "pairs": "OfPairs", "diagonals": "Diagonals",
+    "scattered": "Scattered",
+}  # fmt: skip
 EXACT_WORDS = {"fp32": 13, "fp64": 68}  # of 64 bits, of an exact sum: ExactSum::size
 
 

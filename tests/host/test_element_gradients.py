@@ -481,3 +481,54 @@ def test_launches() -> None:
             ctype = "u64*" if shared is None else "float*" if shared == (1, 1) else "Number*"
             assert {field.name: field.ctype for field in each.fields}["sums"] == ctype
         assert any(each.entry == "attn_bwd_captured_clear" for each in launches) == (shared != (1, 1))
+
+
+TRANSPOSED = """
+#include "config.cuh"
+#include "tile/facts.cuh"
+#include "variant/elements_transposed.cuh"
+
+struct Smem {};
+extern "C" __device__ Facts facts = {0, sizeof(Args), 32, false};
+
+extern "C" __global__ void attn_bwd(const __grid_constant__ Args args) {
+    float* const wrong = reinterpret_cast<float*>(args.dk.rows(Rows(args, 0).kv, 0));
+    const Rows rows(args, 1);
+    const Score score(args, rows, {1, 1, 0, 0});
+    const i32 lane = threadIdx.x;
+    float count = 1;
+    for (i32 q = 0; q < args.q_len; q += 64)
+        for (i32 kv = 0; kv < args.kv_len; kv += 16) {
+            const i32 q_first = q + lane % 4 * 2, key = kv + lane / 4;
+            const auto all = logits_transposed<32>(score, q_first, key, q ? -64 : 64);
+            static_assert(sizeof(all.words) == 64);
+            const LogitsTransposed<Score> each = {score, q_first, key};
+            for (int i = 0; i < 32; ++i) count += all(float(i), i) != each(float(i), i);
+        }
+    wrong[lane] = count;
+}
+"""
+
+
+def test_elements_of_a_transposed_tile(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Elements that attn_bwd reads before it has a product make the logits that the score makes, also where rows or keys end."""
+    torch = pytest.importorskip("torch")
+    bias = torch.randn(2, 2, 71, 93).bfloat16()
+    q, k, v = (torch.randn(2, rows, 2, 16).bfloat16() for rows in (70, 90, 90))
+    score = lambda s, b, h, q, kv: s * 0.5 + bias[b, h, q + 1, kv + 3]  # noqa: E731
+    o, lse = rawattn.attention(q, k, v, score=score, return_lse=True)
+    real = gpu.emulated
+
+    class Nothing:
+        def launch(self, blocks: int, args: bytes) -> None:
+            return
+
+    def of(launch: Any, number: str, folder: pathlib.Path) -> Any:
+        if launch.entry != "attn_bwd":
+            return Nothing()
+        return real(launch._replace(source=dataclasses.replace(launch.source, text=TRANSPOSED)), number, folder)
+
+    monkeypatch.setattr(gpu, "emulated", of)
+    gpu.stand_in(monkeypatch, tmp_path, sm_count=1)
+    dk = rawattn.attention_backward(o, q, k, v, o, lse, score=score, kernel="attn_bwd")[1]
+    assert (dk.flatten().view(torch.float32)[:32] == 1).all()
