@@ -405,11 +405,14 @@ class GpuCall(_Call):
 
     def moved(self, given: Mapping[str, Array]) -> GpuCall:
         """The call for arrays in other places that lie as these did, by name. Those that functions captured are not among them.
-        Lengths may be others for which the same program serves (``Operation.layout_key``)."""
+        Lengths may be others for which the same kernels are launched (``Operation.layout_key``)."""
+        is_longer = any([array.shape != self._given[name].shape for name, array in given.items()])
+        if is_longer and (op := self.op.at_lengths_of(given)) is not self.op:
+            return self.resized(op, {**self._given, **given})
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
         found._given = {**self._given, **given}
-        if any(array.shape != self._given[name].shape for name, array in given.items()):
+        if is_longer:
             found._sized = [found._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
         found._launches, found._args = {}, found._placed()
         return found

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..device import Device
 from ..operation import Forward
-from ..operation.base import KEYS_STEP, SPLIT_FROM
+from ..operation.base import FEW_QUERIES, KEYS_STEP, SPLIT_FROM
 from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
@@ -26,7 +26,7 @@ SPLIT_KEYS, MOST_SPLITS = KEYS_STEP, 32  # fewest keys of a split, most splits o
 
 def is_few(op: Forward) -> bool:
     """Says whether the queries of all heads that share a key head fit one tile of 64 rows, as in decoding."""
-    return not op.varlen and 0 < op.q_len * op.heads_per_kv <= 64
+    return not op.varlen and 0 < op.q_len * op.heads_per_kv <= FEW_QUERIES
 
 
 def splits(op: Forward, device: Device) -> tuple[int, int]:
