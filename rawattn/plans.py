@@ -346,12 +346,13 @@ class _Call:
     """A plan on arrays."""
 
     _plan: Plan
+    _op: Operation
     _given: Mapping[str, Array]
 
     @property
     def op(self) -> Operation:
-        """The operation of the plan."""
-        return self._plan.op
+        """The operation that it computes: the plan's, or one that the plan's kernels serve, too."""
+        return self._op
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -384,38 +385,69 @@ class GpuCall(_Call):
 
     def _bind(self, plan: Plan, program: Program, given: Mapping[str, Array]) -> None:
         """Makes all that follows from lengths, numbers and addresses."""
-        self._plan, self._program = plan, program
+        self._plan, self._op = plan, plan.op
         self._given = {name: array.without_memory() for name, array in given.items()}  # makers keep one
-        like = next(iter(self._given.values()))
         self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._numbered: dict[Any, Numbered] = {}
-        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs])
-        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in plan.op.outputs}
         begins, scratch = offsets(program.scratch)
         self._scratch = tuple(begins.values())
-        self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
+        self._new_scratch = arrays.scratch_maker(next(iter(self._given.values())), scratch) if scratch else None
+        self._grids = [launch.grid for launch in program.launches]
+        self._blocks = [self._block(*each) for each in zip(program.launches, plan._loaded, strict=True)]
+        self._open()
         self._fill()
 
+    def _open(self) -> None:
+        """Makes what makes the results, and fills in how these will lie."""
+        like, outputs = next(iter(self._given.values())), self._op.outputs
+        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in outputs])
+        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in outputs}
+        self._lay_results()
+
+    def _lay_results(self) -> None:
+        for block, loaded in zip(self._blocks, self._plan._loaded, strict=True):
+            for fill, write, offset in loaded.outputs:
+                write(block, offset, _form(fill, self._made[fill.operand]))
+
     def _fill(self) -> None:
-        """Makes the arguments of the launches, by what they depend on."""
-        every = zip(self._program.launches, self._plan._loaded, strict=True)
-        self._blocks = [self._block(*each) for each in every]
+        """Makes the arguments of the launches of what they depend on besides: lengths of inputs, then addresses."""
         self._sized = [self._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
         self._args = self._placed()
 
     def moved(self, given: Mapping[str, Array]) -> GpuCall:
         """The call for arrays in other places that lie as these did, by name. Those that functions captured are not among them.
         Lengths may be others for which the same kernels are launched (``Operation.layout_key``)."""
-        is_longer = any([array.shape != self._given[name].shape for name, array in given.items()])
-        if is_longer and (op := self.op.at_lengths_of(given)) is not self.op:
-            return self.resized(op, {**self._given, **given})
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        found._given = {**self._given, **given}
-        if is_longer:
-            found._sized = [found._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
-        found._launches, found._args = {}, found._placed()
+        found._given, found._launches = {**self._given, **given}, {}
+        if not any(array.shape != self._given[name].shape for name, array in given.items()):
+            found._args = found._placed()
+            return found
+        op = self._op.at_lengths_of(given)
+        if op is not self._op:
+            if not self._has_tiles:
+                return self.resized(op, found._given)
+            found._take_queries(op)
+        found._fill()
         return found
+
+    @property
+    def _has_tiles(self) -> bool:
+        """Says whether it is known what of its launches follows from the number of queries."""
+        assert self._plan.program is not None
+        return any(launch.tiles is not None for launch in self._plan.program.launches)
+
+    def _take_queries(self, op: Any) -> None:
+        """Makes it the call of an operation on another number of queries, without lengths and addresses. Of launches that have no
+        tiles nothing follows from that."""
+        assert self._plan.program is not None
+        self._op, self._blocks, self._grids = op, [bytearray(block) for block in self._blocks], [*self._grids]
+        for i, launch in enumerate(self._plan.program.launches):
+            if launch.tiles is not None:
+                values, self._grids[i] = launch.tiles.at(op.q_len)
+                for offset, text in self._plan._loaded[i].written(values):
+                    self._blocks[i][offset : offset + len(text)] = text
+        self._open()
 
     def resized(self, op: Operation, given: Mapping[str, Array]) -> GpuCall:
         """The call of an operation of the same kind that the same selection serves, for such arrays by name: it compiles and
@@ -433,8 +465,10 @@ class GpuCall(_Call):
         """The call whose first result ``make`` makes of ``like``, in whatever shape, and lies so."""
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        name, found._launches = self._plan.op.outputs[0].name, {}
+        name, found._launches = self._op.outputs[0].name, {}
         found._makers, found._made = (make, *self._makers[1:]), {**self._made, name: self._made[name]._replace(strides=strides)}
+        found._blocks = [bytearray(block) for block in self._blocks]
+        found._lay_results()
         found._fill()
         return found
 
@@ -477,7 +511,7 @@ class GpuCall(_Call):
             results = given = (out,)
             places = [self._place(out)]
         else:
-            given = given_outputs(out, self._plan.op.outputs)
+            given = given_outputs(out, self._op.outputs)
             results = tuple([make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)])
             places = [arrays.address(x) if y is None else self._place(y) for x, y in zip(results, given, strict=True)]
         stream = self._stream(self._device)
@@ -534,12 +568,12 @@ class GpuCall(_Call):
         if given:
             pairs = [(name, x) for name, x in zip(self._loose, loose, strict=True) if name in self._given]
             inputs = {**self._given, **{name: self._given[name]._replace(pointer=x) for name, x in pairs}}
-            found = read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
+            found = read_outputs(given, self._op, self._plan, self._device, inputs.items(), bool(self._grids))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
         own = numbers.texts if numbers else [()] * len(self._args)
-        launches, parts = [], (self._program.launches, self._plan._loaded, self._args, self._late, self._sized, own)
-        for launch, loaded, args, late, (_, maps), texts in zip(*parts, strict=True):
+        launches, parts = [], (self._grids, self._plan._loaded, self._args, self._late, self._sized, own)
+        for grid, loaded, args, late, (_, maps), texts in zip(*parts, strict=True):
             memory = bytearray(args)
             for fill, write, offset in loaded.outputs if found else ():
                 if fill.operand in found:
@@ -550,7 +584,7 @@ class GpuCall(_Call):
                 memory[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
                 _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
-            launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
+            launches.append(driver.Launch(loaded.function, grid, bytes(memory), stream))
         return tuple(launches)
 
     def _moved(
@@ -574,7 +608,7 @@ class GpuCall(_Call):
             return [(offset, encode(place)) for offset, encode, place in loose]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
-        """The arguments of a launch but for addresses and the inputs' lengths, with outputs that are made."""
+        """The arguments of a launch but for addresses, the inputs' lengths, and how outputs lie."""
         values = loaded.values(launch.values)
         try:
             block = bytearray(loaded.only_values.pack(*values))
@@ -582,8 +616,6 @@ class GpuCall(_Call):
             block = bytearray(loaded.only_values.pack(*map(_as_float32, values)))
         for fill, write, offset in loaded.inputs:
             write(block, offset, self._of_input(fill))
-        for fill, write, offset in loaded.outputs:
-            write(block, offset, _form(fill, self._made[fill.operand]))
         return block
 
     def _with_lengths(self, block: bytearray, loaded: _Loaded) -> _Sized:
@@ -676,7 +708,7 @@ class CpuCall(_Call):
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         like = next(iter(given.values()))
-        self._plan, self._library = plan, like.library
+        self._plan, self._op, self._library = plan, plan.op, like.library
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
         self._viewers = tuple(arrays.viewer(operand.shape, operand.element) for operand in plan.op.outputs)
         self._lay(given)
@@ -703,7 +735,7 @@ class CpuCall(_Call):
         given = () if out is None else given_outputs(out, op.outputs)
         wanted = given or (None,) * len(self._makers)
         results = [make(like) if x is None else x for make, x in zip(self._makers, wanted, strict=True)]
-        found = read_outputs(given, self._plan, arrays.CPU, self._given.items())
+        found = read_outputs(given, op, self._plan, arrays.CPU, self._given.items())
         views = dict(self._views)
         for each, x, view in zip(op.outputs, results, self._viewers, strict=True):
             if each.name in found:
@@ -730,13 +762,13 @@ def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
 
 
 def read_outputs(
-    given: Sequence[Any], plan: Plan, device: int, inputs: Iterable[tuple[str, Array]], is_written: bool = True
+    given: Sequence[Any], op: Operation, plan: Plan, device: int, inputs: Iterable[tuple[str, Array]], is_written: bool = True
 ) -> dict[str, Array]:
     """The outputs of the caller by name. Raises ProblemError where one cannot receive its result, or overlaps an input or another
     output."""
     found: dict[str, Array] = {}
     apart: list[tuple[str, Array | None]] = [*inputs]
-    for operand, x in zip(plan.op.outputs, given, strict=False):
+    for operand, x in zip(op.outputs, given, strict=False):
         if x is None:
             continue
         name = "out" if x is given[0] and all(y is None for y in given[1:]) else f"out ({operand.name})"

@@ -159,7 +159,7 @@ def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pyte
         LAUNCHED.clear()
         rawattn.attention(**calls[repr(number)], **{role: make(number)})
         bound = list(api._calls.values())[-1]
-        sources = [(launch.source.key, launch.grid) for launch in bound._program.launches]
+        sources = [(launch.source.key, launch.grid) for launch in bound._plan.program.launches]
         found = [bytearray(args) for args, _ in LAUNCHED]
         for args, late in zip(found, bound._late, strict=True):  # but for addresses of what is made anew
             for _, offset in late:
