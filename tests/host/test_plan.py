@@ -25,7 +25,9 @@ import rawattn
 from rawattn import api, arrays, compiler, driver, plans, select
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
+from rawattn.kernel.attn_fwd_mma import Config
 from rawattn.operation import Forward
+from rawattn.operation.base import three_bits
 from rawattn.serving import api as serving
 from tests.emulator import gpu as stand_ins
 
@@ -276,6 +278,66 @@ def test_other_lengths_launch_what_a_new_call_does(
         for each, found in zip(steps, warm, strict=True):
             forget()
             assert found == step(*each)
+
+
+SHORT, WIDE = torch.arange(159, dtype=torch.int32), torch.zeros(6, 120)
+OF_QUERIES: dict[str, dict[str, Any]] = {  # q has 6 heads, k 2
+    "plain": {},
+    "causal": {"causal": True, "return_lse": True},
+    "a window": {"window": (30, 5), "sinks": torch.zeros(6), "softcap": 20.0},
+    "at offsets": {"causal": True, "q_offset": 7, "kv_offset": 2},
+    "lengths": {"q_lens": torch.zeros(2, dtype=torch.int32), "kv_lens": torch.zeros(2, dtype=torch.int32)},
+    "dropout": {"dropout": 0.5, "seed": torch.zeros(1, dtype=torch.int64)},
+    "invariant": {"invariant": True},
+    "constant time": {"constant_time": True},
+    "tensor cores": {"kernel": "attn_fwd_mma", "causal": True, "return_lse": True},
+    "shared tiles": {"config": Config(64, 64, pack_gqa=True, split=True), "kernel": "attn_fwd_mma", "return_lse": True},
+    "split keys": {"config": Config(64, 64, split=True), "kernel": "attn_fwd_mma", "sinks": torch.zeros(6)},
+    "any array": {"kernel": "attn_fwd_simt", "window": (9, 0), "return_lse": True},
+    "documents": FUNCTIONS["documents"],
+    "a table": {"score": lambda s, h, q, kv: s + WIDE[h, (q - kv).clip(0, 119)]},
+    "its number of queries": {"mask": lambda q, kv, q_len: q_len - q <= 40 + kv},
+    "as long as an array": {"mask": lambda q, kv: SHORT[q] >= LONG[kv]},
+}
+# Around numbers at which tiles end, selections change, keys are no longer split, and an array ends.
+QUERIES = (159, 21, 22, 24, 25, 33, 64, 65, 79, 80, 81, 96, 97, 112, 127, 128, 129, 160, 161, 192, 193, 0, 1, 200, 256, 257, 145)
+
+
+@pytest.mark.parametrize("kv_len", [90, 600])
+@pytest.mark.parametrize("name", OF_QUERIES)
+def test_other_queries_launch_what_a_new_call_does(name: str, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte of the arguments, the kernel, the grid and the results; numbers of one selection are lowered once."""
+    options, launched, results = OF_QUERIES[name], list[Any](), dict[Any, Any]()
+    q, k = torch.zeros(2, 300, 6, 64).bfloat16(), torch.zeros(2, 700, 2, 64).bfloat16()
+
+    def maker(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return lambda _: results.setdefault((shape, dtype), torch.empty(shape, dtype=torch.bfloat16))
+
+    def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
+        return lambda: launched.append((function, grid, args))
+
+    def launches(q_len: int, more: int) -> list[Any]:
+        launched.clear()
+        found = rawattn.attention(q[:, :q_len], *[k[:, : kv_len + more]] * 2, **options)
+        o, *lse = found if isinstance(found, tuple) else (found,)
+        assert o.shape == (2, q_len, 6, 64) and all(x.shape == (2, 6, q_len) for x in lse)
+        return [*launched]
+
+    monkeypatch.setattr(driver, "Launch", launch)
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    monkeypatch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
+    monkeypatch.setattr(arrays, "maker", maker)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: results.setdefault(size, torch.empty(9)))
+    lowered = [0]
+    for made in ("__init__", "resized"):
+        monkeypatch.setattr(plans.Plan, made, counting(getattr(plans.Plan, made), lowered))
+    steps = [(n, more) for i, n in enumerate(QUERIES) for more in (i % 3, 5)]
+    warm, used = [launches(*each) for each in steps], lowered[0]
+    for each, found in zip(steps, warm, strict=True):
+        forget()
+        assert found == launches(*each)
+    selections = {n if n * 3 <= 64 else three_bits(n) for n in QUERIES}
+    assert used == len(selections) + 1 or name == "as long as an array", "each length of keys is planned where q is empty"
 
 
 def test_a_decode_loop_lowers_once_in_256_steps(monkeypatch: pytest.MonkeyPatch) -> None:
