@@ -188,7 +188,7 @@ def _same_kernels(program: Program, other: Program) -> bool:
 
 Place = tuple[str, int]  # what lies at an address, and the offset of the address in struct Args
 Form = tuple[Any, Callable[..., None], int]  # a fill, how its value is written, and the offset
-_Sized = tuple[bytearray, list[tuple[str, int, Callable[[int], bytes]]]]  # arguments, and tensor maps: of what, where, by what
+_Map = tuple[str, int, Callable[[int], bytes]]  # a tensor map: of what, where, by what
 
 
 class _Loaded(NamedTuple):
@@ -393,9 +393,10 @@ class GpuCall(_Call):
         self._scratch = tuple(begins.values())
         self._new_scratch = arrays.scratch_maker(next(iter(self._given.values())), scratch) if scratch else None
         self._grids = [launch.grid for launch in program.launches]
-        self._blocks = [self._block(*each) for each in zip(program.launches, plan._loaded, strict=True)]
+        self._args = [self._block(*each) for each in zip(program.launches, plan._loaded, strict=True)]
         self._open()
-        self._fill()
+        self._take_lengths()
+        self._take_addresses()
 
     def _open(self) -> None:
         """Makes what makes the results, and fills in how these will lie."""
@@ -405,30 +406,24 @@ class GpuCall(_Call):
         self._lay_results()
 
     def _lay_results(self) -> None:
-        for block, loaded in zip(self._blocks, self._plan._loaded, strict=True):
+        for args, loaded in zip(self._args, self._plan._loaded, strict=True):
             for fill, write, offset in loaded.outputs:
-                write(block, offset, _form(fill, self._made[fill.operand]))
-
-    def _fill(self) -> None:
-        """Makes the arguments of the launches of what they depend on besides: lengths of inputs, then addresses."""
-        self._sized = [self._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
-        self._args = self._placed()
+                write(args, offset, _form(fill, self._made[fill.operand]))
 
     def moved(self, given: Mapping[str, Array]) -> GpuCall:
         """The call for arrays in other places that lie as these did, by name. Those that functions captured are not among them.
         Lengths may be others for which the same kernels are launched (``Operation.layout_key``)."""
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        found._given, found._launches = {**self._given, **given}, {}
-        if not any(array.shape != self._given[name].shape for name, array in given.items()):
-            found._args = found._placed()
-            return found
-        op = self._op.at_lengths_of(given)
-        if op is not self._op:
-            if not self._has_tiles:
-                return self.resized(op, found._given)
-            found._take_queries(op)
-        found._fill()
+        found._given, found._launches, found._args = {**self._given, **given}, {}, [bytearray(args) for args in self._args]
+        if any(array.shape != self._given[name].shape for name, array in given.items()):
+            op = self._op.at_lengths_of(given)
+            if op is not self._op:
+                if not self._has_tiles:
+                    return self.resized(op, found._given)
+                found._take_queries(op)
+            found._take_lengths()
+        found._take_addresses()
         return found
 
     @property
@@ -438,15 +433,15 @@ class GpuCall(_Call):
         return any(launch.tiles is not None for launch in self._plan.program.launches)
 
     def _take_queries(self, op: Any) -> None:
-        """Makes it the call of an operation on another number of queries, without lengths and addresses. Of launches that have no
-        tiles nothing follows from that."""
+        """Makes it the call of an operation on another number of queries. Of launches that have no tiles nothing follows from
+        that."""
         assert self._plan.program is not None
-        self._op, self._blocks, self._grids = op, [bytearray(block) for block in self._blocks], [*self._grids]
+        self._op, self._grids = op, [*self._grids]
         for i, launch in enumerate(self._plan.program.launches):
             if launch.tiles is not None:
                 values, self._grids[i] = launch.tiles.at(op.q_len)
                 for offset, text in self._plan._loaded[i].written(values):
-                    self._blocks[i][offset : offset + len(text)] = text
+                    self._args[i][offset : offset + len(text)] = text
         self._open()
 
     def resized(self, op: Operation, given: Mapping[str, Array]) -> GpuCall:
@@ -467,9 +462,8 @@ class GpuCall(_Call):
         found.__dict__ |= self.__dict__
         name, found._launches = self._op.outputs[0].name, {}
         found._makers, found._made = (make, *self._makers[1:]), {**self._made, name: self._made[name]._replace(strides=strides)}
-        found._blocks = [bytearray(block) for block in self._blocks]
+        found._args = [bytearray(args) for args in self._args]
         found._lay_results()
-        found._fill()
         return found
 
     @property
@@ -494,7 +488,7 @@ class GpuCall(_Call):
 
     def has_lengths_of(self, other: Any) -> bool:
         """Says whether it was moved from the other one to arrays of the same lengths."""
-        return bool(self._sized is other._sized)
+        return bool(self._maps is other._maps)
 
     def __call__(
         self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = (),
@@ -572,8 +566,8 @@ class GpuCall(_Call):
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
         own = numbers.texts if numbers else [()] * len(self._args)
-        launches, parts = [], (self._grids, self._plan._loaded, self._args, self._late, self._sized, own)
-        for grid, loaded, args, late, (_, maps), texts in zip(*parts, strict=True):
+        launches, parts = [], (self._grids, self._plan._loaded, self._args, self._late, self._maps, own)
+        for grid, loaded, args, late, maps, texts in zip(*parts, strict=True):
             memory = bytearray(args)
             for fill, write, offset in loaded.outputs if found else ():
                 if fill.operand in found:
@@ -594,12 +588,12 @@ class GpuCall(_Call):
         """The launches with results, arrays that lie anywhere and scratch memory at other addresses, and with other numbers."""
         places, found = self._places(results, loose, scratch), []
         own = numbers.texts if numbers else [()] * len(launches)
-        for launch, late, (_, maps), its in zip(launches, self._late, self._sized, own, strict=True):
+        for launch, late, maps, its in zip(launches, self._late, self._maps, own, strict=True):
             texts = (*self._encoded(maps, places), *its)
             found.append(launch.moved(late, places, texts) if late or texts else launch)
         return tuple(found)
 
-    def _encoded(self, maps: Sequence[tuple[str, int, Callable[[int], bytes]]], places: Sequence[int]) -> list[tuple[int, bytes]]:
+    def _encoded(self, maps: Sequence[_Map], places: Sequence[int]) -> list[tuple[int, bytes]]:
         """Those tensor maps of a launch that are of arrays which lie anywhere, with their offsets."""
         loose = [(offset, encode, places[self._numbers[name]]) for name, offset, encode in maps if name in self._numbers]
         if not loose:
@@ -618,31 +612,29 @@ class GpuCall(_Call):
             write(block, offset, self._of_input(fill))
         return block
 
-    def _with_lengths(self, block: bytearray, loaded: _Loaded) -> _Sized:
-        """The arguments with the inputs' lengths in them, and what makes their tensor maps."""
-        found, maps = bytearray(block), []
-        for fill, write, offset in loaded.lengths:
-            write(found, offset, self._of_input(fill))
-        for fill, offset in loaded.maps:
-            name, encode, rest = _map(fill, self._given)
-            found[offset + 128 : offset + 128 + len(rest)] = rest
-            maps.append((name, offset, encode))
-        return found, maps
+    def _take_lengths(self) -> None:
+        """Fills in the inputs' lengths, and finds what makes their tensor maps."""
+        self._maps: list[list[_Map]] = []
+        for args, loaded in zip(self._args, self._plan._loaded, strict=True):
+            for fill, write, offset in loaded.lengths:
+                write(args, offset, self._of_input(fill))
+            maps = []
+            for fill, offset in loaded.maps:
+                name, encode, rest = _map(fill, self._given)
+                args[offset + 128 : offset + 128 + len(rest)] = rest
+                maps.append((name, offset, encode))
+            self._maps.append(maps)
 
-    def _placed(self) -> list[bytearray]:
-        """The arguments with the inputs' addresses in them. An input that is not given has none."""
-        found = []
-        for (block, maps), loaded in zip(self._sized, self._plan._loaded, strict=True):
-            memory = bytearray(block)
+    def _take_addresses(self) -> None:
+        """Fills in the inputs' addresses. An input that is not given has none."""
+        for args, maps, loaded in zip(self._args, self._maps, self._plan._loaded, strict=True):
             for name, offset in loaded.places:
                 if name in self._given:
-                    _address(memory, offset, self._given[name].pointer)
+                    _address(args, offset, self._given[name].pointer)
             if maps:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
-                        memory[offset : offset + 128] = encode(self._given[name].pointer)
-            found.append(memory)
-        return found
+                        args[offset : offset + 128] = encode(self._given[name].pointer)
 
     def _of_input(self, fill: Any) -> Any:
         if type(fill) is Violations:

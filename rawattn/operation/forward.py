@@ -249,12 +249,12 @@ class Forward(OverKeys):
         if _is_near_limits(k[2][1], make_offsets(options["q_offset"], options["kv_offset"])):
             return super().layout_key(signatures, options)
         (batch, q_len, heads, _), (_, kv_len, kv_heads, _) = q[2], k[2]
-        lengths = queries_in_steps(batch, q_len, heads, kv_heads), in_steps(kv_len), in_steps(kv_len)
+        lengths = queries_in_steps(batch, q_len, heads, kv_heads), (keys := in_steps(kv_len)), keys
         qkv = [
             (at % ALIGNMENT, dtype, (batch, length, heads, dim), *rest)
             for length, (at, dtype, (batch, _, heads, dim), *rest) in zip(lengths, (q, k, v), strict=True)
         ]  # fmt: skip
-        return (*super().layout_key(tuple(others), options), *qkv)
+        return (*(super().layout_key(tuple(others), options) if others else ()), *qkv)
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
