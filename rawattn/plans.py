@@ -394,6 +394,7 @@ class GpuCall(_Call):
         self._new_scratch = arrays.scratch_maker(next(iter(self._given.values())), scratch) if scratch else None
         self._grids = [launch.grid for launch in program.launches]
         self._args = [self._block(*each) for each in zip(program.launches, plan._loaded, strict=True)]
+        self._take_strides()
         self._open()
         self._take_lengths()
         self._take_addresses()
@@ -422,6 +423,8 @@ class GpuCall(_Call):
                 if not self._has_tiles:
                     return self.resized(op, found._given)
                 found._take_queries(op)
+            if any(array.strides != self._given[name].strides for name, array in given.items()):
+                found._take_strides()
             found._take_lengths()
         found._take_addresses()
         return found
@@ -602,15 +605,18 @@ class GpuCall(_Call):
             return [(offset, encode(place)) for offset, encode, place in loose]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
-        """The arguments of a launch but for addresses, the inputs' lengths, and how outputs lie."""
+        """The arguments of a launch with nothing but values in them."""
         values = loaded.values(launch.values)
         try:
-            block = bytearray(loaded.only_values.pack(*values))
+            return bytearray(loaded.only_values.pack(*values))
         except OverflowError:
-            block = bytearray(loaded.only_values.pack(*map(_as_float32, values)))
-        for fill, write, offset in loaded.inputs:
-            write(block, offset, self._of_input(fill))
-        return block
+            return bytearray(loaded.only_values.pack(*map(_as_float32, values)))
+
+    def _take_strides(self) -> None:
+        """Fills in the inputs' strides."""
+        for args, loaded in zip(self._args, self._plan._loaded, strict=True):
+            for fill, write, offset in loaded.inputs:
+                write(args, offset, self._of_input(fill))
 
     def _take_lengths(self) -> None:
         """Fills in the inputs' lengths, and finds what makes their tensor maps."""

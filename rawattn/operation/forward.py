@@ -242,7 +242,8 @@ class Forward(OverKeys):
 
     @classmethod
     def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """As of any operation, but that numbers of queries and of keys are ones for which the same kernels are launched."""
+        """As of any operation, but that numbers of queries and of keys are ones for which the same kernels are launched, and
+        sequences may lie one after the other at any distance that follows from these."""
         q, k, v, *others = signatures
         if not (q and k and v) or not len(q[2]) == len(k[2]) == len(v[2]) == 4 or k[2][1] != v[2][1]:
             return super().layout_key(signatures, options)
@@ -251,9 +252,16 @@ class Forward(OverKeys):
         (batch, q_len, heads, _), (_, kv_len, kv_heads, _) = q[2], k[2]
         lengths = queries_in_steps(batch, q_len, heads, kv_heads), (keys := in_steps(kv_len)), keys
         qkv = [
-            (at % ALIGNMENT, dtype, (batch, length, heads, dim), *rest)
-            for length, (at, dtype, (batch, _, heads, dim), *rest) in zip(lengths, (q, k, v), strict=True)
-        ]  # fmt: skip
+            (
+                at % ALIGNMENT,
+                dtype,
+                (batch, length, heads, dim),
+                strides[0] != rows * strides[1] and strides[0],
+                *strides[1:],
+                *rest,
+            )
+            for length, (at, dtype, (batch, rows, heads, dim), strides, *rest) in zip(lengths, (q, k, v), strict=True)
+        ]
         return (*(super().layout_key(tuple(others), options) if others else ()), *qkv)
 
     @classmethod

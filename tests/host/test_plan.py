@@ -303,9 +303,11 @@ OF_QUERIES: dict[str, dict[str, Any]] = {  # q has 6 heads, k 2
 QUERIES = (159, 21, 22, 24, 25, 33, 64, 65, 79, 80, 81, 96, 97, 112, 127, 128, 129, 160, 161, 192, 193, 0, 1, 200, 256, 257, 145)
 
 
-@pytest.mark.parametrize("kv_len", [90, 600])
+@pytest.mark.parametrize("is_packed, kv_len", [(False, 90), (True, 600)])
 @pytest.mark.parametrize("name", OF_QUERIES)
-def test_other_queries_launch_what_a_new_call_does(name: str, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_queries_launch_what_a_new_call_does(
+    name: str, is_packed: bool, kv_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each byte of the arguments, the kernel, the grid and the results; numbers of one selection are lowered once."""
     options, launched, results = OF_QUERIES[name], list[Any](), dict[Any, Any]()
     q, k = torch.zeros(2, 300, 6, 64).bfloat16(), torch.zeros(2, 700, 2, 64).bfloat16()
@@ -318,7 +320,10 @@ def test_other_queries_launch_what_a_new_call_does(name: str, kv_len: int, monke
 
     def launches(q_len: int, more: int) -> list[Any]:
         launched.clear()
-        found = rawattn.attention(q[:, :q_len], *[k[:, : kv_len + more]] * 2, **options)
+        queries, keys = q[:, :q_len], k[:, : kv_len + more]
+        if is_packed:
+            queries, keys = (x.as_strided(x.shape, (x.shape[1] * x.stride(1), *x.stride()[1:])) for x in (queries, keys))
+        found = rawattn.attention(queries, keys, keys, **options)
         o, *lse = found if isinstance(found, tuple) else (found,)
         assert o.shape == (2, q_len, 6, 64) and all(x.shape == (2, 6, q_len) for x in lse)
         return [*launched]
