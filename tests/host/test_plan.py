@@ -184,7 +184,7 @@ def test_another_number_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     made = [0]
     monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
-    call, long = tensors(), torch.zeros(4096, dtype=torch.int32)
+    call, long = {name: x[:, :80] for name, x in tensors(96).items()}, torch.zeros(4096, dtype=torch.int32)
 
     def attend(n: int, length: int = 80) -> int:
         rawattn.attention(call["q"], *(call[x][:, :length] for x in "kv"), mask=lambda q, kv: long[q + n] == long[kv])
