@@ -417,13 +417,14 @@ class GpuCall(_Call):
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
         found._given, found._launches, found._args = {**self._given, **given}, {}, [bytearray(args) for args in self._args]
-        if any(array.shape != self._given[name].shape for name, array in given.items()):
+        pairs = [(array, self._given[name]) for name, array in given.items()]
+        if [array for array, own in pairs if array.shape != own.shape]:
             op = self._op.at_lengths_of(given)
             if op is not self._op:
                 if not self._has_tiles:
                     return self.resized(op, found._given)
                 found._take_queries(op)
-            if any(array.strides != self._given[name].strides for name, array in given.items()):
+            if [array for array, own in pairs if array.strides != own.strides]:
                 found._take_strides()
             found._take_lengths()
         found._take_addresses()
@@ -443,8 +444,9 @@ class GpuCall(_Call):
         for i, launch in enumerate(self._plan.program.launches):
             if launch.tiles is not None:
                 values, self._grids[i] = launch.tiles.at(op.q_len)
-                for offset, text in self._plan._loaded[i].written(values):
-                    self._args[i][offset : offset + len(text)] = text
+                layout, args = self._plan._loaded[i].layout, self._args[i]
+                for name, value in values.items():
+                    struct.pack_into(layout.formats[name], args, layout.offsets[name], value)
         self._open()
 
     def resized(self, op: Operation, given: Mapping[str, Array]) -> GpuCall:
