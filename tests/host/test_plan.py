@@ -659,15 +659,16 @@ def test_another_kind_compiles(compiled: list[str]) -> None:
 
 def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of operations that a plan of the same family serves."""
-    log, q = tmp_path / "operations.jsonl", torch.randn(1, 1, 4, 64).bfloat16()
+    log, queries = tmp_path / "operations.jsonl", torch.randn(1, 200, 4, 64).bfloat16()
     monkeypatch.setattr(api, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", str(log))
-    for kv_len, q_offset in ((1025, None), (1026, None), (1025, None), (1100, None), (1025, 1030), (1025, 1031)) * 2:
+    once = [(1, 1025, None), (1, 1026, None), (1, 1100, None), (1, 1025, 1030), (1, 1025, 1031)]
+    once += [(160, 1025, None), (159, 1025, None), (159, 1026, None), (160, 1026, None), (161, 1025, None)]
+    for q_len, kv_len, q_offset in (*once, *once[::-1]):
         k = torch.randn(1, kv_len, 4, 64).bfloat16()
-        rawattn.attention(q, k, k, causal=True, q_offset=q_offset)
+        rawattn.attention(queries[:, :q_len], k, k, causal=True, q_offset=q_offset)
     found = [Forward.from_json(json.loads(line)) for line in log.read_text().splitlines()]
-    said = [(op.kv_len, op.spec.q_offset) for op in found]
-    assert said == [(1025, None), (1026, None), (1100, None), (1025, 1030), (1025, 1031)] and len(api._families) == 2
+    assert [(op.q_len, op.kv_len, op.spec.q_offset) for op in found] == once and len(api._families) == 4
 
 
 def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
