@@ -252,15 +252,8 @@ class Forward(OverKeys):
         (batch, q_len, heads, _), (_, kv_len, kv_heads, _) = q[2], k[2]
         lengths = queries_in_steps(batch, q_len, heads, kv_heads), (keys := in_steps(kv_len)), keys
         qkv = [
-            (
-                at % ALIGNMENT,
-                dtype,
-                (batch, length, heads, dim),
-                strides[0] != rows * strides[1] and strides[0],
-                *strides[1:],
-                *rest,
-            )
-            for length, (at, dtype, (batch, rows, heads, dim), strides, *rest) in zip(lengths, (q, k, v), strict=True)
+            (at % ALIGNMENT, dtype, batch, length, heads, dim, strides[strides[0] == rows * strides[1] :], device, is_cuda)
+            for length, (at, dtype, (batch, rows, heads, dim), strides, device, is_cuda) in zip(lengths, (q, k, v), strict=True)
         ]
         return (*(super().layout_key(tuple(others), options) if others else ()), *qkv)
 
