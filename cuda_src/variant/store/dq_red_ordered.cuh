@@ -6,12 +6,13 @@
 #include "ptx/turn.cuh"
 
 struct DqRedOrdered {
-    // By one thread, before the block adds.
-    __device__ static void wait(const Args& args, i32 place, const Turn& turn, Turn::Seen& seen) {
-        i32 count;
-        do count = ptx::load_acquire(args.turns + place);
-        while (!turn.has_come(count));
+    __device__ static i32 ask(const Args& args, i32 place) { return ptx::load_relaxed(args.turns + place); }
+    // By every thread, before it adds.
+    __device__ static bool wait(const Args& args, i32 place, const Turn& turn, i32 count) {
+        while (!turn.has_come(count)) count = ptx::load_acquire(args.turns + place);
+        Turn::Seen seen;
         turn.see(seen, count);
+        return turn.is_first(seen);
     }
     // By every thread.
     template <class Numbers>
