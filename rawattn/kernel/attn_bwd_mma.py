@@ -180,8 +180,8 @@ class AttnBwdMma(BackwardKernel):
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
 
     def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """The one that was found for the head sizes: dq in order, or where ``deterministic`` is False unordered, 2 to 18 % faster
-        on an H200 (perf/notes/attn_bwd_mma.md)."""
+        """The one that was found for the head sizes: dq in order, or where ``deterministic`` is False unordered
+        (perf/notes/attn_bwd_mma.md)."""
         return [each for each in (config_of(op.forward, device),) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
