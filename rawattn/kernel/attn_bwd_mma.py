@@ -87,7 +87,7 @@ def has_large_smem(device: Device) -> bool:
 
 
 def config_of_fp32(widest: int, large: bool, least: bool) -> Config:
-    """The same of float32, whose tiles take twice the shared memory; by machine code alone (perf/notes/attn_bwd_simt.md)."""
+    """The same of float32, whose tiles take twice the shared memory: of the fewest instructions (perf/notes/attn_bwd_simt.md)."""
     small = Config(tile_q=32, warps=4, ctas_per_sm=1 if least else 2)
     if widest <= 64:
         return Config(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2) if large else small
