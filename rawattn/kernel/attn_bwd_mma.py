@@ -168,6 +168,10 @@ class AttnBwdMma(BackwardKernel):
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
 
+    def asks_for_copies(self, op: Backward) -> bool:
+        """Not in float32: the kernel of the forward takes arrays that lie so, and autograd can ask for none in the backward."""
+        return op.forward.element != FP32
+
     def legal(self, config: Config, op: Backward, device: Device) -> str | None:
         if reason := misshapen(config):
             return reason
