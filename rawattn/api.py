@@ -741,7 +741,7 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
 
 def is_logging() -> bool:
     """Says whether new operations are written to a file."""
-    return bool(os.environ.get("RAWATTN_LOG"))
+    return "RAWATTN_LOG" in os.environ and bool(os.environ["RAWATTN_LOG"])  # a third of what ``get`` takes where there is none
 
 
 def log_operation(op: Operation, key: Any = None) -> None:
