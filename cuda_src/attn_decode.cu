@@ -108,10 +108,11 @@ __device__ i32 place_of_group(i32 split) { return split_group - 1 + split / spli
 __device__ i32 place_of_groups(i32 border) { return border % split_group ? split_group : 0; }
 
 // Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits. Every
-// group has split_group entries, the last one too: who folds reads them all.
+// group has split_group entries, the last one too, and groups come `groups_at_once` together: who folds reads them all.
 __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, const SplitRun& run) {
     const Splits& splits = run.splits;
-    const i32 first = splits.begin / split_group * split_group, entries = ceil_div(splits.end - first, split_group) * split_group;
+    const i32 first = splits.begin / split_group * split_group, together = groups_at_once * split_group;
+    const i32 entries = ceil_div(splits.end - first, together) * together;
     for (i32 at = i32(threadIdx.x); at < entries; at += 32) {
         const i32 begin = splits.group_begin(first + at), end = splits.group_end(begin), split = begin + at % split_group;
         const i32 block = line.owner(splits, run.at, min(split, end - 1));
@@ -511,29 +512,36 @@ struct Consumer {
 
     // Folds the states that the work's blocks have left, and stores what they give. What each is multiplied by follows from maxima, and
     // is found once; then a thread folds some columns of all of them. Few lanes have rows; what those have of a state is shared out to all
-    // threads, a float4 to each, of which a thread fetches those of the next group while it folds one.
+    // threads, a float4 to each, of which a thread fetches those of the next groups while it folds some.
     __device__ void fold_pieces(float scale_log2) {
         const Splits& splits = smem.work.run.splits;
         const i32 quads = min(8, ceil_div(smem.work.rows - i32(16 * m), 2));  // that have rows
         const i32 groups = ceil_div(splits.end, split_group) - splits.begin / split_group, columns = quads * 16 * quarter_blocks;
         if (quads <= 0) return;
         Column column(slot(0), thread, quads * 4);
-        float4 states[split_group];
-        fetch(states, 0, column.data);
+        float4 states[groups_at_once][split_group];
+#pragma unroll
+        for (int i = 0; i < groups_at_once; ++i) fetch(states[i], i, column.data);
         find_factors(quads, groups, scale_log2);
         FloatState total = nothing();
 #pragma unroll 1
         for (i32 at = thread, group = 0; at < columns;) {
-            const i32 lane = column.lane, first_column = column.first, of = group;
-            const bool is_last = ++group == groups;
+            const i32 lane = column.lane, first_column = column.first, first = group;
+            const bool is_last = (group += groups_at_once) >= groups;
             if (is_last) group = 0, at += 128, column = Column(slot(0), at, quads * 4);
-            FloatState next;
-            next.set(own.factors.max_sum[of][lane / 4]);
-            next.o[0] = states[0];
+            FloatState next[groups_at_once];
 #pragma unroll
-            for (int j = 1; j < split_group; ++j) ::fold(next.o[0], states[j], own.factors.of[of * split_group + j][lane / 4]);
-            if (at < columns) fetch(states, group, column.data);
-            if (has_group(of)) total.fold(next, own.factors.of[of * split_group][lane / 4]);
+            for (int i = 0; i < groups_at_once; ++i) {
+                next[i].set(own.factors.max_sum[first + i][lane / 4]);
+                next[i].o[0] = states[i][0];
+#pragma unroll
+                for (int j = 1; j < split_group; ++j)
+                    ::fold(next[i].o[0], states[i][j], own.factors.of[(first + i) * split_group + j][lane / 4]);
+                if (at < columns) fetch(states[i], group + i, column.data);
+            }
+#pragma unroll
+            for (int i = 0; i < groups_at_once; ++i)
+                if (has_group(first + i)) total.fold(next[i], own.factors.of[(first + i) * split_group][lane / 4]);
             if (!is_last) continue;
             store(total, lane, first_column, scale_log2);
             total = nothing();
@@ -592,7 +600,7 @@ struct Consumer {
         }
         meet_strands();
         if (mine) {
-#pragma unroll 4
+#pragma unroll 1
             for (i32 i = 0; i < group; ++i) {
                 MaxSum other = nothing();
                 if (has_group(i)) other.set(own.factors.max_sum[i][quad]);

@@ -7,6 +7,7 @@
 
 constexpr int quarter_blocks = ceil_div(cfg::head_dim_v, 32);  // four registers each; the last ones may lie past the end
 constexpr int merge_blocks = quarter_blocks / cfg::merge_passes;
+constexpr int groups_at_once = cfg::m_tiles == 1 ? 2 : 1;  // of states that are fetched from global memory
 static_assert(quarter_blocks % cfg::merge_passes == 0);
 
 // By these two findings are multiplied when they become one: the first by `here`, that over keys that follow by `there`.
