@@ -752,9 +752,14 @@ def log_operation(op: Operation, key: Any = None) -> None:
         return
     line = json.dumps(op.to_json())
     if (path, key or line) not in _logged:
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise ProblemError(
+                f"RAWATTN_LOG is {path!r}, where no operation can be written ({error}); name a file that can be, or unset it."
+            ) from error
         _logged.add((path, key or line))
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
 
 _load_torch_op()  # torch.ops.rawattn: compiled and saved programs may name it before any call
