@@ -169,7 +169,7 @@ def attention_backward(
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
             ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
-        out: a tuple of arrays that receive the results, as many as there are, None for one to be made.
+        out: a tuple of arrays that receive the results, as many as there are, None for one to be made; one array receives dq.
         kernel, config: instead of what ``rawattn.explain_backward`` shows.
 
     Returns:

@@ -608,7 +608,7 @@ def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytes
     monkeypatch.setattr(api, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", str(tmp_path))
     for _ in range(2):
-        with pytest.raises(ProblemError, match="RAWATTN_LOG is .* can be written .*directory.*; name a file that can be"):
+        with pytest.raises(ProblemError, match=r"RAWATTN_LOG is .* can be written .*directory.*; name a file that can be"):
             rawattn.attention(**tensors())
     monkeypatch.delenv("RAWATTN_LOG")
     rawattn.attention(**tensors())
