@@ -57,8 +57,8 @@ def attention(
     if attention_mask is not None:
         if hasattr(module, "prepare_dynamic_mask"):
             raise UnsupportedError(
-                f"{type(module).__name__} makes a mask of its own, in which a causal one counts only if it is a tensor; rawattn's "
-                "is none: use another implementation for this model."
+                f"{type(module).__name__} makes a mask of its own, in which a causal one counts only if it is a tensor; "
+                "rawattn's is none: use another implementation for this model."
             )
         attention_mask = _in_rows("attention_mask", attention_mask)
         kept = sdpa.kept(attention_mask, False, (*query.shape[:3], key.shape[2]), "attention_mask")
