@@ -168,13 +168,8 @@ def attention_backward(
         wrt: float arrays that score captured, or alibi and bias, whose gradients are wanted besides: a tuple of these arrays.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
-<<<<<<< HEAD
             ``attn_bwd_mma``, for fp32 and GPUs other than Hopper, then adds parts of dq as they come; else ``config`` must ask.
-        out: a tuple of arrays that receive the results, as many as there are, None for one to be made.
-=======
-            ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
         out: a tuple of arrays that receive the results, as many as there are, None for one to be made; one array receives dq.
->>>>>>> s9-audit1
         kernel, config: instead of what ``rawattn.explain_backward`` shows.
 
     Returns:

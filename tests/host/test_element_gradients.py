@@ -299,7 +299,7 @@ def test_refused() -> None:
         o.sum().backward()
     detached = reach.detach()
     plan = rawattn.plan(q, k, v, score=lambda s, h: s * detached[h])
-    with pytest.raises(ProblemError, match="a plan has no backward"):
+    with pytest.raises(ProblemError, match="plans, calls over caches and merges have no backward"):
         plan.run(q, k, v, reach)
 
 
