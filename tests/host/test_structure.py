@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 28980,
     "perf": 5810,
-    "cuda_src": 11430,
+    "cuda_src": 11520,
     "tests": 36950,
 }
 FUNCTION_LINES = 60
