@@ -46,8 +46,8 @@ from .variant.element import KV_ELEMENTS
 KEPT_CALLS = 512  # sets of arrays for which a plan is kept bound
 KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
 NO_GRAD = (
-    "an input requires grad, and a plan has no backward; call rawattn.attention, or make and run the plan under torch.no_grad(), "
-    "or detach the inputs yourself. Nothing is detached silently."
+    "an input requires grad, and plans, calls over caches and merges have no backward; call rawattn.attention, or make and run "
+    "this under torch.no_grad(), or detach the inputs yourself. Nothing is detached silently."
 )
 _AXES = {"batch": -4, "row": -3, "head": -2, "line": -2}
 

@@ -61,6 +61,11 @@ class Kernel(abc.ABC, Generic[Op]):
     def layout_reason(self, layout: Layout) -> str | None:
         """The reason why it cannot read arrays that lie so, which a copy would mend; None where it can."""
 
+    def asks_for_copies(self, op: Op) -> bool:
+        """Says whether an operation that only copying brings here is refused, so that the caller decides. Else a slower kernel
+        computes it, with a warning."""
+        return True
+
     def is_tried(self, op: Op) -> bool:
         """Says whether only compiling tells which configurations keep all in registers, as where the mask or the score is a
         function, or a class of the caller's own."""

@@ -354,7 +354,7 @@ def test_a_kept_call_of_a_door() -> None:
     door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
 
     def said(q: Any, pools: Any, places: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What was launched, but for the places of results."""
+        """Returns what was launched, but for the places of results."""
         LAUNCHED.clear()
         lens, rows, first, table = places
         found = door(

@@ -671,6 +671,17 @@ def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch
     assert [(op.q_len, op.kv_len, op.spec.q_offset) for op in found] == once and len(api._families) == 4
 
 
+def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes on without it: what was not written is not taken for written."""
+    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setenv("RAWATTN_LOG", str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ProblemError, match=r"RAWATTN_LOG is .* can be written .*directory.*; name a file that can be"):
+            rawattn.attention(**tensors())
+    monkeypatch.delenv("RAWATTN_LOG")
+    rawattn.attention(**tensors())
+
+
 def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each new operation is written once, and a process that has read them compiles nothing."""
     log = tmp_path / "operations.jsonl"
