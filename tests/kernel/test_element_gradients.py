@@ -66,7 +66,7 @@ def test_scores(name: str, kernel: str | None) -> None:
         ("fp16", 256, None),
         ("fp16", 72, None),
         ("fp32", 64, None),
-        ("fp32", 64, "attn_bwd_mma"),
+        ("fp32", 64, "attn_bwd_simt"),
         ("fp64", 40, None),
     ],
 )
