@@ -103,11 +103,4 @@ struct StateSlot {
         for (int i = 0; i < quarter_blocks; ++i) *o(i, thread) = state.o[i];
         if (thread < 32 && thread % 4 == 0) *max_sum(thread) = state.max_sum();
     }
-    __device__ Quarter get(u32 thread) const {
-        Quarter state;
-#pragma unroll
-        for (int i = 0; i < quarter_blocks; ++i) state.o[i] = *o(i, thread);
-        state.set(*max_sum(thread));
-        return state;
-    }
 };
