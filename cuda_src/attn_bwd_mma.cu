@@ -16,14 +16,16 @@
 //   barrier                  arrives        waits          protects
 //   copy group of a step     its copies     its thread     a thread's part of Q, dO, lse, delta (of K and V) until it is there
 //   __syncthreads, first     every thread   every thread   all parts until they are there; of the step before: Q, dO, dS, P until
-//                                                          read, its part of dq until added
-//   __syncthreads, second    every thread   every thread   dS, P, smem.turn until written; smem.steps of this step until read;
-//                                                          where a warp has keys alone: Q and dO until read
+//                                                          read, its part of dq until added; of that before it: its turn until passed on
+//   __syncthreads, second    every thread   every thread   dS, P, smem.places, smem.turns until written; smem.steps of this step until
+//                                                          read; where a warp has keys alone: Q and dO until read
 //   __syncthreads, third     every thread   every thread   dO until read, where it has one stage and several warps share keys
 //   __syncthreads, fourth    every thread   every thread   Q likewise
-//   args.turns[tile]         first thread   first thread   a dq tile: key tiles add in one order
+//   args.turns[tile]         first thread   every thread   a dq tile: key tiles add in one order
 //
-// A turn is passed on a step later, when the adds are long under way: the fence before it then has little to wait for.
+// A turn is passed on a step later, when the adds are long under way: the fence before it then has little to wait for. Each thread asks
+// whether its own has come before it multiplies dq, and looks at the answer before it adds. The copies of the next step, and the place
+// and turn of this one's dq, come behind a product, whose last mma.sync are on their way meanwhile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options
                        // Element, Blocks, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store, Launch
@@ -50,9 +52,8 @@ struct Smem {
     PTile ds[cfg::sharing > 1 ? 2 : 1];  // and P
     alignas(16) float lse_log2[2][cfg::tile_q], delta[2][cfg::tile_q];
     Step steps[2];  // this one and the next
-    i32 place;      // of the step's dq tile
-    Turn turn;
-    Turn::Seen seen;
+    i32 places[2];  // of dq tiles: this step's and that of the step before
+    Turn turns[2];
     Walk::Board board;
     KvWorkTile work;  // here to free registers, as the sequence
     alignas(8) unsigned char rows[sizeof(Rows)];
@@ -95,6 +96,9 @@ struct Stage {
 using Sums = float[m_tiles][8];      // of 16 columns, and this warp's keys: a block of 16 x 16 for each 16 keys
 using Operand = u32[Blocks::words];  // a block of numbers, a lane's words
 using Words = Operand[m_tiles];      // Sums as A operands
+using DqSums = float[dq_blocks][dq_m_tiles][8];
+using DqNumbers = Vector<float, cfg::dq_vector>;  // that are added at once
+constexpr int dq_lanes = 2 * cfg::tile_q / cfg::dq_vector;
 
 // A thread's numbers for the queries of a block: lse_log2 or delta, four of them.
 struct QueryStatistics {
@@ -199,12 +203,13 @@ struct Warp {
             for (int i = 0; i < m_tiles; ++i) writer.store(to, i, j, words[j][i]);
     }
 
-    // P and dS of this warp's keys and chunk_q queries.
-    template <class Weights>
-    __device__ void weigh_chunk(const Stage& stage, const Pairs& pairs, const Weights& weights, bool full, u32 first_q) {
+    // P and dS of this warp's keys and chunk_q queries; `meanwhile` is called behind the product of S.
+    template <class Weights, class Meanwhile>
+    __device__ void weigh_chunk(const Stage& stage, const Pairs& pairs, const Weights& weights, bool full, u32 first_q, Meanwhile meanwhile) {
         Sums s[chunk_q / 16], dp[chunk_q / 16];
         Words words[chunk_q / 16];
         multiply_columns<blocks>(s, smem.k, stage.q, first_q);
+        meanwhile();
         const float* lse_log2 = stage.lse_log2 + first_q + lane % 4 * 2;
         if (full) weigh(s, words, pairs, EveryPair{}, weights, lse_log2);
         else weigh(s, words, pairs, kept_pairs<chunk_q / 16>(pairs.mask, pairs.q, pairs.kv), weights, lse_log2);
@@ -216,10 +221,9 @@ struct Warp {
         leave(smem.ds[0], words, first_q);
         if (cfg::sharing == 1) multiply_own(dk, words, stage.q, first_q);
     }
-    // Adds this block's part of dq to its sum, which lies as accumulators of 16 x 8 do: those of 16 rows after each other, then those
-    // of the next eight columns; of each the lanes' first numbers, where cfg::dq_vector is 1, or all four of a lane.
-    __device__ void add_dq(float* sum, bool first) const {
-        float dq[dq_blocks][dq_m_tiles][8];
+    // Adds this block's part of dq of a tile to its sum.
+    __device__ void add_dq(const Args& args, i32 place, const Turn& turn) const {
+        DqSums dq;
         const u32 column = warp % dq_column_warps, row_block = warp / dq_column_warps * dq_m_tiles;
         const u32 lane = ptx::lane_id();
         const Blocks::LeftTransposed<PTile> queries(smem.ds[0], 0, row_block, lane);
@@ -227,10 +231,17 @@ struct Warp {
         clear(dq);
         const auto load_ds = [&](Operand& to, int step, int i) { queries.load(to, step, i); };
         const auto load_k = [&](Operand& to, int step, int j) { keys.load(to, step, j * dq_column_warps); };
+        const i32 asked = Store::ask(args, place);
         multiply<cfg::tile_kv / 16, Blocks::unrolled(cfg::tile_kv / 16)>(dq, load_ds, load_k);
-        constexpr int n = cfg::dq_vector, lanes = 2 * cfg::tile_q;
-        using Numbers = Vector<float, n>;
-        Numbers* to = reinterpret_cast<Numbers*>(sum) + column * (8 * lanes / n) + row_block * 32 + lane;
+        const bool first = Store::wait(args, place, turn, asked);
+        DqNumbers* sum = reinterpret_cast<DqNumbers*>(args.dq_sum + i64(place) * (cfg::tile_q * cfg::head_dim));
+        DqNumbers* to = sum + column * (8 * dq_lanes) + row_block * 32 + lane;
+        if (first) add_parts(to, dq, column, true);  // one branch for all
+        else add_parts(to, dq, column, false);
+    }
+    // The sum lies as accumulators of 16 x 8 do: those of 16 rows after each other, then those of the next eight columns; of each the
+    // lanes' first numbers, where cfg::dq_vector is 1, or all four of a lane.
+    __device__ static void add_parts(DqNumbers* to, const DqSums& dq, u32 column, bool first) {
 #pragma unroll
         for (int j = 0; j < dq_blocks; ++j)
 #pragma unroll
@@ -239,11 +250,11 @@ struct Warp {
 #pragma unroll
                 for (int i = 0; i < dq_m_tiles; ++i)
 #pragma unroll
-                    for (int e = 0; e < 4; e += n) {
-                        Numbers numbers;
+                    for (int e = 0; e < 4; e += cfg::dq_vector) {
+                        DqNumbers numbers;
 #pragma unroll
-                        for (int k = 0; k < n; ++k) numbers.x[k] = dq[j][i][4 * half + e + k];
-                        Store::add(to + ((2 * j * dq_column_warps + half) * 4 + e) * lanes / n + i * 32, numbers, first);
+                        for (int k = 0; k < cfg::dq_vector; ++k) numbers.x[k] = dq[j][i][4 * half + e + k];
+                        Store::add(to + ((2 * j * dq_column_warps + half) * 4 + e) * dq_lanes + i * 32, numbers, first);
                     }
             }
     }
@@ -301,17 +312,25 @@ struct Block {
     }
     // The first thread's part in the order of adds.
     __device__ void pass_turn() const {
-        if (threadIdx.x == 0) Store::release(args, smem.place, smem.turn);
+        const u32 before = (count + 1) % 2;
+        if (threadIdx.x == 0) Store::release(args, smem.places[before], smem.turns[before]);
     }
-    __device__ void await_turn() {
-        if (threadIdx.x != 0) return;
+    // By a thread of another warp than the one that finds steps.
+    __device__ void find_turn() {
+        if (threadIdx.x != 32) return;
         const Step step = smem.steps[count % 2];
-        smem.place = place_of(args, rows, step.head, step.tile);
-        smem.turn = Walk::turn(args, rows, work, step);
-        Store::wait(args, smem.place, smem.turn, smem.seen);
+        smem.places[count % 2] = place_of(args, rows, step.head, step.tile);
+        smem.turns[count % 2] = Walk::turn(args, rows, work, step);
     }
     __device__ WorkTile work_tile(const Step& step) const { return {work.batch, step.head, step.tile * cfg::tile_q, 0}; }
 
+    // Where this step's part of dq goes, and the next step's copies where there is a second stage.
+    __device__ void prepare() {
+        find_turn();
+        if (cfg::q_stages == 2) load_q(count + 1);
+        if (cfg::do_stages == 2) load_do(count + 1);
+        ptx::cp_async_commit();
+    }
     // P and dS of this warp's keys and queries.
     __device__ void weigh(const Stage& stage) {
         const Step step = smem.steps[count % 2];
@@ -324,7 +343,9 @@ struct Block {
             const i32 first = i32(warp.member) * part_q + i * chunk_q;
             const Pairs pairs = {mask, score, own.q_begin + first + i32(warp.lane) % 4 * 2, first_key()};
             const auto weights = weight.template transposed<chunk_q / 16, m_tiles>(pairs.q, pairs.kv);
-            warp.weigh_chunk(stage, pairs, weights, step.full, first);
+            warp.weigh_chunk(stage, pairs, weights, step.full, first, [&] {
+                if (i == 0) prepare();
+            });
         }
     }
     // What is loaded next takes the place of what was read for the last time.
@@ -334,20 +355,14 @@ struct Block {
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (count > 0) pass_turn();
-        if (cfg::q_stages == 2) load_q(count + 1);
-        if (cfg::do_stages == 2) load_do(count + 1);
-        ptx::cp_async_commit();
         weigh(stage);
-        await_turn();
         __syncthreads();
+        if (cfg::sharing > 1) warp.multiply_shared(warp.dv, smem.ds[cfg::sharing > 1], stage.d_o);
         find_step();
-        if (cfg::sharing > 1) {
-            warp.multiply_shared(warp.dv, smem.ds[cfg::sharing > 1], stage.d_o);
-            if (cfg::do_stages == 1) __syncthreads();
-        }
+        if (cfg::sharing > 1 && cfg::do_stages == 1) __syncthreads();
         if (cfg::q_stages == 1 && cfg::sharing == 1) load_q(count + 1);
         if (cfg::do_stages == 1) load_do(count + 1);
-        warp.add_dq(args.dq_sum + i64(smem.place) * (cfg::tile_q * cfg::head_dim), smem.turn.is_first(smem.seen));
+        warp.add_dq(args, smem.places[at], smem.turns[at]);
         if (cfg::sharing > 1) {
             warp.multiply_shared(warp.dk, smem.ds[0], stage.q);
             if (cfg::q_stages == 1) {

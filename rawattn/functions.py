@@ -33,7 +33,7 @@ from .trace.proofs import Limits
 from .trace.recognition import may_be
 from .variant import Option
 from .variant.mask import Both, Full
-from .variant.ready import Biased, OfBlockMask, Ready, Sizes
+from .variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, Sizes
 from .variant.score import Scale, number
 
 ROLES = ("mask", "score")
@@ -247,7 +247,7 @@ def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
 def bind_ready(value: Any, role: str) -> tuple[Function, tuple[Any, ...], tuple[int | float, ...]]:
     """A function that is an object: as an option, with the arrays and the numbers that it captured."""
     traced, captured, numbers = trace.bind(value, role)
-    place = {id(x): i for i, x in enumerate(captured)}
+    place = {id(x): i for i, x in enumerate(captured)} | {id(None): NO_ARRAY}
     expected = value.sizes() if isinstance(value, Ready) else ()
     sizes = tuple((name, place[id(x)], fixed, axes) for name, x, fixed, axes in expected if id(x) in place)
     return function(traced, numbers, sizes), captured, numbers
@@ -401,14 +401,19 @@ def check_sizes(options: Mapping[str, Any], given: Mapping[str, Array], limits: 
     known = "k" in given and "cu_seqlens_q" not in given
     whole = not (options.get("q_offset") or options.get("kv_offset"))
     length = max(limits.q_len, limits.kv_len) if known else 0
+    queries = limits.q_len if known else given["q"].shape[1] if "k_cache" in given and len(given["q"].shape) == 4 else 0
     needed = {"batch": limits.batch, "heads": limits.heads, "q_len": limits.q_len, "kv_len": limits.kv_len, "length": length}
     for role, own in among(options):
         for name, place, fixed, axes in own.sizes:
             shape = tuple(fixed or given[f"{role}_{place}"].shape)
             wanted = [-(-needed[dim] // block) if dim in needed else n for n, (dim, block, _) in zip(shape, axes, strict=True)]
-            for n, need, (dim, _, may_be_one) in zip(shape, wanted, axes, strict=True):
+            for n, need, (dim, block, may_be_one) in zip(shape, wanted, axes, strict=True):
                 is_length = dim not in ("batch", "heads")
+                if dim == "nodes" and block == 1 and queries > n:
+                    raise ProblemError(f"{name} has shape {shape}, {n} nodes, but there are {queries} queries; each is a node.")
                 if n == need or (may_be_one and n == 1) or (is_length and not (known and (whole or n < need))):
+                    continue
+                if place == NO_ARRAY and n > need:
                     continue
                 meant = ", ".join(f"{dim} / {block}" if block > 1 else dim for dim, block, _ in axes)
                 ones = " An axis of 1 is for all." * any(one for _, _, one in axes)

@@ -46,8 +46,8 @@ from .variant.element import KV_ELEMENTS
 KEPT_CALLS = 512  # sets of arrays for which a plan is kept bound
 KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
 NO_GRAD = (
-    "an input requires grad, and a plan has no backward; call rawattn.attention, or make and run the plan under torch.no_grad(), "
-    "or detach the inputs yourself. Nothing is detached silently."
+    "an input requires grad, and plans, calls over caches and merges have no backward; call rawattn.attention, or make and run "
+    "this under torch.no_grad(), or detach the inputs yourself. Nothing is detached silently."
 )
 _AXES = {"batch": -4, "row": -3, "head": -2, "line": -2}
 
@@ -188,7 +188,7 @@ def _same_kernels(program: Program, other: Program) -> bool:
 
 Place = tuple[str, int]  # what lies at an address, and the offset of the address in struct Args
 Form = tuple[Any, Callable[..., None], int]  # a fill, how its value is written, and the offset
-_Sized = tuple[bytearray, list[tuple[str, int, Callable[[int], bytes]]]]  # arguments, and tensor maps: of what, where, by what
+_Map = tuple[str, int, Callable[[int], bytes]]  # a tensor map: of what, where, by what
 
 
 class _Loaded(NamedTuple):
@@ -346,12 +346,13 @@ class _Call:
     """A plan on arrays."""
 
     _plan: Plan
+    _op: Operation
     _given: Mapping[str, Array]
 
     @property
     def op(self) -> Operation:
-        """The operation of the plan."""
-        return self._plan.op
+        """The operation that it computes: the plan's, or one that the plan's kernels serve, too."""
+        return self._op
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -384,35 +385,69 @@ class GpuCall(_Call):
 
     def _bind(self, plan: Plan, program: Program, given: Mapping[str, Array]) -> None:
         """Makes all that follows from lengths, numbers and addresses."""
-        self._plan, self._program = plan, program
+        self._plan, self._op = plan, plan.op
         self._given = {name: array.without_memory() for name, array in given.items()}  # makers keep one
-        like = next(iter(self._given.values()))
         self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._numbered: dict[Any, Numbered] = {}
-        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs])
-        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in plan.op.outputs}
         begins, scratch = offsets(program.scratch)
         self._scratch = tuple(begins.values())
-        self._new_scratch = arrays.scratch_maker(like, scratch) if scratch else None
-        self._fill()
+        self._new_scratch = arrays.scratch_maker(next(iter(self._given.values())), scratch) if scratch else None
+        self._grids = [launch.grid for launch in program.launches]
+        self._args = [self._block(*each) for each in zip(program.launches, plan._loaded, strict=True)]
+        self._take_strides()
+        self._open()
+        self._take_lengths()
+        self._take_addresses()
 
-    def _fill(self) -> None:
-        """Makes the arguments of the launches, by what they depend on."""
-        every = zip(self._program.launches, self._plan._loaded, strict=True)
-        self._blocks = [self._block(*each) for each in every]
-        self._sized = [self._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
-        self._args = self._placed()
+    def _open(self) -> None:
+        """Makes what makes the results, and fills in how these will lie."""
+        like, outputs = next(iter(self._given.values())), self._op.outputs
+        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in outputs])
+        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in outputs}
+        self._lay_results()
+
+    def _lay_results(self) -> None:
+        for args, loaded in zip(self._args, self._plan._loaded, strict=True):
+            for fill, write, offset in loaded.outputs:
+                write(args, offset, _form(fill, self._made[fill.operand]))
 
     def moved(self, given: Mapping[str, Array]) -> GpuCall:
         """The call for arrays in other places that lie as these did, by name. Those that functions captured are not among them.
-        Lengths may be others for which the same program serves (``Operation.layout_key``)."""
+        Lengths may be others for which the same kernels are launched (``Operation.layout_key``)."""
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        found._given = {**self._given, **given}
-        if any(array.shape != self._given[name].shape for name, array in given.items()):
-            found._sized = [found._with_lengths(*each) for each in zip(self._blocks, self._plan._loaded, strict=True)]
-        found._launches, found._args = {}, found._placed()
+        found._given, found._launches, found._args = {**self._given, **given}, {}, [bytearray(args) for args in self._args]
+        pairs = [(array, self._given[name]) for name, array in given.items()]
+        if [array for array, own in pairs if array.shape != own.shape]:
+            op = self._op.at_lengths_of(given)
+            if op is not self._op:
+                if not self._has_tiles:
+                    return self.resized(op, found._given)
+                found._take_queries(op)
+            if [array for array, own in pairs if array.strides != own.strides]:
+                found._take_strides()
+            found._take_lengths()
+        found._take_addresses()
         return found
+
+    @property
+    def _has_tiles(self) -> bool:
+        """Says whether it is known what of its launches follows from the number of queries."""
+        assert self._plan.program is not None
+        return any(launch.tiles is not None for launch in self._plan.program.launches)
+
+    def _take_queries(self, op: Any) -> None:
+        """Makes it the call of an operation on another number of queries. Of launches that have no tiles nothing follows from
+        that."""
+        assert self._plan.program is not None
+        self._op, self._grids = op, [*self._grids]
+        for i, launch in enumerate(self._plan.program.launches):
+            if launch.tiles is not None:
+                values, self._grids[i] = launch.tiles.at(op.q_len)
+                layout, args = self._plan._loaded[i].layout, self._args[i]
+                for name, value in values.items():
+                    struct.pack_into(layout.formats[name], args, layout.offsets[name], value)
+        self._open()
 
     def resized(self, op: Operation, given: Mapping[str, Array]) -> GpuCall:
         """The call of an operation of the same kind that the same selection serves, for such arrays by name: it compiles and
@@ -430,9 +465,10 @@ class GpuCall(_Call):
         """The call whose first result ``make`` makes of ``like``, in whatever shape, and lies so."""
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        name, found._launches = self._plan.op.outputs[0].name, {}
+        name, found._launches = self._op.outputs[0].name, {}
         found._makers, found._made = (make, *self._makers[1:]), {**self._made, name: self._made[name]._replace(strides=strides)}
-        found._fill()
+        found._args = [bytearray(args) for args in self._args]
+        found._lay_results()
         return found
 
     @property
@@ -457,7 +493,7 @@ class GpuCall(_Call):
 
     def has_lengths_of(self, other: Any) -> bool:
         """Says whether it was moved from the other one to arrays of the same lengths."""
-        return bool(self._sized is other._sized)
+        return bool(self._maps is other._maps)
 
     def __call__(
         self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = (),
@@ -474,7 +510,7 @@ class GpuCall(_Call):
             results = given = (out,)
             places = [self._place(out)]
         else:
-            given = given_outputs(out, self._plan.op.outputs)
+            given = given_outputs(out, self._op.outputs)
             results = tuple([make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)])
             places = [arrays.address(x) if y is None else self._place(y) for x, y in zip(results, given, strict=True)]
         stream = self._stream(self._device)
@@ -531,12 +567,12 @@ class GpuCall(_Call):
         if given:
             pairs = [(name, x) for name, x in zip(self._loose, loose, strict=True) if name in self._given]
             inputs = {**self._given, **{name: self._given[name]._replace(pointer=x) for name, x in pairs}}
-            found = read_outputs(given, self._plan, self._device, inputs.items(), bool(self._program.launches))
+            found = read_outputs(given, self._op, self._plan, self._device, inputs.items(), bool(self._grids))
         if capturing and scratch is not None and not self._is_torch:
             driver.retain(stream, scratch)
         own = numbers.texts if numbers else [()] * len(self._args)
-        launches, parts = [], (self._program.launches, self._plan._loaded, self._args, self._late, self._sized, own)
-        for launch, loaded, args, late, (_, maps), texts in zip(*parts, strict=True):
+        launches, parts = [], (self._grids, self._plan._loaded, self._args, self._late, self._maps, own)
+        for grid, loaded, args, late, maps, texts in zip(*parts, strict=True):
             memory = bytearray(args)
             for fill, write, offset in loaded.outputs if found else ():
                 if fill.operand in found:
@@ -547,7 +583,7 @@ class GpuCall(_Call):
                 memory[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
                 _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
-            launches.append(driver.Launch(loaded.function, launch.grid, bytes(memory), stream))
+            launches.append(driver.Launch(loaded.function, grid, bytes(memory), stream))
         return tuple(launches)
 
     def _moved(
@@ -557,12 +593,12 @@ class GpuCall(_Call):
         """The launches with results, arrays that lie anywhere and scratch memory at other addresses, and with other numbers."""
         places, found = self._places(results, loose, scratch), []
         own = numbers.texts if numbers else [()] * len(launches)
-        for launch, late, (_, maps), its in zip(launches, self._late, self._sized, own, strict=True):
+        for launch, late, maps, its in zip(launches, self._late, self._maps, own, strict=True):
             texts = (*self._encoded(maps, places), *its)
             found.append(launch.moved(late, places, texts) if late or texts else launch)
         return tuple(found)
 
-    def _encoded(self, maps: Sequence[tuple[str, int, Callable[[int], bytes]]], places: Sequence[int]) -> list[tuple[int, bytes]]:
+    def _encoded(self, maps: Sequence[_Map], places: Sequence[int]) -> list[tuple[int, bytes]]:
         """Those tensor maps of a launch that are of arrays which lie anywhere, with their offsets."""
         loose = [(offset, encode, places[self._numbers[name]]) for name, offset, encode in maps if name in self._numbers]
         if not loose:
@@ -571,43 +607,42 @@ class GpuCall(_Call):
             return [(offset, encode(place)) for offset, encode, place in loose]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
-        """The arguments of a launch but for addresses and the inputs' lengths, with outputs that are made."""
+        """The arguments of a launch with nothing but values in them."""
         values = loaded.values(launch.values)
         try:
-            block = bytearray(loaded.only_values.pack(*values))
+            return bytearray(loaded.only_values.pack(*values))
         except OverflowError:
-            block = bytearray(loaded.only_values.pack(*map(_as_float32, values)))
-        for fill, write, offset in loaded.inputs:
-            write(block, offset, self._of_input(fill))
-        for fill, write, offset in loaded.outputs:
-            write(block, offset, _form(fill, self._made[fill.operand]))
-        return block
+            return bytearray(loaded.only_values.pack(*map(_as_float32, values)))
 
-    def _with_lengths(self, block: bytearray, loaded: _Loaded) -> _Sized:
-        """The arguments with the inputs' lengths in them, and what makes their tensor maps."""
-        found, maps = bytearray(block), []
-        for fill, write, offset in loaded.lengths:
-            write(found, offset, self._of_input(fill))
-        for fill, offset in loaded.maps:
-            name, encode, rest = _map(fill, self._given)
-            found[offset + 128 : offset + 128 + len(rest)] = rest
-            maps.append((name, offset, encode))
-        return found, maps
+    def _take_strides(self) -> None:
+        """Fills in the inputs' strides."""
+        for args, loaded in zip(self._args, self._plan._loaded, strict=True):
+            for fill, write, offset in loaded.inputs:
+                write(args, offset, self._of_input(fill))
 
-    def _placed(self) -> list[bytearray]:
-        """The arguments with the inputs' addresses in them. An input that is not given has none."""
-        found = []
-        for (block, maps), loaded in zip(self._sized, self._plan._loaded, strict=True):
-            memory = bytearray(block)
+    def _take_lengths(self) -> None:
+        """Fills in the inputs' lengths, and finds what makes their tensor maps."""
+        self._maps: list[list[_Map]] = []
+        for args, loaded in zip(self._args, self._plan._loaded, strict=True):
+            for fill, write, offset in loaded.lengths:
+                write(args, offset, self._of_input(fill))
+            maps = []
+            for fill, offset in loaded.maps:
+                name, encode, rest = _map(fill, self._given)
+                args[offset + 128 : offset + 128 + len(rest)] = rest
+                maps.append((name, offset, encode))
+            self._maps.append(maps)
+
+    def _take_addresses(self) -> None:
+        """Fills in the inputs' addresses. An input that is not given has none."""
+        for args, maps, loaded in zip(self._args, self._maps, self._plan._loaded, strict=True):
             for name, offset in loaded.places:
                 if name in self._given:
-                    _address(memory, offset, self._given[name].pointer)
+                    _address(args, offset, self._given[name].pointer)
             if maps:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
-                        memory[offset : offset + 128] = encode(self._given[name].pointer)
-            found.append(memory)
-        return found
+                        args[offset : offset + 128] = encode(self._given[name].pointer)
 
     def _of_input(self, fill: Any) -> Any:
         if type(fill) is Violations:
@@ -673,7 +708,7 @@ class CpuCall(_Call):
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         like = next(iter(given.values()))
-        self._plan, self._library = plan, like.library
+        self._plan, self._op, self._library = plan, plan.op, like.library
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
         self._viewers = tuple(arrays.viewer(operand.shape, operand.element) for operand in plan.op.outputs)
         self._lay(given)
@@ -700,7 +735,7 @@ class CpuCall(_Call):
         given = () if out is None else given_outputs(out, op.outputs)
         wanted = given or (None,) * len(self._makers)
         results = [make(like) if x is None else x for make, x in zip(self._makers, wanted, strict=True)]
-        found = read_outputs(given, self._plan, arrays.CPU, self._given.items())
+        found = read_outputs(given, op, self._plan, arrays.CPU, self._given.items())
         views = dict(self._views)
         for each, x, view in zip(op.outputs, results, self._viewers, strict=True):
             if each.name in found:
@@ -727,13 +762,13 @@ def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
 
 
 def read_outputs(
-    given: Sequence[Any], plan: Plan, device: int, inputs: Iterable[tuple[str, Array]], is_written: bool = True
+    given: Sequence[Any], op: Operation, plan: Plan, device: int, inputs: Iterable[tuple[str, Array]], is_written: bool = True
 ) -> dict[str, Array]:
     """The outputs of the caller by name. Raises ProblemError where one cannot receive its result, or overlaps an input or another
     output."""
     found: dict[str, Array] = {}
     apart: list[tuple[str, Array | None]] = [*inputs]
-    for operand, x in zip(plan.op.outputs, given, strict=False):
+    for operand, x in zip(op.outputs, given, strict=False):
         if x is None:
             continue
         name = "out" if x is given[0] and all(y is None for y in given[1:]) else f"out ({operand.name})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from .compiler import Source
@@ -143,14 +143,28 @@ class Field(NamedTuple):
 Fields = tuple[Field, ...]
 
 
+class Tiles(Protocol):
+    """This says what of a launch follows from the number of queries."""
+
+    def at(self, q_len: int) -> tuple[Mapping[str, int], int]:
+        """These of its values, and the number of blocks."""
+
+
 class Launch(NamedTuple):
-    """One launch: the entry of a source, how many blocks, and what its arguments hold."""
+    """One launch: the entry of a source, how many blocks, and what its arguments hold. ``tiles`` says what of it follows from the
+    number of queries; None where that is not known, or nothing does."""
 
     entry: str
     source: Source
     fields: Fields
     values: Mapping[str, float]
     grid: int
+    tiles: Tiles | None = None
+
+    def at(self, q_len: int, tiles: Tiles) -> Launch:
+        """The launch for so many queries."""
+        values, grid = tiles.at(q_len)
+        return self._replace(values={**self.values, **values}, grid=grid, tiles=tiles)
 
     def __str__(self) -> str:
         return f"{self.entry}, {self.grid} blocks"

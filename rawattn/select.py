@@ -119,7 +119,8 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
         refusals.append((candidate.name, reason))
         if candidate.meant_for(op, device):
             slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
-            if kernel is None and not candidate.supports(dataclasses.replace(op, layout=PLAIN), device):
+            lies_wrong = not candidate.supports(dataclasses.replace(op, layout=PLAIN), device)
+            if kernel is None and lies_wrong and candidate.asks_for_copies(op):
                 slower = [repr(k.name) for k in kernels if not k.supports(op, device)]
                 way = f"; or ask for a slower kernel: kernel={' or '.join(slower)}" if slower else ""
                 raise UnsupportedError(f"{candidate.name}: {reason}{way}.")

@@ -184,6 +184,10 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
                 both = "combine options as mask=rawattn.mask.Both(a, b)"
                 way = f"{both}. A function, which Both does not take, says it itself, {itself}"
             raise ProblemError(f"mask was given beside causal or window; {way}.")
+        if hasattr(mask, "shape") and hasattr(mask, "dtype"):
+            found = f"mask is an array, {mask.dtype} of shape {tuple(mask.shape)}"
+            at = ", ".join(("b", "h", "q", "kv")[-len(mask.shape) :])
+            raise ProblemError(f"{found}; give a function that reads it in place: mask=lambda b, h, q, kv: keep[{at}].")
         if not hasattr(mask, "interval") or isinstance(mask, type):
             raise ProblemError(f"mask is {mask!r}; it must be a mask, such as rawattn.mask.Causal().")
         return mask
@@ -231,6 +235,8 @@ def make_score(softcap: Any, score: Any) -> scores.Score:
     if score is not None:
         if softcap:
             raise ProblemError("score was given beside softcap; give one of them.")
+        if hasattr(score, "shape") and hasattr(score, "dtype"):
+            raise ProblemError(f"score is an array, {score.dtype} of shape {tuple(score.shape)}; give it as bias=.")
         if not hasattr(score, "cuda_type") or isinstance(score, type) or hasattr(score, "interval"):
             raise ProblemError(f"score is {score!r}; it must be a score, such as rawattn.score.Softcap(30.0).")
         return score

@@ -445,7 +445,7 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
     """The root of the sum of the squared terms of scale q.k, in the mean over the keys; in the shape of lse."""
     scale = options.get("scale")
     rows = slice(None) if options.get("rows") is None else options["rows"]
-    squares = _float64(q)[..., rows, :, :] ** 2, (_float64(k) ** 2).mean(-3, keepdims=True)
+    squares = _float64(q)[..., rows, :, :] ** 2, (_float64(k) ** 2).sum(-3, keepdims=True) / max(k.shape[-3], 1)
     with np.errstate(all="ignore"):
         keys = np.nan_to_num(np.repeat(squares[1], q.shape[-2] // k.shape[-2], axis=-2))
         size = np.sqrt((np.nan_to_num(squares[0]) * keys).sum(-1))

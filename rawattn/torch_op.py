@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -277,11 +278,23 @@ def _constant(value: Any) -> Any:
         return (type(value), tuple([(field.name, _constant(getattr(value, field.name))) for field in dataclasses.fields(value)]))
     if isinstance(value, (tuple, list)):
         return tuple([_constant(x) for x in value])
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return operator.index(value)
+    if isinstance(value, float) and _follows_guards():
         from torch.fx.experimental.symbolic_shapes import guard_scalar  # loaded already where dynamo traces
 
         return guard_scalar(value)
     return value
+
+
+def _follows_guards() -> bool:
+    """Tells whether dynamo traces ``guard_scalar``. Versions that do not take each float as a constant."""
+    from torch._dynamo import trace_rules
+
+    return "torch.fx.experimental.symbolic_shapes.guard_scalar" in trace_rules.manual_torch_name_rule_map
+
+
+_follows_guards._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _constant_text(constants: tuple[tuple[str, Any], ...]) -> str:

@@ -14,7 +14,6 @@ from . import functions
 from .errors import ProblemError
 from .operation import append as append_operation
 from .operation import kvcache
-from .plans import NO_GRAD
 from .serving import KVCache, Rotary, Step, api
 from .serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_array
 from .serving.rotary import check_angles
@@ -215,7 +214,7 @@ def _autograd(operator: Any) -> Any:
         given = [y for x in (*args, *named.values()) for y in (x if isinstance(x, (list, tuple)) else (x,))]
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise ProblemError(NO_GRAD)
+            raise ProblemError(api.NO_GRADIENT)
         if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             raise ProblemError(NO_TANGENT)
         with torch._C._AutoDispatchBelowAutograd():

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 pytest_plugins = ["tests.record", "tests.watchdog"]
-CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+CACHE, BUILT = pytest.StashKey[tempfile.TemporaryDirectory[str]](), pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 hypothesis.settings.register_profile("rawattn", hypothesis.settings(), deadline=None)  # a first call compiles
 hypothesis.settings.load_profile("rawattn")
@@ -27,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not os.environ.get("RAWATTN_CACHE"):
         config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="rawattn-tests-", ignore_cleanup_errors=True)
         os.environ["RAWATTN_CACHE"] = config.stash[CACHE].name
+    if not os.environ.get("RAWATTN_TESTS_BUILT"):  # what is compiled for the host; workers get it from here
+        config.stash[BUILT] = tempfile.TemporaryDirectory(prefix="rawattn-built-", ignore_cleanup_errors=True)
+        os.environ["RAWATTN_TESTS_BUILT"] = config.stash[BUILT].name
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import pathlib
 import re
 import shutil
 import struct
-import subprocess
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 from rawattn import render, tma
 from rawattn.compiler import Source
 from rawattn.program import Counter, Dim, Launch, PageRows, TensorMap, Value, View
-from tests.emulator import precompiled
+from tests.emulator import built, precompiled
 
 BASE = r"""
 #pragma once
@@ -399,17 +398,17 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     )
     text = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;', "d = u64(0x40000040) << 32 | low_word;", text)
     own = folder / source.key[:16]
-    for path, content in {**headers, "config.cuh": config, "host.cpp": text + LAUNCH.replace("KERNEL", name), **STUBS}.items():
-        if path == "tile/tile.cuh":
-            content = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;\n', "d = u64(0x40000040) << 32 | low_word;\n", content)
+    files = {**headers, "config.cuh": config, "host.cpp": text + LAUNCH.replace("KERNEL", name), **STUBS}
+    if "tile/tile.cuh" in files:
+        to = "d = u64(0x40000040) << 32 | low_word;\n"
+        files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;\n', to, files["tile/tile.cuh"])
+    for path, content in files.items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         (own / path).write_text(content)
     flags = ("-std=c++20", "-O1", "-w", "-pthread", "-fPIC")
     prelude = precompiled(compiler, flags, "".join(re.findall(r"#include <.*\n", BASE)))
     command = [compiler, *flags, "-include", f"{prelude}/threads.hpp", "-shared", "-I.", "-o", "host.so", "host.cpp"]
-    ran = subprocess.run(command, cwd=own, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[:3000]
-    return ctypes.CDLL(str(own / "host.so"))
+    return built(command, own, files)
 
 
 def tensor_map(x: np.ndarray[Any, Any], fill: TensorMap | PageRows) -> bytes:

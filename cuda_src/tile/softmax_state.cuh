@@ -7,33 +7,49 @@
 
 constexpr int quarter_blocks = ceil_div(cfg::head_dim_v, 32);  // four registers each; the last ones may lie past the end
 constexpr int merge_blocks = quarter_blocks / cfg::merge_passes;
-constexpr int fetched_at_once = cfg::m_tiles == 1 ? split_group : split_group / 2;  // states from global memory
+constexpr int groups_at_once = cfg::m_tiles == 1 ? 2 : 1;  // of states that are fetched from global memory
 static_assert(quarter_blocks % cfg::merge_passes == 0);
 
-template <int blocks>
-struct SoftmaxState {
-    float4 o[blocks];
+// By these two findings are multiplied when they become one: the first by `here`, that over keys that follow by `there`.
+struct alignas(16) Factors { float here[2], there[2]; };
+
+struct MaxSum {
     float max[2], sum[2];  // of the thread's two rows
 
     __device__ void set(float4 x) { max[0] = x.x, sum[0] = x.y, max[1] = x.z, sum[1] = x.w; }
     __device__ float4 max_sum() const { return make_float4(max[0], sum[0], max[1], sum[1]); }
 
-    // Folds what was found over keys that follow. Sums are said product by product: whoever folds two states makes the same bits.
-    __device__ void fold(const SoftmaxState& next, float scale_log2) {
-        float here[2], there[2];
+    __device__ Factors factors(const MaxSum& next, float scale_log2) const {
+        Factors found;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float m = fmaxf(max[r], next.max[r]);
-            here[r] = ptx::exp2((max[r] - m) * scale_log2), there[r] = ptx::exp2((next.max[r] - m) * scale_log2);
-            max[r] = m, sum[r] = __fmaf_rn(sum[r], here[r], next.sum[r] * there[r]);
+            found.here[r] = ptx::exp2((max[r] - m) * scale_log2), found.there[r] = ptx::exp2((next.max[r] - m) * scale_log2);
         }
+        return found;
+    }
+    // Sums are said product by product: whoever folds two states makes the same bits.
+    __device__ void fold(const MaxSum& next, const Factors& by) {
 #pragma unroll
-        for (int i = 0; i < blocks; ++i) {
-            const float4 y = next.o[i];
-            float4& x = o[i];
-            x.x = __fmaf_rn(x.x, here[0], y.x * there[0]), x.y = __fmaf_rn(x.y, here[0], y.y * there[0]);
-            x.z = __fmaf_rn(x.z, here[1], y.z * there[1]), x.w = __fmaf_rn(x.w, here[1], y.w * there[1]);
-        }
+        for (int r = 0; r < 2; ++r)
+            max[r] = fmaxf(max[r], next.max[r]), sum[r] = __fmaf_rn(sum[r], by.here[r], next.sum[r] * by.there[r]);
+    }
+};
+__device__ inline void fold(float4& x, const float4& y, const Factors& by) {
+    x.x = __fmaf_rn(x.x, by.here[0], y.x * by.there[0]), x.y = __fmaf_rn(x.y, by.here[0], y.y * by.there[0]);
+    x.z = __fmaf_rn(x.z, by.here[1], y.z * by.there[1]), x.w = __fmaf_rn(x.w, by.here[1], y.w * by.there[1]);
+}
+
+template <int blocks>
+struct SoftmaxState : MaxSum {
+    float4 o[blocks];
+
+    // Folds what was found over keys that follow.
+    __device__ void fold(const SoftmaxState& next, float scale_log2) { fold(next, factors(next, scale_log2)); }
+    __device__ void fold(const SoftmaxState& next, const Factors& by) {
+        MaxSum::fold(next, by);
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) ::fold(o[i], next.o[i], by);
     }
 };
 using Quarter = SoftmaxState<quarter_blocks>;
@@ -68,7 +84,14 @@ struct KeptState {
     }
 };
 
-// The same in global memory, for another block: the columns by thread, then maxima and sums, which all warps have, by quad.
+// By these the states that a work's blocks left are multiplied when they become one, by quad. Those of a group's first state are of the
+// group, whose maxima and sums are beside them.
+struct PieceFactors {
+    Factors of[cfg::most_pieces][8];
+    float4 max_sum[cfg::most_pieces / split_group][8];
+};
+
+// A thread's quarter in global memory, for another block: the columns by thread, then maxima and sums, which all warps have, by quad.
 struct StateSlot {
     static constexpr int floats = quarter_blocks * 512 + 32;
     float4* data;
@@ -79,12 +102,5 @@ struct StateSlot {
 #pragma unroll
         for (int i = 0; i < quarter_blocks; ++i) *o(i, thread) = state.o[i];
         if (thread < 32 && thread % 4 == 0) *max_sum(thread) = state.max_sum();
-    }
-    __device__ Quarter get(u32 thread) const {
-        Quarter state;
-#pragma unroll
-        for (int i = 0; i < quarter_blocks; ++i) state.o[i] = *o(i, thread);
-        state.set(*max_sum(thread));
-        return state;
     }
 };

@@ -91,6 +91,7 @@ GATE = [
     Decode("B16 4k", SHAPES["B16 4k"], 16),
     Decode("B64 4k", SHAPES["B64 4k"], 64, cache=E4M3),
     Decode("2048 rows after 8k", (10240,), 64, 2048),
+    Decode("16 of 4k, 512 rows after 8k", (*(4096,) * 16, 8704), 64, chunks=(512,)),
 ]
 
 

@@ -139,6 +139,8 @@ def options_of(
     scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True, slopes: Any = None
 ) -> dict[str, Any]:
     """flash-attn's options as those of ``rawattn.attention``, which finds None faster than what means the same."""
+    if not isinstance(window, (tuple, list)):
+        raise ProblemError(f"window_size is {window!r}; it must be a pair (left, right), where -1 is unbounded.")
     options = {
         "scale": scale, "causal": causal, "window": None if tuple(window) == (-1, -1) else tuple(window),
         "softcap": softcap or None, "deterministic": deterministic,

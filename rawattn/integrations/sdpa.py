@@ -103,8 +103,8 @@ def _transposed(signatures: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _layout(asked: api.Asked, transposed: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A key of tensors that lie so, wherever."""
-    return (asked, Forward.layout_key(transposed, asked.options), _HEADS_FIRST, "anywhere")
+    """A key of tensors that lie so, wherever, with as many queries: ``_giving`` says how their result lies."""
+    return (asked, Forward.layout_key(transposed, asked.options), transposed[0][2], _HEADS_FIRST, "anywhere")
 
 
 def _moved(given: tuple[Any, ...], place: Any) -> GpuCall | None:

@@ -51,10 +51,16 @@ def attention(
     if dropout:
         options["dropout"] = dropout
     if position_bias is not None:
-        options["bias"] = _in_rows(position_bias)
+        options["bias"] = _in_rows("position_bias", position_bias)
     if isinstance(attention_mask, Kept):
         return attention_mask.attend(q, k, v, options), None
     if attention_mask is not None:
+        if hasattr(module, "prepare_dynamic_mask"):
+            raise UnsupportedError(
+                f"{type(module).__name__} makes a mask of its own, in which a causal one counts only if it is a tensor; "
+                "rawattn's is none: use another implementation for this model."
+            )
+        attention_mask = _in_rows("attention_mask", attention_mask)
         kept = sdpa.kept(attention_mask, False, (*query.shape[:3], key.shape[2]), "attention_mask")
         if not kept.keys().isdisjoint(options):
             raise UnsupportedError(
@@ -81,12 +87,12 @@ def attention_paged(
     return transformers_paged.attend(module, q, k, v, {"cache": cache, **others}, options), None
 
 
-def _in_rows(bias: Any) -> Any:
-    """A bias whose last dimension is contiguous: T5 looks one up with the heads there."""
-    if bias.stride(-1) == 1 or bias.shape[-1] == 1:
-        return bias
-    _warn_of_copies("position_bias is copied in each layer, as its last dimension is not contiguous in memory.")
-    return bias.contiguous()
+def _in_rows(name: str, pairs: Any) -> Any:
+    """A bias or a mask whose last dimension is contiguous; where T5 looks a bias up, the heads are there."""
+    if not pairs.dim() or pairs.stride(-1) == 1 or pairs.shape[-1] == 1:
+        return pairs
+    _warn_of_copies(f"{name} is copied in each layer, as its last dimension is not contiguous in memory.")
+    return pairs.contiguous()
 
 
 def _options(q: Any, scaling: float | None, softcap: float | None, s_aux: Any) -> dict[str, Any]:

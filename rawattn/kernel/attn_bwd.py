@@ -12,6 +12,7 @@ from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
 from ..render import wgmma
 from ..variant import Option, clear, order, statistics, steps, store
+from ..variant.element import FP32
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
@@ -149,7 +150,7 @@ class AttnBwd(BackwardKernel):
         return device.arch == "sm_90a"
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        return self.runs_on(device) and widest(op.forward) <= WIDEST
+        return self.runs_on(device) and widest(op.forward) <= WIDEST and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
         found, forward = [], op.forward

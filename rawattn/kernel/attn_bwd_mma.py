@@ -87,7 +87,7 @@ def has_large_smem(device: Device) -> bool:
 
 
 def config_of_fp32(widest: int, large: bool, least: bool) -> Config:
-    """The same of float32, whose tiles take twice the shared memory; by machine code alone (perf/notes/attn_bwd_simt.md)."""
+    """The same of float32, whose tiles take twice the shared memory: of the fewest instructions (perf/notes/attn_bwd_simt.md)."""
     small = Config(tile_q=32, warps=4, ctas_per_sm=1 if least else 2)
     if widest <= 64:
         return Config(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2) if large else small
@@ -154,11 +154,8 @@ class AttnBwdMma(BackwardKernel):
         return device.capability >= 80
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        return self.runs_on(device) and device.capability != 90
-
-    def prefers(self, op: Backward) -> bool:
-        """float32 is for those who ask for it: nobody has timed it."""
-        return op.forward.element != FP32
+        """On Hopper only for float32, which the kernels that are made for it do not take."""
+        return self.runs_on(device) and (device.capability != 90 or op.forward.element == FP32)
 
     def supports(self, op: Backward, device: Device) -> list[str]:
         found, forward = [], op.forward
@@ -170,6 +167,10 @@ class AttnBwdMma(BackwardKernel):
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
+
+    def asks_for_copies(self, op: Backward) -> bool:
+        """Not in float32: the kernel of the forward takes arrays that lie so, and autograd can ask for none in the backward."""
+        return op.forward.element != FP32
 
     def legal(self, config: Config, op: Backward, device: Device) -> str | None:
         if reason := misshapen(config):
@@ -183,8 +184,8 @@ class AttnBwdMma(BackwardKernel):
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
 
     def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """The one that was found for the head sizes: dq in order, or where ``deterministic`` is False unordered, 2 to 18 % faster
-        on an H200 (perf/notes/attn_bwd_mma.md)."""
+        """The one that was found for the head sizes: dq in order, or where ``deterministic`` is False unordered
+        (perf/notes/attn_bwd_mma.md)."""
         return [each for each in (config_of(op.forward, device),) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:

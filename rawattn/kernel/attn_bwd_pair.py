@@ -11,6 +11,7 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Fields, Program
 from ..render import wgmma
+from ..variant.element import FP32
 from ..variant.scheduler import DIRECTIONS
 from ..variant.store import DQ
 from ..variant.walk import IntervalKeys, ListKeys, QIntervalWalk, QListWalk, lists
@@ -65,7 +66,8 @@ class AttnBwdPair(BackwardKernel):
         return device.arch == "sm_90a"
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        return self.runs_on(device) and max(op.forward.head_dim, op.forward.head_dim_v) > 128
+        wide = max(op.forward.head_dim, op.forward.head_dim_v) > 128
+        return self.runs_on(device) and wide and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
         found, forward = [], op.forward

@@ -86,7 +86,7 @@ def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     """Keys of a split at least, and splits at most, powers of two: constants of the model, so that a row has the same bits in any
     batch. Sequences with few key heads are split more often."""
     most = 64 if op.kv_heads <= 2 else 32 if op.kv_heads <= 4 else 16
-    return min(op.split_keys, LONGEST + 1) or 256, MOST_SPLITS if op.split_keys else most
+    return min(op.split_keys, LONGEST + 1) or 512, MOST_SPLITS if op.split_keys else most
 
 
 def splits_at_most(op: AttentionKVCache) -> int:

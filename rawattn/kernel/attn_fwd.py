@@ -21,7 +21,7 @@ from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import tiling
 from .base import OneLaunch
-from .tiling import kept_keys, most_tiles, tiles
+from .tiling import kept_keys, tiles
 
 FILE = "attn_fwd.cu"
 SMALL_SPILL = 16  # bytes of a thread: what was measured
@@ -235,8 +235,8 @@ class AttnFwd(OneLaunch):
     def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
         return tiling.values(op, config.tile_q, device)
 
-    def grid(self, op: Forward, config: Config, device: Device) -> int:
-        return min(device.sm_count, most_tiles(op, config.tile_q))
+    def tiles(self, op: Forward, config: Config, device: Device) -> tiling.QueryTiles:
+        return super().tiles(op, config, device)._replace(most_blocks=device.sm_count)
 
 
 ATTN_FWD = AttnFwd()

@@ -19,7 +19,7 @@ from ..variant.score import Scale
 from ..variant.walk import lists
 from . import combine, tiling
 from .base import OneLaunch
-from .tiling import kept_keys, most_tiles, tiles
+from .tiling import kept_keys, tiles
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
 _CLOCK = 1.7e9  # per second, under load
@@ -233,8 +233,9 @@ class AttnFwdMma(OneLaunch):
         found = tiling.values(as_rows(op, config), config.tile_q, device)
         return found | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else found
 
-    def grid(self, op: Forward, config: Config, device: Device) -> int:
-        return most_tiles(as_rows(op, config), config.tile_q)
+    def tiles(self, op: Forward, config: Config, device: Device) -> tiling.QueryTiles:
+        found = super().tiles(as_rows(op, config), config, device)
+        return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
 
     def lower(self, op: Forward, config: Config, device: Device) -> Program:
         splits, keys = tiling.splits(op, device) if config.split else (1, 0)
@@ -249,7 +250,9 @@ class AttnFwdMma(OneLaunch):
         fold = combine.fold(op, splits, device, self._kept((op.kind, device.arch), lambda: combined(op, device.arch)))
         rows = op.batch * op.heads * op.q_len
         main = main._replace(
-            values={**main.values, "splits": splits, "split_keys": keys, "partial_rows": rows}, grid=main.grid * splits
+            values={**main.values, "splits": splits, "split_keys": keys, "partial_rows": rows},
+            grid=main.grid * splits,
+            tiles=None,
         )
         size = op.element.lse_bytes
         scratch = Buffer("o_partial", splits * rows * op.head_dim_v * size), Buffer("lse_partial", splits * rows * size)

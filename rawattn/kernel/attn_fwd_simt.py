@@ -13,7 +13,6 @@ from ..render import config_header, source
 from ..variant import Option, element, softmax, store
 from . import tiling
 from .base import OneLaunch
-from .tiling import most_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +130,6 @@ class AttnFwdSimt(OneLaunch):
 
     def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
         return tiling.values(op, config.tile_q, device)
-
-    def grid(self, op: Forward, config: Config, device: Device) -> int:
-        return most_tiles(op, config.tile_q)
 
 
 ATTN_FWD_SIMT = AttnFwdSimt()

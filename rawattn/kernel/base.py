@@ -61,6 +61,11 @@ class Kernel(abc.ABC, Generic[Op]):
     def layout_reason(self, layout: Layout) -> str | None:
         """The reason why it cannot read arrays that lie so, which a copy would mend; None where it can."""
 
+    def asks_for_copies(self, op: Op) -> bool:
+        """Says whether an operation that only copying brings here is refused, so that the caller decides. Else a slower kernel
+        computes it, with a warning."""
+        return True
+
     def is_tried(self, op: Op) -> bool:
         """Says whether only compiling tells which configurations keep all in registers, as where the mask or the score is a
         function, or a class of the caller's own."""
@@ -188,17 +193,24 @@ class OneLaunch(Kernel[Forward]):
     def values(self, op: Forward, config: Any, device: Device) -> dict[str, float]:
         """The run-time numbers of struct Args."""
 
-    @abc.abstractmethod
+    def tiles(self, op: Forward, config: Any, device: Device) -> tiling.QueryTiles:
+        """The tiles of dense queries, from which the grid and some of ``values`` follow."""
+        return tiling.query_tiles(op, config.tile_q, device)
+
     def grid(self, op: Forward, config: Any, device: Device) -> int:
         """The number of blocks."""
+        tiles = self.tiles(op, config, device)
+        return min(tiles.most_blocks, tiling.most_tiles(op, tiles.tile_q)) if op.varlen else tiles.at(op.q_len)[1]
 
     def lower(self, op: Forward, config: Any, device: Device) -> Program:
         """The launches that compute the operation; none where no row is computed."""
         if not op.total_q * op.heads * op.batch:
             return Program(())
         source, fields = self._rendered(op, config, device.arch)
-        values, grid = self.values(op, config, device), self.grid(op, config, device)
-        return pyramid.before(Program((Launch(self.name, source, fields, values, grid),)), op.mask, device)
+        launch = Launch(self.name, source, fields, self.values(op, config, device), self.grid(op, config, device))
+        if not op.varlen:
+            launch = launch.at(op.q_len, self.tiles(op, config, device))
+        return pyramid.before(Program((launch,)), op.mask, device)
 
     def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
         """``render`` and ``fields``, made once for each kind."""

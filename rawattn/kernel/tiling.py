@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..device import Device
 from ..operation import Forward
-from ..operation.base import KEYS_STEP, SPLIT_FROM
+from ..operation.base import FEW_QUERIES, KEYS_STEP, SPLIT_FROM
 from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
@@ -26,7 +27,7 @@ SPLIT_KEYS, MOST_SPLITS = KEYS_STEP, 32  # fewest keys of a split, most splits o
 
 def is_few(op: Forward) -> bool:
     """Says whether the queries of all heads that share a key head fit one tile of 64 rows, as in decoding."""
-    return not op.varlen and 0 < op.q_len * op.heads_per_kv <= 64
+    return not op.varlen and 0 < op.q_len * op.heads_per_kv <= FEW_QUERIES
 
 
 def splits(op: Forward, device: Device) -> tuple[int, int]:
@@ -189,20 +190,47 @@ _GROUP_BYTES, _LAST_BYTES, _LONG_BYTES = 4 << 20, 40 << 20, 8 << 20
 _LAST_TILES = 4  # of a multiprocessor in the last group, where tiles are of different lengths
 
 
-def head_groups(op: Forward, tile_q: int, device: Device) -> tuple[int, int]:
-    """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs them,
-    and the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to even out."""
-    heads, q_tiles, heads_per_kv = op.heads * op.batch, max(1, -(-op.q_len // tile_q)), op.heads_per_kv
+class QueryTiles(NamedTuple):
+    """The tiles of the queries of sequences of one length: all that a launch has of the number of queries follows from these."""
+
+    tile_q: int
+    rows_each: int  # that a query has in tiles: one for each head that shares them
+    heads: int  # of all sequences, with tiles of their own
+    multiprocessors: int
+    group: int | None  # heads that are taken together; None for as many as there are in the last group
+    last_tiles: int  # of the last group, where it has no more heads than
+    most_last: int
+    most_blocks: int = MOST_TILES
+
+    def at(self, q_len: int) -> tuple[dict[str, int], int]:
+        """The values that follow from the number of queries, and the number of blocks."""
+        q_tiles = -(-q_len * self.rows_each // self.tile_q)
+        group, groups = self.groups(q_tiles)
+        found = {"q_len": q_len, "q_tiles": q_tiles, "l2_head_group": group, "last_group": groups}
+        return found, min(self.most_blocks, q_tiles * self.heads)
+
+    def groups(self, q_tiles: int) -> tuple[int, int]:
+        """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs
+        them, and the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to
+        even out."""
+        each = q_tiles or 1
+        last = max(-(-self.multiprocessors // each), min(-(-self.last_tiles // each), self.most_last))
+        group = self.group or last
+        return min(group, self.heads), max(0, self.heads - last) // group
+
+
+def query_tiles(op: Forward, tile_q: int, device: Device) -> QueryTiles:
+    """The tiles of an operation's queries, whatever their number is."""
     kv_bytes = max(1, op.kv_len * (op.head_dim + op.head_dim_v) * op.element.itemsize)
-    one_each = -(-device.sm_count // q_tiles)
-    group, last = max(1, _GROUP_BYTES // kv_bytes) * heads_per_kv, one_each
+    group: int | None = max(1, _GROUP_BYTES // kv_bytes) * op.heads_per_kv
+    last_tiles = most_last = 0
     if not isinstance(op.spec.mask, Full):
-        last = -(-_LAST_TILES * device.sm_count // q_tiles)
+        last_tiles = _LAST_TILES * device.sm_count
         if kv_bytes >= _LONG_BYTES:
-            group = last
+            group, most_last = None, last_tiles
         else:
-            last = max(one_each, min(last, _LAST_BYTES // kv_bytes * heads_per_kv))
-    return min(group, heads), max(0, heads - last) // group
+            most_last = _LAST_BYTES // kv_bytes * op.heads_per_kv
+    return QueryTiles(tile_q, 1, op.heads * op.batch, device.sm_count, group, last_tiles, most_last)
 
 
 def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
@@ -218,6 +246,4 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
         found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}
     if op.varlen:
         return found | {"total_q": op.total_q}
-    found |= {"q_len": op.q_len, "q_tiles": -(-op.q_len // tile_q)}
-    found["l2_head_group"], found["last_group"] = head_groups(op, tile_q, device)
-    return found
+    return found | query_tiles(op, tile_q, device).at(op.q_len)[0]

@@ -29,6 +29,7 @@ def three_bits(n: int) -> int:
 
 KEYS_STEP = 256  # the most by which ``in_steps`` rounds
 SPLIT_FROM = 2 * KEYS_STEP  # keys of a sequence, from which on kernels may split them
+FEW_QUERIES = 64  # of all heads that share a key head: up to so many, kernels may split the keys
 
 
 def in_steps(kv_len: int) -> int:
@@ -36,6 +37,13 @@ def in_steps(kv_len: int) -> int:
     each other one of a decode loop's 256 steps has the same."""
     found = min(three_bits(kv_len), -(-kv_len // KEYS_STEP) * KEYS_STEP)
     return found if kv_len >= SPLIT_FROM else min(found, SPLIT_FROM - 1)
+
+
+def queries_in_steps(batch: int, q_len: int, heads: int, kv_heads: int) -> int:
+    """A number of queries from ``q_len`` up, for whose like one kernel in one configuration is selected, and no keys are split;
+    near the limits, and where keys may be split, ``q_len`` itself."""
+    is_alone = q_len * heads <= FEW_QUERIES * kv_heads or batch * q_len * heads >= FEW_ROWS
+    return q_len if is_alone else three_bits(q_len)
 
 
 class Operation(abc.ABC):
@@ -124,8 +132,8 @@ class Operation(abc.ABC):
 
     @classmethod
     def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """A key that torch tensors share, by their signatures, which lie alike in whatever places, and for which the same is
-        lowered: how they are aligned is all of their addresses that a plan depends on."""
+        """A key that torch tensors share, by their signatures, which lie alike in whatever places, and for which the same kernels
+        are launched: how they are aligned is all of their addresses that a plan depends on."""
         return tuple([(x[0] % ALIGNMENT, *x[1:]) if x else x for x in signatures])
 
     @classmethod
@@ -138,6 +146,11 @@ class Operation(abc.ABC):
         """A key that torch tensors share, by their signatures, whose calls one plan serves with other places and lengths; None
         where they must be looked at."""
         return None
+
+    def at_lengths_of(self, arrays: Mapping[str, Array]) -> Any:
+        """The operation on tensors with the same ``layout_key``: itself where what is lowered for it, and its outputs, are of
+        these, too."""
+        return self
 
     def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Any:
         """The operation on tensors of the same family: itself where their lengths are its own."""

@@ -21,7 +21,7 @@ from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, Element
 from ..variant.function import Captures
-from .base import FEW_ROWS, OverKeys, in_steps, three_bits
+from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
 
 _OF_SIZES = ("inputs", "outputs", "pairs", "packed", "proved")  # what an operation keeps that follows from its sizes
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together
@@ -232,20 +232,30 @@ class Forward(OverKeys):
             return self
         return self.resized(self.batch, self.q_len, kv_len, self.spec.offsets)
 
+    @property
+    def _most(self) -> Forward:
+        """The operation on the most queries and keys of those that have its ``layout_key``."""
+        if self.varlen or _is_near_limits(self.kv_len, self.spec.offsets):
+            return self
+        q_len = queries_in_steps(self.batch, self.q_len, self.heads, self.kv_heads)
+        return self.resized(self.batch, q_len, in_steps(self.kv_len), self.spec.offsets)
+
     @classmethod
     def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """As of any operation, but that numbers of keys are one for which the same is lowered."""
+        """As of any operation, but that numbers of queries and of keys are ones for which the same kernels are launched, and
+        sequences may lie one after the other at any distance that follows from these."""
         q, k, v, *others = signatures
-        if not (k and v) or len(k[2]) != 4 or len(v[2]) != 4 or k[2][1] != v[2][1]:
+        if not (q and k and v) or not len(q[2]) == len(k[2]) == len(v[2]) == 4 or k[2][1] != v[2][1]:
             return super().layout_key(signatures, options)
         if _is_near_limits(k[2][1], make_offsets(options["q_offset"], options["kv_offset"])):
             return super().layout_key(signatures, options)
-        keys = in_steps(k[2][1])
-        kv = [
-            (at % ALIGNMENT, dtype, (batch, keys, heads, dim), *rest)
-            for at, dtype, (batch, _, heads, dim), *rest in (k, v)
-        ]  # fmt: skip
-        return (*super().layout_key((q, *others), options), *kv)
+        (batch, q_len, heads, _), (_, kv_len, kv_heads, _) = q[2], k[2]
+        lengths = queries_in_steps(batch, q_len, heads, kv_heads), (keys := in_steps(kv_len)), keys
+        qkv = [
+            (at % ALIGNMENT, dtype, batch, length, heads, dim, strides[strides[0] == rows * strides[1] :], device, is_cuda)
+            for length, (at, dtype, (batch, rows, heads, dim), strides, device, is_cuda) in zip(lengths, (q, k, v), strict=True)
+        ]
+        return (*(super().layout_key(tuple(others), options) if others else ()), *qkv)
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -277,6 +287,13 @@ class Forward(OverKeys):
         lengths = three_bits(batch), three_bits(q_len), three_bits(kv_len)
         return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])
 
+    def at_lengths_of(self, arrays: Mapping[str, Array]) -> Forward:
+        """Itself, but where there are other queries."""
+        q_len = arrays["q"].shape[-3]
+        if self.varlen or q_len == self.q_len:
+            return self
+        return self.resized(self.batch, q_len, arrays["k"].shape[1], self.spec.offsets)
+
     def resized_to(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
         """The operation on arrays of the same family: itself where their lengths and offsets are its own; None where its
         functions become options of other kinds."""
@@ -299,12 +316,12 @@ class Forward(OverKeys):
         indices are checked, which fewer keys may not need."""
         own = functions.among(options)
         found = [isinstance(getattr(self.spec, role), Captures) and not each.sizes for role, each in own]
-        return all(found) and self.takes_numbers and self.proved == self.to_lower.limits
+        return all(found) and self.takes_numbers and self.proved == self._most.limits
 
     @functools.cached_property
     def proved(self) -> Limits:
-        """The sizes for which nothing must be checked in its functions: those of the operation that is lowered, or its own."""
-        above = self.to_lower.limits
+        """The sizes for which nothing must be checked in its functions: the most of those that share its kernels, or its own."""
+        above = self._most.limits
         own = [option for option in (self.spec.mask, self.spec.score) if isinstance(option, Captures)]
         return above if all(option.holds_for(option.numbers, above) for option in own) else self.limits
 

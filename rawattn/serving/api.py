@@ -18,7 +18,7 @@ from ..kernel.paging import over_tensors
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
 from ..operation.kvcache import table_of
-from ..plans import NO_GRAD, GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
+from ..plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
 from ..select import select
 from ..spec import Spec, Window
 from ..trace.proofs import Limits
@@ -26,6 +26,11 @@ from ..variant.mask import causal_and
 from .cache import LAYOUTS, KVCache
 from .rotary import Rotary
 from .step import Step
+
+NO_GRADIENT = (
+    "an input requires grad, and calls over caches and merge_states have no gradient; call under torch.no_grad(), or detach the "
+    "inputs yourself. Nothing is detached silently."
+)
 
 
 def attention_kvcache(
@@ -274,7 +279,7 @@ def arrays_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[An
     if sinks is not None:
         found["sinks"] = arrays.read(sinks, "sinks")
     if cache.requires_grad or arrays.requires_grad(q, sinks, *captured):
-        raise ProblemError(NO_GRAD)
+        raise ProblemError(NO_GRADIENT)
     return found
 
 
@@ -429,7 +434,7 @@ def _append_of(
     if not cache.v_in_k and given["v"] is None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
     if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*given.values()):
-        raise ProblemError(NO_GRAD)
+        raise ProblemError(NO_GRADIENT)
     found = arrays.named(tuple(given), tuple(given.values()))
     if step is not None:
         found |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
@@ -510,7 +515,7 @@ def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> GpuCall 
     names = Combine.input_names(len(given))
     named = dict(zip(names, given, strict=False)) | ({} if sinks is None else {"sinks": sinks})
     if arrays.requires_grad(*named.values()):
-        raise ProblemError(NO_GRAD)
+        raise ProblemError(NO_GRADIENT)
     found = {name: arrays.read(x, name) for name, x in named.items()}
     op = Combine.of_call(found, options, ())
     if op.in_place:
@@ -681,7 +686,7 @@ def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Itera
     if array.library == "numpy" and not x.flags.writeable:
         raise ProblemError(f"{name} is read-only; give a writable array.")
     if arrays.requires_grad(x):
-        raise ProblemError(NO_GRAD)
+        raise ProblemError(NO_GRADIENT)
     check_output(name, array, alignment, inputs)
 
 

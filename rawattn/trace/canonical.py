@@ -40,7 +40,8 @@ class Code(str):
     @property
     def arrays(self) -> tuple[tuple[str, int], ...]:
         """Element and number of dimensions of each captured array."""
-        found = {x.args[0]: (x.args[1], len(x.args) - 2) for x in nodes(self.root) if x.op == "load"}
+        found = {x.args[0]: x.args[2:] for x in nodes(self.root) if x.op == "dim"}
+        found |= {x.args[0]: (x.args[1], len(x.args) - 2) for x in nodes(self.root) if x.op == "load"}
         return tuple(found[i] for i in range(len(found)))
 
     @property

@@ -159,7 +159,7 @@ class SymbolicArray:
 
     @property
     def shape(self) -> tuple[Expr, ...]:
-        return tuple(make("dim", "int", (self._slot, axis)) for axis in self._open)
+        return tuple(self._size(axis) for axis in self._open)
 
     def dim(self) -> int:
         return self.ndim
@@ -190,10 +190,17 @@ class SymbolicArray:
                 indices[axis] = self._index(i, axis)
         if any(i is None for i in indices):
             return SymbolicArray(self._slot, self._of, tuple(indices))
+        element, kind = self._element
+        return make("load", kind, (self._slot, element, *indices))
+
+    @property
+    def _element(self) -> tuple[str, str]:
         if _dtype_name(self.dtype) not in ELEMENTS:
             raise ProblemError(f"{self._of.label} holds {self.dtype}; its dtype must be one of {', '.join(ELEMENTS)}.")
-        element, kind = ELEMENTS[_dtype_name(self.dtype)]
-        return make("load", kind, (self._slot, element, *indices))
+        return ELEMENTS[_dtype_name(self.dtype)]
+
+    def _size(self, axis: int) -> Expr:
+        return make("dim", "int", (self._slot, axis, self._element[0], self._of.ndim))  # nothing else tells these, without a load
 
     def _index(self, i: Any, axis: int) -> Expr:
         if isinstance(i, (slice, type(None), SymbolicArray)):
@@ -207,7 +214,7 @@ class SymbolicArray:
                 ".astype(int), or by // in place of /."
             )
         if index.op == "const" and index.args[0] < 0:
-            return make("dim", "int", (self._slot, axis)) + index
+            return self._size(axis) + index
         return as_type(index, "int")
 
     @classmethod

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..errors import ProblemError
@@ -14,6 +15,7 @@ from ..errors import ProblemError
 Axis = tuple[str, int, bool]  # "batch", "heads", "q_len", "kv_len", "length" for the longer one, or a name of its own size; the
 # length of a block of them; and whether 1 is for all
 Sizes = tuple[str, int, tuple[int, ...] | None, tuple[Axis, ...]]  # name, number of the array, a shape in place of its own, axes
+NO_ARRAY = -1  # in place of an array's number
 BATCH = ("batch", 1, False)
 
 
@@ -21,7 +23,7 @@ class Ready:
     """A function that knows the sizes of its arrays: of another's an index outside is brought to the nearest one inside."""
 
     def sizes(self) -> tuple[tuple[str, Any, tuple[int, ...] | None, tuple[Axis, ...]], ...]:
-        """``Sizes`` with an array in place of its number."""
+        """``Sizes`` with an array in place of its number, or None where no array but a shape is asked for."""
         return ()
 
 
@@ -89,6 +91,8 @@ class Tree(Ready):
     def __init__(self, ancestors: Any) -> None:
         self.by_batch = _axes("ancestors", ancestors, (2, 3), "of (nodes, nodes) or (batch, nodes, nodes)") == 3
         self.ancestors, self.nodes = ancestors, int(ancestors.shape[-1])
+        if ancestors.shape[-2] != self.nodes:
+            raise ProblemError(f"ancestors has shape {tuple(ancestors.shape)}; its last two dimensions must be the same, nodes.")
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
         row, column = q + self.nodes - q_len, kv + self.nodes - kv_len
@@ -135,9 +139,10 @@ class Chunked:
         return (q // self.size == kv // self.size) & (q >= kv)
 
 
-class Neighbourhood:
+class Neighbourhood(Ready):
     """Neighbourhood attention (NATTEN, arXiv 2204.07143) over a grid of ``shape``, whose last axis runs fastest: along each axis
-    a query keeps the ``kernel`` nearest places, as many at the border. ``kernel`` is odd, one int or one for each axis.
+    a query keeps the ``kernel`` nearest places, as many at the border. ``kernel`` is odd, one int or one for each axis. There are
+    no more queries and keys than places.
     """
 
     def __init__(self, shape: tuple[int, ...], kernel: int | tuple[int, ...]) -> None:
@@ -157,6 +162,11 @@ class Neighbourhood:
             kept = (abs(centre - kv // below % n) <= reach) & kept
             below *= n
         return kept
+
+    def sizes(self) -> Any:
+        places = math.prod(self.shape)
+        lengths = tuple((dim, 1, False) for dim in ("q_len", "kv_len"))
+        return ((f"Neighbourhood of {self.shape} as a mask", None, (places, places), lengths),)
 
 
 class BlockTable(Ready):

@@ -8,8 +8,10 @@ rounding; most races are not seen.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import os
 import pathlib
 import re
@@ -59,23 +61,45 @@ def compiled(text: str, files: dict[str, str], folder: pathlib.Path) -> ctypes.C
         to = folder / path.replace("../", "up/")
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(content.replace('"../', '"up/'))
-    flags = ("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC")
+    flags = ("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-U_FORTIFY_SOURCE")  # it forbids jumps
     prelude = precompiled(compiler, flags, (HERE / "threads.hpp").read_text())
-    command = [compiler, *flags, "-shared", "-I.", f"-I{prelude}", "-o", "host.so", "host.cpp"]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[:4000]
-    return ctypes.CDLL(str(folder / "host.so"))
+    return built([compiler, *flags, "-shared", "-I.", f"-I{prelude}", "-o", "host.so", "host.cpp"], folder, files)
+
+
+def built(command: list[str], folder: pathlib.Path, files: Mapping[str, str]) -> ctypes.CDLL:
+    """The ``host.so`` that a command makes of files in ``folder``, once in all processes of the tests."""
+    key = hashlib.sha256(repr((command, sorted(files.items()))).encode()).hexdigest()
+    kept = _shared() / f"{key}.so"
+    if not kept.exists():
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr[:4000]
+        with tempfile.NamedTemporaryFile(dir=_shared(), delete=False) as to:
+            to.write((folder / "host.so").read_bytes())
+        os.replace(to.name, kept)
+    return ctypes.CDLL(str(kept))
 
 
 @functools.cache
 def precompiled(compiler: str, flags: tuple[str, ...], prelude: str) -> str:
     """A folder with the prelude and what the compiler made of it, which saves it a second in each kernel."""
-    folder = tempfile.TemporaryDirectory(prefix="rawattn-prelude-", ignore_cleanup_errors=True)
-    _folders.append(folder)
-    to = pathlib.Path(folder.name) / "threads.hpp"
-    to.write_text(prelude)
-    subprocess.run([compiler, *flags, "-x", "c++-header", str(to), "-o", f"{to}.gch"], check=True, capture_output=True)
-    return folder.name
+    kept = _shared() / hashlib.sha256(repr((compiler, flags, prelude)).encode()).hexdigest()
+    if not kept.exists():
+        made = pathlib.Path(tempfile.mkdtemp(dir=_shared()))
+        to = made / "threads.hpp"
+        to.write_text(prelude)
+        subprocess.run([compiler, *flags, "-x", "c++-header", str(to), "-o", f"{to}.gch"], check=True, capture_output=True)
+        with contextlib.suppress(OSError):  # another process was first
+            made.rename(kept)
+    return str(kept)
+
+
+@functools.cache
+def _shared() -> pathlib.Path:
+    """The folder of all processes of the tests (tests/conftest.py), or one of this process."""
+    if "RAWATTN_TESTS_BUILT" in os.environ:
+        return pathlib.Path(os.environ["RAWATTN_TESTS_BUILT"])
+    _folders.append(tempfile.TemporaryDirectory(prefix="rawattn-built-", ignore_cleanup_errors=True))
+    return pathlib.Path(_folders[0].name)
 
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # which go with the process

@@ -1,6 +1,7 @@
 #pragma once
 // A block's threads as coroutines, and the instructions of ptx/ on the CPU. Names are static: libraries of one process share others.
 #include <math.h>
+#include <setjmp.h>
 #include <string.h>
 #include <strings.h>
 #include <ucontext.h>
@@ -81,13 +82,25 @@ extern "C" { unsigned char raw[228 * 1024] __attribute__((aligned(1024))); }  //
 // entry that it does not have.
 constexpr u16 poison = 0x7fff;
 
+// A thread's stack serves it in every block. Only its upper part is poisoned anew: more than a kernel's frames take.
+// Contexts begin by makecontext, but change by _longjmp: swapcontext asks the system to save the mask of signals, each time.
 struct Fiber {
-    ucontext_t context;
-    std::vector<u16> stack = std::vector<u16>(128 << 10, poison);
-    bool ended = false;
+    static constexpr u32 words = 128 << 10, poisoned = 32 << 10;
+    ucontext_t first;
+    jmp_buf context;
+    std::unique_ptr<u16[]> stack{new u16[words]};
+    bool begun = false, ended = false;
+
+    void begin(void (*start)()) {
+        std::fill_n(stack.get() + words - poisoned, poisoned, poison);
+        getcontext(&first);
+        first.uc_stack.ss_sp = stack.get(), first.uc_stack.ss_size = words * sizeof(u16), first.uc_link = nullptr;
+        makecontext(&first, start, 0);
+        begun = ended = false;
+    }
 };
-static std::vector<std::unique_ptr<Fiber>> fibers;
-static ucontext_t scheduler_context;
+static std::vector<Fiber> fibers;
+static jmp_buf scheduler_context;
 static std::function<void()> body;
 static long progress, switches;
 static std::vector<std::function<void()>> copies;  // of TMA, on their way
@@ -98,13 +111,19 @@ static bool waited[1024];                          // for the launch in front
 
 static void yield() {
     const i32 self = threadIdx.x;
-    swapcontext(&fibers[self]->context, &scheduler_context);
+    if (!_setjmp(fibers[self].context)) _longjmp(scheduler_context, 1);
     threadIdx.x = self;
 }
 static void start() {
     body();
-    fibers[threadIdx.x]->ended = true, ++progress;
-    swapcontext(&fibers[threadIdx.x]->context, &scheduler_context);
+    fibers[threadIdx.x].ended = true, ++progress;
+    _longjmp(scheduler_context, 1);
+}
+static void resume(Fiber& fiber) {
+    if (_setjmp(scheduler_context)) return;
+    if (fiber.begun) _longjmp(fiber.context, 1);
+    fiber.begun = true;
+    setcontext(&fiber.first);
 }
 
 struct Meeting {  // of a number of threads
@@ -187,22 +206,16 @@ static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::
         for (Meeting& each : warps) each = {};
         memset(waited, !uses_pdl, sizeof waited);
         for (auto& own : copy_groups) own.clear();
-        fibers.clear();
-        for (i32 i = 0; i < threads; ++i) {
-            auto& fiber = *fibers.emplace_back(std::make_unique<Fiber>());
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = 2 * fiber.stack.size();
-            fiber.context.uc_link = nullptr;
-            makecontext(&fiber.context, start, 0);
-        }
+        fibers.resize(threads);
+        for (Fiber& fiber : fibers) fiber.begin(start);
         for (i32 left = threads; left > 0;) {
             const long before = progress;
             for (i32 n = 0; n < threads; ++n) {
                 const i32 i = blockIdx.x % 2 ? threads - 1 - n : n;
-                if (fibers[i]->ended) continue;
+                if (fibers[i].ended) continue;
                 threadIdx.x = i;
-                swapcontext(&scheduler_context, &fibers[i]->context);
-                left -= fibers[i]->ended;
+                resume(fibers[i]);
+                left -= fibers[i].ended;
             }
             if (progress != before || left == 0) continue;
             if (copies.empty()) return 1;

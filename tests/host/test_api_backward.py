@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import threading
 import warnings
 from typing import Any
@@ -271,7 +272,7 @@ def test_log_and_warm_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert rawattn.warm_up(str(path)) == len(found)
-    assert loaded[-1] == (found[-1], "attn_bwd_simt")
+    assert loaded[-1] == (found[-1], "attn_bwd_mma")
 
 
 # ---- the selection
@@ -288,14 +289,19 @@ SELECTED: list[tuple[dict[str, Any], str, str, bool]] = [  # changes, architectu
     ({"head_dim_v": 256}, "sm_90a", "attn_bwd_pair", False),
     ({"head_dim": 100}, "sm_90a", "attn_bwd_simt", True),
     ({"head_dim": 264}, "sm_90a", "attn_bwd_simt", True),
-    ({"element": FP32}, "sm_90a", "attn_bwd_simt", True),
+    ({"element": FP32}, "sm_90a", "attn_bwd_mma", False),
+    ({"element": FP32, "head_dim": 256}, "sm_90a", "attn_bwd_mma", False),
+    ({"element": FP32, "head_dim": 100}, "sm_90a", "attn_bwd_simt", True),
+    ({"element": FP64}, "sm_90a", "attn_bwd_simt", True),
     ({"element": FP64}, "sm_75", "attn_bwd_simt", False),
     ({}, "sm_75", "attn_bwd_simt", False),
     ({}, "sm_80", "attn_bwd_mma", False),
     ({"deterministic": False}, "sm_89", "attn_bwd_mma", False),
     ({"head_dim": 256, "head_dim_v": 136}, "sm_120", "attn_bwd_mma", False),
     ({"head_dim": 100}, "sm_100", "attn_bwd_simt", True),
-    ({"element": FP32}, "sm_86", "attn_bwd_simt", False),
+    ({"element": FP32}, "sm_75", "attn_bwd_simt", False),
+    ({"element": FP32, "sinks": True}, "sm_86", "attn_bwd_mma", False),
+    ({"element": FP32, "head_dim_v": 256}, "sm_80", "attn_bwd_simt", True),
     ({}, "cpu", "cpu", False),
 ]
 
@@ -307,10 +313,14 @@ def test_selection(changes: dict[str, Any], arch: str, kernel: str, slow: bool) 
     assert found.kernel.legal(found.config, changed(OP, **changes), TYPICAL.get(arch, this_cpu())) is None
 
 
-def test_float32_by_tensor_cores_is_for_those_who_ask() -> None:
+def test_float32_by_tensor_cores() -> None:
     op = changed(OP, element=FP32)
-    assert selected(op, "sm_80", kernel="attn_bwd_mma").kernel is ATTN_BWD_MMA
-    assert selected(changed(op, head_dim=256), kernel="attn_bwd_mma").kernel is ATTN_BWD_MMA
+    wanted = "attn_bwd_simt computes this, slowly; attn_bwd_mma, which is made for .*: head_dim is 300; it takes multiples of 8"
+    assert re.match(wanted, str(selected(changed(op, head_dim=300)).slow))
+    slow = selected(changed(op, layout=Layout(None, "do has a row stride of 4 bytes"))).slow
+    assert slow is not None and re.match(
+        "attn_bwd_simt computes this, slowly; attn_bwd_mma, .*: do has a row stride of 4 bytes", slow
+    )
     first = ATTN_BWD_MMA.lower(op, attn_bwd_mma.config_of(op.forward, H200), H200).launches[0]
     assert "constexpr int vector = 4;" in dict(first.source.headers)["config.cuh"], "what it reads at once is aligned to 16 bytes"
     with pytest.raises(UnsupportedError, match="attn_bwd_mma: head_dim is 136; it takes multiples of 8 from 8 to 128"):
@@ -451,7 +461,8 @@ NAMES = {
     "short": (OP, ["attn_bwd_delta", "attn_bwd"]),
     "long": (changed(OP, q_len=4096, kv_len=8192), ["attn_bwd_delta", "attn_bwd", "attn_bwd_convert"]),
     "wide": (changed(OP, head_dim=256), ["attn_bwd_delta", "attn_bwd_dkdv", "attn_bwd_dq"]),
-    "fp32": (changed(OP, element=FP32), ["attn_bwd_delta", "attn_bwd_dkdv_simt", "attn_bwd_dq_simt"]),
+    "fp32": (changed(OP, element=FP32), ["attn_bwd_delta", "attn_bwd_mma", "attn_bwd_convert"]),
+    "fp64": (changed(OP, element=FP64), ["attn_bwd_delta", "attn_bwd_dkdv_simt", "attn_bwd_dq_simt"]),
     "packed": (VARLEN, ["attn_bwd_padding", "attn_bwd_delta", "attn_bwd", "attn_bwd_dsinks"]),
     "no queries": (changed(OP, q_len=0), ["attn_bwd"]),
     "no keys": (changed(OP, kv_len=0), ["attn_bwd_delta"]),

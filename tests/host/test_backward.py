@@ -192,18 +192,7 @@ MMA: dict[str, tuple[Config, Case]] = {
 }  # fmt: skip
 CASES = {f"simt, {name}": dataclasses.replace(case, simt=True) for name, case in SIMT.items()} | HOPPER
 CASES |= {f"mma, {name}": dataclasses.replace(case, mma=config) for name, (config, case) in MMA.items()}
-PATCHED = {
-    "step_ahead": ("64, one stage, heads of a group", "96 and 128, packed", "80 and 112, unordered", "256"),
-    "turn_ahead": ("128, causal",),
-    "load_in_product": ("128, causal",),
-    "step_ahead_pairs": ("128, small tiles", "96 and 128, packed", "256, one stage"),
-    "step_ahead_fenced": ("128, causal",),
-}
-CASES |= {
-    f"mma, {name}, {patch}": dataclasses.replace(CASES[f"mma, {name}"], patch=patch)
-    for patch, names in PATCHED.items()
-    for name in names
-}
+CASES |= {f"mma, {patch}": dataclasses.replace(CASES["mma, 128, causal"], patch=patch) for patch in ("fenced", "asked_late")}
 
 
 OWN = {  # entries of tests/options.py, by each kernel

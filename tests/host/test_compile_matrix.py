@@ -7,7 +7,7 @@ import collections
 import itertools
 import multiprocessing
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -75,6 +75,14 @@ def covering() -> Iterator[Combination]:
         yield asked, select(asked, DEVICE).config
 
 
+def each_size() -> Iterator[Combination]:
+    """Each head size once, and each two kinds together."""
+    kinds = itertools.cycle([*pairwise({name: levels for name, levels in FACTORS.items() if name != "size"})])
+    for size in FACTORS["size"]:
+        asked = operation(size=size, **next(kinds))
+        yield asked, select(asked, DEVICE).config
+
+
 def faults(combination: Combination) -> str:
     """Returns what the compiler's log has against a kernel; empty if nothing."""
     asked, config = combination
@@ -94,11 +102,11 @@ def check(combinations: Sequence[Combination], processes: int | None) -> None:
     assert not bad, "\n".join([f"{len(bad)} of {len(combinations)}", *bad])
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_nothing_spills_and_nothing_waits(part: int) -> None:
-    combinations = [*covering()]
-    assert len(combinations) <= 250, "more than CI has time for"
-    check(combinations[part::3], 2)
+@pytest.mark.parametrize("combinations", [each_size, pytest.param(covering, marks=pytest.mark.slow)])
+def test_nothing_spills_and_nothing_waits(combinations: Callable[[], Iterator[Combination]]) -> None:
+    found = [*combinations()]
+    assert len(found) <= 250, "minutes of compiling"
+    check(found, 2)
 
 
 def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = DEVICE.arch) -> str:
@@ -109,11 +117,9 @@ def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = 
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_machine_code(part: int) -> None:
-    """One kernel for each head size; every third size here, and the rest by -m slow."""
-    each = {(asked.head_dim, asked.head_dim_v): (asked, config) for asked, config in covering()}
-    for asked, config in [*each.values()][part::3]:
+def test_machine_code() -> None:
+    """One kernel for each head size, of those that are compiled above."""
+    for asked, config in each_size():
         found = set(sass.parse(listing(asked, config))[0])
         for name in ("UTMALDG", f"HGMMA.64x{config.tile_kv}x16", f"HGMMA.64x{asked.head_dim_v}x16"):
             assert any(each.startswith(name) for each in found), f"{asked}; {config}: no {name}"
@@ -147,6 +153,8 @@ def test_covering_array_covers() -> None:
     rows = [*pairwise(FACTORS)]
     for a, b in itertools.combinations(FACTORS, 2):
         assert len({(str(row[a]), str(row[b])) for row in rows}) == len(FACTORS[a]) * len(FACTORS[b]), f"{a} and {b}"
+    kinds = [*pairwise({name: levels for name, levels in FACTORS.items() if name != "size"})]
+    assert len(kinds) <= len(FACTORS["size"]), "each_size does not reach all of them"
 
 
 @pytest.mark.matrix

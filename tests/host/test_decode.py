@@ -253,7 +253,6 @@ CASES = {
         )
         for n in (2, 3, 5, 6)
     },
-    "groups": Case(dataclasses.replace(OP, kv_heads=1), kv_lens=(9000, 4300), grid=9),
     "whole works": Case(kv_lens=(600,) * 6, grid=6),
     "many sequences": Case(kv_lens=tuple(range(0, 340, 2)), grid=4),
     **{f"pages of {n}": Case(dataclasses.replace(OP, page=n), LENGTHS, grid=5) for n in (8, 16, 32, 64, 128)},
@@ -347,6 +346,12 @@ def same(found: tuple[Any, ...], wanted: tuple[Any, ...], count: int) -> None:
     for x, y in zip(found[:2], wanted[:2], strict=True):
         for one, other in zip(x[:count], y[:count], strict=True):
             assert one.tobytes() == other.tobytes()
+
+
+def test_groups_of_splits() -> None:
+    """Three groups: the blocks leave states of parts of them, then of each split."""
+    case = Case(kv_lens=(5000, 300), grid=9)
+    same(run(dataclasses.replace(case, grid=44)), check(case), 2)
 
 
 @pytest.mark.slow

@@ -299,7 +299,7 @@ def test_refused() -> None:
         o.sum().backward()
     detached = reach.detach()
     plan = rawattn.plan(q, k, v, score=lambda s, h: s * detached[h])
-    with pytest.raises(ProblemError, match="a plan has no backward"):
+    with pytest.raises(ProblemError, match="plans, calls over caches and merges have no backward"):
         plan.run(q, k, v, reach)
 
 
@@ -444,13 +444,13 @@ def test_behind_tensor_cores_emulated(emulated: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["attn_bwd_simt", "attn_bwd"])
+@pytest.mark.parametrize("kernel", ["attn_bwd_simt", "attn_bwd_mma", "attn_bwd"])
 def test_rows_in_use_emulated(emulated: Any, kernel: str) -> None:
     """Elements that only other rows read get 0, and NaN that is there reaches none."""
     import torch
 
     lens = {"q_lens": torch.tensor([17, 34]).int(), "kv_lens": torch.tensor([43, 5]).int()}
-    dtype = torch.float32 if kernel == "attn_bwd_simt" else torch.bfloat16
+    dtype = torch.bfloat16 if kernel == "attn_bwd" else torch.float32
     check_emulated(emulated, kernel, (34, 43, 2, 1), dtype, causal=True, **lens)
 
 

@@ -135,6 +135,22 @@ def test_rows_of_all_sequences() -> None:
         np.testing.assert_allclose(o[first:last], wanted[0], 2e-5, 2e-5)
 
 
+def test_arrays_of_which_only_sizes_are_read() -> None:
+    """Their sizes are run-time values, and the gradient of such an array is 0."""
+    q, k, v = inputs()
+    for n in (4, 7):
+        ids, table = np.zeros(n, np.int32), np.ones((2, n), np.float32)
+        o = rawattn.attention(
+            q, k, v, mask=lambda q, kv, x=ids: kv < x.shape[0], score=lambda s, kv, x=table: s + kv / x.size(1) / x.shape[0]
+        )
+        expected = by_hand(q, k, v, lambda b, h, q, kv, n=n: kv < n, lambda s, b, h, q, kv, n=n: s + kv / n / 2)
+        np.testing.assert_allclose(o, expected[0], atol=2e-6)
+    score = lambda s, kv: s + kv / table.shape[1]  # noqa: E731
+    o, lse = rawattn.attention(q, k, v, score=score, return_lse=True)
+    *_, gradient = rawattn.attention_backward(np.ones_like(o), q, k, v, o, lse, score=score, wrt=(table,))
+    assert gradient.shape == table.shape and not gradient.any()
+
+
 def test_lengths_in_use() -> None:
     """Functions see the lengths in use, as the library's masks do."""
     q, k, v = inputs(40, 50)
@@ -241,6 +257,8 @@ def test_errors_of_options() -> None:
     )
     raises("mask is <class .*Causal'>; it must be a mask", mask=Causal)
     raises("mask is 3; it must be a mask", mask=3)
+    raises(r"mask is an array, bool of shape \(5, 9\); .*lambda b, h, q, kv: keep\[q, kv\]", mask=np.ones((5, 9), bool))
+    raises(r"score is an array, float32 of shape \(9,\); give it as bias=", score=np.ones(9, np.float32))
     raises("it gives a float", mask=lambda q, kv: q * 0.5)
     with pytest.raises(ProblemError, match="write what both keep as one function"):
         Both(Causal(), rawattn.explain(*inputs(), mask=lambda q, kv: (q + kv) % 2 == 0).op.mask)

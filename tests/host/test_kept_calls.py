@@ -354,16 +354,17 @@ def test_a_kept_call_of_a_door() -> None:
     door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
 
     def said(q: Any, pools: Any, places: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What was launched, but for the places of results."""
+        """Returns what was launched, but for the places of results."""
         LAUNCHED.clear()
         lens, rows, first, table = places
         found = door(
             q, *pools, cache_seqlens=lens, cache_batch_idx=rows, cache_leftpad=first, block_table=table, **options
         )  # fmt: skip
-        results, text = found if isinstance(found, tuple) else (found,), str(LAUNCHED)
+        results, texts = found if isinstance(found, tuple) else (found,), [*LAUNCHED]
         for i, x in enumerate(results):
-            text = text.replace(str(x.data_ptr().to_bytes(8, "little"))[2:-1], f"result {i}")
-        return text, [(x.shape, x.stride(), x.dtype) for x in results]
+            place = x.data_ptr().to_bytes(8, "little")
+            texts = [(*kernel, args.replace(place, b"result %d" % i), on) for *kernel, args, on in texts]
+        return texts, [(x.shape, x.stride(), x.dtype) for x in results]
 
     calls = [*over_a_cache().values()]
     cold = []

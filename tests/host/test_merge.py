@@ -155,6 +155,15 @@ def test_wrong_parts(parts: Any, options: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
+def test_autograd_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    o, lse = torch.zeros(2, 3, 4, 8, requires_grad=True), torch.zeros(2, 4, 3)
+    with pytest.raises(ProblemError, match=r"merge_states have no gradient; call under torch.no_grad\(\)"):
+        rawattn.merge_states([(o, lse)])
+    with torch.no_grad():
+        assert not rawattn.merge_states([(o, lse)])[0].requires_grad
+
+
 def test_operation_as_a_value() -> None:
     op = Combine.of_call({"o_0": arrays.read(OUT, "o"), "lse_0": arrays.read(LSE, "lse")}, {}, ())
     assert from_json(json.loads(json.dumps(op.to_json()))) == op

@@ -25,7 +25,9 @@ import rawattn
 from rawattn import api, arrays, compiler, driver, plans, select
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
+from rawattn.kernel.attn_fwd_mma import Config
 from rawattn.operation import Forward
+from rawattn.operation.base import three_bits
 from rawattn.serving import api as serving
 from tests.emulator import gpu as stand_ins
 
@@ -159,7 +161,7 @@ def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pyte
         LAUNCHED.clear()
         rawattn.attention(**calls[repr(number)], **{role: make(number)})
         bound = list(api._calls.values())[-1]
-        sources = [(launch.source.key, launch.grid) for launch in bound._program.launches]
+        sources = [(launch.source.key, launch.grid) for launch in bound._plan.program.launches]
         found = [bytearray(args) for args, _ in LAUNCHED]
         for args, late in zip(found, bound._late, strict=True):  # but for addresses of what is made anew
             for _, offset in late:
@@ -182,7 +184,7 @@ def test_another_number_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     made = [0]
     monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
-    call, long = tensors(), torch.zeros(4096, dtype=torch.int32)
+    call, long = {name: x[:, :80] for name, x in tensors(96).items()}, torch.zeros(4096, dtype=torch.int32)
 
     def attend(n: int, length: int = 80) -> int:
         rawattn.attention(call["q"], *(call[x][:, :length] for x in "kv"), mask=lambda q, kv: long[q + n] == long[kv])
@@ -276,6 +278,71 @@ def test_other_lengths_launch_what_a_new_call_does(
         for each, found in zip(steps, warm, strict=True):
             forget()
             assert found == step(*each)
+
+
+SHORT, WIDE = torch.arange(159, dtype=torch.int32), torch.zeros(6, 120)
+OF_QUERIES: dict[str, dict[str, Any]] = {  # q has 6 heads, k 2
+    "plain": {},
+    "causal": {"causal": True, "return_lse": True},
+    "a window": {"window": (30, 5), "sinks": torch.zeros(6), "softcap": 20.0},
+    "at offsets": {"causal": True, "q_offset": 7, "kv_offset": 2},
+    "lengths": {"q_lens": torch.zeros(2, dtype=torch.int32), "kv_lens": torch.zeros(2, dtype=torch.int32)},
+    "dropout": {"dropout": 0.5, "seed": torch.zeros(1, dtype=torch.int64)},
+    "invariant": {"invariant": True},
+    "constant time": {"constant_time": True},
+    "tensor cores": {"kernel": "attn_fwd_mma", "causal": True, "return_lse": True},
+    "shared tiles": {"config": Config(64, 64, pack_gqa=True, split=True), "kernel": "attn_fwd_mma", "return_lse": True},
+    "split keys": {"config": Config(64, 64, split=True), "kernel": "attn_fwd_mma", "sinks": torch.zeros(6)},
+    "any array": {"kernel": "attn_fwd_simt", "window": (9, 0), "return_lse": True},
+    "documents": FUNCTIONS["documents"],
+    "a table": {"score": lambda s, h, q, kv: s + WIDE[h, (q - kv).clip(0, 119)]},
+    "its number of queries": {"mask": lambda q, kv, q_len: q_len - q <= 40 + kv},
+    "as long as an array": {"mask": lambda q, kv: SHORT[q] >= LONG[kv]},
+}
+# Around numbers at which tiles end, selections change, keys are no longer split, and an array ends.
+QUERIES = (159, 21, 22, 24, 25, 33, 64, 65, 79, 80, 81, 96, 97, 112, 127, 128, 129, 160, 161, 192, 193, 0, 1, 200, 256, 257, 145)
+
+
+@pytest.mark.parametrize("is_packed, kv_len", [(False, 90), (True, 600)])
+@pytest.mark.parametrize("name", OF_QUERIES)
+def test_other_queries_launch_what_a_new_call_does(
+    name: str, is_packed: bool, kv_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of the arguments, the kernel, the grid and the results; numbers of one selection are lowered once."""
+    options, launched, results = OF_QUERIES[name], list[Any](), dict[Any, Any]()
+    q, k = torch.zeros(2, 300, 6, 64).bfloat16(), torch.zeros(2, 700, 2, 64).bfloat16()
+
+    def maker(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return lambda _: results.setdefault((shape, dtype), torch.empty(shape, dtype=torch.bfloat16))
+
+    def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
+        return lambda: launched.append((function, grid, args))
+
+    def launches(q_len: int, more: int) -> list[Any]:
+        launched.clear()
+        queries, keys = q[:, :q_len], k[:, : kv_len + more]
+        if is_packed:
+            queries, keys = (x.as_strided(x.shape, (x.shape[1] * x.stride(1), *x.stride()[1:])) for x in (queries, keys))
+        found = rawattn.attention(queries, keys, keys, **options)
+        o, *lse = found if isinstance(found, tuple) else (found,)
+        assert o.shape == (2, q_len, 6, 64) and all(x.shape == (2, 6, q_len) for x in lse)
+        return [*launched]
+
+    monkeypatch.setattr(driver, "Launch", launch)
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    monkeypatch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
+    monkeypatch.setattr(arrays, "maker", maker)
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: results.setdefault(size, torch.empty(9)))
+    lowered = [0]
+    for made in ("__init__", "resized"):
+        monkeypatch.setattr(plans.Plan, made, counting(getattr(plans.Plan, made), lowered))
+    steps = [(n, more) for i, n in enumerate(QUERIES) for more in (i % 3, 5)]
+    warm, used = [launches(*each) for each in steps], lowered[0]
+    for each, found in zip(steps, warm, strict=True):
+        forget()
+        assert found == launches(*each)
+    selections = {n if n * 3 <= 64 else three_bits(n) for n in QUERIES}
+    assert used == len(selections) + 1 or name == "as long as an array", "each length of keys is planned where q is empty"
 
 
 def test_a_decode_loop_lowers_once_in_256_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,15 +659,27 @@ def test_another_kind_compiles(compiled: list[str]) -> None:
 
 def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of operations that a plan of the same family serves."""
-    log, q = tmp_path / "operations.jsonl", torch.randn(1, 1, 4, 64).bfloat16()
+    log, queries = tmp_path / "operations.jsonl", torch.randn(1, 200, 4, 64).bfloat16()
     monkeypatch.setattr(api, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", str(log))
-    for kv_len, q_offset in ((1025, None), (1026, None), (1025, None), (1100, None), (1025, 1030), (1025, 1031)) * 2:
+    once = [(1, 1025, None), (1, 1026, None), (1, 1100, None), (1, 1025, 1030), (1, 1025, 1031)]
+    once += [(160, 1025, None), (159, 1025, None), (159, 1026, None), (160, 1026, None), (161, 1025, None)]
+    for q_len, kv_len, q_offset in (*once, *once[::-1]):
         k = torch.randn(1, kv_len, 4, 64).bfloat16()
-        rawattn.attention(q, k, k, causal=True, q_offset=q_offset)
+        rawattn.attention(queries[:, :q_len], k, k, causal=True, q_offset=q_offset)
     found = [Forward.from_json(json.loads(line)) for line in log.read_text().splitlines()]
-    said = [(op.kv_len, op.spec.q_offset) for op in found]
-    assert said == [(1025, None), (1026, None), (1100, None), (1025, 1030), (1025, 1031)] and len(api._families) == 2
+    assert [(op.q_len, op.kv_len, op.spec.q_offset) for op in found] == once and len(api._families) == 4
+
+
+def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes on without it: what was not written is not taken for written."""
+    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setenv("RAWATTN_LOG", str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ProblemError, match=r"RAWATTN_LOG is .* can be written .*directory.*; name a file that can be"):
+            rawattn.attention(**tensors())
+    monkeypatch.delenv("RAWATTN_LOG")
+    rawattn.attention(**tensors())
 
 
 def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,7 +428,8 @@ def test_values() -> None:
 )
 def test_head_groups(changes: dict[str, Any], group: int, groups: int) -> None:
     op = replace(OP, **changes)
-    assert tiling.head_groups(op, 100, H200) == (group, groups)
+    found, _ = tiling.query_tiles(op, 100, H200).at(op.q_len)
+    assert (found["l2_head_group"], found["last_group"]) == (group, groups)
 
 
 def test_kept_keys_of_strips() -> None:

@@ -415,3 +415,9 @@ def test_options_keep_what_is_false_but_given() -> None:
     assert Case(scale=0.0).options == {"scale": 0.0}
     assert Case(causal=True, window=(0, None), softcap=3.0).options == {"causal": True, "window": (0, None), "softcap": 3.0}
     assert Case().options == {}
+
+
+@pytest.mark.filterwarnings("error")
+def test_without_keys_an_expectation_warns_of_nothing() -> None:
+    q, k = np.ones((1, 4, 2, 8), np.float32), np.ones((1, 0, 2, 8), np.float32)
+    expect(q, k, k).check(np.zeros_like(q))

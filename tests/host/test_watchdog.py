@@ -78,3 +78,5 @@ def test_every_wait_is_edited() -> None:
         path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu*") if any(each in path.read_text() for each in waits)
     }
     assert found == watchdog.EDITS.keys()
+    for path, edits in watchdog.EDITS.items():
+        assert all((FOLDER / path).read_text().count(old) == 1 for old, _ in edits), path

@@ -275,6 +275,9 @@ def test_refusals() -> None:
     for name, value in {"qv": q, "q_descale": torch.ones(1), "attention_chunk": 4}.items():
         with pytest.raises(UnsupportedError, match=f"{name} is .*rawattn does not have it yet"):
             fa3.flash_attn_func(q, q, q, **{name: value})
+    for door in (fa2, fa3):
+        with pytest.raises(ProblemError, match="window_size is None; it must be a pair"):
+            door.flash_attn_func(q, q, q, window_size=None)
     with pytest.raises(ProblemError, match="k was given without cache_seqlens"):
         fa2.flash_attn_with_kvcache(q, q, q, q, q)
     with pytest.raises(ProblemError, match="cache_batch_idx was given beside"):

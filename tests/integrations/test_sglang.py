@@ -32,7 +32,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What SGLang's registry has of rawattn: its own registry and classes where they can be imported, else ones of their form."""
+    """Returns what SGLang's registry has of rawattn. The registry and classes are its own, where they can be imported, or of
+    their form."""
     try:
         importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
         importlib.import_module("sglang.srt.mem_cache.memory_pool")

@@ -467,6 +467,24 @@ def test_refusals(name: str) -> None:
     door.attention(torch.nn.Module(), q, q, q, None, **{name: None})
 
 
+def test_layers_that_make_masks_of_their_own() -> None:
+    """Doge's, which leave out rawattn's causal mask: it would be lost."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.DogeConfig(**sizes, pad_token_id=0))
+    model.set_attn_implementation("rawattn")
+    with pytest.raises(UnsupportedError, match="DogeAttention makes a mask of its own"):
+        model(IDS)
+
+
+def test_masks_whose_rows_are_strided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_warned", set())
+    q, pairs = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 4, 2).permute(0, 3, 2, 1)
+    for given in (pairs, pairs > 0):
+        wanted = door.attention(torch.nn.Module(), q, q, q, given.contiguous())[0]
+        assert torch.equal(door.attention(torch.nn.Module(), q, q, q, given)[0], wanted)
+    assert door._warned == {"attention_mask is copied in each layer, as its last dimension is not contiguous in memory."}
+
+
 # Of flash attention, which say of sequences what the mask says; hints; and what models' own functions do not read beside a mask.
 NO_MATTER = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "deterministic", "sliding_window"}
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import rawattn
+from rawattn import api, driver
 from rawattn.device import TYPICAL
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
@@ -401,3 +402,31 @@ def test_reversed_rows_are_refused(kernel: Kernel) -> None:
     case = Case("fp16", layout="reversed")
     with pytest.raises(rawattn.RawattnError, match="row stride of -128 bytes"):
         rawattn.attention(*case.inputs("cupy", 0), kernel=kernel.name)
+
+
+def test_other_numbers_of_queries(kernel: Kernel) -> None:
+    """Of lengths that what was lowered for one serves, in turn, also while a graph is captured: the bits of a call for which
+    nothing was kept."""
+    if not kernel.runs_on(driver.device(0)):
+        pytest.skip(f"{kernel.name} does not run here")
+    rows = [torch.randn(2, 700, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)]
+
+    def attend_to(q_len: int, more: int) -> Any:
+        q, k, v = (x[:, :n].contiguous() for x, n in zip(rows, (q_len, 600 + more, 600 + more), strict=True))
+        return rawattn.attention(q, k, v, window=(90, 30), return_lse=True, kernel=kernel.name)
+
+    steps = [(n, i % 5) for i, n in enumerate((320, 257, 300, 258, 319, 129, 160, 140, 16, 9, 17))]
+    wanted = []
+    for step in steps:
+        for kept in (api._plans, api._calls, api._layouts, api._families):
+            kept.clear()
+        wanted.append(attend_to(*step))
+    found = [attend_to(*step) for step in steps]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [attend_to(n + 1, more) for n, more in steps]
+    graph.replay()
+    for one, two in itertools.chain(
+        zip(found, wanted, strict=True), zip(captured, [attend_to(n + 1, more) for n, more in steps], strict=True)
+    ):
+        assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])

@@ -297,11 +297,12 @@ PAIRS = np.random.default_rng(2).standard_normal((4, 64, 5441), np.float32).asty
 def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
     """A mask and a score by name, over what they captured, of any library."""
     ids, words, ancestors, slopes, pairs = captured
-    found: dict[str, Any] = {
+    words_of, tree = rawattn.mask.Tree.from_words(words[..., None]), rawattn.mask.Tree(ancestors)
+    found: dict[str, Any] = {  # trees within functions, which may have more queries than nodes: indices are clipped
         "documents": lambda b, h, q, kv, q_len, kv_len: ids[b, q] == ids[b, kv],
         "holes": lambda b, h, q, kv, q_len, kv_len: ((q // 50 + kv // 100 + h) % 3 != 0) & (kv // 300 % 2 == 0),
-        "words": rawattn.mask.Tree.from_words(words[..., None]),
-        "tree": rawattn.mask.Tree(ancestors),
+        "words": lambda b, h, q, kv, q_len, kv_len: words_of(b, h, q, kv, q_len, kv_len),
+        "tree": lambda b, h, q, kv, q_len, kv_len: tree(b, h, q, kv, q_len, kv_len),
         "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
         "alibi": lambda s, b, h, q, kv: 2 * (s / 2).tanh() - slopes[h] * abs(q - kv),
         "pairs": lambda s, b, h, q, kv: s + pairs[h % 4, q % 64, kv],

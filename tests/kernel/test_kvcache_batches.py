@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import rawattn
+from rawattn.kernel.attn_decode import AttnDecode
+from rawattn.serving import api as serving_api
 from rawattn.testing import expect
 from rawattn.variant.mask import Causal
 
@@ -54,6 +56,23 @@ def test_a_row_has_its_bits_anywhere_in_a_batch_of_256(q_len: int, heads: int, k
             found = rawattn.attention_kvcache(own_q, cache, rawattn.Step(own_lengths, own_table), return_lse=True)
             assert all(torch.equal(x[place], y[0]) for x, y in zip(found, alone, strict=True)), (length, place)
         check_row(alone, one_q, cache, length, one_table[0], 0)
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.parametrize("q_len", [1, 8])
+def test_a_row_has_its_bits_on_any_grid(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a smaller GPU: blocks have other shares of the splits, and others fold them."""
+    q, cache, lengths, table = made(20, 3000, q_len, 8, 2)
+    step = rawattn.Step(lengths, table)
+    wanted = rawattn.attention_kvcache(q, cache, step, return_lse=True)
+    for blocks in (1, 7, 44, 64, 100, 132):
+        for kept in ("_calls", "_layouts", "_plans"):
+            monkeypatch.setattr(serving_api, kept, {})
+        monkeypatch.setattr(AttnDecode, "grid", lambda self, op, config, device, n=blocks: n)
+        found = rawattn.attention_kvcache(q, cache, step, return_lse=True)
+        (plan,) = serving_api._plans.values()
+        assert [launch.grid for launch in plan.program.launches] == [blocks]
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), blocks
     assert rawattn.violations() == ()
 
 

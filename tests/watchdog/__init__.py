@@ -32,12 +32,16 @@ TURN = (
     "do count = ptx::load_acquire(args.turns + place);",
     "ptx::Patience patience;\n        do count = ptx::load_acquire(args.turns + place), patience.await_turn(place, count);",
 )
+ASKED_TURN = (
+    "while (!turn.has_come(asked))",
+    "for (ptx::Patience patience; !turn.has_come(asked); patience.await_turn(place, asked))",
+)
 EDITS: Mapping[str, tuple[tuple[str, str], ...]] = {  # of every file in which a thread waits for another
     "ptx/mbarrier.cuh": (WAIT, INCLUDE),
     "ptx/cp_async_mbarrier.cuh": (WAIT,),
     "ptx/turn.cuh": (INCLUDE,),
     "variant/store/dq_ordered.cuh": (TURN,),
-    "variant/store/dq_red_ordered.cuh": (TURN,),
+    "variant/store/dq_red_ordered.cuh": (ASKED_TURN,),
 }
 NOTES = 4096  # that there is room for: of all warps of a GPU
 TOLD = 64  # of them, in words

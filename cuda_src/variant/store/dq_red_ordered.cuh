@@ -2,16 +2,23 @@
 // Key tiles add their parts of dq to a float32 sum from registers, in one order, whatever blocks are faster: the same bits on every
 // run. The first stores, so the sum need not be zero before. args.turns says of each tile whose turn has come; the pass before this one
 // sets it to the first (variant/clear/turns.cuh).
+//
+// A thread asks for its turn by a relaxed load, which orders nothing by PTX's memory model. Adds come in order all the same. Those of the
+// block before are done in L2 when it passes the turn on, by its release. Those of this thread are issued after a branch on what the load
+// has brought, and L2 does stores and adds to a place in the order in which they arrive. Nothing that others wrote is read. With a fence
+// before the adds it is so by the letter, and the kernel takes 8 to 12 % longer (perf/notes/attn_bwd_mma.md).
 #include "ptx/red.cuh"
 #include "ptx/turn.cuh"
 
 struct DqRedOrdered {
-    // By one thread, before the block adds.
-    __device__ static void wait(const Args& args, i32 place, const Turn& turn, Turn::Seen& seen) {
-        i32 count;
-        do count = ptx::load_acquire(args.turns + place);
-        while (!turn.has_come(count));
-        turn.see(seen, count);
+    // By every thread, long before it adds.
+    __device__ static i32 ask(const Args& args, i32 place) { return ptx::load_relaxed(args.turns + place); }
+    // By every thread, before it adds.
+    __device__ static bool wait(const Args& args, i32 place, const Turn& turn, i32 asked) {
+        while (!turn.has_come(asked)) asked = ptx::load_acquire(args.turns + place);
+        Turn::Seen seen;
+        turn.see(seen, asked);
+        return turn.is_first(seen);
     }
     // By every thread.
     template <class Numbers>

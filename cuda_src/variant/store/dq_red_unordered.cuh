@@ -4,7 +4,8 @@
 #include "ptx/red.cuh"
 
 struct DqRedUnordered {
-    __device__ static void wait(const Args&, i32, const Turn&, Turn::Seen&) {}
+    __device__ static i32 ask(const Args&, i32) { return 0; }
+    __device__ static bool wait(const Args&, i32, const Turn&, i32) { return false; }
     template <class Numbers>
     __device__ static void add(Numbers* to, const Numbers& x, bool) { ptx::red_add(to->x, x.x); }
     __device__ static void release(const Args&, i32, const Turn&) {}
