@@ -12,6 +12,7 @@
 #include "tile/facts.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"
+#include "variant/pair_elements.cuh"
 #include "variant/interfaces_bwd.cuh"
 
 using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
@@ -70,6 +71,7 @@ struct Block {
         smem.k.fill(k, kv_begin, rows.kv_len - 1);
         smem.v.fill(v, kv_begin, rows.kv_len - 1);
         ptx::cp_async_commit();
+        ask_for_elements(score, q_begin + i32(threadIdx.x / 2), kv_begin + i32(threadIdx.x % 2) * (cfg::tile_kv / 2));
         ptx::cp_async_wait<0>();
         __syncthreads();
     }

@@ -5,7 +5,7 @@
 #include "tile/fragment.cuh"
 #include "tile/ring.cuh"
 #include "tile/tma_tensor.cuh"
-#include "variant/elements_transposed.cuh"
+#include "variant/pair_elements.cuh"
 #include "variant/interfaces_bwd.cuh"
 
 // Rings have two stages or one, and all move once a step: one counter serves them all.

@@ -486,7 +486,7 @@ def test_launches() -> None:
 TRANSPOSED = """
 #include "config.cuh"
 #include "tile/facts.cuh"
-#include "variant/elements_transposed.cuh"
+#include "variant/pair_elements.cuh"
 
 struct Smem {};
 extern "C" __device__ Facts facts = {0, sizeof(Args), 32, false};

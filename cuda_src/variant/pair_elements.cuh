@@ -1,7 +1,7 @@
 #pragma once
-// Logits of a transposed product, whose rows are keys. Where a score reads an element of two bytes of one array for each pair, a
-// thread's elements are read before the product is there, all at once, and L2 is asked for those of the queries that most often come next;
-// else the score reads what it needs when it makes a logit.
+// Scores that read an element of one array for each pair of a query and a key: what the backward asks for ahead. Logits of a transposed
+// product, whose rows are keys: a thread's elements of two bytes are read before the product is there, all at once, and L2 is asked for
+// those of the queries that most often come next; any other score reads what it needs when it makes a logit.
 #include "ptx/prefetch.cuh"
 #include "tile/fragment.cuh"
 #include "variant/function/element.cuh"
@@ -13,6 +13,14 @@ struct LogitsTransposed {
 
     __device__ float operator()(float s, int i) const { return score(s, q_first + fragment_column(i), key + 8 * fragment_row(i)); }
 };
+// Asks L2 for what the score reads for a query from this key on, where it reads an element of an array for each pair.
+template <class S>
+__device__ void ask_for_elements(const S& score, i32 q, i32 key) {
+    if constexpr (requires { score.row(q, key).at(0); }) {
+        const auto row = score.row(q, key);
+        ptx::prefetch_to_l2(row.at(min(0, row.last)));
+    }
+}
 // A row of such a score, a query's.
 template <class Row>
 concept HasElements = requires(const Row& row) { requires sizeof(row.element()) == 2; };
@@ -33,10 +41,7 @@ struct LogitsOfElements {
         }
         const i32 lane = threadIdx.x % 32;  // of a row, all of a warp's keys come at once
 #pragma unroll
-        for (i32 i = lane; i < n / 4 * 8; i += 32) {
-            const auto row = score.row(max(q_first - lane % 4 * 2 + q_step + i, 0), key - lane / 4);
-            ptx::prefetch_to_l2(row.at(min(0, row.last)));
-        }
+        for (i32 i = lane; i < n / 4 * 8; i += 32) ask_for_elements(score, max(q_first - lane % 4 * 2 + q_step + i, 0), key - lane / 4);
     }
     __device__ float operator()(float s, int i) const {
         const auto row = score.row(q_first + fragment_column(i), key);
