@@ -283,7 +283,7 @@ struct Consumer {
         start_s();
         start_dp();
         tell_dq();
-        const auto logits = logits_transposed<SMma::accumulators>(score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
+        const auto logits = logits_transposed<SMma::accumulators, Mask>(score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
         const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !StepOf::is_full(at));
         ptx::wgmma_wait<1>();

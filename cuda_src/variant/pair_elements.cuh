@@ -32,16 +32,13 @@ struct LogitsOfElements {
     const i32 q_first, key;
     function::Two<Element> words[n / 2];  // of a query, and of a thread's two keys
 
-    __device__ LogitsOfElements(const S& score, i32 q_first, i32 key, i32 q_step) : score(score), q_first(q_first), key(key) {
+    __device__ LogitsOfElements(const S& score, i32 q_first, i32 key) : score(score), q_first(q_first), key(key) {
 #pragma unroll
         for (int i = 0; i < n / 2; ++i) {
             const auto row = score.row(q_first + fragment_column(i / 2 * 4 + i % 2), key);
             const auto bits = [&](i32 offset) { return u32(__ldg(&row.at(min(offset, row.last))->bits)); };
             words[i].words[0] = bits(0) | bits(8) << 16;
         }
-        const i32 lane = threadIdx.x % 32;  // of a row, all of a warp's keys come at once
-#pragma unroll
-        for (i32 i = lane; i < n / 4 * 8; i += 32) ask_for_elements(score, max(q_first - lane % 4 * 2 + q_step + i, 0), key - lane / 4);
     }
     __device__ float operator()(float s, int i) const {
         const auto row = score.row(q_first + fragment_column(i), key);
@@ -49,9 +46,13 @@ struct LogitsOfElements {
         return fragment_row(i) ? row.template value_of<1>(s, 8, two) : row.template value_of<0>(s, 0, two);
     }
 };
-// `q_step`: to the queries that most often come next.
-template <int n, class S>
+// `q_step`: to the queries that most often come next. Where a mask's bits take registers, there are none for elements.
+template <int n, class M, class S>
 __device__ auto logits_transposed(const S& score, i32 q_first, i32 key, i32 q_step) {
-    if constexpr (requires { requires HasElements<decltype(score.row(0, 0))>; }) return LogitsOfElements<S, n>(score, q_first, key, q_step);
+    const i32 lane = threadIdx.x % 32;  // of a row, all of a warp's keys come at once
+#pragma unroll
+    for (i32 i = lane; i < n * 2; i += 32) ask_for_elements(score, max(q_first - lane % 4 * 2 + q_step + i, 0), key - lane / 4);
+    if constexpr (requires { requires !M::cheap; }) return LogitsTransposed<S>{score, q_first, key};
+    else if constexpr (requires { requires HasElements<decltype(score.row(0, 0))>; }) return LogitsOfElements<S, n>(score, q_first, key);
     else return LogitsTransposed<S>{score, q_first, key};
 }

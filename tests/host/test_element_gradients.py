@@ -500,7 +500,7 @@ extern "C" __global__ void attn_bwd(const __grid_constant__ Args args) {
     for (i32 q = 0; q < args.q_len; q += 64)
         for (i32 kv = 0; kv < args.kv_len; kv += 16) {
             const i32 q_first = q + lane % 4 * 2, key = kv + lane / 4;
-            const auto all = logits_transposed<32>(score, q_first, key, q ? -64 : 64);
+            const auto all = logits_transposed<32, Mask>(score, q_first, key, q ? -64 : 64);
             static_assert(sizeof(all.words) == 64);
             const LogitsTransposed<Score> each = {score, q_first, key};
             for (int i = 0; i < 32; ++i) count += all(float(i), i) != each(float(i), i);
