@@ -108,6 +108,16 @@ def test_large() -> None:
     check(case, score)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_elements_of_one_pair_each(dtype: str) -> None:
+    """No two pairs share an element: gradients are written once, in rows of any alignment; what a mask leaves out is 0."""
+    for n, m, options in ((200, 320, {}), (130, 321, {}), (200, 320, {"causal": True}), (70, 130, {"window": (9, 20)})):
+        bias = torch.randn(2, 4, n, m, device="cuda").to(getattr(torch, dtype))
+        case = Case("bf16", 2, n, m, 4, 2, 128, 128)
+        check(case, lambda s, b, h, q, kv, bias=bias: s + bias[b, h, q, kv], **options)
+        check(dataclasses.replace(case, dtype="fp16"), lambda s, b, h, q, kv, bias=bias: s + bias[b, h, q, kv], None, **options)
+
+
 @pytest.mark.parametrize("n, m", [(0, 5), (5, 0), (0, 0)])
 def test_no_rows(n: int, m: int) -> None:
     for name in ("alibi", "pair_bias", "t5_table"):
