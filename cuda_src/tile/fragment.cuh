@@ -75,10 +75,37 @@ struct KeptBits {
             words[begin / 8] = bits;
         }
     }
-    __device__ bool operator()(int i) const {
+    __device__ bool operator()(int i) const { return bit(words, i); }
+    __device__ static bool bit(const u32* words, int i) {
         const int block = i / (4 * cfg::m_tiles_per_warp);
         return words[block / 8] >> (block % 8 * 4 + i % 4) & 1;
     }
+};
+// The same with fewer registers still, where tiles are seldom cut: each bit joins the others by itself, so that loads are awaited in
+// turn, and words that nobody asks for have no value.
+template <int n>
+struct KeptInTurn {
+    static constexpr int blocks = KeptBits<n>::blocks;
+    u32 words[(blocks + 7) / 8];
+
+    KeptInTurn() = default;
+    template <class Row>
+    __device__ KeptInTurn(const Row& upper, const Row& lower) {
+#pragma unroll
+        for (int begin = 0; begin < blocks; begin += 8) {
+            u32 bits = 0;
+#pragma unroll
+            for (int i = 0; i < min(8, blocks - begin); ++i) {
+                const i32 x = (begin + i) * 8;
+                bits |= u32(upper.keep(x)) << 4 * i;
+                bits |= u32(upper.keep(x + 1)) << (4 * i + 1);
+                bits |= u32(lower.keep(x)) << (4 * i + 2);
+                bits |= u32(lower.keep(x + 1)) << (4 * i + 3);
+            }
+            words[begin / 8] = bits;
+        }
+    }
+    __device__ bool operator()(int i) const { return KeptBits<n>::bit(words, i); }
 };
 template <int n, class M>
 __device__ auto kept_rows(const M& mask, i32 upper_row, i32 lower_row, i32 first) {
@@ -106,12 +133,12 @@ struct KeptAfter {
 
     __device__ void apply(const M& mask, float (&s)[n], i32 row, i32 first) const { mask_fragment(mask, s, row, first); }
 };
-template <class M, int n>
+template <class M, int n, class Bits>
 struct KeptAhead {
-    KeptBits<n> kept;
+    Bits kept;
 
     __device__ KeptAhead(const M& mask, bool asked, i32 row, i32 first) {
-        if (asked) kept = KeptBits<n>(mask.row(row, first), mask.row(row + 8, first));
+        if (asked) kept = Bits(mask.row(row, first), mask.row(row + 8, first));
     }
     __device__ void apply(const M&, float (&s)[n], i32, i32) const {
 #pragma unroll
@@ -164,7 +191,8 @@ template <int n, class M, class Columns>
 __device__ auto kept_ahead(const M& mask, const MaskRows<M>& rows, bool asked, i32 row, i32 first, const Columns& columns) {
     if constexpr (requires { columns.of; })
         return KeptByColumns<M, n>{reinterpret_cast<const typename KeptByColumns<M, n>::Pair*>(columns.of) + threadIdx.x % 4, rows};
-    else if constexpr (requires { requires !M::cheap; }) return KeptAhead<M, n>(mask, asked, row, first);
+    else if constexpr (requires { requires !M::cheap && M::by_blocks; }) return KeptAhead<M, n, KeptInTurn<n>>(mask, asked, row, first);
+    else if constexpr (requires { requires !M::cheap; }) return KeptAhead<M, n, KeptBits<n>>(mask, asked, row, first);
     else return KeptAfter<M, n>(mask, asked, row, first);
 }
 // The same of a transposed product of one block of rows, whose rows are keys, `key` the upmost, and columns queries from `q` on; likewise.

@@ -49,7 +49,8 @@ template <class M> struct KvTilesOption : Given {
 };
 // ... and where they are a list with holes: what is asked of a box of queries, heads and keys, whose bounds belong to it. It is 0 where
 // no pair is kept, 2 where every one is, and 1 where some are or it cannot tell; and 0 for each box inside of one of which it is 0. A
-// mask may be `cheap`: a few instructions, so that a warp's fragment asks for all its elements at once.
+// mask may be `cheap`: a few instructions, so that a warp's fragment asks for all its elements at once; or `by_blocks`: of a query it sees
+// its block alone, so that few tiles are cut, and fewer registers count for more than the time of those.
 template <class M, class Bounds> struct ListMaskOption : Given {
     static const M m;
     static const Bounds b;

@@ -12,7 +12,7 @@ import numpy as np
 
 from .canonical import Code
 from .conditions import compare, logical, parts, rebuilt
-from .expressions import Expr, make, nodes
+from .expressions import Expr, Q, children, make, nodes
 from .pyramid import Pyramid, loaded
 from .ranges import Range, bounds, exactly
 
@@ -30,6 +30,12 @@ def strengthened(code: Code) -> Expr:
             for found in _following(parts("and", node)):
                 done[node] = logical("and", done[node], found)
     return done[code.root]
+
+
+def by_blocks(code: Code) -> bool:
+    """Says whether queries keep keys by the blocks that they lie in: the mask sees no more of a query than q // n."""
+    uses = [node for node in nodes(code.root) if any(each is Q for each in children(node))]
+    return bool(uses) and all(node.op == "floordiv" for node in uses)
 
 
 def _following(asked: Sequence[Expr]) -> Iterator[Expr]:

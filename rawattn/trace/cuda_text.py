@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .arithmetic import add, mul
 from .canonical import Code
-from .classes import strengthened
+from .classes import by_blocks, strengthened
 from .columns import column_bytes, columns
 from .cuda_lines import Writer
 from .cuda_ranges import RangeWriter, pyramids_of
@@ -61,7 +61,7 @@ struct FunctionMaskRow : FunctionMaskHead {{
     }}{with_column}
 }};
 struct FunctionMask : FunctionMaskHead {{
-    static constexpr bool cheap = {cheap};{column_type}
+    static constexpr bool cheap = {cheap};{of_blocks}{column_type}
 
     using FunctionMaskHead::FunctionMaskHead;
 
@@ -94,6 +94,7 @@ _WITH_COLUMN = """
     __device__ bool keep(i32 offset, const FunctionMaskColumn& column) const {{{rest_inside}{rest}
         return {result};
     }}"""
+_BY_BLOCKS = "\n    static constexpr bool by_blocks = true;"
 _COLUMN_TYPE = "\n    using Column = FunctionMaskColumn;"
 _ONE_CLASS = """\
 {ranges}
@@ -212,7 +213,7 @@ def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         includes=_include(*_INCLUDES, "variant/function/pyramid.cuh"),
     )  # fmt: skip
     body = _MASK_STRUCT.format(
-        with_column=with_column, column_type=_COLUMN_TYPE if column else "",
+        with_column=with_column, column_type=_COLUMN_TYPE if column else "", of_blocks=_BY_BLOCKS if by_blocks(code) else "",
         row_members=w.members("row"), row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
         cheap=str(_is_cheap(element)).lower(), classes=of_boxes,
     )  # fmt: skip

@@ -13,10 +13,10 @@ from ..errors import ProblemError
 from ..program import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
 from ..trace import cuda_text, fields, recognition
 from ..trace.canonical import Code, number_keys, numbers_of
-from ..trace.classes import classify, strengthened
+from ..trace.classes import by_blocks, classify, strengthened
 from ..trace.cuda_ranges import pyramids_of
 from ..trace.evaluation import Evaluation, evaluate
-from ..trace.expressions import Q, children, nodes
+from ..trace.expressions import nodes
 from ..trace.gradients import by_elements, slope
 from ..trace.infix import infix, infix_of
 from ..trace.proofs import Limits, checked_indices, holds_for, intervals
@@ -154,9 +154,8 @@ class FunctionMask(Captures):
 
     @functools.cached_property
     def by_blocks(self) -> bool:
-        """Says whether queries keep keys by the blocks that they lie in: the mask sees no more of a query than q // n."""
-        uses = [node for node in nodes(self.code.root) if any(each is Q for each in children(node))]
-        return bool(uses) and all(node.op == "floordiv" for node in uses)
+        """Says whether queries keep keys by the blocks that they lie in."""
+        return by_blocks(self.code)
 
     @property
     def column_bytes(self) -> int:
