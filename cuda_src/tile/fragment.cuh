@@ -75,8 +75,7 @@ struct KeptBits {
             words[begin / 8] = bits;
         }
     }
-    __device__ bool operator()(int i) const { return bit(words, i); }
-    __device__ static bool bit(const u32* words, int i) {
+    __device__ bool operator()(int i) const {
         const int block = i / (4 * cfg::m_tiles_per_warp);
         return words[block / 8] >> (block % 8 * 4 + i % 4) & 1;
     }
@@ -85,27 +84,19 @@ struct KeptBits {
 // turn, and words that nobody asks for have no value.
 template <int n>
 struct KeptInTurn {
-    static constexpr int blocks = KeptBits<n>::blocks;
-    u32 words[(blocks + 7) / 8];
+    u32 words[(n + 31) / 32];
 
     KeptInTurn() = default;
     template <class Row>
     __device__ KeptInTurn(const Row& upper, const Row& lower) {
+        static_assert(rows_each == 2);
 #pragma unroll
-        for (int begin = 0; begin < blocks; begin += 8) {
-            u32 bits = 0;
-#pragma unroll
-            for (int i = 0; i < min(8, blocks - begin); ++i) {
-                const i32 x = (begin + i) * 8;
-                bits |= u32(upper.keep(x)) << 4 * i;
-                bits |= u32(upper.keep(x + 1)) << (4 * i + 1);
-                bits |= u32(lower.keep(x)) << (4 * i + 2);
-                bits |= u32(lower.keep(x + 1)) << (4 * i + 3);
-            }
-            words[begin / 8] = bits;
+        for (int i = 0; i < n; ++i) {
+            const u32 bit = u32((fragment_row(i) ? lower : upper).keep(fragment_column(i))) << i % 32;
+            words[i / 32] = i % 32 ? words[i / 32] | bit : bit;
         }
     }
-    __device__ bool operator()(int i) const { return KeptBits<n>::bit(words, i); }
+    __device__ bool operator()(int i) const { return words[i / 32] >> i % 32 & 1; }
 };
 template <int n, class M>
 __device__ auto kept_rows(const M& mask, i32 upper_row, i32 lower_row, i32 first) {

@@ -16,13 +16,14 @@ from tests.emulator.gpu import stand_in
 
 torch = pytest.importorskip("torch")
 
-FWD, THREE = attn_fwd.Config(128, 32, 2, 1), attn_fwd.Config(192, 32, 3, 2)
+FWD, THREE, WIDE_KV = attn_fwd.Config(128, 32, 2, 1), attn_fwd.Config(192, 32, 3, 2), attn_fwd.Config(128, 96, 2, 1)
 MMA = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)
 RNG = np.random.default_rng(0)
 IDS = torch.from_numpy(np.repeat(RNG.integers(0, 3, 90), RNG.integers(1, 60, 90)).astype(np.int32))
 WIDER = torch.stack([IDS, IDS.flip(0)]).long() << 32
 SLOPES = torch.tensor([0.3, -0.1, 0.2, 0.05])
 BIAS = torch.randn(2, 4, 200, 400, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+TABLE = torch.from_numpy(RNG.random((2, 4, 9)) < 0.5)
 ODD, EVEN, WIDE = BIAS[..., 1:], BIAS[..., 2:].float()[..., 1:], BIAS[:, 0, 3].float()
 
 
@@ -33,6 +34,10 @@ def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
 def neighbours(b: Any, h: Any, q: Any, kv: Any) -> Any:
     y, x = (q // 13).clamp(2, 9), (q % 13).clamp(2, 10)
     return (abs(y - kv // 13) <= 2) & (abs(x - kv % 13) <= 3)
+
+
+def blocks(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return TABLE[h, q // 40, kv // 33] | (kv // 96 == 1)
 
 
 def documents_causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -64,6 +69,7 @@ CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
     ("attn_fwd", THREE, 250, 1300, 1, 1, {"mask": documents, "score": alibi}),
     ("attn_fwd", THREE, 150, 150, 1, 1, {"mask": neighbours}),
     ("attn_fwd", THREE, 250, 250, 2, 1, {"mask": documents_causal}),
+    ("attn_fwd", WIDE_KV, 70, 250, 2, 1, {"mask": blocks}),
     ("attn_fwd", FWD, 70, 200, 2, 1, {"score": alibi, "q_offset": 90, "kv_offset": 7}),
     ("attn_fwd", FWD, 130, 262, 2, 2, {"score": bias}),
     ("attn_fwd", FWD, 70, 261, 1, 1, {"score": bias}),

@@ -16,9 +16,9 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29080,
+    "rawattn": 29090,
     "perf": 5810,
-    "cuda_src": 11740,
+    "cuda_src": 11755,
     "tests": 36950,
 }
 FUNCTION_LINES = 60

@@ -22,7 +22,7 @@ from rawattn.kernel.base import MOST_TRIED, without_spills
 from rawattn.select import config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
-from tests import lists
+from tests import lists, traced, zoo
 from tests.host import test_emulated as emulated
 from tests.host.test_emulated import Array, Case
 from tests.operations import forward
@@ -191,6 +191,15 @@ def test_a_small_spill_costs_less_than_a_small_tile() -> None:
     assert tried([[(100, 24), (102, 16), (120, 0)]], small=16) == ([1], [[0], [1, 2]])
     (alibi, documents) = (sets.operation(sets.of_functions((name,), (4096,), (128,))[0]) for name in ("alibi", "documents"))
     assert (ATTN_FWD.small_spill(alibi), ATTN_FWD.small_spill(documents)) == (16, 0)
+
+
+def test_blocks_of_queries_and_keys_have_the_largest_tile() -> None:
+    """A table of them as bits keeps all in registers there, though a cut tile asks for 64 elements."""
+    mask, _ = traced.function(zoo.top_blocks(np.random.default_rng(0), 2048, 2048), "mask", (2, 16, 2048, 2048))
+    op, config = forward(BF16, 2, 2048, 2048, 16, 16, 128, 128, mask=mask), attn_fwd.Config(128, 128, 2, 2)
+    (launch,) = (each for each in ATTN_FWD.lower(op, config, TYPICAL["sm_90a"]).launches if each.entry == "attn_fwd")
+    binary = compiler.compile(launch.source)
+    assert mask.by_blocks and not binary.spill_bytes and not binary.advisories
 
 
 def test_kernels_are_compiled_at_once() -> None:
