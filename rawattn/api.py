@@ -389,6 +389,9 @@ class Explanation:
         if self.program is not None:
             lines += [f"launch   {launch}" for launch in self.program.launches]
             lines += [f"scratch  {self.program.scratch_bytes} bytes"] if self.program.scratch_bytes else []
+        if isinstance(op, Backward):
+            kept = [each for each in op.inputs if each.name in ("q", "k", "v", "o", "lse")]
+            lines += [f"kept     {sum(each.bytes for each in kept)} bytes, q, k, v, o and lse, from the forward on"]
         lines += [f"copied   {name}, which is expanded or not contiguous" for name in self.copied]
         lines += [f"work     {op.flops:.4g} FLOP, at least {op.bytes:.4g} bytes"]
         return "\n".join(lines)
