@@ -187,13 +187,6 @@ def apart(caches: Caches) -> list[Callable[[], Any]]:
     return [functools.partial(call, rawattn.KVCache(k, v, "NHD", *caches.scales)) for k, v in caches.pools]
 
 
-def beside(caches: Caches) -> list[Callable[[], Any]]:
-    """Ours by two launches of one call, each of which has its own sequences."""
-    if not caches.case.chunks:
-        raise Unserved("takes chunks beside decoding")
-    return ours(caches, kernel="attn_decode+attn_fwd")
-
-
 def invariant(caches: Caches) -> list[Callable[[], Any]]:
     """Ours with bits that follow from the sequence."""
     return ours(caches, invariant=True)
@@ -242,7 +235,7 @@ CONTENDERS: dict[str, Callable[[Caches], list[Callable[[], Any]]]] = {
     "ours": ours,
     "tensors": tensors,
     "apart": apart,
-    "beside": beside,
+    "beside": functools.partial(ours, kernel="attn_decode+attn_fwd"),
     "invariant": invariant,
     "cudnn": cudnn,
     "fa3": fa3,
