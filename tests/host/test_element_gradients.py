@@ -26,6 +26,7 @@ from rawattn.testing import Case
 from rawattn.trace.gradients import by_elements
 from rawattn.variant.element import BF16
 from rawattn.variant.gather import EXACT_WORDS
+from rawattn.variant.mask import Causal
 from tests import emulator, zoo
 from tests.element_gradients import expect, floats
 from tests.emulator import gpu
@@ -482,6 +483,31 @@ def test_launches() -> None:
             ctype = "u64*" if shared is None else "float*" if shared == (1, 1) else "Number*"
             assert {field.name: field.ctype for field in each.fields}["sums"] == ctype
         assert any(each.entry == "attn_bwd_captured_clear" for each in launches) == (shared != (1, 1))
+
+
+def test_what_is_cleared_of_elements_written_once() -> None:
+    """Nothing, where every element is a pair's that the mask keeps; else all, for some may be nobody's."""
+    device, sizes = TYPICAL["sm_90a"], (2, 4, 100, 130)
+    whole, longer, one = (np.zeros(shape, np.float32) for shape in (sizes, (2, 4, 100, 131), (4, 100, 130)))
+    whole_of = lambda s, b, h, q, kv: s + whole[b, h, q, kv]  # noqa: E731
+    for score, fields, is_cleared in (
+        (whole_of, {}, False),
+        (lambda s, b, h, q, kv: s + one[h, q, kv], {"batch": 1}, False),
+        (lambda s, b, h, q, kv: s + longer[b, h, q, kv], {}, True),
+        (whole_of, {"mask": Causal()}, True),
+        (whole_of, {"q_lens": True}, True),
+        (whole_of, {"kv_lens": True}, True),
+        (whole_of, {"q_len": 99}, True),
+        (whole_of, {"batch": 1}, True),
+        (whole_of, {"varlen": True, "total_q": 200, "total_kv": 260}, True),
+    ):
+        option, _ = function(score, "score", sizes)
+        op = Backward(replace(forward(BF16, 2, 100, 130, 4, 4, 64, 64, scale=0.1), score=option, **fields), wrt=("score_0",))
+        selection = select(op, device)
+        program = selection.kernel.lower(op, selection.config, device)
+        first, *rest = [each for each in program.launches if each.entry.startswith("attn_bwd_captured")]
+        assert [each.entry for each in (first, *rest)] == ["attn_bwd_captured_clear"] * is_cleared + ["attn_bwd_captured_mma"]
+        assert not is_cleared or first.values["words"] == math.prod(option.arrays[0].shape)
 
 
 TRANSPOSED = """
