@@ -11,9 +11,10 @@ python -m perf.decode --set wide                   eight queries with wide heads
 Caches are rotated, 320 MB of them at least, so that none is found in L2. A CUDA graph holds the calls of all caches, and its
 replays are timed, those of the contenders in turn. cuDNN takes dense caches of equal lengths, by torch's SDPA; FlashAttention 3
 takes all. ``tensors`` is ours on plain tensors that hold the same keys. ``read`` is a kernel that reads as many bytes and does
-nothing else. ``apart`` is ours by two calls, one for the sequences with one query and one for the others, and ``invariant``
-is one call with ``invariant=True``. ``split=512`` among the peers is ours with as many keys in a split,
-``cp_async=1+producers=4`` ours with these fields of its configuration: pages that four warps copy. Page tables are shuffled.
+nothing else. ``apart`` is ours by two calls, one for the sequences with one query and one for the others, ``beside`` is one call
+with ``kernel="attn_decode+attn_fwd"``, and ``invariant`` one with ``invariant=True``. ``split=512`` among the peers is ours with
+as many keys in a split, ``cp_async=1+producers=4`` ours with these fields of its configuration: pages that four warps copy. Page
+tables are shuffled.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ WIDE = [
 ]
 SETS = {  # cases, and peers
     "decode": (CASES, "cudnn,fa3"), "paged": (PAGED, "fa3"), "fp8": (FP8, ""), "chunked": (CHUNKED, "tensors,fa3"),
-    "mixed": (MIXED, "apart,invariant,fa3"), "wide": (WIDE, "fa3,m_tiles=1,tile_kv=32+stages=10"),
+    "mixed": (MIXED, "apart,beside,invariant,fa3,tile_q=128+stages=2"), "wide": (WIDE, "fa3,m_tiles=1,tile_kv=32+stages=10"),
 }  # fmt: skip
 TITLES = {
     "paged": "Decoding over pages of any size",

@@ -33,6 +33,7 @@ OPTIONS = (
     "causal", "window", "softcap", "scale", "mask", "score", "return_lse", "constant_time", "deterministic", "q_offset",
     "kv_offset", "dropout", "invariant",
 )  # fmt: skip
+_WINDOW, _MASK, _SCORE = map(OPTIONS.index, ("window", "mask", "score"))  # a call's options are a tuple: it is its key
 NO_LENGTHS = (None, None)
 _plans: dict[Any, Plan] = {}
 _families: dict[Any, GpuCall] = {}
@@ -389,6 +390,9 @@ class Explanation:
         if self.program is not None:
             lines += [f"launch   {launch}" for launch in self.program.launches]
             lines += [f"scratch  {self.program.scratch_bytes} bytes"] if self.program.scratch_bytes else []
+        if isinstance(op, Backward):
+            kept = [each for each in op.inputs if each.name in ("q", "k", "v", "o", "lse")]
+            lines += [f"kept     {sum(each.bytes for each in kept)} bytes, q, k, v, o and lse, from the forward on"]
         lines += [f"copied   {name}, which is expanded or not contiguous" for name in self.copied]
         lines += [f"work     {op.flops:.4g} FLOP, at least {op.bytes:.4g} bytes"]
         return "\n".join(lines)
@@ -451,10 +455,10 @@ def asked_of(
     types count too: True, 1 and 1.0 are equal, but not all of them are right."""
     values: tuple[Any, ...] = options if type(options) is tuple else tuple(options.values())  # type: ignore[union-attr]
     types: tuple[Any, ...] = ()
-    if lengths is not NO_LENGTHS or values[1] is not None:
+    if lengths is not NO_LENGTHS or values[_WINDOW] is not None:
         types = tuple(map(type, lengths))
-        if isinstance(window := values[1] if values else None, (tuple, list)):
-            values = (values[0], tuple(window), *values[2:])
+        if isinstance(window := values[_WINDOW] if values else None, (tuple, list)):
+            values = (*values[:_WINDOW], tuple(window), *values[_WINDOW + 1 :])
             types = (*types, *map(type, window))
     try:
         return _asked(operation, kernel, config, lengths, types, *values)
@@ -467,7 +471,7 @@ def _asked(
     operation: type[Operation], kernel: str | None, config: Any, lengths: tuple[Any, ...], types: Any, *values: Any
 ) -> Asked:
     """Raises TypeError where something is an array, or a function that may hold some, which may not be kept."""
-    window = values[1] if len(values) > 1 and isinstance(values[1], tuple) else ()
+    window = values[_WINDOW] if len(values) > _WINDOW and isinstance(values[_WINDOW], tuple) else ()
     for value in (kernel, config, *lengths, *values, *window):
         if hasattr(value, "__dlpack__") or (value is not None and functions.is_function(value)):
             raise TypeError
@@ -517,9 +521,9 @@ def _run(
 ) -> Any:
     captured: tuple[Any, ...] = ()
     key = asked = numbers = None
-    if values[4] is not None or values[5] is not None:  # the mask, the score
-        mask, score, captured, numbers = functions.parted(values[4], values[5])
-        values = (*values[:4], mask, score, *values[6:])
+    if values[_MASK] is not None or values[_SCORE] is not None:
+        mask, score, captured, numbers = functions.parted(values[_MASK], values[_SCORE])
+        values = (*values[:_MASK], mask, score, *values[_SCORE + 1 :])
     if _load_torch_op():
         is_plain = _torch_op.is_plain()
         if is_plain and (key := _key(given, captured)) is not None:
@@ -544,7 +548,7 @@ def _run(
 
 def _whole(values: tuple[Any, ...], numbers: tuple[functions.Numbers, functions.Numbers]) -> tuple[Any, ...]:
     """The options of which ``functions.parted`` took these numbers."""
-    return (*values[:4], *map(functions.whole, values[4:6], numbers), *values[6:])
+    return (*values[:_MASK], *map(functions.whole, values[_MASK : _SCORE + 1], numbers), *values[_SCORE + 1 :])
 
 
 def _named(

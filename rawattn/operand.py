@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .arrays import CPU, Array, contiguous_strides
+from .arrays import CPU, DTYPES, Array, contiguous_strides
 from .errors import ProblemError
 from .memory import overlap
 from .tma import readable, tma_unsupported_reason, unaligned_reason
@@ -50,6 +51,11 @@ class Operand(NamedTuple):
     def title(self) -> str:
         """Its name in words."""
         return self.label or self.name
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * DTYPES[self.element].itemsize
 
     def check(self, array: Array | None, library: str, device: int) -> None:
         """Raises ProblemError where the array is not this operand, in this library and on this device."""

@@ -36,7 +36,7 @@ KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND,), Combine: (COMBINE,),
     AttentionKVCache: (
-        ATTN_DECODE, ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_KVCACHE, ATTN_FWD_MMA_KVCACHE,
+        ATTN_DECODE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_MMA_KVCACHE,
     ),
 }  # fmt: skip
 
@@ -121,7 +121,7 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
             slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
             lies_wrong = not candidate.supports(dataclasses.replace(op, layout=PLAIN), device)
             if kernel is None and lies_wrong and candidate.asks_for_copies(op):
-                slower = [repr(k.name) for k in kernels if not k.supports(op, device)]
+                slower = [repr(k.name) for k in ordered if not k.supports(op, device)]
                 way = f"; or ask for a slower kernel: kernel={' or '.join(slower)}" if slower else ""
                 raise UnsupportedError(f"{candidate.name}: {reason}{way}.")
     lines = "".join(f"\n  {name}: {reason}" for name, reason in refusals)

@@ -235,6 +235,7 @@ CONTENDERS: dict[str, Callable[[Caches], list[Callable[[], Any]]]] = {
     "ours": ours,
     "tensors": tensors,
     "apart": apart,
+    "beside": functools.partial(ours, kernel="attn_decode+attn_fwd"),
     "invariant": invariant,
     "cudnn": cudnn,
     "fa3": fa3,

@@ -1,5 +1,5 @@
-"""attn_decode.cu and a kernel of many rows, one after the other, in calls that are invariant: each sequence goes to the one that
-would take it alone."""
+"""attn_decode.cu and a kernel of many rows, one after the other: each sequence goes to the one that would take it alone, in calls
+that are invariant, and in others that ask for it by ``kernel=``."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _FEW = AttnDecodeOfFew()
 
 def reasons(op: AttentionKVCache, device: Device) -> list[str]:
     """The reasons why attn_decode does not go beside another kernel."""
-    if not op.spec.invariant or not op.ragged or most_rows(op) <= MOST_ROWS:
-        return [f"it is for invariant=True, where sequences may have more than {MOST_ROWS} rows, and others fewer"]
+    if not op.ragged or most_rows(op) <= MOST_ROWS:
+        return [f"it is for ragged steps, where sequences may have more than {MOST_ROWS} rows, and others fewer"]
     few = dataclasses.replace(op, q_len=few_queries(op))
     return [f"attn_decode: {reason}" for reason in _FEW.supports(few, device)] or (
         [] if few_queries(op) and _FEW.candidates(op, device) else ["attn_decode has no configuration"]
@@ -57,6 +57,15 @@ def few_config(op: AttentionKVCache, device: Device) -> Any:
 @functools.lru_cache(maxsize=256)
 def _tried_config(op: AttentionKVCache, device: Device) -> Any:
     return without_spills(_FEW, [(op, _FEW.candidates(op, device))], device)[0]
+
+
+def of_many(op: Any) -> Any:
+    """The step without the sequences of few rows, were the others as long as the bound, to compare configurations by; a tuning
+    shape is one already."""
+    if not isinstance(op, AttentionKVCache) or not op.ragged or not op.q_len:
+        return op
+    batch = min(op.batch, max(1, op.total_q // op.q_len))
+    return dataclasses.replace(op, batch=batch, total_q=min(op.total_q, batch * op.q_len))
 
 
 def beside(op: AttentionKVCache, device: Device, many: Program, entry: str) -> Program:
@@ -79,6 +88,12 @@ class AttnDecodeAndFwd(AttnFwdKVCache):
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return not reasons(op, device) and super().meant_for(op, device)
 
+    def prefers(self, op: AttentionKVCache) -> bool:
+        return op.spec.invariant
+
+    def cost(self, config: attn_fwd.Config, op: Any, device: Device) -> float:
+        return super().cost(config, of_many(op), device)
+
     def options(self, op: AttentionKVCache, config: attn_fwd.Config) -> dict[str, Option]:
         found = super().options(op, config)
         return found | {"Rows": rows.SomeRows(found["Rows"], few=False)}
@@ -100,6 +115,12 @@ class AttnDecodeAndFwdMma(AttnFwdMmaKVCache):
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return False
+
+    def prefers(self, op: AttentionKVCache) -> bool:
+        return op.spec.invariant
+
+    def cost(self, config: attn_fwd_mma.Config, op: Any, device: Device) -> float:
+        return super().cost(config, of_many(op), device)
 
     def options(self, op: AttentionKVCache, config: attn_fwd_mma.Config) -> dict[str, Option]:
         found = super().options(op, config)

@@ -134,6 +134,8 @@ def test_gradients_that_are_copied(library: str) -> None:
         assert rawattn.explain_backward(**call).copied == ("do",) and "copied   do" in str(rawattn.explain_backward(**call))
     dlse = module.broadcast_to(lse_one, good["lse"].shape)
     assert rawattn.explain_backward(**good, dlse=dlse).copied == ("dlse",)
+    kept = sum(good[name].nbytes for name in ("q", "k", "v", "o", "lse"))
+    assert f"\nkept     {kept} bytes" in str(rawattn.explain_backward(**good, dlse=dlse))
     whole = np.ones(good["lse"].shape, np.float32) if library == "numpy" else torch.ones(good["lse"].shape)
     assert same(rawattn.attention_backward(**good, dlse=dlse), rawattn.attention_backward(**good, dlse=whole))
     heads = good["do"][:, :, ::2], good["do"][:, ::2]

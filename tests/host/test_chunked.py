@@ -109,6 +109,57 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     assert word[0] == 0
 
 
+BESIDE = of(CHUNKS, heads=8, kv_heads=2, head_dim=16, head_dim_v=16, lengths=((65, 70), (1, 40), (5, 8), (0, 5)))
+BESIDE_BY = {"attn_fwd_mma": attn_fwd_mma.Config(32, 32, 2, 1, 1, 1, pack_gqa=True), "attn_fwd": SMALL}
+
+
+@pytest.mark.parametrize("many", ["attn_fwd", pytest.param("attn_fwd_mma", marks=pytest.mark.slow)])
+def test_decoding_beside_a_chunk(many: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two launches, each of which has its own sequences, with the usual softmax. Those with few rows have the bits that
+    attn_decode gives them in any step that allows more than 16 rows."""
+    word, (n, _) = stand_in(monkeypatch, tmp_path, sm_count=3), BESIDE.lengths[0]
+    o, lse, cache, step = attend(BESIDE, kernel=f"attn_decode+{many}", config=BESIDE_BY[many])
+    check(BESIDE, o, lse)
+    q = _moved(BESIDE.rows(8, 16, 1), "torch", "cpu")
+    starts = step.cu_seqlens_q[1:] - n
+    alone = rawattn.Step(step.kv_lens[1:], step.page_table[1:], starts, max_q_len=64)
+    found = rawattn.attention_kvcache(q[n:].clone(), cache, alone, kernel="attn_decode", return_lse=True)
+    assert found[0].equal(o[n:]) and found[1].equal(lse[:, n:]) and word[0] == 0
+
+
+MIXED = dataclasses.replace(Decode(17, 512, 32, 8, page=16, varlen=True, total_q=528, kv_len=8704).operation, pages=5000)
+MORE = dataclasses.replace(MIXED, batch=65, total_q=576)
+
+
+def test_what_goes_beside_is_asked_for() -> None:
+    """Calls that are not invariant keep one launch. The chunk has the configuration that it has alone, however many sequences
+    decode beside it, and they have that of any step that allows more than 16 rows."""
+    hopper, alone = TYPICAL["sm_90a"], dataclasses.replace(MIXED, batch=1, total_q=512)
+    for arch, one in (("sm_90a", ATTN_FWD_KVCACHE), ("sm_89", ATTN_FWD_MMA_KVCACHE)):
+        name = f"attn_decode+{one.name}"
+        usual, both, more = (select(op, TYPICAL[arch], k) for op, k in ((MIXED, None), (MIXED, name), (MORE, name)))
+        assert usual.kernel is one and usual.slow is both.slow is None
+        assert both.config == more.config == select(alone, TYPICAL[arch]).config
+        launches = both.kernel.lower(MIXED, both.config, TYPICAL[arch]).launches
+        assert [(each.entry, each.values["few_queries"]) for each in launches] == [("attn_decode", 64), (one.name, 64)]
+        few, many = (dict(each.source.headers)["config.cuh"] for each in launches)
+        of_few = select(dataclasses.replace(MIXED, q_len=64), TYPICAL[arch]).config
+        assert f"m_tiles = {of_few.m_tiles};" in few and f"tile_kv = {of_few.tile_kv};" in few and "SpeculativeMax" in many
+        binaries = [compiler.compile(each.source) for each in launches if arch == "sm_90a"]
+        assert not any(each.spill_bytes or each.advisories for each in binaries)
+    for changes, reason in (
+        ({"q_len": 64}, "it is for ragged steps, where sequences may have more than 256 rows, and others fewer"),
+        ({"ragged": False}, "it is for ragged steps"),
+        ({"head_dim": 40, "head_dim_v": 40}, "attn_decode: head_dim is 40"),
+        ({"page_size": 4}, "the cache has page_size 4; it takes pages of 8 keys or more"),
+        ({"kv_element": E4M3}, "it takes caches in the format of q"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"\n  attn_decode\+attn_fwd: {reason}"):
+            select(dataclasses.replace(MIXED, **changes), hopper, "attn_decode+attn_fwd")
+    with pytest.raises(UnsupportedError, match=r"ask for a slower kernel: kernel='attn_fwd_mma' or 'attn_decode\+attn_fwd_mma'"):
+        select(dataclasses.replace(MIXED, layout=Layout("q has a stride")), hopper)
+
+
 def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first tile on that has a key which some query keeps."""
     word = stand_in(monkeypatch, tmp_path, sm_count=3)

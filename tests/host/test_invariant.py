@@ -204,7 +204,7 @@ def test_kernels_over_caches() -> None:
     with pytest.raises(UnsupportedError, match=r"attn_fwd: q has a stride; or ask for .* kernel='attn_decode\+attn_fwd_mma'"):
         over_caches("sm_90a", q_len=65, layout=Layout("q has a stride"))  # other kernels are other bits
     assert over_caches("sm_90a", q_len=65, head_dim=40, head_dim_v=40)[0].name == "attn_fwd", "attn_decode takes none of them"
-    with pytest.raises(UnsupportedError, match=r"attn_decode\+attn_fwd: it is for invariant=True, where sequences may have more"):
+    with pytest.raises(UnsupportedError, match=r"attn_decode\+attn_fwd: it is for ragged steps, where sequences may have more"):
         select(Decode(page=16, q_len=300).operation, TYPICAL["sm_90a"], "attn_decode+attn_fwd")
 
 

@@ -247,6 +247,56 @@ def test_chunks_against_the_reference(name: str) -> None:
     assert rawattn.violations() == ()
 
 
+BESIDE = [
+    pytest.param(name, marks=[pytest.mark.gpu] * (case.head_dim > 192))
+    for name, case in CHUNKS.items()
+    if case.ragged and case.head_dim % 16 == 0
+]
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("attn_decode+attn_fwd", marks=pytest.mark.gpu), "attn_decode+attn_fwd_mma"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_decoding_beside_chunks(name: str, kernel: str) -> None:
+    """By two launches. Sequences with few rows have the bits that attn_decode gives them where the others have none."""
+    torch, case = pytest.importorskip("torch"), CHUNKS[name]
+    o, lse = attend(case, kernel=kernel)
+    check(case, (o, lse))
+    few = 256 // (case.heads // case.kv_heads)
+    fewer = of(case, lengths=tuple((n if n <= few else 0, kv) for n, kv in case.lengths))
+    kept = torch.tensor([n <= few for n, _ in case.lengths for _ in range(n)])
+    q, sinks = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cpu")[kept].to(case.device), case.sink_logits()
+    options = {
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": _moved(sinks, "torch", case.device) if case.sinks else None,
+    }
+    options |= {"kernel": "attn_decode", "return_lse": True}
+    wanted = rawattn.attention_kvcache(q, case.cache("torch"), fewer.step("torch", max_q_len=few), **options)
+    assert torch.equal(wanted[0].cpu(), o.cpu()[kept]) and torch.equal(wanted[1].cpu(), lse.cpu()[:, kept])
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
+def test_graphs_of_decoding_beside_chunks() -> None:
+    """Which sequences go to which launch follows from what the device holds when a graph is replayed."""
+    torch, case = pytest.importorskip("torch"), CHUNK
+    other = of(case, lengths=tuple((n, max(kv, 9)) for (n, _), (_, kv) in zip(case.lengths[::-1], case.lengths, strict=True)))
+    case = of(case, lengths=tuple((n, kv) for (n, _), (_, kv) in zip(case.lengths, other.lengths, strict=True)))
+    q, cache, longest = _moved(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), max(n for n, _ in case.lengths)
+    options: dict[str, Any] = {"kernel": "attn_decode+attn_fwd", "return_lse": True}
+    steps = [each.step("torch", max_q_len=longest) for each in (case, other)]
+    wanted = [rawattn.attention_kvcache(q, cache, step, **options) for step in steps]
+    starts = [step.cu_seqlens_q.clone() for step in steps]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = rawattn.attention_kvcache(q, cache, steps[0], **options)
+    for n in (0, 1, 0):
+        steps[0].cu_seqlens_q.copy_(starts[n])
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted[n], strict=True)), n
+
+
 BY_MMA = "table", "same", "dense, same", "end to end", "shared", "window", "one head", "columns 72", "begins", "causal for some"
 
 

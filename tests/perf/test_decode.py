@@ -12,9 +12,11 @@ from perf import decode
 from perf.lib import steps
 from perf.lib.steps import Caches, Decode
 from perf.lib.task import Unserved
+from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_decode import Config
 
 torch = pytest.importorskip("torch")
+FIELDS = Config.__dataclass_fields__ | attn_fwd.Config.__dataclass_fields__
 SMALL = [
     Decode("dense", (70, 33), heads=4, kv_heads=2, head_dim=32),
     Decode("pages", (70, 33), page=16, q_len=3, heads=4, kv_heads=2, head_dim=32),
@@ -59,6 +61,12 @@ def test_changed_forms_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         steps.changed("no_field=1", caches)
 
 
+def test_two_launches_of_one_call() -> None:
+    caches = Caches(SMALL[5], "cpu", 1)
+    found: Any = steps.CONTENDERS["beside"](caches)
+    assert [call.keywords for call in found] == [{"kernel": "attn_decode+attn_fwd"}] * len(caches.pools)
+
+
 def test_the_bytes_are_those_that_are_read() -> None:
     for cache in ("bfloat16", steps.E4M3):
         caches = Caches(Decode("dense", (64, 64), heads=4, kv_heads=2, head_dim=32, cache=cache), "cpu", 1)
@@ -101,7 +109,7 @@ def test_cases() -> None:
     for cases, peers in decode.SETS.values():
         named, changes = ([x for x in peers.split(",") if x and ("=" in x) == changed] for changed in (False, True))
         assert len({case.label for case in cases}) == len(cases) and not {*named} - {*steps.CONTENDERS}
-        assert not {part.partition("=")[0] for x in changes for part in x.split("+")} - {"split", *Config.__dataclass_fields__}
+        assert not {part.partition("=")[0] for x in changes for part in x.split("+")} - {"split", *FIELDS}
     assert decode.TITLES.keys() == decode.SETS.keys() and decode.FP8[1].label == "B1 4k e4m3 page 64"
     assert Decode("", (3, 2), q_len=1, heads=3, kv_heads=3, head_dim=5, chunks=(2,)).flops == 4 * 3 * 5 * (3 + 2 + 1)
     assert Decode("", (3, 2), q_len=2, heads=3, kv_heads=3, head_dim=5).flops == 4 * 3 * 5 * (3 + 2 + 2 + 1)
@@ -124,5 +132,5 @@ def test_table() -> None:
 def test_unknown_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.machine, "gpu", lambda tool: None)
     monkeypatch.setattr(decode.machine, "facts", dict)
-    with pytest.raises(SystemExit, match="no nobody; there are ours, tensors, apart, invariant, cudnn, fa3"):
+    with pytest.raises(SystemExit, match="no nobody; there are ours, tensors, apart, beside, invariant, cudnn, fa3"):
         decode.main(["--peers", "nobody"])
