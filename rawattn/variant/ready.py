@@ -142,7 +142,8 @@ class Chunked:
 class Neighbourhood(Ready):
     """Neighbourhood attention (NATTEN, arXiv 2204.07143) over a grid of ``shape``, whose last axis runs fastest: along each axis
     a query keeps the ``kernel`` nearest places, as many at the border. ``kernel`` is odd, one int or one for each axis. There are
-    no more queries and keys than places.
+    no more queries and keys than places. Over caches, and within another function, nobody checks that: a place beyond the last is
+    then the first again.
     """
 
     def __init__(self, shape: tuple[int, ...], kernel: int | tuple[int, ...]) -> None:

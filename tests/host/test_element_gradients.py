@@ -26,6 +26,7 @@ from rawattn.testing import Case
 from rawattn.trace.gradients import by_elements
 from rawattn.variant.element import BF16
 from rawattn.variant.gather import EXACT_WORDS
+from rawattn.variant.mask import Causal
 from tests import emulator, zoo
 from tests.element_gradients import expect, floats
 from tests.emulator import gpu
@@ -378,7 +379,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
 def check_emulated(
     start: Any, kernel: str, case: tuple[int, int, int, int], dtype: Any, packed: bool = False, **options: Any
 ) -> None:
-    """All ways at once: emulated against the formula."""
+    """All ways at once, into memory of NaN: emulated against the formula."""
     torch = pytest.importorskip("torch")
     n, m, heads, kv_heads = case
     torch.manual_seed(0)
@@ -419,7 +420,10 @@ def check_emulated(
     start()
     seed = options.pop("seed", None)
     options |= {"dlse": dlse, "score": score, "seed": seed}
-    expected.check(rawattn.attention_backward(do, q, k, v, o, lse, wrt=wrt, kernel=kernel, **options)[3:])
+    around = [torch.full((x.numel() + 256,), math.nan, dtype=x.dtype) for x in wrt]
+    out = (None, None, None, *[each[128:-128].view(x.shape) for each, x in zip(around, wrt, strict=True)])
+    expected.check(rawattn.attention_backward(do, q, k, v, o, lse, wrt=wrt, kernel=kernel, out=out, **options)[3:])
+    assert all(each[:128].isnan().all() and each[-128:].isnan().all() for each in around), "nothing beside the elements"
 
 
 def test_simt_emulated(emulated: Any) -> None:
@@ -441,7 +445,7 @@ def test_behind_tensor_cores_emulated(emulated: Any) -> None:
     """The scratch memory of attn_bwd has blocks of other sizes."""
     import torch
 
-    check_emulated(emulated, "attn_bwd", (20, 66, 2, 1), torch.bfloat16, window=(20, 9), scale=-0.3, q_offset=4, kv_offset=1)
+    check_emulated(emulated, "attn_bwd", (20, 66, 2, 1), torch.bfloat16, window=(20, 50), scale=-0.3, q_offset=4, kv_offset=1)
 
 
 @pytest.mark.slow
@@ -482,6 +486,31 @@ def test_launches() -> None:
             ctype = "u64*" if shared is None else "float*" if shared == (1, 1) else "Number*"
             assert {field.name: field.ctype for field in each.fields}["sums"] == ctype
         assert any(each.entry == "attn_bwd_captured_clear" for each in launches) == (shared != (1, 1))
+
+
+def test_what_is_cleared_of_elements_written_once() -> None:
+    """Nothing, where every element is a pair's that the mask keeps; else all, for some may be nobody's."""
+    device, sizes = TYPICAL["sm_90a"], (2, 4, 100, 130)
+    whole, longer, one = (np.zeros(shape, np.float32) for shape in (sizes, (2, 4, 100, 131), (4, 100, 130)))
+    whole_of = lambda s, b, h, q, kv: s + whole[b, h, q, kv]  # noqa: E731
+    for score, fields, is_cleared in (
+        (whole_of, {}, False),
+        (lambda s, b, h, q, kv: s + one[h, q, kv], {"batch": 1}, False),
+        (lambda s, b, h, q, kv: s + longer[b, h, q, kv], {}, True),
+        (whole_of, {"mask": Causal()}, True),
+        (whole_of, {"q_lens": True}, True),
+        (whole_of, {"kv_lens": True}, True),
+        (whole_of, {"q_len": 99}, True),
+        (whole_of, {"batch": 1}, True),
+        (whole_of, {"varlen": True, "total_q": 200, "total_kv": 260}, True),
+    ):
+        option, _ = function(score, "score", sizes)
+        op = Backward(replace(forward(BF16, 2, 100, 130, 4, 4, 64, 64, scale=0.1), score=option, **fields), wrt=("score_0",))
+        selection = select(op, device)
+        program = selection.kernel.lower(op, selection.config, device)
+        first, *rest = [each for each in program.launches if each.entry.startswith("attn_bwd_captured")]
+        assert [each.entry for each in (first, *rest)] == ["attn_bwd_captured_clear"] * is_cleared + ["attn_bwd_captured_mma"]
+        assert not is_cleared or first.values["words"] == math.prod(option.arrays[0].shape)
 
 
 TRANSPOSED = """

@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 29130,
     "perf": 5810,
     "cuda_src": 11755,
-    "tests": 36970,
+    "tests": 37020,
 }
 FUNCTION_LINES = 60
 
