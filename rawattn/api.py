@@ -156,8 +156,8 @@ def attention_backward(
     >>> dq, dk, dv = rawattn.attention_backward(do, q, k, v, o, lse, causal=True)
 
     Args:
-        do: the loss's gradient by o, in o's shape, dtype and library. Where its last dimension is not contiguous, or a dimension
-            is expanded, as in what ``sum().backward()`` gives, do is copied first. No other array but dlse is ever copied.
+        do: the loss's gradient by o, in o's shape, dtype and library. It is copied first where its last dimension is not contiguous,
+            one is expanded, as ``sum().backward()`` gives it, or rows begin anywhere but at 16 bytes. Besides dlse nothing else is.
         q, k, v, sinks, q_lens, kv_lens: what the forward was given.
         o, lse: what it gave for them, with ``return_lse=True``: lse is contiguous, (batch, heads, q_len) or (heads, total_q), in
             float32 (float64 for fp64 inputs).
@@ -393,7 +393,7 @@ class Explanation:
         if isinstance(op, Backward):
             kept = [each for each in op.inputs if each.name in ("q", "k", "v", "o", "lse")]
             lines += [f"kept     {sum(each.bytes for each in kept)} bytes, q, k, v, o and lse, from the forward on"]
-        lines += [f"copied   {name}, which is expanded or not contiguous" for name in self.copied]
+        lines += [f"copied   {name}, which is expanded, not contiguous, or has rows that begin anywhere" for name in self.copied]
         lines += [f"work     {op.flops:.4g} FLOP, at least {op.bytes:.4g} bytes"]
         return "\n".join(lines)
 

@@ -363,17 +363,31 @@ def of_signatures(signatures: tuple[tuple[Any, ...], ...]) -> list[Array]:
 
 def dense(x: Any, whole: bool = False) -> Any:
     """``x``, or a contiguous copy of a torch, CuPy or NumPy array of which a dimension is expanded (a stride of 0), or whose last
-    dimension is not contiguous, or, ``whole``, any. Gradients come so from autograd; nothing else is ever copied."""
+    dimension is not contiguous, or, ``whole``, any; on a GPU also of one whose rows do not begin at 16 bytes, where those of a
+    copy do. Gradients come so from autograd; nothing else is ever copied."""
     root = type(x).__module__.partition(".")[0]
     if isinstance(x, _tensor) or root == "torch":
         try:
-            return x.contiguous() if _is_sparse(x.shape, x.stride(), whole) else x
+            if _is_sparse(x.shape, x.stride(), whole):
+                return x.contiguous()
+            is_apart = x.get_device() >= 0 and _begins_anywhere(x.shape, x.stride(), x.element_size(), x.data_ptr())
+            return x.clone(memory_format=sys.modules["torch"].contiguous_format) if is_apart else x
         except (AttributeError, NotImplementedError, RuntimeError):  # no tensor with plain memory: ``read`` says so
             return x
     if root in ("numpy", "cupy") and hasattr(x, "strides"):
         strides = tuple(stride / x.dtype.itemsize for stride in x.strides)
-        return sys.modules[root].ascontiguousarray(x) if _is_sparse(x.shape, strides, whole) else x
+        if _is_sparse(x.shape, strides, whole):
+            return sys.modules[root].ascontiguousarray(x)
+        return x.copy() if root == "cupy" and _begins_anywhere(x.shape, strides, x.dtype.itemsize, x.data.ptr) else x
     return x
+
+
+def _begins_anywhere(shape: tuple[int, ...], strides: tuple[float, ...], itemsize: int, pointer: int) -> bool:
+    """Says whether rows lie where the kernels of up to 32 bits cannot read them, and those of a copy would not."""
+    if 0 in shape or itemsize > 4 or shape[-1] * itemsize % 16:
+        return False
+    rows = zip(shape[:-1], strides, strict=False)
+    return bool(pointer % 16) or any(n > 1 and (stride * itemsize % 16 or stride < 0) for n, stride in rows)
 
 
 def _is_sparse(shape: tuple[int, ...], strides: tuple[float, ...], whole: bool) -> bool:

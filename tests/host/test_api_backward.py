@@ -142,6 +142,23 @@ def test_gradients_that_are_copied(library: str) -> None:
     assert all(api.arrays.dense(x) is x for x in (good["do"], *heads, good["do"][:0])), "what kernels read is not copied"
 
 
+ROWS = [  # shape, strides, itemsize, pointer; whether only a copy has rows that begin at 16 bytes
+    ((2, 70, 4, 64), (17920, 256, 64, 1), 2, 512, False),
+    ((2, 70, 4, 64), (18130, 259, 64, 1), 2, 512, True),
+    ((2, 1, 4, 64), (17920, 259, 64, 1), 2, 512, False),
+    ((2, 70, 4, 64), (17920, 256, 64, 1), 2, 520, True),
+    ((2, 70, 4, 64), (17920, -256, 64, 1), 4, 512, True),
+    ((2, 70, 4, 63), (17640, 252, 63, 1), 2, 512, False),
+    ((2, 70, 4, 64), (18130, 259, 64, 1), 8, 512, False),
+    ((2, 0, 4, 64), (18130, 259, 64, 1), 2, 520, False),
+]
+
+
+@pytest.mark.parametrize("shape, strides, itemsize, pointer, wanted", ROWS)
+def test_rows_that_begin_anywhere(shape: Any, strides: Any, itemsize: int, pointer: int, wanted: bool) -> None:
+    assert api.arrays._begins_anywhere(shape, strides, itemsize, pointer) is wanted
+
+
 def test_concurrent_calls() -> None:
     good = tensors()
     wanted, wrong = rawattn.attention_backward(**good), []

@@ -603,6 +603,19 @@ def test_addresses_that_are_no_multiple_of_16_bytes(dtype: str) -> None:
     call.check(call.run(ATTN_BWD_SIMT, out=out))
 
 
+def test_a_gradient_whose_rows_begin_anywhere() -> None:
+    """As that of o where a model puts three more columns beside it: it is copied, and explain says so."""
+    q, k, v, do = (torch.randn(2, 70, 4, 64, device="cuda").bfloat16() for _ in range(4))
+    beside = torch.cat([do.flatten(2), do[..., 0, :3]], -1)[..., :256].unflatten(-1, (4, 64))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o, lse = rawattn.attention(*leaves, causal=True, return_lse=True)
+    rest = [*(x.detach() for x in (q, k, v, o, lse))]
+    found = torch.autograd.grad(o, leaves, beside)
+    assert all(map(torch.equal, found, rawattn.attention_backward(do, *rest, causal=True)))
+    assert rawattn.explain_backward(beside, *rest, causal=True).copied == ("do",)
+    assert rawattn.explain_backward(do, *rest, causal=True).copied == ()
+
+
 def test_reversed_rows() -> None:
     cupy = pytest.importorskip("cupy")
     case = Case("fp32", 2, 70, 130, 2, 2, 40, 40, causal=True, layout="reversed")
