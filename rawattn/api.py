@@ -156,8 +156,8 @@ def attention_backward(
     >>> dq, dk, dv = rawattn.attention_backward(do, q, k, v, o, lse, causal=True)
 
     Args:
-        do: the loss's gradient by o, in o's shape, dtype and library. It is copied first where its last dimension is not contiguous,
-            one is expanded, as ``sum().backward()`` gives it, or rows begin anywhere but at 16 bytes. Besides dlse nothing else is.
+        do: the loss's gradient by o, in o's shape, dtype and library. It is copied first where its last dimension is not
+            contiguous, one is expanded, as in ``sum().backward()``, or rows begin elsewhere than at 16 bytes; dlse alone is, too.
         q, k, v, sinks, q_lens, kv_lens: what the forward was given.
         o, lse: what it gave for them, with ``return_lse=True``: lse is contiguous, (batch, heads, q_len) or (heads, total_q), in
             float32 (float64 for fp64 inputs).
