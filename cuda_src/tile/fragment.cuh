@@ -89,7 +89,7 @@ struct KeptInTurn {
     KeptInTurn() = default;
     template <class Row>
     __device__ KeptInTurn(const Row& upper, const Row& lower) {
-        static_assert(rows_each == 2);
+        static_assert(rows_each == 2 || n == 0);  // of n, so that it is looked at where it is made
 #pragma unroll
         for (int i = 0; i < n; ++i) {
             const u32 bit = u32((fragment_row(i) ? lower : upper).keep(fragment_column(i))) << i % 32;
