@@ -66,7 +66,10 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         return [each for each in ATTN_FWD.candidates(forward_of(op), device) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Any, device: Device) -> float:
-        return ATTN_FWD.cost(config, forward_of(op), device)
+        if isinstance(op, Forward):
+            return ATTN_FWD.cost(config, op, device)
+        rows_each = op.heads_per_kv if self.packs(op, config) else 1
+        return ATTN_FWD.seconds(config, over_tensors(op), device, rows_each)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         if paging.has_functions(op):
