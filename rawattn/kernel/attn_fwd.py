@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import tiling
 from .base import OneLaunch
+from .tiling import kept_keys, tiles
 
 FILE = "attn_fwd.cu"
 SMALL_SPILL = 16  # bytes of a thread: what was measured
@@ -84,16 +84,12 @@ def accumulators(config: Config, op: Forward) -> int:
     return config.tile_kv // 2 + config.tile_kv // 4 + op.head_dim_v // 2 + score + weight
 
 
-def makespan(works: Sequence[tuple[int, npt.NDArray[np.float64]]], workers: int) -> float:
-    """Returns when the workers end some works, taken one by one, the longest first: kinds of them, of each how many there are,
-    and times that sample theirs."""
-    count = sum(n for n, _ in works)
+def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
+    """Returns when the workers end ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
     if count > 8 * workers:
-        means = [(n, float(times.mean())) for n, times in works]
-        mean = sum(n * each for n, each in means) / count
-        return max(mean * (count / workers + 0.5), *(each for n, each in means if n))
+        return float(work.mean()) * (count / workers + 0.5)
     busy = [0.0] * workers
-    for each in np.sort(np.concatenate([np.resize(times, n) for n, times in works]))[::-1]:
+    for each in np.sort(np.resize(work, count))[::-1]:
         heapq.heapreplace(busy, busy[0] + float(each))
     return max(busy)
 
@@ -201,18 +197,16 @@ class AttnFwd(OneLaunch):
 
     def seconds(self, config: Config, op: Forward, device: Device, rows_each: int = 1) -> float:
         """Counts for every query tile the clocks of its steps over key tiles, at the rate of the tensor cores (4096 FLOP a clock)
-        and the exponentials (16 a clock), and what a tile costs besides. ``rows_each`` heads share a tile."""
+        and the exponentials (16 a clock), and what a tile costs besides. Over caches ``rows_each`` heads share a tile."""
         columns = -(-op.head_dim // 16) * 16 + op.head_dim_v
         products, exponentials = 64 * config.tile_kv * columns / 2048, 4 * config.tile_kv  # of 64 rows by one key tile
         overlap = _OVERLAP[config.consumers]
         strip = (products**overlap + exponentials**overlap) ** (1 / overlap) + _STEP + _STEP_OF_LIST * lists(op.mask)
         alone = products + _ALONE_PER_KEY * config.tile_kv + _ALONE
-        found = []
-        for count, begin, end in tiling.works(op, config.tile_q, rows_each):
-            strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
-            own = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
-            found.append((count, own))
-        return makespan(found, device.sm_count) / _CLOCK + _LAUNCH
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
+        strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
+        work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
+        return makespan(work, tiles(op, config.tile_q, rows_each), device.sm_count) / _CLOCK + _LAUNCH
 
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()

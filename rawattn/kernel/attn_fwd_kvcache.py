@@ -68,8 +68,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def cost(self, config: Config, op: Any, device: Device) -> float:
         if isinstance(op, Forward):
             return ATTN_FWD.cost(config, op, device)
-        rows_each = op.heads_per_kv if self.packs(op, config) else 1
-        return ATTN_FWD.seconds(config, over_tensors(op), device, rows_each)
+        return ATTN_FWD.seconds(config, over_tensors(op), device, op.heads_per_kv if self.packs(op, config) else 1)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         if paging.has_functions(op):

@@ -19,6 +19,7 @@ from ..variant.score import Scale
 from ..variant.walk import lists
 from . import combine, tiling
 from .base import OneLaunch
+from .tiling import kept_keys, tiles
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).
 _CLOCK = 1.7e9  # per second, under load
@@ -191,21 +192,17 @@ class AttnFwdMma(OneLaunch):
         reread = 1 - config.q_steps_in_registers / (qk // 16)
         read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
         splits = tiling.splits(op, device)[0] if config.split else 1
-        works = tiling.works(as_rows(op, config), tile_q, rows_each)
-        blocks = max(1, sum(work.count for work in works))
-        count = blocks * splits / device.sm_count  # blocks of a multiprocessor, and of them at a time
+        op = as_rows(op, config)
+        count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor, and of them at a time
         together = min(config.ctas_per_sm, max(1.0, count))
         busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
         alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
-        times = []
-        for _, begin, end in works:
-            tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
-            times.append(np.ceil(tiles_each / splits) * max(busy, alone) + _WORK)
-        mean = sum(work.count * own.mean() for work, own in zip(works, times, strict=True)) / blocks
-        even = max(own.max() for own in times) < 1.05 * mean
-        waves = np.ceil(count / together) if even else max(1.0, count / together + 0.3)
-        longest = max(own.mean() for own in times)
-        return float(max(waves * mean, longest)) / _CLOCK + _FOLD * (splits > 1)
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q, rows_each)
+        tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
+        tiles_each = np.ceil(tiles_each / splits)
+        work = tiles_each * max(busy, alone) + _WORK
+        waves = np.ceil(count / together) if work.max() < 1.05 * work.mean() else max(1.0, count / together + 0.3)
+        return float(waves * work.mean()) / _CLOCK + _FOLD * (splits > 1)
 
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()

@@ -161,49 +161,18 @@ def fields(tensors: Sequence[Field], options: dict[str, Option]) -> Fields:
     return (*tensors, *common, *(field for option in options.values() for field in option.fields))
 
 
+def tiles(op: Forward, tile_q: int, rows_each: int = 1) -> int:
+    """The query tiles of all heads, by which configurations are compared; ``rows_each`` are the rows that a query has in them,
+    one for each head that shares them. Of packed sequences a bound and a sum are known, and the lengths are not: those are
+    counted that are as long as the bound, as many as there can be. The others are short, and take as long in tiles of any
+    size."""
+    count = min(op.batch, max(1, op.total_q // max(1, op.q_len))) if op.varlen else op.batch
+    return -(-op.q_len * rows_each // tile_q) * count * (op.heads // rows_each)
+
+
 def most_tiles(op: Forward, tile_q: int) -> int:
-    """The query tiles of all heads; for packed sequences a bound on them that holds whatever max_seqlen says."""
-    return (op.total_q // tile_q + op.batch if op.varlen else -(-op.q_len // tile_q) * op.batch) * op.heads
-
-
-class Sequences(NamedTuple):
-    """Sequences of one length."""
-
-    count: int
-    q_len: int
-    kv_len: int
-
-
-def sequences(op: Forward) -> tuple[Sequences, ...]:
-    """The lengths by which configurations are compared. Of packed sequences bounds and sums are known, and lengths are not: as
-    many as can be are as long as the bounds, and the others share evenly what is left. This is exact for sequences of one
-    length, for a chunk of a prompt beside sequences that decode, and for one sequence."""
-    if not op.varlen:
-        return (Sequences(op.batch, op.q_len, op.kv_len),)
-    count = min(op.batch, op.total_q // max(1, op.q_len))
-    long = Sequences(count, op.q_len, min(op.kv_len, -(-op.total_kv // max(1, count))))
-    rest = op.batch - count
-    left = (max(0, total - count * each) for total, each in ((op.total_q, long.q_len), (op.total_kv, long.kv_len)))
-    q_len, kv_len = (-(-rows // max(1, rest)) for rows in left)
-    return tuple(each for each in (long, Sequences(rest, min(q_len, op.q_len), min(kv_len, op.kv_len))) if each.count)
-
-
-class Works(NamedTuple):
-    """The query tiles of sequences of one length: how many all heads have, and ``kept_keys`` of them."""
-
-    count: int
-    begin: Ints
-    end: Ints
-
-
-def works(op: Forward, tile_q: int, rows_each: int = 1) -> list[Works]:
-    """The query tiles of an operation by ``sequences``; ``rows_each`` are the rows that a query has in them, one for each head
-    that shares them."""
-    mask, heads = op.spec.placed_mask, op.heads // rows_each
-    return [
-        Works(-(-q_len * rows_each // tile_q) * count * heads, *kept_keys(mask, q_len, kv_len, tile_q, rows_each))
-        for count, q_len, kv_len in sequences(op)
-    ]
+    """A bound on the query tiles of all heads that holds whatever max_seqlen says."""
+    return (op.total_q // tile_q + op.batch) * op.heads if op.varlen else tiles(op, tile_q)
 
 
 @functools.lru_cache(maxsize=256)
