@@ -193,8 +193,8 @@ class AttnFwdMma(OneLaunch):
         read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
         splits = tiling.splits(op, device)[0] if config.split else 1
         op = as_rows(op, config)
-        count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor, and of them at a time
-        together = min(config.ctas_per_sm, max(1.0, count))
+        count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
+        together = min(config.ctas_per_sm, max(1.0, count))  # at a time
         busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
         alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
         begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q, rows_each)
