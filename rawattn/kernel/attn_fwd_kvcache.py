@@ -87,10 +87,11 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def options(self, op: AttentionKVCache, config: Config) -> dict[str, Option]:
         """The option on each axis."""
         like, packs = over_tensors(op), self.packs(op, config)
+        order = scheduler.BothEndsScheduler() if op.ragged else tiling.lpt_scheduler(like, persistent=True)
         own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
             "Kv": (kv.PagedPanelsFromKv if op.kv_begin else kv.PagedPanelsKv)(paging.pages_option(op), page_rows(op, config)),
-            "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(like, persistent=True)),
+            "Scheduler": scheduler.SaidScheduler(order),
             "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(like, config),
             "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),
