@@ -87,7 +87,9 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def options(self, op: AttentionKVCache, config: Config) -> dict[str, Option]:
         """The option on each axis."""
         like, packs = over_tensors(op), self.packs(op, config)
-        order = scheduler.BothEndsScheduler() if op.ragged else tiling.lpt_scheduler(like, persistent=True)
+        order = tiling.lpt_scheduler(like, persistent=True)
+        if op.ragged and not all(paging.arrays_of(op)):  # where the producer has registers for it
+            order = scheduler.BothEndsScheduler()
         own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
             "Kv": (kv.PagedPanelsFromKv if op.kv_begin else kv.PagedPanelsKv)(paging.pages_option(op), page_rows(op, config)),
