@@ -62,8 +62,8 @@ class Server:
         self.graphs: dict[int, Graph] = {}
 
     def warm_up(self, requests: int, longest: int) -> None:
-        """Steps like those to come, so that no request waits for a kernel that is compiled when it is first called: full ones of one
-        prompt and of several, beside requests that have theirs, short ones, and graphs."""
+        """Takes steps like those to come, so that no request waits for a kernel that compiles at its first call: full ones of one
+        prompt and of several, short ones, and graphs."""
         most = min(requests, self.most_rows)
         for count in sorted({1 << i for i in range(most.bit_length())} | {most}):
             for rows in {2 * count, self.most_rows, 2 * self.most_rows}:
