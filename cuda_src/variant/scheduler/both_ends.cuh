@@ -19,7 +19,7 @@ struct BothEndsScheduler {
 
     __device__ explicit BothEndsScheduler(const Args& args) : args(args) {
         i32 tiles = 0;  // of a head
-#pragma unroll 1
+#pragma unroll 4
         for (i32 batch = threadIdx.x % 32; batch < args.batches; batch += 32) tiles += tiles_of(batch);
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) tiles += __shfl_xor_sync(0xffffffffu, tiles, d);
