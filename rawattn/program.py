@@ -96,6 +96,14 @@ class PageRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PageBoxes:
+    """A TmaPageBoxes of a pool of pages, whose boxes have all columns of ``box_rows`` rows, eight after the other."""
+
+    operand: str
+    box_rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PackedHeads:
     """A TmaHeads of an operand, whose box has ``box_rows`` rows of 64 columns: those of ``heads`` heads side by side."""
 
@@ -124,6 +132,7 @@ Fill = (
     | TensorMap
     | Pages
     | PageRows
+    | PageBoxes
     | PackedHeads
     | Scratch
     | Counter

@@ -17,6 +17,7 @@ ALIGNMENT = 16  # bytes, of pointers and strides
 STRIDE_LIMIT = 1 << 40  # bytes
 ROW_LIMIT = 1 << 32  # bytes, of a row stride that threads compute with
 BOX_COLUMNS = 64  # one 128-byte swizzle span of a 16-bit format
+SWIZZLE_ROWS = 8  # after which a swizzle repeats
 RAGGED_STRIDE_LIMIT = 1 << 34  # bytes; times the rows, 2^30, it wraps around 64 bits
 _RAGGED_ROWS, _RAGGED_EXTENT = (
     1 << 30,
@@ -175,3 +176,36 @@ def page_rows_geometry(
     sizes = columns, _RAGGED_ROWS, heads if has_heads else 1, _RAGGED_EXTENT, _RAGGED_EXTENT
     map_strides = row_bytes, strides[2] * itemsize if has_heads else ALIGNMENT, RAGGED_STRIDE_LIMIT - row_bytes, step
     return PageRowsGeometry(sizes, map_strides, (BOX_COLUMNS, box_rows, 1, 1, 1), int(has_heads), page_steps, row_steps)
+
+
+class PageBoxesGeometry(NamedTuple):
+    """A tensor map of a pool of pages in boxes of all columns but for its pointer, and the steps of the map's last dimension from
+    one page, eight rows and head to the next (0 where the stride is 0)."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    page_steps: int
+    row_steps: int
+    head_steps: int
+
+
+def page_boxes_geometry(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int
+) -> PageBoxesGeometry:
+    """Returns how TMA reads all columns, a multiple of 64, of ``box_rows`` rows of a pool of pages, (pages, rows of a page, heads,
+    columns) with strides in elements: eight rows of all panels, then the next eight (tile/page_boxes.cuh). Raises ProblemError where
+    the pool is too large for it."""
+    pages, rows, heads, columns = shape
+    page_bytes, head_bytes = (0 if shape[axis] == 1 else strides[axis] * itemsize for axis in (0, 2))
+    row_bytes = strides[1] * itemsize
+    step = math.gcd(page_bytes, SWIZZLE_ROWS * row_bytes, head_bytes)
+    steps = page_bytes // step, SWIZZLE_ROWS * row_bytes // step, head_bytes // step
+    extent = 1 + sum((n - 1) * each for n, each in zip((pages, rows // SWIZZLE_ROWS, heads), steps, strict=True))
+    if extent > _RAGGED_EXTENT:
+        found = f"{name} has {pages} pages {page_bytes} bytes apart, of {rows} rows {row_bytes} and {heads} heads {head_bytes} bytes apart"
+        raise ProblemError(f"{found}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide all of them.")
+    panels, groups = columns // BOX_COLUMNS, box_rows // SWIZZLE_ROWS
+    sizes = BOX_COLUMNS, SWIZZLE_ROWS, panels, groups, extent
+    map_strides = row_bytes, BOX_COLUMNS * itemsize, SWIZZLE_ROWS * row_bytes, step
+    return PageBoxesGeometry(sizes, map_strides, (BOX_COLUMNS, SWIZZLE_ROWS, panels, groups, 1), *steps)

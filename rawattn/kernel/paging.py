@@ -20,12 +20,17 @@ from . import tiling
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 WHOLE = 30  # page_shift of sequences with one page of any size
-SWIZZLE_ROWS = 8  # after which a swizzle of TMA repeats
+SMALL_ROWS = 32  # of a small page at most: larger ones gain nothing
 
 
 def page_shift(op: AttentionKVCache) -> int:
     """The binary logarithm of the page size; a large one where sequences have one page of any size."""
     return WHOLE if op.form == "dense" or op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
+
+
+def are_small(page_rows: int, tile_kv: int) -> bool:
+    """Says whether pages are small for TMA: a tile of keys has several of them."""
+    return page_rows <= min(SMALL_ROWS, tile_kv // 2)
 
 
 def lengths_option(op: AttentionKVCache) -> Option:
