@@ -28,7 +28,10 @@ struct SmemDescriptor {
     __device__ static SmemDescriptor of_rows(const T* tile) { return {ptx::smem_address(tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
 
     __device__ SmemDescriptor stage(u32 index) const { return {low + index * (T::bytes / 16)}; }
-    __device__ SmemDescriptor rows_from(u32 row) const { return {low + T::row_offset(row) / 16}; }
+    __device__ SmemDescriptor rows_from(u32 row) const {
+        static_assert(T::group_bytes == 1024, "rows lie 128 bytes apart");
+        return {low + row * 8};
+    }
     // The k-th sixteen columns, or rows, of the contraction.
     __device__ u64 columns(int k) const { return descriptor(low + k / 4 * (T::panel_bytes / 16) + k % 4 * 2); }
     __device__ u64 rows(int k) const { return descriptor(low + k * (T::group_bytes / 8)); }
