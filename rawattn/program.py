@@ -97,10 +97,9 @@ class PageRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageBoxes:
-    """A TmaPageBoxes of a pool of pages, whose boxes have all columns of ``box_rows`` rows, eight after the other."""
+    """A TmaPageBoxes of a pool of small pages, each of which is a box."""
 
     operand: str
-    box_rows: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

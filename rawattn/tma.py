@@ -179,33 +179,28 @@ def page_rows_geometry(
 
 
 class PageBoxesGeometry(NamedTuple):
-    """A tensor map of a pool of pages in boxes of all columns but for its pointer, and the steps of the map's last dimension from
-    one page, eight rows and head to the next (0 where the stride is 0)."""
+    """A tensor map of a pool of small pages but for its pointer, and the steps of the map's last dimension from one page to the
+    next, and from one head to the next (0 where the stride is 0)."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     page_steps: int
-    row_steps: int
     head_steps: int
 
 
-def page_boxes_geometry(
-    name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int
-) -> PageBoxesGeometry:
-    """Returns how TMA reads all columns, a multiple of 64, of ``box_rows`` rows of a pool of pages, (pages, rows of a page, heads,
-    columns) with strides in elements: eight rows of all panels, then the next eight (tile/page_boxes.cuh). Raises ProblemError where
-    the pool is too large for it."""
+def page_boxes_geometry(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> PageBoxesGeometry:
+    """Returns how TMA reads a pool of small pages, (pages, rows of a page, heads, columns) with strides in elements: a page of a
+    head as one box, eight rows of all panels and then the next eight (tile/page_boxes.cuh). Rows are a multiple of 8, columns of
+    64. Raises ProblemError where the pool is too large for it."""
     pages, rows, heads, columns = shape
     page_bytes, head_bytes = (0 if shape[axis] == 1 else strides[axis] * itemsize for axis in (0, 2))
-    row_bytes = strides[1] * itemsize
-    step = math.gcd(page_bytes, SWIZZLE_ROWS * row_bytes, head_bytes)
-    steps = page_bytes // step, SWIZZLE_ROWS * row_bytes // step, head_bytes // step
-    extent = 1 + sum((n - 1) * each for n, each in zip((pages, rows // SWIZZLE_ROWS, heads), steps, strict=True))
+    step, row_bytes = math.gcd(page_bytes, head_bytes) or ALIGNMENT, strides[1] * itemsize
+    page_steps, head_steps = page_bytes // step, head_bytes // step
+    extent = (pages - 1) * page_steps + (heads - 1) * head_steps + 1
     if extent > _RAGGED_EXTENT:
-        found = f"{name} has {pages} pages {page_bytes} bytes apart, of {rows} rows {row_bytes} and {heads} heads {head_bytes} bytes apart"
-        raise ProblemError(f"{found}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide all of them.")
-    panels, groups = columns // BOX_COLUMNS, box_rows // SWIZZLE_ROWS
-    sizes = BOX_COLUMNS, SWIZZLE_ROWS, panels, groups, extent
+        found = f"{name} has {pages} pages {page_bytes} bytes apart, of {heads} heads {head_bytes} bytes apart"
+        raise ProblemError(f"{found}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
+    box = BOX_COLUMNS, SWIZZLE_ROWS, columns // BOX_COLUMNS, rows // SWIZZLE_ROWS, 1
     map_strides = row_bytes, BOX_COLUMNS * itemsize, SWIZZLE_ROWS * row_bytes, step
-    return PageBoxesGeometry(sizes, map_strides, (BOX_COLUMNS, SWIZZLE_ROWS, panels, groups, 1), *steps)
+    return PageBoxesGeometry((*box[:4], extent), map_strides, box, page_steps, head_steps)

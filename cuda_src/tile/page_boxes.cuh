@@ -6,11 +6,9 @@
 struct TmaPageBoxes {
     TensorMap map;  // (64 columns, 8 rows, panels, eights of rows in a box, steps from the pool's beginning)
     i32 count;      // pages
-    i32 page_steps, row_steps, head_steps;  // from one page, eight rows or head to the next
+    i32 page_steps, head_steps;  // from one to the next
 
-    // Where a box begins; that of no page arrives as zeros.
-    __device__ i32 place(i32 page, i32 row, i32 head) const {
-        return page < 0 ? -1 : page * page_steps + row / 8 * row_steps + head * head_steps;
-    }
+    // Where a page of a head begins; no page arrives as zeros.
+    __device__ i32 place(i32 page, i32 head) const { return page < 0 ? -1 : page * page_steps + head * head_steps; }
     __device__ void load(void* to, ptx::Mbarrier& full, i32 place) const { ptx::tma_load(to, map, full, 0, 0, 0, 0, place); }
 };

@@ -10,11 +10,11 @@ from ..operand import Layout
 from ..operation import AttentionKVCache
 from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
 from ..render import config_header, source
+from ..tma import SWIZZLE_ROWS
 from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import paging, pyramid, tiling
 from .base import Kernel
-from ..tma import SWIZZLE_ROWS
 from .paging import LONGEST, WHOLE, page_shift
 
 FILE = "attn_decode.cu"
@@ -80,7 +80,7 @@ def page_rows(op: AttentionKVCache, config: Config) -> int:
 def kv_option(op: AttentionKVCache, config: Config) -> Option:
     """Returns the option that says where keys and values come from."""
     pages, rows = paging.pages_option(op), page_rows(op, config)
-    if not config.cp_async and paging.are_small(rows, config.tile_kv):
+    if not config.cp_async and paging.has_small_pages(op, config.tile_kv):
         return kv.SmallPagesKv(pages, rows)
     return kv.PagedKv(pages, rows, config.cp_async)
 

@@ -10,6 +10,7 @@ from ..device import Device
 from ..operand import Layout
 from ..operation import AttentionKVCache, Forward
 from ..program import Field, Fields, Launch, PackedHeads, PageBoxes, PageRows, Program, TensorMap
+from ..tma import BOX_COLUMNS, SWIZZLE_ROWS
 from ..variant import Option, kv, rows, scheduler
 from ..variant.ahead import ahead_of
 from ..variant.mask import Both, Causal, Full, Window
@@ -17,7 +18,6 @@ from ..variant.walk import PagedListWalk, PagedWalk, lists
 from . import paging, pyramid, tiling
 from .attn_fwd import ATTN_FWD, AttnFwd, Config, rendered
 from .base import Kernel
-from ..tma import BOX_COLUMNS, SWIZZLE_ROWS
 from .paging import LONGEST, WHOLE, forward_of, in_rows, over_tensors, page_shift
 
 
@@ -31,7 +31,7 @@ def kv_kind(op: AttentionKVCache, config: Config) -> type[kv.PagedPanelsKv]:
     if op.kv_begin:
         return kv.PagedPanelsFromKv
     whole = op.head_dim % BOX_COLUMNS == 0 and op.head_dim_v % BOX_COLUMNS == 0
-    return kv.PagedBoxesKv if whole and paging.are_small(page_rows(op, config), config.tile_kv) else kv.PagedPanelsKv
+    return kv.PagedBoxesKv if whole and paging.has_small_pages(op, config.tile_kv) else kv.PagedPanelsKv
 
 
 def is_plain(op: Any) -> bool:
@@ -112,7 +112,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
         tensors = [q]
         if kv_kind(op, config) is kv.PagedBoxesKv:
-            tensors += [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache", box_rows)) for name in "kv"]
+            tensors += [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache")) for name in "kv"]
             tensors += [Field("v_end", "TmaPageRows", PageRows("v_cache", SWIZZLE_ROWS))]
         else:
             tensors += [Field(name, "TmaPageRows", PageRows(f"{name}_cache", box_rows)) for name in "kv"]
@@ -136,7 +136,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         if not op.total_q * op.batch:
             return Program(())
         arch, like = device.arch, over_tensors(op)
-        pages = op.form, page_rows(op, config), paging.arrays_of(op)
+        pages = op.form, page_rows(op, config), kv_kind(op, config), paging.arrays_of(op)
         key = (like.kind, *pages, self.packs(op, config) and op.heads_per_kv, config, arch)
         source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
         grid = ATTN_FWD.grid(self._tiled(op, config), config, device)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..device import Device
 from ..operation import AttentionKVCache, Forward
+from ..tma import SWIZZLE_ROWS
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
@@ -20,7 +21,7 @@ from . import tiling
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 WHOLE = 30  # page_shift of sequences with one page of any size
-SMALL_ROWS = 32  # of a small page at most: larger ones gain nothing
+SMALL_PAGE = 32  # keys at most: larger pages gain nothing by fewer boxes of TMA
 
 
 def page_shift(op: AttentionKVCache) -> int:
@@ -28,9 +29,9 @@ def page_shift(op: AttentionKVCache) -> int:
     return WHOLE if op.form == "dense" or op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
 
 
-def are_small(page_rows: int, tile_kv: int) -> bool:
-    """Says whether pages are small for TMA: a tile of keys has several of them."""
-    return page_rows <= min(SMALL_ROWS, tile_kv // 2)
+def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
+    """Says whether tiles of so many keys are made of small pages, two or more."""
+    return SWIZZLE_ROWS <= 1 << page_shift(op) <= min(SMALL_PAGE, tile_kv // 2) and tile_kv % op.page_size == 0
 
 
 def lengths_option(op: AttentionKVCache) -> Option:

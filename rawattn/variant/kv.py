@@ -94,7 +94,7 @@ class PagedPanelsKv(Option):
 
 @dataclasses.dataclass(frozen=True)
 class PagedBoxesKv(PagedPanelsKv):
-    """The same for small pages, of each of which TMA reads all columns, a multiple of 64, at once."""
+    """The same for small pages, each of which TMA reads at once, all columns, which are a multiple of 64."""
 
     type: ClassVar[str] = "PagedBoxesKv"
     file: ClassVar[str] = "variant/kv/paged_boxes.cuh"

@@ -32,8 +32,8 @@ from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
 PTX = (
-    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load", "load_shared", "mbarrier",
-    "mma", "mma_tf32", "prefetch", "red", "tma", "turn", "wgmma",
+    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load", "load_shared",
+    "mbarrier", "mma", "mma_tf32", "prefetch", "red", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 

@@ -47,7 +47,9 @@ CASES = {
     "table": CHUNKS,
     "pages of 8": of(CHUNKS, page_size=8, lengths=((70, 200), (3, 65)), head_dim=72, head_dim_v=80),
     "small pages": of(CHUNKS, lengths=((70, 203), (3, 65)), head_dim=64, head_dim_v=128),
-    "small pages, HND": of(CHUNKS, lengths=((70, 200), (3, 65)), head_dim=128, head_dim_v=64, layout="HND", page_size=8, form="indptr"),
+    "small pages, HND": of(
+        CHUNKS, lengths=((70, 200), (3, 65)), head_dim=128, head_dim_v=64, layout="HND", page_size=8, form="indptr"
+    ),
     "pages of 256": of(SAME, page_size=256, sinks=True),
     "end to end": of(CHUNKS, form="indptr", layout="HND", sinks=True),
     "dense": of(SAME, form="dense", page_size=301, heads=3, kv_heads=1),

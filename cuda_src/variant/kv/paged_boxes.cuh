@@ -12,7 +12,7 @@ template <class Pages>
 struct PagedBoxesKv {
     template <int rows, int columns> using Tile = GroupedTile<rows, columns>;
     static constexpr i32 boxes = cfg::tile_kv / cfg::page_rows, groups = cfg::page_rows / 8;  // of a tile; of a box
-    static_assert(boxes <= 32);
+    static_assert(boxes <= 32 && cfg::page_rows % 8 == 0);
     // What the table says of this lane's rows of the tile. Nothing is asked of it before its page is loaded: it is on its way until then.
     struct At { i32 tile, entry; };
     struct Board {  // in shared memory, for this option alone
@@ -28,7 +28,7 @@ struct PagedBoxesKv {
         : args(args), pages(args, work), head(work.head / args.heads_per_kv), keys(rows.keys()) {}
 
     __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(threadIdx.x) % boxes * cfg::page_rows; }
-    __device__ bool has_any(i32 tile) const { return tile >= 0 && keys.has_any(key(tile), cfg::page_rows); }
+    __device__ bool has_any(i32 tile) const { return keys.has_any(key(tile), cfg::page_rows); }
     __device__ i32 find(i32 tile) const { return has_any(tile) ? pages.entry(args, key(tile)) : -1; }
     __device__ static At at(Board&, i32 tile, i32 entry) { return {tile, entry}; }
     // The page of this lane's rows, or -1.
@@ -40,8 +40,8 @@ struct PagedBoxesKv {
 
     template <class Tile>
     __device__ void load(Tile& tile, const TmaPageBoxes& pool, ptx::Mbarrier& full, At at) const {
-        constexpr i32 at_once = boxes < 6 ? boxes : 4;
-        const i32 place = pool.place(page(at), pages.row(key(at.tile)), head);
+        constexpr i32 at_once = cfg::consumers < 4 ? 4 : 2;  // more would spill beside four warpgroups
+        const i32 place = pool.place(page(at), head);
         __syncwarp();
         if (threadIdx.x % 32 == 0) full.arrive_expect(Tile::bytes);
 #pragma unroll 1
@@ -62,18 +62,13 @@ struct PagedBoxesKv {
     __device__ void load_v(Tile& tile, ptx::Mbarrier& full, At at) const {
         const i32 there = keys.end - at.tile * cfg::tile_kv;
         if (there < 0 || there >= cfg::tile_kv || there % cfg::page_rows == 0) return load(tile, args.v, full, at);
-        const i32 lane = threadIdx.x % 32, page = this->page(at), row = pages.row(key(at.tile));
+        const i32 lane = threadIdx.x % 32, cut = there / cfg::page_rows;
+        const i32 page = this->page(at), from = ptx::from_lane(page, cut);
         if (lane == 0) full.arrive_expect(Tile::bytes);
-        if (lane == there / cfg::page_rows) {
-#pragma unroll 1
-            for (i32 i = 0; i < groups * Tile::panels; ++i) {
-                const i32 first = i / Tile::panels * 8, panel = i % Tile::panels;
-                const i32 rows = page < 0 ? 0 : max(0, min(there % cfg::page_rows - first, 8));
-                args.v_end.load(tile.data[lane * groups + first / 8][panel], full, max(0, page), row + first, rows, panel * 64, head);
-            }
-        } else if (lane < boxes) {
-            args.v.load(tile.data[lane * groups], full, args.v.place(page, row, head));
-        }
+        if (lane < boxes && lane != cut) args.v.load(tile.data[lane * groups], full, args.v.place(page, head));
+        const i32 group = lane / Tile::panels, panel = lane % Tile::panels;
+        const i32 rows = from < 0 ? 0 : max(0, min(there % cfg::page_rows - group * 8, 8));
+        if (group < groups) args.v_end.load(tile.data[cut * groups + group][panel], full, max(0, from), group * 8, rows, panel * 64, head);
         __syncwarp();
     }
 };
