@@ -177,10 +177,11 @@ def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeyp
     assert word[0] == 0
 
 
-def test_violated_bounds_are_said_and_cut(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [32, 64])  # by panels, and by pages
+def test_violated_bounds_are_said_and_cut(columns: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with one sequence is said and left out, others come out as they are."""
-    word = stand_in(monkeypatch, tmp_path, sm_count=3)
-    plain = attend(CHUNKS)
+    word, case = stand_in(monkeypatch, tmp_path, sm_count=3), of(CHUNKS, head_dim=columns, head_dim_v=columns)
+    plain = attend(case)
 
     def wrong_page(given: dict[str, Any]) -> None:
         given["page_table"][0, 2] = NONSENSE
@@ -193,10 +194,10 @@ def test_violated_bounds_are_said_and_cut(tmp_path: pathlib.Path, monkeypatch: p
 
     for bit, edit, touched in ((4, wrong_page, {0}), (1 | 4, too_long, {0}), (2, too_many, {6})):
         word[0] = 0
-        found = attend(CHUNKS, edit)
+        found = attend(case, edit)
         assert word[0] == bit
         for i in {*range(7)} - touched:
-            assert bool((CHUNKS.of(found[0], i) == CHUNKS.of(plain[0], i)).all()), (bit, i)
+            assert bool((case.of(found[0], i) == case.of(plain[0], i)).all()), (bit, i)
         assert bit & 1 or not found[0].isnan().any(), "of the pages only what a length counts is seen"
 
 
