@@ -676,7 +676,8 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
             rest = struct.pack("<4i", array.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
     elif isinstance(fill, PageBoxes):
         shape = tma.page_boxes_geometry(fill.operand, array.shape, array.strides, size)
-        rest = struct.pack("<3i", array.shape[0], shape.page_steps, shape.head_steps)
+        if name == fill.operand:
+            rest = struct.pack("<3i", array.shape[0], shape.page_steps, shape.head_steps)
     elif isinstance(fill, Pages):
         shape, read_once = tma.page_geometry(array.shape, array.strides, size, fill.page_rows), True
         rest = struct.pack("<i", array.shape[0])
