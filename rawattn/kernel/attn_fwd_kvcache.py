@@ -27,11 +27,12 @@ def page_rows(op: AttentionKVCache, config: Config) -> int:
 
 
 def kv_kind(op: AttentionKVCache, config: Config) -> type[kv.PagedPanelsKv]:
-    """Returns which option says where keys and values come from. One box for each page needs columns that are whole panels."""
+    """Returns which option says where keys and values come from: one box for each page where rows are whole panels, two or more. Of
+    one panel there would be as many boxes, and was slower (perf/notes/attn_decode.md)."""
     if op.kv_begin:
         return kv.PagedPanelsFromKv
-    whole = op.head_dim % BOX_COLUMNS == 0 and op.head_dim_v % BOX_COLUMNS == 0
-    return kv.PagedBoxesKv if whole and paging.has_small_pages(op, config.tile_kv) else kv.PagedPanelsKv
+    has_panels = all(n % BOX_COLUMNS == 0 and n > BOX_COLUMNS for n in (op.head_dim, op.head_dim_v))
+    return kv.PagedBoxesKv if has_panels and paging.has_small_pages(op, config.tile_kv) else kv.PagedPanelsKv
 
 
 def is_plain(op: Any) -> bool:

@@ -40,7 +40,7 @@ struct PagedBoxesKv {
 
     template <class Tile>
     __device__ void load(Tile& tile, const TmaPageBoxes& pool, ptx::Mbarrier& full, At at) const {
-        constexpr i32 at_once = cfg::consumers < 4 ? 4 : 2;  // more would spill beside four warpgroups
+        constexpr i32 at_once = 4;  // more would spill
         const i32 place = pool.place(page(at), head);
         __syncwarp();
         if (threadIdx.x % 32 == 0) full.arrive_expect(Tile::bytes);
