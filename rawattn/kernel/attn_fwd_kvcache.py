@@ -27,8 +27,8 @@ def page_rows(op: AttentionKVCache, config: Config) -> int:
 
 
 def kv_kind(op: AttentionKVCache, config: Config) -> type[kv.PagedPanelsKv]:
-    """Returns which option says where keys and values come from: one box for each page where rows are whole panels, two or more. Of
-    one panel there would be as many boxes, and was slower (perf/notes/attn_decode.md)."""
+    """Returns which option says where keys and values come from. A small page is one box where its rows are whole panels, two or
+    more; with one panel it saves no boxes, and is slower (perf/notes/attn_decode.md)."""
     if op.kv_begin:
         return kv.PagedPanelsFromKv
     has_panels = all(n % BOX_COLUMNS == 0 and n > BOX_COLUMNS for n in (op.head_dim, op.head_dim_v))
