@@ -3,6 +3,7 @@
 // one lane issues all boxes. Values past the sequence's end arrive as zeros, by boxes for each panel of eight rows: what a page holds
 // there may be NaN, of which a weight of 0 makes NaN.
 #include "ptx/elect.cuh"
+#include "tile/checked_page.cuh"
 #include "tile/grouped_tile.cuh"
 #include "tile/page_boxes.cuh"
 #include "tile/page_rows.cuh"

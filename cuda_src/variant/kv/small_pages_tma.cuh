@@ -2,6 +2,7 @@
 // K and V lie in pools of small pages, which TMA reads: a box for each page of a tile. Each lane looks up one of the pages, and one lane
 // issues all boxes.
 #include "ptx/elect.cuh"
+#include "tile/checked_page.cuh"
 #include "variant/kv/paged_tma.cuh"
 
 template <class Pages>
