@@ -4,7 +4,6 @@ kernels in plain CUDA C."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from ..compiler import Source
 from ..device import Device
@@ -13,18 +12,20 @@ from ..operation import Backward, Forward
 from ..program import Fields, Program
 from ..variant import Option
 from ..variant.walk import QIntervalWalk, QListCursor, lists
-from . import backward, tiling
+from . import backward, group, tiling
 from .backward import BackwardKernel, FirstPass
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile sizes in rows, columns that are in shared memory at a time, blocks of a multiprocessor that registers suffice for."""
+    """Tile sizes in rows, columns that are in shared memory at a time, blocks of a multiprocessor that registers suffice for;
+    into how many parts, works of their own, the query heads of a key head are split (0 for what the schedule suggests)."""
 
     tile_q: int = 32
     tile_kv: int = 32
     chunk: int = 64
     blocks: int = 1
+    parts: int = 0
 
 
 def configs_of(op: Forward) -> list[Config]:
@@ -73,7 +74,7 @@ class AttnBwdSimt(BackwardKernel):
                 return f"{which} is {value}; it must be a multiple of 16"
         if smem_bytes(config, op.forward) > device.smem_bytes:
             return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
-        return None
+        return group.wrong_parts(op.forward, config.parts)
 
     def candidates(self, op: Backward, device: Device) -> list[Config]:
         """The fastest that the device's shared memory suffices for."""
@@ -86,18 +87,22 @@ class AttnBwdSimt(BackwardKernel):
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
         shared = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values = shared | backward.kv_order(forward, config.tile_kv, device)
-        kv_grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
+        parts = config.parts or group.parts(forward, config.tile_q, config.tile_kv, device, config.blocks)
+        kv_values = shared | backward.kv_order(forward, config.tile_kv, device, parts=parts)
+        kv_grid = backward.kv_tiles(forward, config.tile_kv) * parts if forward.total_kv else 0
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
-        launch = functools.partial(self.launch, op, config, device)
-        own = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq_simt", shared, q_grid, _dq)
-        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own)
+        dkdv = self.launch(op, group.kind_of(config, parts), device, "attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv)
+        dq = self.launch(op, group.kind_of(config, 1), device, "attn_bwd_dq_simt", shared, q_grid, _dq)
+        own = dkdv, *self.add_parts(op, parts, device), dq
+        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own, backward.part_buffers(forward, parts))
 
 
 def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     plan = backward.kv_scheduler(op, persistent=False)
     walk = QListCursor() if lists(op.mask) else QIntervalWalk()
-    return _rendered("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
+    of_group = backward.group_options(config.parts)
+    own = {**of_group, "Scheduler": plan, "Walk": walk}
+    return _rendered("attn_bwd_dkdv_simt.cu", op, config, of_group["Group"].fields, own, arch)
 
 
 def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
@@ -109,6 +114,7 @@ def _rendered(
     file: str, op: Forward, config: Config, outputs: Fields, own: dict[str, Option], arch: str
 ) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    del constants["parts"]
     constants["scale_sign"] = -1 if op.scale < 0 else 1
     every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **own)  # type: ignore[arg-type]
     fields = (*backward.READS, *outputs, *backward.STATISTICS, *backward.HEADS)
