@@ -317,15 +317,9 @@ def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
 
 def _sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dk and dv of their parts."""
-    constants = {
-        "tile_kv": SUM_ROWS,
-        "threads": SUM_THREADS,
-        "vector": vector,
-        "head_dim": op.head_dim,
-        "head_dim_v": op.head_dim_v,
-    }
-    plan = kv_scheduler(op, "Ascending", persistent=False)
-    every = options(op, Launch=launch_option(arch), Scheduler=plan)
+    constants = {"tile_q": SUM_ROWS, "tile_kv": SUM_ROWS, "threads": SUM_THREADS, "vector": vector}  # no query is in a tile
+    constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    every = options(op, Launch=launch_option(arch), Scheduler=kv_scheduler(op, "Ascending", persistent=False))
     del every["Mask"]
     return rendered("attn_bwd_sum.cu", constants, (*DK_DV, *PARTS, *HEADS[1:3]), [], every, arch)
 

@@ -113,6 +113,14 @@ class QIntervalWalk(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class QIntervalByTiles(Option):
+    """The same, of all heads that share a key head before the next query tile."""
+
+    type: ClassVar[str] = "QIntervalByTiles"
+    source: ClassVar[str] = "variant/walk/q_interval_by_tiles.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
     """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add
     to dq."""
