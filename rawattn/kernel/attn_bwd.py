@@ -17,7 +17,7 @@ from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
 from ..variant.store import DQ
-from ..variant.walk import QIntervalByTiles, QIntervalWalk, QListWalk, lists
+from ..variant.walk import QListWalk, lists
 from . import backward, group, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
@@ -33,7 +33,6 @@ ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how it
     "at_once": (order.DqAtOnce(), statistics.StatisticsByRows()),
     "step_later": (order.DqStepLater(), statistics.StatisticsByQuads()),
 }
-WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles()}
 STEPS: dict[str, Option] = {"together": steps.StepsTogether(), "apart": steps.StepsApart()}
 
 
@@ -138,17 +137,6 @@ def later_configs_of(op: Forward) -> list[Config]:
     return [dataclasses.replace(found, producer_registers=producer, consumer_registers=consumer)]
 
 
-def differs_by_head(op: Forward) -> bool:
-    """Says whether heads visit tiles of their own."""
-    return lists(op.mask) or hasattr(op.mask, "of_head")
-
-
-def walk_of(op: Forward) -> str:
-    """The order of a work's steps: of heads that share keys those of a query tile together, where key tiles have more and less of
-    them (perf/notes/attn_bwd.md)."""
-    return "by_heads" if op.heads_per_kv == 1 or differs_by_head(op) or isinstance(op.mask, Full) else "by_tiles"
-
-
 def smem_bytes(config: Config, op: Forward) -> int:
     """Shared memory of a block, at most: tiles of K, V, Q, dO and dS, parts of dq, statistics and barriers."""
     panels = -(-op.head_dim // 64) - (-op.head_dim_v // 64)
@@ -203,13 +191,9 @@ class AttnBwd(BackwardKernel):
             return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
         if config.steps == "apart" and (config.order != "at_once" or lists(forward.mask)):
             return "steps is 'apart'; it needs order 'at_once' and a mask whose tiles lie side by side"
-        if config.walk not in ("", *WALKS) or (config.walk == "by_tiles" and differs_by_head(forward)):
-            return (
-                f"walk is {config.walk!r}; it must be of {[*WALKS]}, and 'by_tiles' needs one mask for all heads that is no list"
-            )
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := backward.wrong_direction(forward, config.direction) or group.wrong_parts(forward, config.parts):
+        if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
         threads = 128 * (1 + config.consumers)
         if 128 * (config.producer_registers + config.consumers * config.consumer_registers) > 65536 // threads // 8 * 8 * threads:
@@ -259,8 +243,7 @@ class AttnBwd(BackwardKernel):
         kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv) * parts) if forward.total_kv else 0
-        kind = dataclasses.replace(group.kind_of(config, parts), walk=config.walk or walk_of(forward))
-        own = [self.launch(op, kind, device, "attn_bwd", kv_values, grid, _main)]
+        own = [self.launch(op, group.kind_of(config, forward, parts), device, "attn_bwd", kv_values, grid, _main)]
         own += self.add_parts(op, parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
@@ -294,7 +277,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
         Scheduler=backward.kv_scheduler(op, config.direction),
-        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else WALKS[config.walk],
+        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else group.WALKS[config.walk],
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
         Steps=STEPS[config.steps],
     )  # fmt: skip

@@ -31,7 +31,7 @@ class Config:
     once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
     many numbers of dq are added at once; how parts of dq meet ("ordered", "unordered"); in which direction blocks go ("" for what
     the mask suggests); into how many parts, works of their own, the query heads of a key head are split (0 for what the schedule
-    suggests)."""
+    suggests), and in which order a work goes over their tiles ("by_heads", "by_tiles", "" for what the mask suggests)."""
 
     tile_q: int = 64
     warps: int = 8
@@ -46,6 +46,7 @@ class Config:
     store: str = "ordered"
     direction: str = ""
     parts: int = 0
+    walk: str = ""
 
     @property
     def threads(self) -> int:
@@ -181,7 +182,7 @@ class AttnBwdMma(BackwardKernel):
             return f"dq_vector is {config.dq_vector}; it must be 1, or 4 from compute capability 9.0 on"
         if config.store == "unordered" and op.forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong_parts(op.forward, config.parts):
+        if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong(op.forward, config):
             return reason
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
 
@@ -204,7 +205,7 @@ class AttnBwdMma(BackwardKernel):
         dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
         chains = int(config.store == "ordered")
         last = LastPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector, dq_chains=chains)
-        own = [self.launch(op, group.kind_of(config, parts), device, "attn_bwd_mma", kv_values, grid, _main)]
+        own = [self.launch(op, group.kind_of(config, forward, parts), device, "attn_bwd_mma", kv_values, grid, _main)]
         own += self.add_parts(op, parts, device)
         own += [self.convert(op, last, device)] * (forward.total_q > 0)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
@@ -223,7 +224,8 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     every = backward.options(
         op, Blocks=blocks, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
         **backward.group_options(config.parts), DkvBlocks=Blocks32() if config.parts > 1 else blocks,
-        Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(), Store=STORES[config.store][0],
+        Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
+        Store=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
     )  # fmt: skip
     fields = (*backward.READS, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)

@@ -92,7 +92,7 @@ class AttnBwdPair(BackwardKernel):
             return f"registers are {pairs}; a block has 504 for three threads"
         if config.direction not in ("", *DIRECTIONS):
             return f"direction is {config.direction!r}; it must be one of {[*DIRECTIONS]}"
-        if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong_parts(op.forward, config.parts):
+        if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong(op.forward, config):
             return reason
         if smem_bytes(config, op.forward) > device.smem_bytes:
             return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
@@ -115,8 +115,8 @@ class AttnBwdPair(BackwardKernel):
         kv_values = shared | backward.kv_order(forward, KEYS, device, parts=parts)
         kv_grid = min(sms, backward.kv_tiles(forward, KEYS) * parts) if forward.total_kv else 0
         q_grid = min(sms, forward.heads * backward.q_blocks(forward, config.q_block)) if forward.total_q else 0
-        dkdv = self.launch(op, group.kind_of(config, parts), device, "attn_bwd_dkdv", kv_values, kv_grid, _dkdv)
-        dq = self.launch(op, group.kind_of(config, 1), device, "attn_bwd_dq", shared, q_grid, _dq)
+        dkdv = self.launch(op, group.kind_of(config, forward, parts), device, "attn_bwd_dkdv", kv_values, kv_grid, _dkdv)
+        dq = self.launch(op, group.kind_of(config, forward, 1), device, "attn_bwd_dq", shared, q_grid, _dq)
         own = dkdv, *self.add_parts(op, parts, device), dq
         return self.program(op, device, FirstPass(config.q_block, KEYS, 8), own, backward.part_buffers(forward, parts))
 

@@ -74,7 +74,7 @@ class AttnBwdSimt(BackwardKernel):
                 return f"{which} is {value}; it must be a multiple of 16"
         if smem_bytes(config, op.forward) > device.smem_bytes:
             return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
-        return group.wrong_parts(op.forward, config.parts)
+        return group.wrong(op.forward, config)
 
     def candidates(self, op: Backward, device: Device) -> list[Config]:
         """The fastest that the device's shared memory suffices for."""
@@ -91,8 +91,8 @@ class AttnBwdSimt(BackwardKernel):
         kv_values = shared | backward.kv_order(forward, config.tile_kv, device, parts=parts)
         kv_grid = backward.kv_tiles(forward, config.tile_kv) * parts if forward.total_kv else 0
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
-        dkdv = self.launch(op, group.kind_of(config, parts), device, "attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv)
-        dq = self.launch(op, group.kind_of(config, 1), device, "attn_bwd_dq_simt", shared, q_grid, _dq)
+        dkdv = self.launch(op, group.kind_of(config, forward, parts), device, "attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv)
+        dq = self.launch(op, group.kind_of(config, forward, 1), device, "attn_bwd_dq_simt", shared, q_grid, _dq)
         own = dkdv, *self.add_parts(op, parts, device), dq
         return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own, backward.part_buffers(forward, parts))
 

@@ -1,4 +1,5 @@
-"""Into how many parts, works of their own, kernels of the backward split the query heads that share a key head.
+"""Into how many parts, works of their own, kernels of the backward split the query heads that share a key head, and in which
+order a work goes over their tiles.
 
 A work of such a kernel is a key tile. With few key heads there are fewer works than multiprocessors, or few works of very
 different lengths. Parts of the heads are more works, and shorter ones, but dk and dv are then sums of parts in scratch, which a
@@ -15,7 +16,11 @@ import numpy as np
 
 from ..device import Device
 from ..operation import Forward
-from ..variant.mask import Pairs
+from ..variant import Option
+from ..variant.mask import Full, Pairs
+from ..variant.walk import QIntervalByTiles, QIntervalWalk, lists
+
+WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles()}
 
 # perf/notes/attn_bwd.md, "Parts of a group of heads"
 MOST_WORKS = 8  # of each block that runs at once: with more of them nothing is split, nor into more
@@ -32,16 +37,32 @@ def divisors(op: Forward) -> list[int]:
     return [n for n in range(1, op.heads_per_kv + 1) if op.heads_per_kv % n == 0]
 
 
-def wrong_parts(op: Forward, parts: int) -> str | None:
-    """The reason why the query heads of a key head cannot be split into so many parts; None where they can, as for 0."""
-    if parts == 0 or parts in divisors(op):
-        return None
-    return f"parts is {parts}; it must be 0 or divide the {op.heads_per_kv} query heads of a key head"
+def wrong(op: Forward, config: Any) -> str | None:
+    """The reason why the query heads of a key head cannot be split so, or their tiles not be taken in this order; None where they
+    can."""
+    if config.parts and config.parts not in divisors(op):
+        return f"parts is {config.parts}; it must be 0 or divide the {op.heads_per_kv} query heads of a key head"
+    walk = getattr(config, "walk", "")
+    if walk not in ("", *WALKS) or (walk == "by_tiles" and _differs_by_head(op)):
+        return f"walk is {walk!r}; it must be of {[*WALKS]}, and 'by_tiles' needs one mask for all heads that is no list"
+    return None
 
 
-def kind_of(config: Any, parts: int) -> Any:
+def kind_of(config: Any, op: Forward, parts: int) -> Any:
     """The configuration of a source: how many parts there are is a run-time number, but for 1."""
-    return dataclasses.replace(config, parts=min(parts, 2))
+    walk = {"walk": config.walk or walk_of(op)} if hasattr(config, "walk") else {}
+    return dataclasses.replace(config, parts=min(parts, 2), **walk)
+
+
+def walk_of(op: Forward) -> str:
+    """All heads of a query tile together, where a mask leaves key tiles different numbers of these: works that add to the same
+    tiles of dq in turns then go in step."""
+    return "by_heads" if op.heads_per_kv == 1 or _differs_by_head(op) or isinstance(op.mask, Full) else "by_tiles"
+
+
+def _differs_by_head(op: Forward) -> bool:
+    """Says whether heads visit tiles of their own."""
+    return lists(op.mask) or hasattr(op.mask, "of_head")
 
 
 def parts(op: Forward, tile_q: int, tile_kv: int, device: Device, ctas_per_sm: int = 1) -> int:
@@ -67,7 +88,7 @@ def parts(op: Forward, tile_q: int, tile_kv: int, device: Device, ctas_per_sm: i
 def _sequences(op: Forward) -> list[tuple[int, tuple[int, int]]]:
     """How many sequences have which lengths. Of packed ones one has the longest, and the others the mean of the rest."""
     longest = op.q_len, op.kv_len
-    if not op.varlen or op.batch == 1:
+    if not op.varlen or op.batch <= 1:
         return [(op.batch, longest)]
     rest = [max(0, total - most) // (op.batch - 1) for total, most in zip((op.total_q, op.total_kv), longest, strict=True)]
     return [(1, longest), (op.batch - 1, (rest[0], rest[1]))]

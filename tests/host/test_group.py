@@ -12,12 +12,14 @@ import pytest
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError
 from rawattn.kernel import group
+from rawattn.kernel.attn_bwd import Config
 from rawattn.operation import Backward
 from rawattn.program import Buffer
 from rawattn.select import select
 from rawattn.variant.element import FP32, FP64
 from rawattn.variant.mask import Causal, Full, Window
 from tests import operations
+from tests.options import HeadWindow
 
 H200 = TYPICAL["sm_90a"]
 
@@ -114,6 +116,14 @@ def test_numbers_of_parts_that_do_not_divide(kernel: str) -> None:
     config = select(op, H200).config
     with pytest.raises(ProblemError, match="parts is 3; it must be 0 or divide the 4 query heads of a key head"):
         select(op, H200, kernel, dataclasses.replace(config, parts=3))
+
+
+@pytest.mark.parametrize("walk, mask", [("by_columns", Causal()), ("by_tiles", HeadWindow(3, 1))])
+def test_orders_that_do_not_fit(walk: str, mask: Any) -> None:
+    op = backward(1, 300, (8, 2), mask)
+    assert group.walk_of(op.forward) == ("by_heads" if walk == "by_tiles" else "by_tiles")
+    with pytest.raises(ProblemError, match=f"walk is '{walk}'; it must be of .* needs one mask for all heads"):
+        select(op, H200, "attn_bwd", Config(walk=walk))
 
 
 def test_no_kernel_with_many_blocks() -> None:

@@ -22,7 +22,7 @@ from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.kernel.base import Kernel
-from rawattn.kernel.group import divisors
+from rawattn.kernel.group import WALKS, divisors
 from rawattn.operation import Backward
 from rawattn.plans import Plan
 from rawattn.program import Counter, Program
@@ -446,10 +446,11 @@ GROUPS: list[dict[str, Any]] = [  # of query heads that share a key head
 )  # fmt: skip
 def test_parts_of_a_group(kernel: Any, case: Case, dlse: bool) -> None:
     """However its heads are shared out among works, and in whatever order a work takes their tiles, each time the same bits."""
-    call, walks = Call(case, dlse), ("by_heads", "by_tiles") if kernel is ATTN_BWD else ("",)
+    call = Call(case, dlse)
     config = rawattn.explain_backward(**call.given, **call.options, kernel=kernel.name).selection.config
+    walks = [{"walk": walk} for walk in WALKS] if hasattr(config, "walk") else [{}]
     for parts, walk in itertools.product(divisors(case.op), walks):
-        own = dataclasses.replace(config, parts=parts, **({"walk": walk} if walk else {}))
+        own = dataclasses.replace(config, parts=parts, **walk)
         found = call.run(kernel, config=own)
         call.check(found)
         assert all(equal(call.run(kernel, config=own), found) for _ in range(3))
