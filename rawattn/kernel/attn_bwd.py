@@ -23,6 +23,7 @@ from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
+REACHED = 0.7  # of the full rate of the tensor cores, where no multiprocessor is idle
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
@@ -238,7 +239,9 @@ class AttnBwd(BackwardKernel):
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
-        parts = config.parts or group.parts(forward, config.tile_q, config.tile_kv, device)
+        parts = config.parts or group.parts(
+            forward, config.tile_q, config.tile_kv, device, self.cost(config, op, device) / REACHED
+        )
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
         kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)

@@ -198,7 +198,8 @@ class AttnBwdMma(BackwardKernel):
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
-        parts = config.parts or group.parts(forward, config.tile_q, config.tile_kv, device, config.ctas_per_sm)
+        seconds = self.cost(config, op, device)
+        parts = config.parts or group.parts(forward, config.tile_q, config.tile_kv, device, seconds, config.ctas_per_sm)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
         kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm, parts)
         grid = backward.kv_tiles(forward, config.tile_kv) * parts if forward.total_kv else 0

@@ -111,7 +111,7 @@ class AttnBwdPair(BackwardKernel):
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward, sms = op.forward, device.sm_count
         shared = backward.values(forward, config.q_block, KEYS)
-        parts = config.parts or group.parts(forward, config.tile_q, KEYS, device)
+        parts = config.parts or group.parts(forward, config.tile_q, KEYS, device, self.cost(config, op, device))
         kv_values = shared | backward.kv_order(forward, KEYS, device, parts=parts)
         kv_grid = min(sms, backward.kv_tiles(forward, KEYS) * parts) if forward.total_kv else 0
         q_grid = min(sms, forward.heads * backward.q_blocks(forward, config.q_block)) if forward.total_q else 0

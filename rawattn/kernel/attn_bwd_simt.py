@@ -87,7 +87,8 @@ class AttnBwdSimt(BackwardKernel):
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
         shared = backward.values(forward, config.tile_q, config.tile_kv)
-        parts = config.parts or group.parts(forward, config.tile_q, config.tile_kv, device, config.blocks)
+        seconds = self.cost(config, op, device)
+        parts = config.parts or group.parts(forward, config.tile_q, config.tile_kv, device, seconds, config.blocks)
         kv_values = shared | backward.kv_order(forward, config.tile_kv, device, parts=parts)
         kv_grid = backward.kv_tiles(forward, config.tile_kv) * parts if forward.total_kv else 0
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0

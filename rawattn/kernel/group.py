@@ -26,7 +26,6 @@ WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalBy
 MOST_WORKS = 8  # of each block that runs at once: with more of them nothing is split, nor into more
 START = 1.5  # steps that a work takes besides its own
 PART_START = 0.5  # steps besides these where it leaves parts
-STEP_RATE = 4096 * 1.755e9 * 0.7  # FLOP a second of a multiprocessor
 SUM_RATE = 27e9  # bytes a second of a multiprocessor, of parts that are written and read
 SUM_START = 4e-6  # seconds
 SAMPLED = 256  # query tiles
@@ -65,24 +64,21 @@ def _differs_by_head(op: Forward) -> bool:
     return lists(op.mask) or hasattr(op.mask, "of_head")
 
 
-def parts(op: Forward, tile_q: int, tile_kv: int, device: Device, ctas_per_sm: int = 1) -> int:
-    """How many parts take the least time."""
-    most = MOST_WORKS * device.sm_count * ctas_per_sm
-    tried = [n for n in divisors(op) if n == 1 or n * _works(op, tile_kv) <= most]
+def parts(op: Forward, tile_q: int, tile_kv: int, device: Device, seconds: float, ctas_per_sm: int = 1) -> int:
+    """How many parts take the least time, where all works would take ``seconds`` if multiprocessors were never idle."""
+    blocks, rows = device.sm_count * ctas_per_sm, op.kv_heads * (op.total_kv if op.varlen else op.batch * op.kv_len)
+    tried = [n for n in divisors(op) if n == 1 or n * _works(op, tile_kv) <= MOST_WORKS * blocks]
     if len(tried) == 1 or not op.total_q or not op.total_kv:
         return 1
     steps = np.concatenate([np.tile(_steps(op.spec.placed_mask, *each, tile_q, tile_kv), n) for n, each in _sequences(op)])
-    flops = 2 * (3 * op.head_dim + 2 * op.head_dim_v) * tile_q * tile_kv
-    step = flops * ctas_per_sm / STEP_RATE
-    rows = op.kv_heads * (op.total_kv if op.varlen else op.batch * op.kv_len)
+    step = seconds * blocks / max(1.0, steps.sum() * op.heads)
     part_bytes = 2 * rows * (op.head_dim + op.head_dim_v) * op.element.lse_bytes
 
-    def seconds(n: int) -> float:
-        each = np.repeat(steps, op.kv_heads * n) * (op.heads_per_kv // n) + START + PART_START * (n > 1)
-        adds = SUM_START + n * part_bytes / (SUM_RATE * device.sm_count) if n > 1 else 0.0
-        return step * makespan(each, device.sm_count * ctas_per_sm) + adds
+    def time_of(n: int) -> float:
+        works = np.repeat(steps, op.kv_heads * n) * (op.heads_per_kv // n) + START + PART_START * (n > 1)
+        return step * makespan(works, blocks) + (SUM_START + n * part_bytes / (SUM_RATE * device.sm_count)) * (n > 1)
 
-    return min(tried, key=seconds)
+    return min(tried, key=time_of)
 
 
 def _sequences(op: Forward) -> list[tuple[int, tuple[int, int]]]:

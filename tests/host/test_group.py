@@ -11,8 +11,8 @@ import pytest
 
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError
-from rawattn.kernel import group
-from rawattn.kernel.attn_bwd import Config
+from rawattn.kernel import attn_bwd, group
+from rawattn.kernel.attn_bwd import ATTN_BWD, Config
 from rawattn.operation import Backward
 from rawattn.program import Buffer
 from rawattn.select import select
@@ -47,9 +47,13 @@ CHOSEN = {  # perf/notes/attn_bwd.md
 }
 
 
+def chosen(op: Backward) -> int:
+    return group.parts(op.forward, 64, 128, H200, ATTN_BWD.cost(Config(), op, H200) / attn_bwd.REACHED)
+
+
 @pytest.mark.parametrize("op, wanted", CHOSEN.values(), ids=CHOSEN)
 def test_parts(op: Backward, wanted: int) -> None:
-    assert group.parts(op.forward, 64, 128, H200) == wanted
+    assert chosen(op) == wanted
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(40, 70), Causal("top_left"), Window(0, 0)], ids=str)
@@ -129,7 +133,7 @@ def test_orders_that_do_not_fit(walk: str, mask: Any) -> None:
 def test_no_kernel_with_many_blocks() -> None:
     """Scratch is bounded: nothing is split into more works than a few for each block that runs at once."""
     for batch, length, kv_heads in itertools.product((1, 3, 16), (256, 2048, 16384), (1, 4)):
-        op = backward(batch, length, (32, kv_heads), Causal()).forward
+        op = backward(batch, length, (32, kv_heads), Causal())
         works = batch * kv_heads * -(-length // 128)
-        parts = group.parts(op, 64, 128, H200)
+        parts = chosen(op)
         assert parts == 1 or parts * works <= group.MOST_WORKS * H200.sm_count
