@@ -381,7 +381,7 @@ class Call:
 CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
-    "mma, 128, small tiles", "simt, packed", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
+    "mma, 128, small tiles", "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
 )  # fmt: skip
 
 
