@@ -10,11 +10,9 @@
 //   __syncthreads, before    every thread   every thread   smem.a and smem.b, after a tile's last product smem.p and smem.ds: read
 //   __syncthreads, behind    every thread   every thread   the same: written
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options Element, Rows, Mask, Score, Weight,
-                       // Group, Scheduler, Walk
+#include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options Element, Rows, Mask, Score, Weight, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/numbers.cuh"
-#include "variant/group/interface.cuh"
 #include "variant/interfaces_bwd.cuh"
 
 template struct NumberElements<QElement, KvElement, OElement>;
@@ -24,7 +22,6 @@ template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
-template struct GroupOption<Group>;
 static_assert(cfg::tile_q % 16 == 0 && cfg::tile_kv % 16 == 0 && cfg::chunk % 16 == 0);
 
 struct Smem {
@@ -61,7 +58,7 @@ struct Block {
     Number dk[keys_each][chunks * cfg::chunk / 16] = {}, dv[keys_each][v_chunks * cfg::chunk / 16] = {};
 
     __device__ Block(const Args& args, Smem& smem, const KvWorkTile& work)
-        : args(args), smem(smem), rows(args, work.batch), kv_begin(work.kv_tile * cfg::tile_kv), k(any_matrix_of(args.k, rows.kv, Group::kv_head(args, work))), v(any_matrix_of(args.v, rows.kv, Group::kv_head(args, work))) {}
+        : args(args), smem(smem), rows(args, work.batch), kv_begin(work.kv_tile * cfg::tile_kv), k(any_matrix_of(args.k, rows.kv, work.kv_head)), v(any_matrix_of(args.v, rows.kv, work.kv_head)) {}
 
     // smem.p and smem.ds of a tile of queries.
     __device__ void weigh(const QueryHead& head, const WorkTile& work, const Number* lse_log2, const Number* delta) {
@@ -127,10 +124,10 @@ struct Block {
         for (int i = 0; i < keys_each; ++i) {
             const i32 key = kv_begin + Spread<keys_each>::index(at.y, i);
             if (key >= rows.kv_len) continue;
-            Group::Out* row = reinterpret_cast<Group::Out*>(to.rows(rows.kv, head) + key * to.row_bytes);
+            KvElement* row = reinterpret_cast<KvElement*>(to.rows(rows.kv, head) + key * to.row_bytes);
 #pragma unroll
             for (int c = 0; c < n; ++c)
-                if (const int column = column_of(at.x, c); column < end) narrow(row[column], x[i][c] * factor);
+                if (const int column = column_of(at.x, c); column < end) row[column] = KvElement::narrow(x[i][c] * factor);
         }
     }
 };
@@ -143,8 +140,8 @@ __device__ void compute(const Args& args, Smem& smem, const KvWorkTile& work) {
         block.weigh(head, {work.batch, q_head, tile * cfg::tile_q, 0}, args.lse_log2 + first, args.delta + first);
         block.add(head, tile * cfg::tile_q);
     });
-    block.store(Group::dk(args), work.kv_head, cfg::head_dim, block.dk, args.scale);
-    block.store(Group::dv(args), work.kv_head, cfg::head_dim_v, block.dv, Weight::factor(args));
+    block.store(args.dk, work.kv_head, cfg::head_dim, block.dk, args.scale);
+    block.store(args.dv, work.kv_head, cfg::head_dim_v, block.dv, Weight::factor(args));
 }
 
 extern "C" __global__ __launch_bounds__(256, cfg::blocks) void attn_bwd_dkdv_simt(const __grid_constant__ Args args) {

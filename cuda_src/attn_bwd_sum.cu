@@ -4,15 +4,15 @@
 // A block adds a tile of cfg::tile_kv rows of a head of dk and dv, a thread cfg::vector columns of a row at a time. No thread waits for
 // another, so there is no barrier.
 
-#include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Launch, Scheduler
+#include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Group, Launch, Scheduler
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
-#include "variant/group/parts.cuh"
+#include "variant/group/interface.cuh"
 #include "variant/interfaces.cuh"
-#include "variant/kv_work_tile.cuh"
 
 template struct NumberOption<KvElement>;
 template struct RowsOption<Rows>;
+template struct GroupOption<Group>;
 template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Launch::uses_pdl};
@@ -48,8 +48,8 @@ extern "C" __global__ __launch_bounds__(cfg::threads) void attn_bwd_sum(const __
     const KvWorkTile work = scheduler.next();
     if (!work.is_last()) {
         const Rows rows(args, work.batch);
-        add<cfg::head_dim>(args, rows, work, group_parts(args, args.dk_parts, cfg::head_dim), args.dk);
-        add<cfg::head_dim_v>(args, rows, work, group_parts(args, args.dv_parts, cfg::head_dim_v), args.dv);
+        add<cfg::head_dim>(args, rows, work, Group::dk(args), args.dk);
+        add<cfg::head_dim_v>(args, rows, work, Group::dv(args), args.dv);
     }
     scheduler.finish();
 }

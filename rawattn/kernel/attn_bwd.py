@@ -23,7 +23,6 @@ from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
-REACHED = 0.7  # of the full rate of the tensor cores, where no multiprocessor is idle
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
@@ -43,8 +42,8 @@ class Config:
     chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
     step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
-    "apart"); into how many parts, works of their own, the query heads of a key head are split (0 for what the schedule
-    suggests), and in which order a work goes over their tiles ("by_heads", "by_tiles", "" for what the mask suggests)."""
+    "apart"); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes suggest), and in
+    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest)."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -238,16 +237,14 @@ class AttnBwd(BackwardKernel):
         return seconds * (0.95 if is_short else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
-        forward = op.forward
-        parts = config.parts or group.parts(
-            forward, config.tile_q, config.tile_kv, device, self.cost(config, op, device) / REACHED
-        )
+        forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
+        config = group.resolved(forward, config, works, device.sm_count)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=parts)
+        kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
-        grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv) * parts) if forward.total_kv else 0
-        own = [self.launch(op, group.kind_of(config, forward, parts), device, "attn_bwd", kv_values, grid, _main)]
-        own += self.add_parts(op, parts, device)
+        grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
+        own = [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, _main)]
+        own += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
@@ -257,7 +254,7 @@ class AttnBwd(BackwardKernel):
         first = FirstPass(
             config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
         )
-        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, parts)))
+        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
 def _of_dq(config: Config) -> dict[str, int]:

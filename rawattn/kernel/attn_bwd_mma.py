@@ -30,8 +30,8 @@ class Config:
     """Query rows of a step; warps; 16-row tiles of keys that a warp has; warps that have the same keys; queries whose S it has at
     once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
     many numbers of dq are added at once; how parts of dq meet ("ordered", "unordered"); in which direction blocks go ("" for what
-    the mask suggests); into how many parts, works of their own, the query heads of a key head are split (0 for what the schedule
-    suggests), and in which order a work goes over their tiles ("by_heads", "by_tiles", "" for what the mask suggests)."""
+    the mask suggests); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes
+    suggest), and in which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest)."""
 
     tile_q: int = 64
     warps: int = 8
@@ -197,23 +197,22 @@ class AttnBwdMma(BackwardKernel):
         return 2 * parts * op.flops / (tiling.mma_flops(device) * device.sm_count * 1.7e9)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
-        forward = op.forward
-        seconds = self.cost(config, op, device)
-        parts = config.parts or group.parts(forward, config.tile_q, config.tile_kv, device, seconds, config.ctas_per_sm)
+        forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
+        config = group.resolved(forward, config, works, device.sm_count * config.ctas_per_sm)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm, parts)
-        grid = backward.kv_tiles(forward, config.tile_kv) * parts if forward.total_kv else 0
+        kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm, config.parts)
+        grid = works * config.parts if forward.total_kv else 0
         dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
         chains = int(config.store == "ordered")
         last = LastPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector, dq_chains=chains)
-        own = [self.launch(op, group.kind_of(config, forward, parts), device, "attn_bwd_mma", kv_values, grid, _main)]
-        own += self.add_parts(op, parts, device)
+        own = [self.launch(op, group.source_of(config), device, "attn_bwd_mma", kv_values, grid, _main)]
+        own += self.add_parts(op, config.parts, device)
         own += [self.convert(op, last, device)] * (forward.total_q > 0)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         scratch = [Buffer("dq_sum", blocks * config.tile_q * forward.head_dim * 4)]
         scratch += [Buffer("turns", blocks * 4)] * (config.store == "ordered")
         first = FirstPass(config.tile_q, config.tile_kv, 16 // forward.element.itemsize, clears, dq)
-        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, parts)))
+        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
 def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:

@@ -24,7 +24,7 @@ KEYS = 64  # of a block of attn_bwd_dkdv.cu
 class Config:
     """Query rows of a step of attn_bwd_dkdv.cu, keys of a step of attn_bwd_dq.cu and query rows of its blocks; registers of a
     producer and of a consumer thread in each; in which direction blocks of the first go ("" for what the mask suggests);
-    into how many parts, works of their own there, the query heads of a key head are split (0 for what the schedule suggests)."""
+    into how many parts, works of their own there, the query heads of a key head are split (0 for what sizes suggest)."""
 
     tile_q: int = 64
     tile_kv: int = 64
@@ -109,16 +109,16 @@ class AttnBwdPair(BackwardKernel):
         return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
-        forward, sms = op.forward, device.sm_count
+        forward, sms, works = op.forward, device.sm_count, backward.kv_tiles(op.forward, KEYS)
+        config = group.resolved(forward, config, works, sms)
         shared = backward.values(forward, config.q_block, KEYS)
-        parts = config.parts or group.parts(forward, config.tile_q, KEYS, device, self.cost(config, op, device))
-        kv_values = shared | backward.kv_order(forward, KEYS, device, parts=parts)
-        kv_grid = min(sms, backward.kv_tiles(forward, KEYS) * parts) if forward.total_kv else 0
+        kv_values = shared | backward.kv_order(forward, KEYS, device, parts=config.parts)
+        kv_grid = min(sms, works * config.parts) if forward.total_kv else 0
         q_grid = min(sms, forward.heads * backward.q_blocks(forward, config.q_block)) if forward.total_q else 0
-        dkdv = self.launch(op, group.kind_of(config, forward, parts), device, "attn_bwd_dkdv", kv_values, kv_grid, _dkdv)
-        dq = self.launch(op, group.kind_of(config, forward, 1), device, "attn_bwd_dq", shared, q_grid, _dq)
-        own = dkdv, *self.add_parts(op, parts, device), dq
-        return self.program(op, device, FirstPass(config.q_block, KEYS, 8), own, backward.part_buffers(forward, parts))
+        dkdv = self.launch(op, group.source_of(config), device, "attn_bwd_dkdv", kv_values, kv_grid, _dkdv)
+        dq = self.launch(op, dataclasses.replace(config, parts=1), device, "attn_bwd_dq", shared, q_grid, _dq)
+        own = dkdv, *self.add_parts(op, config.parts, device), dq
+        return self.program(op, device, FirstPass(config.q_block, KEYS, 8), own, backward.part_buffers(forward, config.parts))
 
 
 def _constants(op: Forward, config: Config, producer: int, consumer: int, **tiles: int) -> dict[str, int]:

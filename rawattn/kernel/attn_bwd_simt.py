@@ -4,6 +4,7 @@ kernels in plain CUDA C."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from ..compiler import Source
 from ..device import Device
@@ -12,20 +13,18 @@ from ..operation import Backward, Forward
 from ..program import Fields, Program
 from ..variant import Option
 from ..variant.walk import QIntervalWalk, QListCursor, lists
-from . import backward, group, tiling
+from . import backward, tiling
 from .backward import BackwardKernel, FirstPass
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile sizes in rows, columns that are in shared memory at a time, blocks of a multiprocessor that registers suffice for;
-    into how many parts, works of their own, the query heads of a key head are split (0 for what the schedule suggests)."""
+    """Tile sizes in rows, columns that are in shared memory at a time, blocks of a multiprocessor that registers suffice for."""
 
     tile_q: int = 32
     tile_kv: int = 32
     chunk: int = 64
     blocks: int = 1
-    parts: int = 0
 
 
 def configs_of(op: Forward) -> list[Config]:
@@ -74,7 +73,7 @@ class AttnBwdSimt(BackwardKernel):
                 return f"{which} is {value}; it must be a multiple of 16"
         if smem_bytes(config, op.forward) > device.smem_bytes:
             return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
-        return group.wrong(op.forward, config)
+        return None
 
     def candidates(self, op: Backward, device: Device) -> list[Config]:
         """The fastest that the device's shared memory suffices for."""
@@ -87,23 +86,18 @@ class AttnBwdSimt(BackwardKernel):
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
         shared = backward.values(forward, config.tile_q, config.tile_kv)
-        seconds = self.cost(config, op, device)
-        parts = config.parts or group.parts(forward, config.tile_q, config.tile_kv, device, seconds, config.blocks)
-        kv_values = shared | backward.kv_order(forward, config.tile_kv, device, parts=parts)
-        kv_grid = backward.kv_tiles(forward, config.tile_kv) * parts if forward.total_kv else 0
+        kv_values = shared | backward.kv_order(forward, config.tile_kv, device)
+        kv_grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
-        dkdv = self.launch(op, group.kind_of(config, forward, parts), device, "attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv)
-        dq = self.launch(op, group.kind_of(config, forward, 1), device, "attn_bwd_dq_simt", shared, q_grid, _dq)
-        own = dkdv, *self.add_parts(op, parts, device), dq
-        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own, backward.part_buffers(forward, parts))
+        launch = functools.partial(self.launch, op, config, device)
+        own = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq_simt", shared, q_grid, _dq)
+        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own)
 
 
 def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     plan = backward.kv_scheduler(op, persistent=False)
     walk = QListCursor() if lists(op.mask) else QIntervalWalk()
-    of_group = backward.group_options(config.parts)
-    own = {**of_group, "Scheduler": plan, "Walk": walk}
-    return _rendered("attn_bwd_dkdv_simt.cu", op, config, of_group["Group"].fields, own, arch)
+    return _rendered("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
 
 
 def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
@@ -115,7 +109,6 @@ def _rendered(
     file: str, op: Forward, config: Config, outputs: Fields, own: dict[str, Option], arch: str
 ) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-    del constants["parts"]
     constants["scale_sign"] = -1 if op.scale < 0 else 1
     every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **own)  # type: ignore[arg-type]
     fields = (*backward.READS, *outputs, *backward.STATISTICS, *backward.HEADS)

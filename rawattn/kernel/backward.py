@@ -18,7 +18,7 @@ from ..render import config_header, source
 from ..variant import Option, launch, rows, scheduler
 from ..variant.clear import ClearNothing
 from ..variant.dlse import GivenDlse, ZeroDlse
-from ..variant.group import DK_DV, PARTS, PartOfGroup, WholeGroup
+from ..variant.group import DK_DV, PartOfGroup, WholeGroup
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
 from ..variant.statistics import StatisticsByRows
@@ -245,17 +245,15 @@ class BackwardKernel(Kernel[Backward]):
         """The pass that adds parts of dk and dv, where there are several."""
         if parts == 1:
             return ()
-        forward, vector = op.forward, self.alignment // op.forward.element.itemsize or 1
+        forward, vector = op.forward, self.alignment // op.forward.element.itemsize
         shared = values(forward, 1, SUM_ROWS) | kv_order(forward, SUM_ROWS, device) | part_values(forward, parts)
         grid = kv_tiles(forward, SUM_ROWS) if forward.total_kv else 0
         return (self.launch(op, vector, device, "attn_bwd_sum", shared, grid, _sum),)
 
     def programs(self, op: Backward, config: Any, device: Device) -> tuple[Program, ...]:
-        """Where heads share keys, one with works of all of them, and one with parts."""
-        several = [parts for parts in group.divisors(op.forward) if parts > 1][:1]
-        if config.parts or not several:
-            return super().programs(op, config, device)
-        return tuple(self.lower(op, dataclasses.replace(config, parts=parts), device) for parts in (1, *several))
+        """One for each way in which lengths may split the heads that share keys."""
+        every = group.kinds(op.forward, config) if hasattr(config, "parts") else [config]
+        return tuple(self.lower(op, each, device) for each in every)
 
     def program(
         self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = ()
@@ -319,9 +317,10 @@ def _sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dk and dv of their parts."""
     constants = {"tile_q": SUM_ROWS, "tile_kv": SUM_ROWS, "threads": SUM_THREADS, "vector": vector}  # no query is in a tile
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-    every = options(op, Launch=launch_option(arch), Scheduler=kv_scheduler(op, "Ascending", persistent=False))
+    plan = kv_scheduler(op, "Ascending", persistent=False)
+    every = options(op, Group=PartOfGroup(), Launch=launch_option(arch), Scheduler=plan)
     del every["Mask"]
-    return rendered("attn_bwd_sum.cu", constants, (*DK_DV, *PARTS, *HEADS[1:3]), [], every, arch)
+    return rendered("attn_bwd_sum.cu", constants, (*DK_DV, *HEADS[1:3]), [], every, arch)
 
 
 def _dsinks(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:

@@ -118,7 +118,6 @@ HOPPER |= {  # works of a part of the query heads of a key head
     "128, later, packed, parts": Case((128, 128), {}, SHORT, (6, 2), varlen=True, order="step_later", grid=3, parts=3),
     "192 and 128, parts": Case((192, 128), {"mask": Causal()}, ((70, 100),) * 2, (2, 1), parts=2),
 }
-SIMT |= {"parts": Case((9, 5), {"element": FP64, "mask": Causal()}, ((40, 70),) * 2, (4, 2), parts=2)}
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
 HOPPER |= {
     "64, lens": Case((64, 64), {"mask": Causal()}, ((150, 200),) * 4, dlse=True, sinks=True, lens=LENS),
@@ -355,8 +354,7 @@ class Call:
             altered = patched_bwd_mma(case.patch) if case.patch else ATTN_BWD_MMA
             return altered.lower(self.op, config, TYPICAL["sm_90a"])
         if case.simt:
-            config = ATTN_BWD_SIMT.candidates(self.op, TYPICAL["sm_75"])[0]
-            return ATTN_BWD_SIMT.lower(self.op, dataclasses.replace(config, parts=case.parts), TYPICAL["sm_75"])
+            return ATTN_BWD_SIMT.lower(self.op, ATTN_BWD_SIMT.candidates(self.op, TYPICAL["sm_75"])[0], TYPICAL["sm_75"])
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
         if kernel is ATTN_BWD:
             found = attn_bwd.config_of(self.op.forward, case.store)

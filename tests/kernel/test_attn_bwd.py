@@ -440,7 +440,7 @@ GROUPS: list[dict[str, Any]] = [  # of query heads that share a key head
     (kernel, Case(dtype, head_dim=size, head_dim_v=size, **kind), True)
     for (kernel, size, dtype), kind in itertools.product(
         [(ATTN_BWD, 64, "fp16"), (ATTN_BWD, 128, "bf16"), (ATTN_BWD_PAIR, 192, "bf16"), (ATTN_BWD_MMA, 128, "fp16"),
-         (ATTN_BWD_MMA, 40, "fp32"), (ATTN_BWD_SIMT, 40, "fp32")],
+         (ATTN_BWD_MMA, 40, "fp32")],
         GROUPS,
     )
 )  # fmt: skip

@@ -9,5 +9,4 @@ template <class G> struct GroupOption : Given {
     static const KvWorkTile& work;
     static_assert(requires { i32(G::kv_head(args, work)); }, "Group: kv_head(args, work), of k and v");
     static_assert(requires { StridedOutput(G::dk(args)), StridedOutput(G::dv(args)); }, "Group: dk(args), dv(args): StridedOutput, by work.kv_head");
-    static_assert(requires { sizeof(typename G::Out); }, "Group: Out, the numbers of these rows");
 };
