@@ -238,7 +238,7 @@ class AttnBwd(BackwardKernel):
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
-        config = group.resolved(forward, config, works, device.sm_count)
+        config = group.resolved(forward, config, works, config.tile_kv, device.sm_count)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
         kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)

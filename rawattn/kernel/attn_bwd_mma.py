@@ -198,7 +198,7 @@ class AttnBwdMma(BackwardKernel):
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
-        config = group.resolved(forward, config, works, device.sm_count * config.ctas_per_sm)
+        config = group.resolved(forward, config, works, config.tile_kv, device.sm_count * config.ctas_per_sm)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
         kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm, config.parts)
         grid = works * config.parts if forward.total_kv else 0

@@ -110,7 +110,7 @@ class AttnBwdPair(BackwardKernel):
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward, sms, works = op.forward, device.sm_count, backward.kv_tiles(op.forward, KEYS)
-        config = group.resolved(forward, config, works, sms)
+        config = group.resolved(forward, config, works, KEYS, sms)
         shared = backward.values(forward, config.q_block, KEYS)
         kv_values = shared | backward.kv_order(forward, KEYS, device, parts=config.parts)
         kv_grid = min(sms, works * config.parts) if forward.total_kv else 0

@@ -159,9 +159,8 @@ def row_order(op: Forward) -> dict[str, float]:
 def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1, parts: int = 1) -> dict[str, float]:
     """Takes key tiles together of as many heads as give each multiprocessor its blocks; each of the ``parts`` of a group of query
     heads counts as one."""
-    all_heads = op.kv_heads * op.batch * parts
-    group = max(1, min(all_heads, -(-device.sm_count * ctas_per_sm // max(1, -(-op.kv_len // tile_kv)))))
-    found: dict[str, float] = {"l2_head_group": group, "last_group": max(0, all_heads // group - 1)}
+    size, groups = group.head_groups(op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv), device.sm_count * ctas_per_sm)
+    found: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
     return found if parts == 1 else found | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
 
 

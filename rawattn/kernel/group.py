@@ -17,25 +17,24 @@ from ..variant.walk import QIntervalByTiles, QIntervalWalk, lists
 
 WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles()}
 
-# Works for each block that runs at once. Up to which number heads are split: a causal mask's longest work takes twice the mean of
-# all, so that with two a block none lasts beyond the others; under windows all take the same. Packed sequences come one after the
-# other, not the longest works of all first, and need twice as many.
+# Works for each block that runs at once, up to which heads are split. A causal mask's longest work takes twice the mean of all:
+# with two a block none lasts beyond the others. Under windows all take the same. Packed sequences come one after the other, not
+# the longest works of all first, and need twice as many.
 ENOUGH, ENOUGH_OF_WINDOWS = 1.9, 0.9
-MOST = 8  # and no more than these, whose parts of dk and dv then take 138 MB of scratch at head_dim 128 on an H200
-FEW = 4  # up to which all heads of a query tile are taken together
-SHORT = 2176  # queries of packed sequences, up to which they are, too
+MOST = 8  # with more than these nothing is split; their parts take 138 MB of scratch at head_dim 128 on 132 multiprocessors
+SHORT = 2176  # queries of packed sequences, up to which works take tiles of all heads together
 
 
 def divisors(op: Forward) -> list[int]:
-    """The numbers of equal parts of the query heads of a key head."""
-    return [n for n in range(1, op.heads_per_kv + 1) if op.heads_per_kv % n == 0]
+    """The numbers of equal parts of the query heads of a key head; lists of tiles are made for all of them."""
+    return [n for n in range(1, op.heads_per_kv + 1) if op.heads_per_kv % n == 0 and (n == 1 or not lists(op.mask))]
 
 
 def wrong(op: Forward, config: Any) -> str | None:
     """The reason why the query heads of a key head cannot be split so, or their tiles not be taken in this order; None where they
     can."""
     if config.parts and config.parts not in divisors(op):
-        return f"parts is {config.parts}; it must be 0 or divide the {op.heads_per_kv} query heads of a key head"
+        return f"parts is {config.parts}; it must be 0 or of {divisors(op)}, as {op.heads_per_kv} query heads share a key head"
     walk, differ = getattr(config, "walk", ""), lists(op.mask) or hasattr(op.mask, "of_head")
     if walk not in ("", *WALKS) or (walk == "by_tiles" and differ):
         return f"walk is {walk!r}; it must be of {[*WALKS]}, and 'by_tiles' needs one mask for all heads that is no list"
@@ -44,34 +43,45 @@ def wrong(op: Forward, config: Any) -> str | None:
 
 def parts(op: Forward, works: int, blocks: int) -> int:
     """The fewest parts that give blocks enough to do, where there are so many ``works`` of whole groups."""
-    if lists(op.mask) or not op.total_q or not op.total_kv:
+    if not op.total_q or not op.total_kv:
         return 1
     enough = (ENOUGH if isinstance(op.mask, (Full, Causal)) else ENOUGH_OF_WINDOWS) * (2 if op.varlen else 1)
     fitting = [n for n in divisors(op) if n == 1 or n * works <= MOST * blocks]
     return next((n for n in fitting if n * works >= enough * blocks), fitting[-1])
 
 
+def head_groups(heads: int, tiles: int, blocks: int) -> tuple[int, int]:
+    """Of how many heads key tiles are taken together, so that each block has one, and how many such groups there are."""
+    size = max(1, min(heads, -(-blocks // max(1, tiles))))
+    return size, max(1, heads // size)
+
+
 def walks(op: Forward, config: Any) -> list[str]:
-    """The orders that sizes may suggest. Works under a causal mask go in step where they take all heads of a query tile together;
-    head by head they wait for each other's turns to add to dq."""
+    """The orders that sizes may suggest."""
     in_turns = getattr(config, "store", "unordered") != "unordered"
     return ["by_heads", "by_tiles"] if in_turns and op.heads_per_kv > 1 and isinstance(op.mask, Causal) else ["by_heads"]
 
 
-def resolved(op: Forward, config: Any, works: int, blocks: int) -> Any:
-    """The configuration with the parts, and the walk where it has one, that sizes suggest, unless it says them."""
+def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) -> Any:
+    """The configuration with the parts, and the walk where it has one, that sizes suggest, unless it says them.
+
+    Under a causal mask the first of one or three groups of heads begins with its longest works, all of them at the last query
+    tile. Head by head these wait for each other's turns to add to dq; with all heads of a query tile together they go in step.
+    The first of two or four begins with its shortest works, at query tiles of their own: there nobody waits, and all heads
+    together would need more of Q and dq than L2 holds."""
     n = config.parts or parts(op, works, blocks)
-    in_step = n > 1 or works <= FEW * blocks or (op.varlen and op.q_len <= SHORT)
-    return _with(config, n, walks(op, config)[-in_step])
+    _, groups = head_groups(op.kv_heads * op.batch, -(-op.kv_len // tile_kv), blocks)
+    in_step = n > 1 or (op.q_len <= SHORT if op.varlen else groups in (1, 3))
+    return _with(config, n, walks(op, config)[-1 if in_step else 0])
 
 
 def kinds(op: Forward, config: Any) -> list[Any]:
-    """All that sizes may make of a configuration, one of each source: how many parts there are, if several, is a run-time number."""
+    """All that sizes may make of a configuration, one of each source: how many parts there are, if several, is a run-time
+    number."""
     if config.parts:
         return [config]
-    each = [] if lists(op.mask) else divisors(op)[1:2]
     found = walks(op, config)
-    return [_with(config, 1, walk) for walk in found] + [_with(config, n, found[-1]) for n in each]
+    return [_with(config, 1, walk) for walk in found] + [_with(config, n, found[-1]) for n in divisors(op)[1:2]]
 
 
 def _with(config: Any, parts: int, walk: str) -> Any:

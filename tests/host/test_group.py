@@ -82,6 +82,8 @@ CHOSEN = {
     "no queries": (backward(1, 4096, (8, 1), Full(), q_len=0), "1"),
     "several windows a block": (backward(1, 4096, (8, 1), Window(1024, 0)), "4"),
     "a mask for each head": (backward(1, 4096, (8, 1), HeadWindow(3, 1)), "4"),
+    "two groups of heads": (backward(1, 8192, (32, 8), Causal()), "1"),
+    "three groups of heads": (backward(2, 4096, (32, 8), Causal()), "1t"),
     "long packed sequences": (backward(8, 4096, (32, 8), Causal(), varlen=True, total_q=32768, total_kv=32768), "1"),
     "seven heads of a group": (backward(1, 4096, (28, 4), Causal()), "7t"),
     "nearly enough works": (backward(1, 7168, (28, 4), Causal()), "1t"),
@@ -152,7 +154,7 @@ def test_new_lengths_compile_nothing(mask: Any, heads: tuple[int, int], wanted: 
 def test_numbers_of_parts_that_do_not_divide(kernel: str) -> None:
     op = backward(1, 300, (8, 2), Causal(), **LAUNCHES[kernel][0])
     config = select(op, H200).config
-    with pytest.raises(ProblemError, match="parts is 3; it must be 0 or divide the 4 query heads of a key head"):
+    with pytest.raises(ProblemError, match=r"parts is 3; it must be 0 or of \[1, 2, 4\], as 4 query heads share a key head"):
         select(op, H200, kernel, dataclasses.replace(config, parts=3))
 
 
