@@ -18,16 +18,18 @@ from ..variant.walk import QIntervalByTiles, QIntervalWalk, lists
 WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles()}
 
 # Works for each block that runs at once, up to which heads are split. A causal mask's longest work takes twice the mean of all:
-# with two a block none lasts beyond the others. Under windows all take the same. Packed sequences come one after the other, not
-# the longest works of all first, and need twice as many.
-ENOUGH, ENOUGH_OF_WINDOWS = 1.9, 0.9
+# with two a block none lasts beyond the others. Without a mask all take the same, but a work begins when those of all key tiles
+# before it have had their turns to add to dq: half as many of them at once, half as long. Elsewhere one a block is enough. Packed
+# sequences come one after the other, not the longest works of all first, and need twice as many.
+ENOUGH, ENOUGH_OF_EQUAL = 1.9, 0.9
 MOST = 8  # with more than these nothing is split; their parts take 138 MB of scratch at head_dim 128 on 132 multiprocessors
 SHORT = 2176  # queries of packed sequences, up to which works take tiles of all heads together
 
 
 def divisors(op: Forward) -> list[int]:
     """The numbers of equal parts of the query heads of a key head; lists of tiles are made for all of them."""
-    return [n for n in range(1, op.heads_per_kv + 1) if op.heads_per_kv % n == 0 and (n == 1 or not lists(op.mask))]
+    most = 1 if lists(op.mask) else op.heads_per_kv
+    return [n for n in range(1, most + 1) if op.heads_per_kv % n == 0]
 
 
 def wrong(op: Forward, config: Any) -> str | None:
@@ -41,11 +43,17 @@ def wrong(op: Forward, config: Any) -> str | None:
     return None
 
 
-def parts(op: Forward, works: int, blocks: int) -> int:
+def adds_in_turns(config: Any) -> bool:
+    """Says whether works add to dq, and in one order."""
+    return getattr(config, "store", "unordered") != "unordered"
+
+
+def parts(op: Forward, config: Any, works: int, blocks: int) -> int:
     """The fewest parts that give blocks enough to do, where there are so many ``works`` of whole groups."""
     if not op.total_q or not op.total_kv:
         return 1
-    enough = (ENOUGH if isinstance(op.mask, (Full, Causal)) else ENOUGH_OF_WINDOWS) * (2 if op.varlen else 1)
+    many = isinstance(op.mask, Causal) or (isinstance(op.mask, Full) and adds_in_turns(config))
+    enough = (ENOUGH if many else ENOUGH_OF_EQUAL) * (2 if op.varlen else 1)
     fitting = [n for n in divisors(op) if n == 1 or n * works <= MOST * blocks]
     return next((n for n in fitting if n * works >= enough * blocks), fitting[-1])
 
@@ -58,8 +66,8 @@ def head_groups(heads: int, tiles: int, blocks: int) -> tuple[int, int]:
 
 def walks(op: Forward, config: Any) -> list[str]:
     """The orders that sizes may suggest."""
-    in_turns = getattr(config, "store", "unordered") != "unordered"
-    return ["by_heads", "by_tiles"] if in_turns and op.heads_per_kv > 1 and isinstance(op.mask, Causal) else ["by_heads"]
+    waits = op.heads_per_kv > 1 and isinstance(op.mask, Causal) and adds_in_turns(config)
+    return ["by_heads", "by_tiles"] if waits else ["by_heads"]
 
 
 def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) -> Any:
@@ -69,7 +77,7 @@ def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) ->
     tile. Head by head these wait for each other's turns to add to dq; with all heads of a query tile together they go in step.
     The first of two or four begins with its shortest works, at query tiles of their own: there nobody waits, and all heads
     together would need more of Q and dq than L2 holds."""
-    n = config.parts or parts(op, works, blocks)
+    n = config.parts or parts(op, config, works, blocks)
     _, groups = head_groups(op.kv_heads * op.batch, -(-op.kv_len // tile_kv), blocks)
     in_step = n > 1 or (op.q_len <= SHORT if op.varlen else groups in (1, 3))
     return _with(config, n, walks(op, config)[-1 if in_step else 0])
