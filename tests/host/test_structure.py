@@ -16,7 +16,7 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29145,
+    "rawattn": 29150,
     "perf": 5810,
     "cuda_src": 11815,
     "tests": 37080,
