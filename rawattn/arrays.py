@@ -21,6 +21,7 @@ from .errors import ProblemError, UnsupportedError
 from .variant.element import KV_ELEMENTS
 
 CPU = -1
+META = -2  # torch's device without memory; it is in descriptions alone
 _NUMPY_NAMES = {np.dtype(e.dtype): e.name for e in KV_ELEMENTS.values()} | {
     np.dtype(name): name for name in ("int32", "int64", "uint8", "int8", "int16", "bool")
 }

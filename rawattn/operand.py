@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .arrays import CPU, DTYPES, Array, contiguous_strides
+from .arrays import CPU, DTYPES, META, Array, contiguous_strides
 from .errors import ProblemError
 from .memory import overlap
 from .tma import readable, tma_unsupported_reason, unaligned_reason
@@ -22,6 +22,7 @@ class Layout(NamedTuple):
 
 
 PLAIN = Layout()
+PLACES = {CPU: "the CPU", META: "torch's device meta"}  # others are GPUs
 
 
 def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
@@ -95,7 +96,7 @@ def check_like(name: str, array: Array, first: str, like: Array) -> None:
             f"{name} is a {array.library} array but {first} a {like.library} one; give all arrays from one library."
         )
     if array.device != like.device:
-        places = ["the CPU" if x.is_cpu else f"GPU {x.device}" for x in (array, like)]
+        places = PLACES.get(array.device, f"GPU {array.device}"), PLACES.get(like.device, f"GPU {like.device}")
         raise ProblemError(f"{name} is on {places[0]} but {first} is on {places[1]}; put all arrays on one device.")
 
 
@@ -118,5 +119,4 @@ def check_output(name: str, array: Array, alignment: int, inputs: Iterable[tuple
 
 def describe(library: str, device: int, dtype: str, shape: tuple[int, ...]) -> str:
     """An array in words."""
-    place = "the CPU" if device == CPU else f"GPU {device}"
-    return f"a {library} {dtype} array of shape {tuple(shape)} on {place}"
+    return f"a {library} {dtype} array of shape {tuple(shape)} on {PLACES.get(device, f'GPU {device}')}"

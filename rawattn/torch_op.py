@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from . import api, arrays, eager, functions, torch_sharding
-from .arrays import CPU, Array
+from .arrays import CPU, META, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
 from .operation.forward import check_arrays, check_has_seed, limits
@@ -411,7 +411,7 @@ _NAMES |= {getattr(torch, name): name for name in ("int64", "int32", "int16", "i
 
 def _described(x: Any) -> Array:
     """Describes a tensor without memory, as far as checks of shapes read one."""
-    index = CPU if x.device.type == "cpu" else x.device.index or 0
+    index = {"cpu": CPU, "meta": META}.get(x.device.type, x.device.index or 0)
     return Array("torch", index, _NAMES.get(x.dtype, str(x.dtype)), tuple(x.shape), x.stride(), 0, None)
 
 

@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 29505,  # 95 of them for small pages: their map, options and rule
     "perf": 5815,
     "cuda_src": 12115,  # 170 of them for small pages: a tile, a tensor and two options
-    "tests": 37345,
+    "tests": 37350,
 }
 FUNCTION_LINES = 60
 

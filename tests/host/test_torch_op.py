@@ -189,6 +189,12 @@ def test_what_torch_must_see(context: Any, change: Callable[[Any], Any], seen: l
     assert o.is_meta or torch.allclose(torch.Tensor(o.float()), rawattn.attention(*given), atol=0.02)
 
 
+def test_meta_beside_the_cpu() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ProblemError, match="k is on the CPU but q is on torch's device meta"):
+        rawattn.attention(q.to("meta"), q, q)
+
+
 @pytest.mark.parametrize("name", ["out", "kernel", "config"])
 def test_what_the_operator_has_not(name: str) -> None:
     with FlopCounterMode(display=False), pytest.raises(ProblemError, match=f"{name} was given where torch traces"):
