@@ -377,9 +377,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     to the row's size, the root of the sum of its squared terms p |v|, is the same for all rows but for chance: o may err by twice
     this ratio times the row's size, and by 2 eps of the dtype times the row's largest element. In float32 and float64 the size is
     the sum of p |v|, for the rounding of the sums themselves, and it may err by 2 eps times this. The ratio counts there as at
-    least 1.5 times what a dot product errs by if its n terms are added one after the other, as the plain formula may sum by blocks:
-    sqrt(n / 24) eps times the root of the sum of their squares, 1 at least, or sqrt(n / 36) eps times the dot product where its
-    partial sums drift.
+    least 1.5 times what a dot product errs by if its n terms are added one after the other, as the plain formula may sum by
+    blocks: sqrt(n / 24) eps times the root of the sum of their squares, 1 at least, or sqrt(n / 36) eps times the dot product
+    where its partial sums drift.
 
     lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
     itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
@@ -410,9 +410,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
         lse_error += 2.0**-23 * tolerance.scaled * _finite(_float64(added))
     least: Any = 0.0
     if not tolerance.is_16_bit:
-        # As above, or n / 3 of the squared dot product where partial sums drift to it. What n roundings take from a logit has then
-        # up to sqrt(n / 24) eps of the size as its deviation. A row's o errs most where two keys with opposite values have half of
-        # its weight each: by 0.71 of this deviation. Thrice this deviation is allowed, which one such row of 45,000 surpasses.
+        # As above, where partial sums do not drift to the dot product; else their squares add up to n / 3 of its square. A row
+        # of o errs most where two keys with opposite values have half of its weight each: by 0.71 of a logit's deviation.
+        # Three of these are allowed, which one such row of 45,000 surpasses.
         formula, logits = _sizes(q, k, options, 1), s_size
         if options.get("sinks") is not None or not isinstance(formula.score, scores.Scale):
             logits = _float64(_Dots(**_fields(formula)).forward(q, k, v, *_given(options), options.get("rows"))[1])

@@ -59,7 +59,8 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def legal(self, config: Config, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
         if tight and not is_plain(op):
-            return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; it spills where the mask is neither causal nor full, or not for all"
+            tiles = f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}"
+            return f"{tiles}; it spills where the mask is neither causal nor full for all keys of all sequences"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[Config]:

@@ -373,8 +373,8 @@ def test_lse_tolerance_does_not_grow_with_the_cap(dtype: str) -> None:
     ids=["alone", "sinks", "a score that adds", "inf in masked keys"],
 )
 def test_o_tolerance_follows_from_dot_products(options: dict[str, Any]) -> None:
-    """A scale that is off by 2^-18, a key that is left out, and sums that were not rescaled when a row's maximum moved, in whatever
-    row, are found in float32."""
+    """A scale that is off by 2^-18, a key that is left out, and sums of any row that were not rescaled when its maximum moved are
+    found in float32."""
     q, k, v = Case("fp32", 1, 100, 200, 1, 1, seed=1).inputs()
     if "mask" in options:
         k[0, 100:, 0, 0] = INF
