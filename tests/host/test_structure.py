@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29385,
+    "rawattn": 29400,
     "perf": 5810,
     "cuda_src": 11940,
-    "tests": 37285,
+    "tests": 37310,
 }
 FUNCTION_LINES = 60
 
