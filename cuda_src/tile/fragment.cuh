@@ -194,22 +194,50 @@ struct KeptTransposed {
 
     __device__ bool operator()(int i) const { return mask.row(q + fragment_column(i), key).keep(8 * fragment_row(i)); }
 };
+template <class M>
+struct KeptOfTwo {
+    const M& mask;
+    const i32 key;
+
+    __device__ KeptOfTwo(const M& mask, i32 key) : mask(mask), key(key) {}
+    // Whether a query keeps `key` and the key eight below.
+    __device__ u32 operator()(i32 q) const {
+        const auto row = mask.row(q, key);
+        return u32(row.keep(0)) | u32(row.keep(8)) << 2;
+    }
+};
+template <HasColumns M>
+struct KeptOfTwo<M> {
+    const M& mask;
+    const i32 key;
+    typename M::Column upper, lower;
+    u32 inside;
+
+    __device__ KeptOfTwo(const M& mask, i32 key) : mask(mask), key(key) {
+        const auto row = mask.row(0, key);
+        upper = row.column(0), lower = row.column(8), inside = u32(0 <= row.last) | u32(8 <= row.last) << 2;
+    }
+    __device__ u32 operator()(i32 q) const {
+        const auto row = mask.row(q, key);
+        return (u32(row.keep(0, upper)) | u32(row.keep(8, lower)) << 2) & inside;
+    }
+};
 template <int n>
 struct KeptTransposedBits {
-    u32 words[(n + 31) / 32];
+    u32 words[(n + 31) / 32] = {};
 
     template <class M>
     __device__ KeptTransposedBits(const M& mask, i32 q, i32 key, bool asked) {
+        if (!asked) return;
+        const KeptOfTwo<M> kept(mask, key);
 #pragma unroll
         for (int begin = 0; begin < n; begin += 32) {
             u32 bits = 0;
-#pragma unroll 1
-            for (int i = 0; i < (asked ? min(32, n - begin) : 0); i += 4)
-#pragma unroll 1
-                for (int j = 0; j < 2; ++j) {
-                    const auto row = mask.row(q + (begin + i) * 2 + j, key);
-                    bits |= (u32(row.keep(0)) | u32(row.keep(8)) << 2) << (i + j);
-                }
+#pragma unroll 2
+            for (int i = 0; i < min(32, n - begin); i += 4) {
+                const i32 first = q + (begin + i) * 2;
+                bits |= (kept(first) | kept(first + 1) << 1) << i;
+            }
             words[begin / 32] = bits;
         }
     }

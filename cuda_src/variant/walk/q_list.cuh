@@ -138,7 +138,9 @@ struct QListWalk {
         const i32 head = list[0].head;
         if (head < 0) return false;
         const Mask mask(args, rows, {work.batch, head, 0, 0});
-        if (!(behind & (2u << lane) - 1)) list[lane].after = ListTurn::find_next({mask, rows, head}, list[lane].tile, work.kv_tile);
+        const bool asks = !(behind & (2u << lane) - 1);
+        const i32 after = ListTurn::find_next({mask, rows, head}, asks, list[lane].tile, work.kv_tile);
+        if (asks) list[lane].after = after;
         return true;
     }
 };

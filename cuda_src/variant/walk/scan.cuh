@@ -93,6 +93,15 @@ struct Scan {
         groups = __ballot_sync(0xffffffffu, lane > bit && line.classify(nth(region(), lane) * 32, 32) != 0);
         --left;
     }
+    // To behind a tile, likewise.
+    template <class ClassesOf>
+    __device__ void resume_behind(i32 last, ClassesOf classes_of) {
+        static_assert(up);
+        resume(group = last / 32);
+        const i32 lane = threadIdx.x % 32;
+        mine = lane > last % 32 ? classes_of(tile(lane)) : 0;
+        tiles = __ballot_sync(0xffffffffu, mine != 0);
+    }
     __device__ i32 region() const { return up ? regions - left : left - 1; }
     template <class ClassesOf>
     __device__ Visit next(ClassesOf classes_of) {
@@ -107,18 +116,3 @@ struct Scan {
         return bit;
     }
 };
-
-// The tile after one of these, by a lane alone; -1 for none.
-template <class Tiles>
-__device__ i32 tile_after(const Tiles& line, i32 tile) {
-    i32 together = 1;
-    for (i32 at = tile + 1, end = line.count(); at < end;) {
-        while (together < 1024 && at % (32 * together) == 0) together *= 32;
-        while (line.classify(at, together) != 0) {
-            if (together == 1) return at;
-            together /= 32;
-        }
-        at += together;
-    }
-    return -1;
-}

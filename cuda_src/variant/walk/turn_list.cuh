@@ -14,9 +14,26 @@ struct ListTurn {
         const Visit found = scan.next([&](i32 tile) { return u32(scan.line.classify(tile)); });
         return found.classes ? ~found.tile : 0;
     }
-    // By a lane: the next key tile that adds to a tile of dq.
-    __device__ static i32 find_next(const Boxes& boxes, i32 q_tile, i32 kv_tile) {
-        return tile_after(KeyTiles(boxes.mask, boxes.rows, boxes.head, q_tile * cfg::tile_q, cfg::tile_q), kv_tile);
+    // By a whole warp: of each lane that asks, the next key tile that adds to its tile of dq; their tiles rise or fall with the lanes. Most
+    // have the very next one. Of the others, key tiles that none of them keeps are left out together.
+    __device__ static i32 find_next(const Boxes& boxes, bool asks, i32 q_tile, i32 kv_tile) {
+        const KeyTiles own(boxes.mask, boxes.rows, boxes.head, q_tile * cfg::tile_q, cfg::tile_q);
+        const auto adds = [&](i32 tile) { return asks && own.classify(tile) != 0; };
+        i32 found = -1;
+        if (adds(kv_tile + 1)) found = kv_tile + 1, asks = false;
+        const u32 others = __ballot_sync(0xffffffffu, asks);
+        if (!others) return found;
+        const i32 last = __ffs(__ballot_sync(0xffffffffu, others >> threadIdx.x % 32 == 1)) - 1;
+        const i32 a = __shfl_sync(0xffffffffu, q_tile, __ffs(others) - 1), b = __shfl_sync(0xffffffffu, q_tile, last);
+        Scan<KeyTiles, true> scan({boxes.mask, boxes.rows, boxes.head, min(a, b) * cfg::tile_q, (abs(a - b) + 1) * cfg::tile_q});
+        const auto class_of = [&](i32 tile) { return u32(scan.line.classify(tile)); };
+        scan.resume_behind(kv_tile + 1, class_of);
+#pragma unroll 1
+        for (Visit at = scan.next(class_of); at.classes; at = scan.next(class_of)) {
+            if (adds(at.tile)) found = at.tile, asks = false;
+            if (!__any_sync(0xffffffffu, asks)) break;
+        }
+        return found;
     }
     __device__ bool has_come(i32 count) const { return count == tile || count == ~tile; }
     __device__ void see(Seen& seen, i32 count) const { seen.count = count; }
