@@ -256,6 +256,10 @@ def _of_dq(config: Config) -> dict[str, int]:
     return {name: getattr(config, name) for name in names}
 
 
+def _list(config: Config) -> QListWalk:
+    return QListWalk(ordered=config.store != "unordered", finishes=config.store == "final")
+
+
 def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
@@ -269,7 +273,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     ]
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
-        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
+        Turn=backward.turn(op), Walk=_list(config) if lists(op.mask) else QIntervalWalk(),
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
         Steps=STEPS[config.steps],
     )  # fmt: skip

@@ -5,9 +5,11 @@
 // more registers than consumers can spare.
 //
 //   barrier          arrives                    waits                       protects
-//   board.full[i]    lane 0 of the producer     the finder, or all others   board.lists[i] until read
-//   board.found[i]   lane 0 of the finder       all others                  the same, with who adds next
+//   board.full[i]    lane 0 of the producer     the finder and consumers    board.lists[i] until read
+//   board.found[i]   lane 0 of the finder       writers                     the same, with who adds next
 //   board.empty[i]   one lane of each reader    producer                    the same until written again
+//
+// Consumers wait for the finder only where the last of them that adds `finishes` dq; where nothing is ordered, nobody does.
 #include "tile/ring.cuh"
 #include "variant/interfaces_bwd.cuh"
 #include "variant/walk/turn_list.cuh"
@@ -19,9 +21,10 @@ struct alignas(16) ListStep {
 };
 
 // The steps of a work, as a warp reads them, or one lane `alone`.
-template <bool ordered, bool alone = false>
+template <bool ordered, bool finishes, bool alone = false>
 struct QListWalk {
-    using OfLane = QListWalk<ordered, true>;
+    using OfLane = QListWalk<ordered, finishes, true>;
+    static constexpr bool asks_who = ordered && (alone || finishes);  // adds next
     static constexpr u32 finders = ordered ? 1 : 0;  // warps that read works, and lists, to complete them
     struct Board {
         ListStep lists[2][33];
@@ -30,16 +33,15 @@ struct QListWalk {
         __device__ void init(u32 readers) {
             for (int i = 0; i < 2; ++i) full[i].init(1), found[i].init(1), empty[i].init(readers + finders);
         }
-        __device__ ptx::Mbarrier& ready(u32 i) { return ordered ? found[i] : full[i]; }
     };
     using Place = Ring<2>;  // of the list that comes next
     const KvWorkTile& work;
-    typename QListWalk<ordered, false>::Board& board;
+    typename QListWalk<ordered, finishes>::Board& board;
     Place& place;
     u32 next = 0;  // in the list
     i32 head, tile, full, after;
 
-    __device__ QListWalk(const Args&, const Rows&, const KvWorkTile& work, typename QListWalk<ordered, false>::Board& board, Place& place)
+    __device__ QListWalk(const Args&, const Rows&, const KvWorkTile& work, typename QListWalk<ordered, finishes>::Board& board, Place& place)
         : work(work), board(board), place(place) {
         advance();
     }
@@ -51,9 +53,9 @@ struct QListWalk {
     // A list is left as soon as its last step was read. Else a warp that waits for what others make of this step would keep the list,
     // and they may need the one after the next for that: dq is made a step later and told of two steps later.
     __device__ void advance() {
-        if (next == 0) board.ready(place.stage).wait(place.parity);
+        if (next == 0) (asks_who ? board.found : board.full)[place.stage].wait(place.parity);
         const ListStep* const step = &board.lists[place.stage][next++];
-        head = uniform(step->head), tile = uniform(step->tile), full = uniform(step->full), after = uniform(step->after);
+        head = uniform(step->head), tile = uniform(step->tile), full = uniform(step->full), after = asks_who ? uniform(step->after) : -1;
         if (head >= 0 && uniform(step[1].head) >= 0) return;
         leave();
         next = 0;
