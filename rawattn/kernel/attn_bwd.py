@@ -185,8 +185,8 @@ class AttnBwd(BackwardKernel):
             )
         if config.steps not in STEPS:
             return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
-        if config.steps == "apart" and (config.order != "at_once" or lists(forward.mask)):
-            return "steps is 'apart'; it needs order 'at_once' and a mask whose tiles lie side by side"
+        if config.steps == "apart" and config.order != "at_once" and not lists(forward.mask):
+            return "steps is 'apart'; it needs order 'at_once', or a mask whose tiles are lists"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := backward.wrong_direction(forward, config.direction):
@@ -275,7 +275,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
         Turn=backward.turn(op), Walk=_list(config) if lists(op.mask) else QIntervalWalk(),
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
-        Steps=STEPS[config.steps],
+        Steps=steps.ListStepsApart() if lists(op.mask) and config.steps == "apart" else STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)
