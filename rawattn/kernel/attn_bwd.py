@@ -23,6 +23,7 @@ from .backward import BackwardKernel, FirstPass, LastPass
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
+SMALL_SPILL = 64  # bytes of a thread, stored and loaded
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
     "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
@@ -88,7 +89,7 @@ def _registers_of(op: Forward, store: str) -> Config:
     sequences use a part of their rows."""
     size, is_cut = widest(op), any(op.lens)
     if lists(op.mask):
-        return list_configs_of(op, store)[0]
+        return dataclasses.replace(list_configs_of(op)[0], store=store)
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
@@ -103,14 +104,19 @@ def _registers_of(op: Forward, store: str) -> Config:
     return Config(dq_columns=op.head_dim, store=store)
 
 
-def list_configs_of(op: Forward, store: str = "ordered") -> list[Config]:
+def list_configs_of(op: Forward) -> list[Config]:
     """Those where the mask's tiles are lists. The first warps ask it for them, and how many registers they need depends on it. A
-    warpgroup that makes all columns of a wide dq needs more than they leave."""
-    size = widest(op)
-    parts, columns = (2, 64) if op.head_dim > 96 else (1, op.head_dim)
-    registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224)) if size <= 96 else ((56, 224), (40, 232))
-    plain = Config(dq_parts=parts, dq_columns=columns, store=store)
-    return [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
+    warpgroup that makes all columns of a wide dq needs more than they leave; where heads are wide, the last contributor can
+    finish dq only if whole tiles have a loop of their own."""
+    if (size := widest(op)) > 96:
+        plain = Config(dq_parts=2, dq_columns=64, producer_registers=56, consumer_registers=224)
+        ways = (("final", "at_once", "apart"), ("ordered", "step_later", "together"))
+        ways += (("ordered", "at_once", "apart"), ("ordered", "at_once", "together"))
+        return [dataclasses.replace(plain, store=store, order=order, steps=steps) for store, order, steps in ways]
+    registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224))
+    plain = Config(dq_columns=op.head_dim)
+    found = [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
+    return found + [dataclasses.replace(each, store="final") for each in found]
 
 
 def _of_kind(mask: Any) -> Any:
@@ -208,14 +214,15 @@ class AttnBwd(BackwardKernel):
     def is_tried(self, op: Backward) -> bool:
         return lists(op.forward.mask)
 
-    def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later.
+    def small_spill(self, op: Backward) -> int:
+        """Of wide heads, what a work needs between its steps, and one or two words of a step."""
+        return SMALL_SPILL if widest(op.forward) > 96 else 0
 
-        Where tiles are lists and heads are wide, consumers have no registers left to finish it."""
+    def candidates(self, op: Backward, device: Device) -> list[Config]:
+        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later."""
         forward = op.forward
         if lists(forward.mask):
-            found = list_configs_of(forward) + list_configs_of(forward, "final") * (widest(forward) <= 96)
-            found += [dataclasses.replace(each, order="step_later") for each in list_configs_of(forward)]
+            found = list_configs_of(forward)
         else:
             found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
         return [each for each in found if self.legal(each, op, device) is None]
