@@ -34,7 +34,7 @@ struct QListWalk {
             for (int i = 0; i < 2; ++i) full[i].init(1), found[i].init(1), empty[i].init(readers + finders);
         }
     };
-    using Place = Ring<2>;  // of the list that comes next
+    using Place = Step;  // of the list that comes next
     const KvWorkTile& work;
     typename QListWalk<ordered, finishes>::Board& board;
     Place& place;
@@ -53,8 +53,8 @@ struct QListWalk {
     // A list is left as soon as its last step was read. Else a warp that waits for what others make of this step would keep the list,
     // and they may need the one after the next for that: dq is made a step later and told of two steps later.
     __device__ void advance() {
-        if (next == 0) (asks_who ? board.found : board.full)[place.stage].wait(place.parity);
-        const ListStep* const step = &board.lists[place.stage][next++];
+        if (next == 0) (asks_who ? board.found : board.full)[place.stage()].wait(place.parity());
+        const ListStep* const step = &board.lists[place.stage()][next++];
         head = uniform(step->head), tile = uniform(step->tile), full = uniform(step->full), after = asks_who ? uniform(step->after) : -1;
         if (head >= 0 && uniform(step[1].head) >= 0) return;
         leave();
@@ -64,8 +64,8 @@ struct QListWalk {
     // The list has been read.
     __device__ void leave() {
         if (!alone) __syncwarp();
-        if (alone || threadIdx.x % 32 == 0) board.empty[place.stage].arrive();
-        place.advance();
+        if (alone || threadIdx.x % 32 == 0) board.empty[place.stage()].arrive();
+        ++place.count;
     }
 
     // The first warp: all of it finds steps, and one lane loads them.
@@ -90,13 +90,13 @@ struct QListWalk {
         }
         Board& board = producer.smem.board;
         Place& place = producer.place;
-        board.empty[place.stage].wait(place.parity ^ 1);
+        board.empty[place.stage()].wait(place.parity() ^ 1);
         if (threadIdx.x == 0) {
-            board.lists[place.stage][0].head = -1;
-            board.full[place.stage].arrive();
+            board.lists[place.stage()][0].head = -1;
+            board.full[place.stage()].arrive();
         }
         __syncwarp();
-        place.advance();
+        ++place.count;
     }
     // A list of the tiles of a group.
     template <class Producer>
@@ -104,13 +104,13 @@ struct QListWalk {
         Board& board = producer.smem.board;
         Place& place = producer.place;
         const i32 lane = threadIdx.x % 32, tile = scan.tile(lane);
-        ListStep* const list = board.lists[place.stage];
-        board.empty[place.stage].wait(place.parity ^ 1);
+        ListStep* const list = board.lists[place.stage()];
+        board.empty[place.stage()].wait(place.parity() ^ 1);
         if (scan.mine != 0) list[__popc(scan.tiles & ((1u << lane) - 1))] = {scan.line.head, tile, i32(scan.mine), -1};
         if (lane == 0) list[__popc(scan.tiles)].head = -2;
         __syncwarp();
-        if (lane == 0) board.full[place.stage].arrive();
-        place.advance();
+        if (lane == 0) board.full[place.stage()].arrive();
+        ++place.count;
         return list;
     }
 
@@ -123,13 +123,13 @@ struct QListWalk {
         Place place;
         for (KvWorkTile work = next_work(smem, works); !work.is_last(); work = next_work(smem, works)) {
             const Rows rows(args, work.batch);
-            for (bool more = true; more; place.advance()) {
-                board.full[place.stage].wait(place.parity);
-                more = complete(args, rows, work, board.lists[place.stage]);
+            for (bool more = true; more; ++place.count) {
+                board.full[place.stage()].wait(place.parity());
+                more = complete(args, rows, work, board.lists[place.stage()]);
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {
-                    board.found[place.stage].arrive();
-                    board.empty[place.stage].arrive();
+                    board.found[place.stage()].arrive();
+                    board.empty[place.stage()].arrive();
                 }
             }
         }
