@@ -23,7 +23,7 @@ from .backward import BackwardKernel, FirstPass, LastPass
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
-SMALL_SPILL = 64  # bytes of a thread, stored and loaded
+SMALL_SPILL = 80  # bytes of a thread, stored and loaded
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
     "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
