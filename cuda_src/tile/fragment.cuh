@@ -191,7 +191,7 @@ template <class M>
 concept HasQueries = requires(const M& m, const typename M::Query& query, const typename M::Key& key) { m.query(0), m.key(0), m.keep(0, 0, query, key); };
 // The x of a lane of the warp, by words.
 template <class T>
-__device__ T shuffle(const T& x, i32 from) {
+__device__ T of_lane(const T& x, i32 from) {
     if constexpr (sizeof(T) < 4) {
         return x;
     } else {
@@ -244,7 +244,7 @@ struct KeptTransposedBits {
             for (int i = begin; i < min(begin + 16, n); i += 4)
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const typename M::Query query = shuffle(own, (i - begin) * 2 + j + quad);
+                    const typename M::Query query = of_lane(own, (i - begin) * 2 + j + quad);
                     const i32 row = q + i * 2 + j;
                     words[i / 32] |= u32(mask.keep(row, key, query, upper)) << (i + j) % 32;
                     words[i / 32] |= u32(mask.keep(row, key + 8, query, lower)) << (i + j + 2) % 32;

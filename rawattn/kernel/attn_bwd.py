@@ -69,6 +69,8 @@ def widest(op: Forward) -> int:
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling."""
+    if lists(op.mask):
+        return dataclasses.replace(list_configs_of(op)[0], store=store)
     found = _registers_of(op, store)
     return dataclasses.replace(found, steps="apart" if _has_two_loops(op, found) else "together")
 
@@ -88,8 +90,6 @@ def _registers_of(op: Forward, store: str) -> Config:
     window, to make dq themselves, for dropout, or for a score that reads elements of pairs; nor for a window or a score where
     sequences use a part of their rows."""
     size, is_cut = widest(op), any(op.lens)
-    if lists(op.mask):
-        return dataclasses.replace(list_configs_of(op)[0], store=store)
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
@@ -234,10 +234,12 @@ class AttnBwd(BackwardKernel):
         made a step later (notes/attn_bwd.md)."""
         forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
         if config.store != "final":
-            return seconds * (0.98 if config.order == "step_later" else 1.0)
+            return seconds * (
+                0.98 if config.order == "step_later" else 0.99 if config.steps == "apart" and lists(forward.mask) else 1.0
+            )
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
         is_short = forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64]
-        return seconds * (0.95 if is_short else 1.05)
+        return seconds * (0.95 - 0.05 * lists(forward.mask) if is_short else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward
