@@ -108,13 +108,12 @@ def list_configs_of(op: Forward) -> list[Config]:
     """Those where the mask's tiles are lists. The first warps ask it for them, and how many registers they need depends on it. A
     warpgroup that makes all columns of a wide dq needs more than they leave; where heads are wide, the last contributor can
     finish dq only if whole tiles have a loop of their own."""
+    plain = Config(dq_parts=2, dq_columns=64) if op.head_dim > 96 else Config(dq_columns=op.head_dim)
     if (size := widest(op)) > 96:
-        plain = Config(dq_parts=2, dq_columns=64, producer_registers=56, consumer_registers=224)
-        ways = (("final", "at_once", "apart"), ("ordered", "step_later", "together"))
-        ways += (("ordered", "at_once", "apart"), ("ordered", "at_once", "together"))
-        return [dataclasses.replace(plain, store=store, order=order, steps=steps) for store, order, steps in ways]
+        plain = dataclasses.replace(plain, producer_registers=56, consumer_registers=224)
+        found = [dataclasses.replace(plain, store=store, steps="apart") for store in ("final", "ordered")]
+        return [*found, dataclasses.replace(plain, order="step_later"), plain]
     registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224))
-    plain = Config(dq_columns=op.head_dim)
     found = [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
     return found + [dataclasses.replace(each, store="final") for each in found]
 

@@ -237,8 +237,9 @@ def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         includes=_include(*_INCLUDES, "variant/function/pyramid.cuh"),
     )  # fmt: skip
     body = _MASK_STRUCT.format(
-        with_column=with_column, of_pairs=of_pairs, column_type=_COLUMN_TYPE if column else "", of_blocks=_BY_BLOCKS if by_blocks(code) else "",
-        row_members=w.members("row"), row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
+        with_column=with_column, of_pairs=of_pairs, column_type=_COLUMN_TYPE if column else "",
+        of_blocks=_BY_BLOCKS if by_blocks(code) else "", row_members=w.members("row"),
+        row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
         cheap=str(_is_cheap(element)).lower(), classes=of_boxes,
     )  # fmt: skip
     return Written(head + column + parts + body, _sorted(w.fields), pyramids, column_bytes=column_bytes)
