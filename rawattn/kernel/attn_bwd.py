@@ -23,6 +23,7 @@ from .backward import BackwardKernel, FirstPass, LastPass
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
+LISTED = 0.25  # of the pairs, which a list is expected to keep: how many it keeps only the device knows
 SMALL_SPILL = 80  # bytes of a thread, stored and loaded
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
@@ -237,7 +238,8 @@ class AttnBwd(BackwardKernel):
                 0.98 if config.order == "step_later" else 0.99 if config.steps == "apart" and lists(forward.mask) else 1.0
             )
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
-        is_short = forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64]
+        kept = forward.pairs * (LISTED if lists(forward.mask) else 1)
+        is_short = kept <= q_len * FINAL_KEYS[widest(forward) <= 64]
         return seconds * (0.95 - 0.05 * lists(forward.mask) if is_short else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
