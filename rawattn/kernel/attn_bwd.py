@@ -23,8 +23,7 @@ from .backward import BackwardKernel, FirstPass, LastPass
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
-LISTED = 0.25  # of the pairs, which a list is expected to keep: how many it keeps only the device knows
-SMALL_SPILL = 80  # bytes of a thread, stored and loaded
+SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
     "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
@@ -231,16 +230,15 @@ class AttnBwd(BackwardKernel):
         """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
 
         Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own; and then it is better
-        made a step later (notes/attn_bwd.md)."""
+        made a step later (notes/attn_bwd.md). Of a list only the device knows how many they are: few are expected, whatever the
+        length."""
         forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
+        if lists(forward.mask) and (config.store == "final" or config.steps == "apart"):
+            return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
-            return seconds * (
-                0.98 if config.order == "step_later" else 0.99 if config.steps == "apart" and lists(forward.mask) else 1.0
-            )
+            return seconds * (0.98 if config.order == "step_later" else 1.0)
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
-        kept = forward.pairs * (LISTED if lists(forward.mask) else 1)
-        is_short = kept <= q_len * FINAL_KEYS[widest(forward) <= 64]
-        return seconds * (0.95 - 0.05 * lists(forward.mask) if is_short else 1.05)
+        return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64] else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward = op.forward

@@ -38,7 +38,7 @@ KINDS: dict[str, list[Any]] = {
     "varlen": [False, True],
     "element": [BF16, FP16],
     "store": ["ordered", "final", "unordered"],
-    "direction": ["Ascending", "Alternating", "LongestFirst"],
+    "direction": ["Ascending", "Alternating", "ShortestFirst"],
 }
 CI = {
     "size": [
