@@ -110,7 +110,7 @@ def turn(op: Forward) -> Option:
 def wrong_direction(op: Forward, direction: str) -> str | None:
     """The reason why key tiles cannot be taken in this direction; None where they can."""
     if direction not in ("", "ShortestFirst") and lists(op.mask):
-        return f"direction is {direction!r}; where key tiles are lists, it must be 'ShortestFirst': they add to dq from the last one on"
+        return f"direction is {direction!r}; where key tiles are lists, it must be 'ShortestFirst', the order of their adds to dq"
     return None
 
 

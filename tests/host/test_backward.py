@@ -81,7 +81,7 @@ SIMT = {
 }
 HOPPER = {
     "64": Case((64, 64), {"mask": Both(Causal(), Window(70)), "score": Softcap(2.0)}, ((300, 420),), heads=(2, 2), grid=3),
-    "64, unordered": Case((64, 64), {"mask": Causal()}, ((300, 300),), heads=(4, 2), store="unordered", direction="ShortestFirst"),
+    "64, unordered": Case((64, 64), {"mask": Causal()}, ((300, 300),), (4, 2), store="unordered", direction="ShortestFirst"),
     "128": Case((128, 128), {"mask": Causal()}, ((150, 300),)),
     "128, rows without keys": Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((200, 100),), chains=2, dlse=True),
     "128, final": Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((200, 70),), heads=(2, 2), store="final", chains=2),
