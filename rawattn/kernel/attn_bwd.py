@@ -9,7 +9,7 @@ from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import Backward, Forward
-from ..program import Buffer, Fields, Program
+from ..program import Buffer, Fields, Launch, Program
 from ..render import wgmma
 from ..variant import Option, clear, order, statistics, steps, store
 from ..variant.element import FP32
@@ -217,6 +217,10 @@ class AttnBwd(BackwardKernel):
         """Of wide heads, what a work needs between its steps, and one or two words of a step."""
         return SMALL_SPILL if widest(op.forward) > 96 else 0
 
+    def counts_spills(self, launch: Launch) -> bool:
+        """The pass before calls what asks a list's mask: it keeps registers there, once a block."""
+        return launch.entry == self.name
+
     def candidates(self, op: Backward, device: Device) -> list[Config]:
         """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later."""
         forward = op.forward
@@ -253,9 +257,8 @@ class AttnBwd(BackwardKernel):
             own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
-        first = FirstPass(
-            config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
-        )
+        clears = clear.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
+        first = FirstPass(config.tile_q, config.tile_kv, 8, clears, tuple(_of_dq(config).items()), ORDERS[config.order][1])
         return self.program(op, device, first, own, tuple(scratch))
 
 

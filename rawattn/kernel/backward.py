@@ -244,7 +244,7 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
         "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **dict(first.of_dq),
     }  # fmt: skip
     every = options(
-        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Walk=tiling.cursor(op), Clear=first.clears,
+        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Clear=first.clears,
         Statistics=first.statistics, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch),
     )  # fmt: skip
     reads = (Field("o", "StridedTensor", View("o")), Field("d_o", "StridedTensor", View("do")), LSE)
