@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29240,
+    "rawattn": 29270,
     "perf": 5820,
-    "cuda_src": 11840,
-    "tests": 37040,
+    "cuda_src": 11930,
+    "tests": 37205,
 }
 FUNCTION_LINES = 60
 

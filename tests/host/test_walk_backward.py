@@ -58,7 +58,6 @@ CASES = {
 PAIRED = [(name, lists.MASKS[1 if case.varlen else i % 3]) for i, (name, case) in enumerate(CASES.items())]
 PAIRED += [
     ("128, later", "documents"),
-    ("128, final, heads of a group", "documents"),
     ("64", "documents"),
     ("128, final, heads of a group", "block table"),
     ("mma", "documents"),
