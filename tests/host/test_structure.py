@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29270,
+    "rawattn": 29500,
     "perf": 5820,
-    "cuda_src": 11930,
-    "tests": 37205,
+    "cuda_src": 12060,
+    "tests": 37410,
 }
 FUNCTION_LINES = 60
 
