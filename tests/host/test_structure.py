@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 29500,
     "perf": 5820,
     "cuda_src": 12060,
-    "tests": 37410,
+    "tests": 37420,
 }
 FUNCTION_LINES = 60
 
