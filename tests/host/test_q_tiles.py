@@ -164,6 +164,8 @@ def test_key_tiles_are_taken_in_the_order_of_their_turns(
         assert not counter.any(), "the counter is not ready for the next launch"
         assert kind == "packed" or direction == "ShortestFirst" or works[-1][3], "the last works of all are long"
         before: dict[tuple[int, int], int] = {}
+        if direction == "ShortestFirst":  # as lists have it: their turns go down, whatever a work says of itself
+            assert all((kv_ascends, q_ascends) == (0, 1) for *_, kv_ascends, q_ascends in works)
         for b, h, n, kv_ascends, _ in works:
             assert n == before.get((b, h), -1) + 1 if kv_ascends else n == before.get((b, h), -(-lengths[b] // tile)) - 1
             before[b, h] = n
