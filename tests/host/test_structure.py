@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29500,  # 95 of them for small pages: their map, options and rule
-    "perf": 5810,
-    "cuda_src": 12115,  # 170 of them for small pages: a tile, a tensor and two options
-    "tests": 37365,
+    "rawattn": 29590,
+    "perf": 5820,
+    "cuda_src": 12225,
+    "tests": 37470,
 }
 FUNCTION_LINES = 60
 
