@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ..operand import Layout
+from ..program import Field, Fields, TensorMap
+from ..trace.pair_axes import PairAxes
 from . import Option
+
+PANEL = 64  # keys of a tile's row that are a span of the swizzle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +47,55 @@ class PrefetchedElements(Option):
         return {"ahead_bytes": self.bytes}
 
 
+@dataclasses.dataclass(frozen=True)
+class TilesAhead(Option):
+    """Elements of ``bytes`` bytes come to shared memory by TMA, with the tiles of keys; ``axes`` are those of their array, whose
+    name is ``operand``. Those that one head of one sequence reads are ``read_once``: they leave L2 first."""
+
+    bytes: int
+    operand: str
+    axes: PairAxes
+    read_once: bool
+    box_rows: int
+    source: ClassVar[str] = "variant/ahead/tiles.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"TilesAhead<{'ReadOnce' if self.read_once else 'ReadAgain'}>"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ahead_bytes": self.bytes, "ahead_first_q": self.axes.first_q, "ahead_first_kv": self.axes.first_kv}
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("ahead", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes)),)
+
+
 def ahead_of(score: object) -> Option:
-    """The option for a score. Elements of four bytes fill a warp's pieces of shared memory at a cost that loads of them have not
-    (perf/notes/functions.md)."""
+    """The option for a score, in a kernel that brings no tiles of elements. Elements of four bytes fill a warp's pieces of shared
+    memory at a cost that loads of them have not (perf/notes/functions.md)."""
     found = getattr(score, "ahead_bytes", 0)
     if not found:
         return NothingAhead()
     return ElementsAhead(found) if found == 2 else PrefetchedElements(found)
 
 
-def bytes_in_smem(score: object) -> int:
-    """The bytes of each element that comes to shared memory, or 0."""
-    found = ahead_of(score)
-    return found.bytes if isinstance(found, ElementsAhead) else 0
+def ahead_by_tiles(score: Any, layout: Layout, tile_q: int, tile_kv: int) -> Option:
+    """The option for a score in a kernel whose tiles of keys are loaded by TMA: so are its elements, if their array lies so and a
+    tile has whole panels of 64 keys (perf/notes/functions.md)."""
+    other = ahead_of(score)
+    if not isinstance(other, ElementsAhead) or tile_kv % PANEL or len(score.pair_axes) != 1:
+        return other
+    ((array, axes),) = score.pair_axes.values()
+    name = f"{score.role}_{array}"
+    if name not in layout.tma_captured:
+        return other
+    read_once = axes.batch is not None and axes.head is not None
+    return TilesAhead(other.bytes, name, axes, read_once, tile_q)
+
+
+def bytes_in_smem(ahead: Option, tile_q: int, tile_kv: int, stages: int) -> int:
+    """The bytes of a block's elements in shared memory, at most."""
+    tiles = {ElementsAhead: 2, TilesAhead: stages}.get(type(ahead), 0)
+    return tiles * tile_q * tile_kv * getattr(ahead, "bytes", 0)
