@@ -21,7 +21,8 @@ from . import arrays, trace
 from .arrays import Array
 from .eager import eager
 from .errors import ProblemError
-from .operand import Operand, check_contiguous, describe
+from .operand import Layout, Operand, check_contiguous, describe
+from .tma import tma_unsupported_reason
 from .trace import Traced
 from .trace.arithmetic import add
 from .trace.canonical import canonical, number_keys
@@ -29,6 +30,7 @@ from .trace.capture import ELEMENTS
 from .trace.classes import classify
 from .trace.conditions import compare, logical, rebuilt
 from .trace.expressions import KV, Q, const, make, nodes, var
+from .trace.pair_axes import PairAxes
 from .trace.proofs import Limits
 from .trace.recognition import may_be
 from .variant import Option
@@ -479,6 +481,21 @@ def operands(*options: Any) -> tuple[Operand, ...]:
             words = title(role, getattr(each, "label", "") or each.name)
             found.append(Operand(each.name, each.element, tuple(each.shape), label=words))
     return tuple(found)
+
+
+def with_captured(layout: Layout, score: Any, given: Mapping[str, Array]) -> Layout:
+    """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles."""
+    axes = getattr(score, "pair_axes", {})
+    found = {f"score_{i}": [own for j, own in axes.values() if j == i] for i in sorted({j for j, _ in axes.values()})}
+    names = [name for name, every in found.items() if name in given and all(_reads_tiles(given[name], own) for own in every)]
+    return layout._replace(tma_captured=tuple(names)) if names else layout
+
+
+def _reads_tiles(array: Array, axes: PairAxes) -> bool:
+    """Says whether TMA reads tiles of queries and keys of an array, whose boxes are those of 16-bit formats."""
+    if array.dtype not in ("bf16", "fp16"):
+        return False
+    return tma_unsupported_reason("", *axes.view(array.shape, array.strides), 2, array.pointer) is None
 
 
 # ---- on the host

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29130,
+    "rawattn": 29400,
     "perf": 5810,
-    "cuda_src": 11755,
-    "tests": 37020,
+    "cuda_src": 11900,
+    "tests": 37200,
 }
 FUNCTION_LINES = 60
 
