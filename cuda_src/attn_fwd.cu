@@ -214,12 +214,11 @@ struct Consumer {
         start_qk();
         order.pass_turn();
         const auto kept = kept_of(work, tile);
-        ptx::Mbarrier& k_empty = smem.k_empty[kv.stage];
         ptx::wgmma_wait<0>();
-        Ahead::multiplied([&] { release(k_empty); });
+        Ahead::multiplied([&] { release(smem.k_empty[kv.stage]); });
         kv.advance();
         weigh(work, tile, kept, [] {});
-        Ahead::weighed([&] { release(k_empty); });
+        Ahead::weighed([&] { release(smem.k_empty[kv.previous().stage]); });
         pack_p();
     }
 

@@ -85,7 +85,7 @@ template <class A, class Score> struct AheadOption : Given {
     static typename A::Source& source;
     static ptx::Mbarrier& full;
     static void tell();
-    static_assert(requires { typename A::Source(args, rows, work), source.load(board, u32(i), full, i); }, "Ahead: Source(args, rows, work), by the producer: load(board, stage, full, tile), before the copies of a tile of K start");
+    static_assert(requires { (typename A::Source(args, rows, work)), source.load(board, u32(i), full, i); }, "Ahead: Source(args, rows, work), by the producer: load(board, stage, full, tile), before the copies of a tile of K start");
     static_assert(requires { A::multiplied(tell), A::weighed(tell); }, "Ahead: multiplied(tell), weighed(tell): one of them tells that a stage of K was read");
 };
 // softmax: what else is in the sum of a row ...

@@ -300,6 +300,7 @@ struct Mbarrier {
         if (pending == 0) __builtin_trap();  // more than a phase takes, which is undefined
         --pending, advance();
     }
+    void expect(u32 more) { bytes += more; }
     void arrive_expect(u32 more) { bytes += more, arrive(); }
     void complete(u32 there) { bytes -= there, advance(); }
     void wait(u32 parity) {
@@ -330,6 +331,7 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
             }
     });
 }
+static void tma_load_once(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) { tma_load(to, map, full, c0, c1, c2, c3); }
 // A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box, bytes of a number.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
     copies.push_back([=, &map, &full] {
