@@ -25,14 +25,15 @@
 //   q_empty[s]           one lane per consumer warp     producer                 the same until refilled
 //   do_full[s], do_empty[s]: the same for dO and delta
 //   ds_full[s]           one lane per consumer warp     who computes dq          smem.ds[s] until read
-//   ds_empty[s]          one lane per warp of those     each consumer            the same until written again
+//   ds_empty[s]          one lane per warp of those,    each consumer            the same until written again
+//                        and who stores it (DsStore)
 //   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
 //   dq_empty[t][c]       writer                         who computes dq          the same until written again
 //   dq_sum[t][c]         writer (or TMA)                who computes dq          the sum in smem.dq[t], where Store finishes dq
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Turn, Walk, Store, Order, Steps
+                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Turn, Walk, Store, DsStore, Order, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
@@ -78,11 +79,12 @@ template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
 template struct DqStoreOption<Store>;
+template struct DsStoreOption<DsStore, Smem>;
 static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders <= 3);
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
-// One lane: takes the parts of dq of its chain, or of every other step, to their sums.
+// One lane: takes the parts of dq of its chain, or of every other step, to their sums. The first of a step stores dS, where DsStore does.
 struct Writer {
     const Args& args;
     Smem& smem;
@@ -98,6 +100,7 @@ struct Writer {
             float4* part = smem.dq[t][chain * parts_in_chain][0];
             const i32 place = place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain;
             const u32 parity = step.parity(cfg::dq_stages);
+            if (chain == 0) DsStore::store(args, rows, work, smem, at.head, at.tile, step);
             const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], smem.seen[t][chain], parity};
             Store::add(args, place, at.turn(Mask(args, rows, at.work_tile())), slot);
         }
@@ -333,7 +336,7 @@ __device__ void init_barriers(Smem& smem) {
         smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders);
         smem.q_full[i].init(1), smem.q_empty[i].init(readers);
         smem.do_full[i].init(1), smem.do_empty[i].init(readers);
-        smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts);
+        smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts + DsStore::readers);
     }
     for (int i = 0; i < cfg::dq_stages; ++i)
         for (int c = 0; c < cfg::dq_chains; ++c)

@@ -483,19 +483,25 @@ def operands(*options: Any) -> tuple[Operand, ...]:
     return tuple(found)
 
 
-def with_captured(layout: Layout, score: Any, given: Mapping[str, Array]) -> Layout:
-    """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles."""
+def with_captured(layout: Layout, score: Any, given: Mapping[str, Array], gradients: bool = False) -> Layout:
+    """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles, and, where these are
+    asked for, to which of their gradients it writes them."""
     axes = getattr(score, "pair_axes", {})
-    found = {f"score_{i}": [own for j, own in axes.values() if j == i] for i in sorted({j for j, _ in axes.values()})}
-    names = [name for name, every in found.items() if name in given and all(_reads_tiles(given[name], own) for own in every)]
-    return layout._replace(tma_captured=tuple(names)) if names else layout
+    found = list[str]()
+    for i in sorted({j for j, _ in axes.values()}):
+        array = given.get(f"score_{i}")
+        own = [each for j, each in axes.values() if j == i]
+        if array is None or array.dtype not in ("bf16", "fp16") or 0 in array.shape:  # boxes are of 16-bit formats
+            continue
+        found += [f"score_{i}"] * _moves_tiles(array, own)
+        found += [f"dscore_{i}"] * (gradients and _moves_tiles(arrays.made(tuple(array.shape), array.dtype), own))
+    return layout._replace(tma_captured=tuple(found)) if found else layout
 
 
-def _reads_tiles(array: Array, axes: PairAxes) -> bool:
-    """Says whether TMA reads tiles of queries and keys of an array, whose boxes are those of 16-bit formats."""
-    if array.dtype not in ("bf16", "fp16"):
-        return False
-    return tma_unsupported_reason("", *axes.view(array.shape, array.strides), 2, array.pointer) is None
+def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
+    """Says whether TMA moves tiles of queries and keys of an array, along any of these axes."""
+    views = [axes.view(tuple(array.shape), tuple(array.strides)) for axes in every]
+    return all(tma_unsupported_reason("", *view, 2, array.pointer) is None for view in views)
 
 
 # ---- on the host

@@ -16,7 +16,7 @@ from .variant.element import KV_ELEMENTS
 class Layout(NamedTuple):
     """The facts that kernels may ask about how arrays lie in memory: why TMA cannot read them, and why threads cannot read them
     16 bytes at a time; None where they can. ``tma_captured`` are the arrays that a score captured of which TMA reads tiles of
-    queries and keys."""
+    queries and keys, and the gradients of such to which it writes them."""
 
     tma_unsupported: str | None = None
     unaligned: str | None = None

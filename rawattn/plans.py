@@ -796,7 +796,8 @@ def read_outputs(
             )
         if is_written:
             size = arrays.DTYPES[operand.element].itemsize
-            check_output(name, array, size if operand.contiguous else max(size, plan._kernel.alignment), apart)
+            is_plain = operand.contiguous and operand.name not in plan._tiled
+            check_output(name, array, size if is_plain else max(size, plan._kernel.alignment), apart)
         apart.append((name, array))
     return found
 

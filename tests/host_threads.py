@@ -18,7 +18,7 @@ import pytest
 
 from rawattn import render, tma
 from rawattn.compiler import Source
-from rawattn.program import Counter, Dim, Launch, PageRows, TensorMap, Value, View
+from rawattn.program import AxisStride, Counter, Dim, Launch, PageRows, TensorMap, Value, View
 from tests.emulator import built, precompiled
 
 BASE = r"""
@@ -247,6 +247,18 @@ inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
         }
     full.complete(map.box_rows * 128);
 }
+inline void tma_store(const TensorMap& map, const void* from, i32 c0, i32 c1, i32 c2, i32 c3) {
+    const u64 start[4] = {u64(c0), u64(c1), u64(c2), u64(c3)};
+    for (u64 r = 0; r < map.box_rows; ++r)
+        for (u64 c = 0; c < 64; ++c) {
+            const u64 at[4] = {start[0] + c, start[1] + r, start[2], start[3]};
+            u64 address = map.data;
+            bool inside = true;
+            for (int i = 0; i < 4; ++i) address += at[i] * map.strides[i], inside &= at[i] < map.sizes[i];
+            const u32 place = smem_address(from) + r * 128 + c * 2;
+            if (inside) std::memcpy(reinterpret_cast<void*>(address), host_block->raw + (place ^ (place >> 7 & 7) << 4), 2);
+        }
+}
 inline void prefetch(const TensorMap&) {}
 }
 """
@@ -266,6 +278,15 @@ inline void stmatrix_transposed(u32 address, const u32* words) {
         return 0;
     });
 }
+}
+"""
+PREFETCH = '#pragma once\n#include "ptx/base.cuh"\nnamespace ptx { inline void prefetch_to_l2(const void*) {} }\n'
+FP16 = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+inline float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
+inline u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
 }
 """
 WGMMA = r"""
@@ -370,7 +391,7 @@ extern "C" void launch(const Args* args, int blocks, int together) {
 """
 STUBS = {
     "ptx/base.cuh": BASE, "ptx/mbarrier.cuh": MBARRIER, "ptx/bulk.cuh": BULK, "ptx/turn.cuh": TURN, "ptx/tma.cuh": TMA,
-    "ptx/stmatrix.cuh": STMATRIX, "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
+    "ptx/stmatrix.cuh": STMATRIX, "ptx/prefetch.cuh": PREFETCH, "ptx/fp16.cuh": FP16, "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
     "ptx/mma_tf32.cuh": '#pragma once\n#include "ptx/base.cuh"\nnamespace ptx { void mma_tf32(float*, const u32*, const u32*); }',
 }  # fmt: skip
 
@@ -413,10 +434,11 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
 
 def tensor_map(x: np.ndarray[Any, Any], fill: TensorMap | PageRows) -> bytes:
     """A TmaTensor or a TmaPageRows, as the stub of ptx/tma.cuh reads it."""
-    strides = tuple(step // 2 for step in x.strides)
+    shape, strides = x.shape, tuple(step // 2 for step in x.strides)
     made: Any
     if isinstance(fill, TensorMap):
-        made = tma.geometry(x.shape, strides, 2, fill.box_rows)
+        view = (shape, strides) if fill.axes is None else fill.axes.view(shape, strides)
+        made = tma.geometry(*view, 2, fill.box_rows)
         rest = [made.head_step, made.batch_step]
     else:
         made = tma.page_rows_geometry(fill.operand, x.shape, strides, 2, fill.box_rows)
@@ -447,6 +469,8 @@ def run(
             data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()
         elif isinstance(fill, Dim):
             data = struct.pack(form, memory[name].shape[fill.axis])
+        elif isinstance(fill, AxisStride):
+            data = struct.pack(form, memory[name].strides[fill.axis] // memory[name].itemsize)
         else:
             data = struct.pack(form, launch.values[field.name] if isinstance(fill, Value) else memory[name].ctypes.data)
         space[start + at : start + at + len(data)] = np.frombuffer(data, np.uint8)

@@ -22,6 +22,11 @@ __device__ inline void tma_load_once(void* to, const TensorMap& map, Mbarrier& f
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
                  : : "r"(smem_address(to)), "l"(&map), "r"(smem_address(&full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy) : "memory");
 }
+// A box of shared memory goes to the tensor; what is outside of the tensor is not written. The copy is in the thread's bulk groups (ptx/bulk.cuh).
+__device__ inline void tma_store(const TensorMap& map, const void* from, i32 c0, i32 c1, i32 c2, i32 c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 : : "l"(&map), "r"(smem_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
 // The box comes to L2, and nothing else happens. What is written meanwhile is seen.
 __device__ inline void tma_prefetch(const TensorMap& map, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
     asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];"

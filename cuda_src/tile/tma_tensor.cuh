@@ -1,5 +1,5 @@
 #pragma once
-// A tensor that TMA reads. A dimension that repeats one row (stride 0) has size 1 in the map and step 0 here.
+// A tensor that TMA reads, or writes. A dimension that repeats one row (stride 0) has size 1 in the map and step 0 here.
 #include "ptx/tma.cuh"
 #include "tile/sequence.cuh"
 
@@ -10,6 +10,10 @@ struct TmaTensor {
     // Starts the copy of a 64-column panel; rows past the sequence's end arrive as zeros. The map is (columns, rows, heads, batch).
     __device__ void load(void* to, ptx::Mbarrier& full, BatchEntry at, i32 column, i32 row, i32 head) const {
         ptx::tma_load(to, map, full, column, row, head * head_step, at.index * batch_step);
+    }
+    // Starts the copy of such a panel to the tensor; rows and columns past its ends are not written.
+    __device__ void store(const void* from, BatchEntry at, i32 column, i32 row, i32 head) const {
+        ptx::tma_store(map, from, column, row, head * head_step, at.index * batch_step);
     }
     // TMA must fill up with zeros where a sequence ends, although the next one follows: a NaN there times a weight of 0
     // would reach kept rows. Its bounds are those of the tensor map, so the map (columns, 2^30 rows, heads, a, b) has two more

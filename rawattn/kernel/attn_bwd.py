@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from ..compiler import Source
@@ -16,8 +17,9 @@ from ..variant.element import FP32
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
+from ..variant.store import DsKept, DsStored
 from ..variant.walk import QIntervalWalk, QListWalk, lists
-from . import backward, tiling
+from . import attn_bwd_captured, backward, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
@@ -41,7 +43,7 @@ class Config:
     chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
     step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
-    "apart")."""
+    "apart"); the captured array whose gradient is dS, which is stored as it is made ("" for none)."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -55,6 +57,7 @@ class Config:
     direction: str = ""
     order: str = "at_once"
     steps: str = "together"
+    stored: str = ""
 
     @property
     def tile_kv(self) -> int:
@@ -189,6 +192,8 @@ class AttnBwd(BackwardKernel):
             return "steps is 'apart'; it needs order 'at_once' and a mask whose tiles lie side by side"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        if config.stored and config.stored not in (own := attn_bwd_captured.of_ds(op)):
+            return f"stored is {config.stored!r}; it must be '', or of the arrays whose gradient is dS, {[*own]}"
         if reason := backward.wrong_direction(forward, config.direction):
             return reason
         threads = 128 * (1 + config.consumers)
@@ -218,6 +223,8 @@ class AttnBwd(BackwardKernel):
             found += [dataclasses.replace(each, order="step_later") for each in list_configs_of(forward)]
         else:
             found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
+        stored = next(iter(attn_bwd_captured.of_ds(op)), "")
+        found = [dataclasses.replace(each, stored=stored) for each in found]
         return [each for each in found if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
@@ -238,7 +245,10 @@ class AttnBwd(BackwardKernel):
         kv_values |= backward.kv_order(forward, config.tile_kv, device)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
-        own = [self.launch(op, config, device, "attn_bwd", kv_values, grid, _main)]
+        axes = attn_bwd_captured.of_ds(op)[config.stored] if config.stored else None
+        ds = DsStored(config.stored, axes, config.tile_q) if axes else DsKept()
+        own = attn_bwd_captured.cleared_for_ds(self, op, device, config.stored) if axes else []
+        own += [self.launch(op, config, device, "attn_bwd", kv_values, grid, functools.partial(_main, ds))]
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
@@ -248,7 +258,7 @@ class AttnBwd(BackwardKernel):
         first = FirstPass(
             config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
         )
-        return self.program(op, device, first, own, tuple(scratch))
+        return self.program(op, device, first, own, tuple(scratch), config.stored)
 
 
 def _of_dq(config: Config) -> dict[str, int]:
@@ -256,7 +266,7 @@ def _of_dq(config: Config) -> dict[str, int]:
     return {name: getattr(config, name) for name in names}
 
 
-def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _main(ds: Option, op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
@@ -270,7 +280,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
         Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
-        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
+        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Order=ORDERS[config.order][0],
         Steps=STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)

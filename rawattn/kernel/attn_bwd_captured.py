@@ -17,7 +17,8 @@ from ..compiler import Source
 from ..device import Device
 from ..operation import Backward, Forward
 from ..program import Buffer, Field, Fields, Launch, Pointer, Scratch
-from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices
+from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices, slope
+from ..trace.pair_axes import PairAxes
 from ..variant import Option
 from ..variant.function import Captured, FunctionGradient, FunctionScore
 from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayout, WrittenOnce
@@ -50,13 +51,40 @@ def score_of(op: Forward) -> FunctionScore:
     return op.score
 
 
-def launches(own: Any, op: Backward, device: Device, first: backward.FirstPass) -> tuple[list[Launch], list[Buffer]]:
-    """The launches for the arrays in ``op.wrt``, and their scratch memory; ``own`` is the kernel that they follow, and ``first``
-    its first pass."""
+def of_ds(op: Backward) -> dict[str, PairAxes]:
+    """The arrays in ``op.wrt`` whose gradient is that of the scaled dot product itself, dS, in the call's own format: a logit
+    changes with their one element as it does with s, each pair has an element of its own, and TMA writes tiles of them."""
+    score, found = op.forward.score, dict[str, PairAxes]()
+    if not op.wrt or not isinstance(score, FunctionScore):
+        return found
+    reads, of_s = by_elements(score.code), slope(score.code.root)
+    for i, array in enumerate(score.arrays):
+        every = [each for each in reads if each.array == i]
+        if array.name not in op.wrt or f"d{array.name}" not in op.layout.tma_captured or len(every) != 1:
+            continue
+        node, is_alone = every[0].node, sharing(op.forward, every[0]) == (1, 1)
+        if array.element == op.forward.element.name and every[0].derivative is of_s and is_alone and node in score.pair_axes:
+            found[array.name] = score.pair_axes[node][1]
+    return found
+
+
+def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[Launch]:
+    """The launch that clears the gradient of such an array, where a mask or lengths leave some of its tiles out."""
+    array = next(each for each in score_of(op.forward).arrays if each.name == name)
+    if _are_all_pairs(op.forward, count := math.prod(array.shape)):
+        return []
+    return [_clear(own, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes
+
+
+def launches(
+    own: Any, op: Backward, device: Device, first: backward.FirstPass, stored: str = ""
+) -> tuple[list[Launch], list[Buffer]]:
+    """The launches for the arrays in ``op.wrt`` but ``stored``, and their scratch memory; ``own`` is the kernel that they follow,
+    and ``first`` its first pass."""
     found: list[Launch] = []
     buffers: list[Buffer] = []
     for i, array in enumerate(score_of(op.forward).arrays if op.wrt else ()):
-        if array.name in op.wrt and 0 not in array.shape:
+        if array.name in op.wrt and array.name != stored and 0 not in array.shape:
             each, buffer = _of_array(own, op, device, first, i, array)
             found += each
             buffers += buffer

@@ -108,9 +108,9 @@ class Backward(Operation):
         return self.forward.captured
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
-        """The facts of do, q, k, v and o, and of what the score captured."""
+        """The facts of do, q, k, v and o, and of what the score captured, with gradients of that."""
         found = layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
-        return functions.with_captured(found, self.forward.score, arrays)
+        return functions.with_captured(found, self.forward.score, arrays, gradients=True)
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """As the forward does."""

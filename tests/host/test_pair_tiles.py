@@ -1,0 +1,152 @@
+"""Arrays of which TMA moves tiles of queries and keys: by the indices of a score's elements, and by how an array lies; and
+gradients that are stored so, by whole kernels on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from rawattn import functions, tma
+from rawattn.arrays import Array, contiguous_strides
+from rawattn.device import TYPICAL
+from rawattn.kernel import attn_bwd
+from rawattn.kernel.attn_bwd import ATTN_BWD
+from rawattn.operand import Layout
+from rawattn.program import Program
+from rawattn.trace.pair_axes import PairAxes
+from rawattn.variant.function import FunctionScore
+from rawattn.variant.mask import Causal, Window
+from tests.element_gradients import expect
+from tests.host import test_backward as plain
+from tests.host.test_backward import Case
+from tests.traced import function
+
+SIZES = (2, 4, 64, 128)
+X4, X3, X5 = (np.zeros(shape, np.float32) for shape in ((2, 4, 80, 160), (4, 80, 160), (2, 3, 4, 80, 160)))
+ORDER = np.zeros(80, np.int32)
+
+
+@pytest.mark.parametrize(
+    "score, expected",
+    [
+        (lambda s, b, h, q, kv: s + X4[b, h, q, kv], PairAxes(0, 2, 1, 3)),
+        (lambda s, b, h, q, kv: s * 2 + X4[b, 0, q + 3, kv + 8].tanh(), PairAxes(0, 2, None, 3, 3, 8)),
+        (lambda s, b, h, q, kv: s + X3[h, q, kv], PairAxes(None, 1, 0, 2)),
+        (lambda s, b, h, q, kv: s + X5[b, 0, h, q, kv], PairAxes(0, 3, 2, 4)),
+        (lambda s, b, h, q, kv: s + X4[b, q, h, kv], None),  # 4 for up to 64 queries: the index is clipped
+        (lambda s, b, h, q, kv: s + X4[b, h + 1, q, kv], None),
+        (lambda s, b, h, q, kv: s + X4[b, h, q, kv + q], None),
+        (lambda s, b, h, q, kv: s + X4[b, h, q, 2 * kv // 2 + 0 * q] + X4[1, h, q, kv], None),
+        (lambda s, b, h, q, kv: s + X4[b, h, ORDER[q], kv], None),
+        (lambda s, b, h, q, kv: s + X4[b, h, kv, q], None),
+        (lambda s, b, h, q, kv: s + X4[b, h, 0, kv], None),
+    ],
+)
+def test_axes(score: Any, expected: PairAxes | None) -> None:
+    option, _ = function(score, "score", SIZES)
+    assert [axes for _, axes in option.pair_axes.values()] == ([] if expected is None else [expected])
+
+
+def lying(strides: tuple[int, ...] | None = None, pointer: int = 0, dtype: str = "bf16", shape: Any = X4.shape) -> Array:
+    return Array("torch", 0, dtype, shape, strides or contiguous_strides(shape), pointer, None)
+
+
+def test_how_an_array_lies() -> None:
+    option, _ = function(lambda s, b, h, q, kv: s + X4[b, h, q, kv] * X3[h, q, kv], "score", SIZES)
+    plain = Layout("q begins elsewhere")
+    three = {"score_1": lying(shape=X3.shape)} if option.arrays[0].shape == X4.shape else {}
+    assert three
+
+    def found(**given: Array) -> tuple[str, ...]:
+        layout = functions.with_captured(plain, option, {**three, **given})
+        assert Layout.from_json(layout.to_json()) == layout and layout[:2] == plain[:2]
+        return layout.tma_captured
+
+    assert found(score_0=lying()) == ("score_0", "score_1") and len(plain.to_json()) == 2
+    for good in (lying((0, 0, 160, 1)), lying(pointer=32), lying((8, 16, 1600, 1)), lying(dtype="fp16")):
+        assert found(score_0=good) == ("score_0", "score_1")
+    wrong = (1, 16, 160, 1), (51200, 12800, 0, 1), (4, 8, 161, 1)
+    for bad in (lying(pointer=8), lying(dtype="fp32"), *map(lying, wrong)):
+        assert found(score_0=bad) == ("score_1",)
+
+
+def test_view() -> None:
+    """The tensor map has the queries as rows and the keys as columns; what all sequences share has no step."""
+    axes = PairAxes(None, 0, 1, 2)
+    shape, strides = axes.view((80, 4, 160), (640, 160, 1))
+    assert (shape, strides) == ((1, 80, 4, 160), (0, 640, 160, 1))
+    assert tma.geometry(shape, strides, 2, 64) == ((160, 80, 4, 1), (1280, 320, 16), (64, 64, 1, 1), 1, 0)
+
+
+# ---- kernels
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Held(FunctionScore):
+    """A score with the array that it captured, as the formula of test_backward.py asks it."""
+
+    held: Any = None
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:  # type: ignore[override]
+        return super().logit(torch, (self.held,), s, batch, head, q, kv, *s.shape)
+
+
+class Call(plain.Call):
+    """A case whose score adds an element of ``shape``'s array to each logit; its gradient is stored."""
+
+    def __init__(self, case: Case, shape: tuple[int, ...], is_shifted: bool = False) -> None:
+        self.bias = bias = np.random.default_rng(1).standard_normal(shape).astype(ml_dtypes.bfloat16)
+        self.score = lambda s, b, h, q, kv: s + bias[b, h, q, kv]
+        if is_shifted:
+            self.score = lambda s, b, h, q, kv: s + bias[b, h, q + 3, kv + 2]
+        (n, m), (q_at, kv_at) = case.lengths[0], (case.kinds.get(name, 0) for name in ("q_offset", "kv_offset"))
+        option, _ = function(self.score, "score", (len(case.lengths), case.heads[0], n + q_at, m + kv_at))
+        held = torch.from_numpy(bias.astype(np.float64))
+        own = Held(option.code, option.numbers, option.arrays, option.checked, held)
+        super().__init__(dataclasses.replace(case, kinds={**case.kinds, "score": own}))
+        self.arrays |= {"score_0": bias, "dscore_0": np.full_like(bias, np.nan)}
+        self.op = dataclasses.replace(self.op, wrt=("score_0",), layout=Layout(tma_captured=("score_0", "dscore_0")))
+
+    def program(self) -> Program:
+        found = attn_bwd.config_of(self.op.forward, self.case.store)
+        found = dataclasses.replace(found, stored="score_0", dq_chains=self.case.chains)
+        assert ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None
+        return ATTN_BWD.lower(self.op, found, TYPICAL["sm_90a"])
+
+    def check(self, folder: pathlib.Path) -> list[str]:
+        """Compares all gradients, and gives the launches."""
+        plain.check(self, folder)
+        spec, (do, q, k, v, o, lse) = self.op.forward.spec, (self.arrays[name] for name in ("do", "q", "k", "v", "o", "lse"))
+        offsets = dict(zip(("q_offset", "kv_offset"), spec.offsets or (None, None), strict=True))
+        options = {"scale": spec.scale, "mask": spec.mask, "dlse": self.arrays["dlse"], **offsets}
+        expect(do, q, k, v, o, lse, (self.bias,), score=self.score, **options).check([self.arrays["dscore_0"]])
+        return [launch.entry for launch in self.program().launches]
+
+
+STORED: dict[str, tuple[Any, ...]] = {
+    "all pairs": (Case((64, 64), {}, ((70, 136),) * 2, dlse=True), (2, 2, 70, 136)),
+    "longer, final": (Case((128, 128), {"scale": -0.2}, ((130, 150),), (2, 2), store="final", chains=2), (1, 2, 140, 160)),
+    "causal": (Case((64, 64), {"mask": Causal()}, ((150, 300),), (2, 1), grid=3), (1, 2, 150, 304)),
+    "offsets": (
+        Case(
+            (64, 40),
+            {"mask": Window(20, 50), "q_offset": 4, "kv_offset": 1, "deterministic": False},
+            ((70, 140),),
+            store="unordered",
+        ),
+        (1, 2, 80, 152),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored(name: str, tmp_path: pathlib.Path) -> None:
+    launches = Call(*STORED[name]).check(tmp_path)
+    assert ("attn_bwd_captured_clear" in launches) == (name != "all pairs") and "attn_bwd_captured_mma" not in launches
