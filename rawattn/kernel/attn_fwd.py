@@ -216,8 +216,8 @@ class AttnFwd(OneLaunch):
         walk = ListWalk() if lists(op.mask) else IntervalWalk()
         own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
-            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out, Order=self.order(op, config),
-            Walk=walk, **own,
+            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out,
+            Order=self.order(op, config), Walk=walk, **own,
         )  # fmt: skip
 
     def order(self, op: Forward, config: Config) -> Option:

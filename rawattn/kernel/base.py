@@ -214,4 +214,6 @@ class OneLaunch(Kernel[Forward]):
 
     def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
         """``render`` and ``fields``, made once for each kind."""
-        return self._kept((op.kind, op.layout.tma_captured, config, arch), lambda: (self.render(op, config, arch), self.fields(op, config)))
+        return self._kept(
+            (op.kind, op.layout.tma_captured, config, arch), lambda: (self.render(op, config, arch), self.fields(op, config))
+        )
