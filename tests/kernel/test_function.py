@@ -72,7 +72,7 @@ def test_elements_for_each_pair_wherever_rows_begin(begin: int, dtype: str) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [Config(192, 64, 3, 1), Config(128, 128, 2, 1)], ids=lambda c: f"{c.tile_kv}")
 def test_tiles_of_elements(config: Any) -> None:
-    """By TMA, of arrays with two axes more, with one, and with none, at any address; where a later one does not lie so, by threads."""
+    """By TMA, of arrays that all sequences or heads share, too; where a later one does not lie so, by threads."""
     case = dataclasses.replace(CASE, head_dim=128, head_dim_v=128)
     every = torch.randn(3, 2, 2, 340, 480, device="cuda", dtype=torch.bfloat16)
     ids = torch.arange(480, device="cuda", dtype=torch.int32) // 150
