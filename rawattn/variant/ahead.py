@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from ..program import Field, Fields, TensorMap
+from ..trace.pair_axes import PairAxes
 from . import Option
 
 
@@ -40,6 +42,33 @@ class PrefetchedElements(Option):
     @property
     def constants(self) -> dict[str, int]:
         return {"ahead_bytes": self.bytes}
+
+
+@dataclasses.dataclass(frozen=True)
+class TransposedElements(Option):
+    """Elements in the backward, of whose logits a row is a key: threads read them when they need them, or all before."""
+
+    type: ClassVar[str] = "TransposedElements"
+    source: ClassVar[str] = "variant/ahead/transposed.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementsInDs(Option):
+    """The same of a captured array with this name and these axes, in boxes of ``box_rows`` rows that TMA brings."""
+
+    operand: str
+    axes: PairAxes
+    box_rows: int
+    type: ClassVar[str] = "ElementsInDs"
+    source: ClassVar[str] = "variant/ahead/in_ds.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"elements_first_q": self.axes.first_q, "elements_first_kv": self.axes.first_kv}
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("elements", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes, "q")),)
 
 
 def ahead_of(score: object) -> Option:
