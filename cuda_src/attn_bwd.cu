@@ -33,7 +33,7 @@
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Turn, Walk, Store, DsStore, Order, Steps
+                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Turn, Walk, Store, DsStore, Elements, Order, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
@@ -64,6 +64,7 @@ struct Smem {
     KvWorkTile work[2];
     Turn::Seen seen[cfg::dq_stages][cfg::dq_chains];
     Walk::Board board;
+    Elements::Board elements;
 };
 constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
 // A writer has a stage or a chain of its own: with two for one stage both would wait for its buffer.
@@ -286,7 +287,7 @@ struct Consumer {
         start_s();
         start_dp();
         tell_dq();
-        const auto logits = logits_transposed<SMma::accumulators, Mask>(score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
+        const auto logits = Elements::logits<SMma::accumulators>(*this, score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
         const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !StepOf::is_full(at));
         ptx::wgmma_wait<1>();
@@ -341,7 +342,7 @@ __device__ void init_barriers(Smem& smem) {
     for (int i = 0; i < cfg::dq_stages; ++i)
         for (int c = 0; c < cfg::dq_chains; ++c)
             smem.dq_full[i][c].init(4 * parts_in_chain), smem.dq_empty[i][c].init(1), smem.dq_sum[i][c].init(1);
-    smem.board.init(readers + writers);
+    smem.board.init(readers + writers), smem.elements.init();
     ptx::fence_mbarrier_init();
 }
 
@@ -358,7 +359,7 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     if (threadIdx.x >= 128) return consume(args, smem);
     ptx::setmaxnreg_dec<cfg::producer_registers>();
     const u32 warp = ptx::uniform(threadIdx.x / 32);
-    if (warp == 0) KvProducer<Smem>{args, smem}.run();
+    if (warp == 0) KvProducer<Smem, Elements::Beside>{args, smem}.run();
     else if (warp <= writers) write(args, smem, warp - 1);
     else if (warp == 3) Walk::find_turns(args, smem);
 }

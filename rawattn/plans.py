@@ -676,7 +676,9 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
     shape: Any
     if isinstance(fill, TensorMap):
         lies = array.shape, array.strides
-        shape = tma.geometry(*(fill.axes.view(*lies) if fill.axes and name == fill.operand else lies), size, fill.box_rows)
+        if fill.axes and name == fill.operand:
+            lies = fill.axes.view(*lies, given[fill.rows_of].shape[-3] if fill.rows_of else None)
+        shape = tma.geometry(*lies, size, fill.box_rows)
         rest = struct.pack("<2i", shape.head_step, shape.batch_step)
     elif isinstance(fill, PageRows):
         shape = tma.page_rows_geometry(fill.operand, array.shape, array.strides, size, fill.box_rows)

@@ -60,11 +60,13 @@ class View:
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorMap:
     """A TmaTensor of an operand, whose box has ``box_rows`` rows of 64 columns. ``axes`` are those of an array that a score
-    captured, or of its gradient: its rows are of queries, its columns of keys."""
+    captured, or of its gradient: its rows are of queries, its columns of keys. ``rows_of`` is the operand with as many rows as
+    there are queries, where no others may be read."""
 
     operand: str
     box_rows: int
     axes: PairAxes | None = None
+    rows_of: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

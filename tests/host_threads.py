@@ -289,6 +289,23 @@ inline float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); 
 inline u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
 }
 """
+LDMATRIX = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+inline void ldmatrix_transposed(u32 (&d)[4], u32 address) {
+    host_exchange(address, [&](auto of) {
+        for (u32 m = 0; m < 4; ++m) {
+            u16 x[2];
+            for (u32 e = 0; e < 2; ++e)
+                std::memcpy(&x[e], host_block->raw + of(8 * m + host_lane() % 4 * 2 + e) + host_lane() / 4 * 2, 2);
+            d[m] = x[0] | u32(x[1]) << 16;
+        }
+        return 0;
+    });
+}
+}
+"""
 WGMMA = r"""
 #pragma once
 #include "ptx/base.cuh"
@@ -391,7 +408,8 @@ extern "C" void launch(const Args* args, int blocks, int together) {
 """
 STUBS = {
     "ptx/base.cuh": BASE, "ptx/mbarrier.cuh": MBARRIER, "ptx/bulk.cuh": BULK, "ptx/turn.cuh": TURN, "ptx/tma.cuh": TMA,
-    "ptx/stmatrix.cuh": STMATRIX, "ptx/prefetch.cuh": PREFETCH, "ptx/fp16.cuh": FP16, "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
+    "ptx/stmatrix.cuh": STMATRIX, "ptx/ldmatrix.cuh": LDMATRIX, "ptx/prefetch.cuh": PREFETCH, "ptx/fp16.cuh": FP16,
+    "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
     "ptx/mma_tf32.cuh": '#pragma once\n#include "ptx/base.cuh"\nnamespace ptx { void mma_tf32(float*, const u32*, const u32*); }',
 }  # fmt: skip
 
@@ -432,12 +450,12 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     return built(command, own, files)
 
 
-def tensor_map(x: np.ndarray[Any, Any], fill: TensorMap | PageRows) -> bytes:
+def tensor_map(x: np.ndarray[Any, Any], fill: TensorMap | PageRows, queries: int | None = None) -> bytes:
     """A TmaTensor or a TmaPageRows, as the stub of ptx/tma.cuh reads it."""
     shape, strides = x.shape, tuple(step // 2 for step in x.strides)
     made: Any
     if isinstance(fill, TensorMap):
-        view = (shape, strides) if fill.axes is None else fill.axes.view(shape, strides)
+        view = (shape, strides) if fill.axes is None else fill.axes.view(shape, strides, queries)
         made = tma.geometry(*view, 2, fill.box_rows)
         rest = [made.head_step, made.batch_step]
     else:
@@ -463,7 +481,8 @@ def run(
         fill, at, form = field.fill, layout.offsets[field.name], layout.formats[field.name]
         name = getattr(fill, "name", None) or getattr(fill, "operand", "counter")
         if isinstance(fill, (TensorMap, PageRows)):
-            data = tensor_map(memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"], fill)
+            given = memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"]
+            data = tensor_map(given, fill, memory["q"].shape[-3] if getattr(fill, "rows_of", "") else None)
         elif isinstance(fill, View):
             steps = memory[name].strides if memory[name].ndim == 4 else (0, *memory[name].strides)
             data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()

@@ -12,8 +12,12 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Program
 from ..render import wgmma
+from ..trace.expressions import nodes
+from ..trace.pair_axes import PairAxes
 from ..variant import Option, clear, order, statistics, steps, store
+from ..variant.ahead import ElementsInDs, TransposedElements
 from ..variant.element import FP32
+from ..variant.function import FunctionScore
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
@@ -43,7 +47,8 @@ class Config:
     chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
     step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
-    "apart"); the captured array whose gradient is dS, which is stored as it is made ("" for none)."""
+    "apart"); the captured array whose gradient is dS, which is stored as it is made ("" for none); the one of whose elements,
+    one for each pair, TMA brings tiles to the place of dS ("" for none)."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -58,6 +63,7 @@ class Config:
     order: str = "at_once"
     steps: str = "together"
     stored: str = ""
+    brought: str = ""
 
     @property
     def tile_kv(self) -> int:
@@ -143,6 +149,18 @@ def smem_bytes(config: Config, op: Forward) -> int:
     return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
 
 
+def brought_to_ds(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
+    """The array of two-byte elements of which the score reads one for each pair, and its axes, where TMA reads tiles of it and
+    knows where queries end; "" and None where there is none."""
+    score = op.score
+    if not isinstance(score, FunctionScore) or score.ahead_bytes != 2 or op.varlen or any(op.lens) or op.spec.offsets is not None:
+        return "", None
+    found = [score.pair_axes.get(i) for i, x in enumerate(nodes(score.code.root)) if x.op == "load" and {"q", "kv"} <= x.deps]
+    if len(found) != 1 or found[0] is None or f"score_{found[0][0]}" not in layout.tma_captured:
+        return "", None
+    return f"score_{found[0][0]}", found[0][1]
+
+
 class AttnBwd(BackwardKernel):
     """The kernel and its launches."""
 
@@ -194,6 +212,8 @@ class AttnBwd(BackwardKernel):
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if config.stored and config.stored not in (own := attn_bwd_captured.of_ds(op)):
             return f"stored is {config.stored!r}; it must be '', or of the arrays whose gradient is dS, {[*own]}"
+        if config.brought and config.brought != (axes := brought_to_ds(forward, op.layout)[0]):
+            return f"brought is {config.brought!r}; it must be '', or the array of whose elements TMA brings tiles, {axes!r}"
         if reason := backward.wrong_direction(forward, config.direction):
             return reason
         threads = 128 * (1 + config.consumers)
@@ -223,8 +243,8 @@ class AttnBwd(BackwardKernel):
             found += [dataclasses.replace(each, order="step_later") for each in list_configs_of(forward)]
         else:
             found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
-        stored = next(iter(attn_bwd_captured.of_ds(op)), "")
-        found = [dataclasses.replace(each, stored=stored) for each in found]
+        stored, (brought, _) = next(iter(attn_bwd_captured.of_ds(op)), ""), brought_to_ds(forward, op.layout)
+        found = [dataclasses.replace(each, stored=stored, brought=brought) for each in found]
         return [each for each in found if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
@@ -248,7 +268,9 @@ class AttnBwd(BackwardKernel):
         axes = attn_bwd_captured.of_ds(op)[config.stored] if config.stored else None
         ds = DsStored(config.stored, axes, config.tile_q) if axes else DsKept()
         own = attn_bwd_captured.cleared_for_ds(self, op, device, config.stored) if axes else []
-        own += [self.launch(op, config, device, "attn_bwd", kv_values, grid, functools.partial(_main, ds))]
+        _, read = brought_to_ds(forward, op.layout)
+        ahead = ElementsInDs(config.brought, read, config.tile_q) if config.brought and read else TransposedElements()
+        own += [self.launch(op, config, device, "attn_bwd", kv_values, grid, functools.partial(_main, ds, ahead))]
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
@@ -266,7 +288,7 @@ def _of_dq(config: Config) -> dict[str, int]:
     return {name: getattr(config, name) for name in names}
 
 
-def _main(ds: Option, op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _main(ds: Option, elements: Option, op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
@@ -280,8 +302,8 @@ def _main(ds: Option, op: Forward, config: Config, arch: str) -> tuple[Source, F
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
         Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
-        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Order=ORDERS[config.order][0],
-        Steps=STEPS[config.steps],
+        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
+        Order=ORDERS[config.order][0], Steps=STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)

@@ -21,10 +21,13 @@ class PairAxes(NamedTuple):
     first_q: int = 0
     first_kv: int = 0
 
-    def view(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of the array as (batch, rows, heads, columns)."""
-        axes = self[:4]
-        return tuple([1 if i is None else shape[i] for i in axes]), tuple([0 if i is None else strides[i] for i in axes])
+    def view(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], queries: int | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of the array as (batch, rows, heads, columns), up to the row of the last one of so many queries."""
+        sizes, steps = zip(*((1, 0) if i is None else (shape[i], strides[i]) for i in self[:4]), strict=True)
+        rows = sizes[1] if queries is None else min(sizes[1], self.first_q + queries)
+        return (sizes[0], rows, *sizes[2:]), steps
 
 
 def pair_axes(load: Expr, checked: Collection[int] = ()) -> PairAxes | None:

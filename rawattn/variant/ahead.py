@@ -49,19 +49,15 @@ class PrefetchedElements(Option):
 
 @dataclasses.dataclass(frozen=True)
 class TilesAhead(Option):
-    """Elements of ``bytes`` bytes come to shared memory by TMA, with the tiles of keys; ``axes`` are those of their array, whose
-    name is ``operand``. Those that one head of one sequence reads are ``read_once``: they leave L2 first."""
+    """Elements of ``bytes`` bytes of a captured array with this name and these axes come to shared memory with the tiles of keys,
+    in boxes of ``box_rows`` rows that TMA brings."""
 
     bytes: int
     operand: str
     axes: PairAxes
-    read_once: bool
     box_rows: int
+    type: ClassVar[str] = "TilesAhead"
     source: ClassVar[str] = "variant/ahead/tiles.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"TilesAhead<{'ReadOnce' if self.read_once else 'ReadAgain'}>"
 
     @property
     def constants(self) -> dict[str, int]:
@@ -69,7 +65,38 @@ class TilesAhead(Option):
 
     @property
     def fields(self) -> Fields:
-        return (Field("ahead", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes)),)
+        return (Field("ahead", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes)), Field("ahead_read_once", "i32"))
+
+    def values_of(self, batch: int, heads: int) -> dict[str, int]:
+        """The values of its fields, for so many sequences and heads: whether no element is read for two of them."""
+        return {"ahead_read_once": int((batch == 1 or self.axes.batch is not None) and (heads == 1 or self.axes.head is not None))}
+
+
+@dataclasses.dataclass(frozen=True)
+class TransposedElements(Option):
+    """Elements in the backward, of whose logits a row is a key: threads read them when they need them, or all before."""
+
+    type: ClassVar[str] = "TransposedElements"
+    source: ClassVar[str] = "variant/ahead/transposed.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementsInDs(Option):
+    """The same of a captured array with this name and these axes, in boxes of ``box_rows`` rows that TMA brings."""
+
+    operand: str
+    axes: PairAxes
+    box_rows: int
+    type: ClassVar[str] = "ElementsInDs"
+    source: ClassVar[str] = "variant/ahead/in_ds.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"elements_first_q": self.axes.first_q, "elements_first_kv": self.axes.first_kv}
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("elements", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes, "q")),)
 
 
 def ahead_of(score: object) -> Option:
@@ -91,8 +118,7 @@ def ahead_by_tiles(score: Any, layout: Layout, tile_q: int, tile_kv: int) -> Opt
     name = f"{score.role}_{array}"
     if name not in layout.tma_captured:
         return other
-    read_once = axes.batch is not None and axes.head is not None
-    return TilesAhead(other.bytes, name, axes, read_once, tile_q)
+    return TilesAhead(other.bytes, name, axes, tile_q)
 
 
 def bytes_in_smem(ahead: Option, tile_q: int, tile_kv: int, stages: int) -> int:

@@ -12,19 +12,6 @@
 using ElementTile = Tile<cfg::tile_q, cfg::tile_kv>;
 static_assert(cfg::ahead_bytes == sizeof(ElementTile::data[0][0]) && cfg::tile_kv % 64 == 0, "a tile has whole panels of elements of two bytes");
 
-// Elements that only one work reads leave L2 first: keys and values of its group of heads stay there. Those that others read, too, stay
-// as long as these do.
-struct ReadOnce {
-    __device__ static void load(void* to, const TmaTensor& tensor, ptx::Mbarrier& full, i32 column, i32 row, i32 head, i32 batch) {
-        ptx::tma_load_once(to, tensor.map, full, column, row, head * tensor.head_step, batch * tensor.batch_step);
-    }
-};
-struct ReadAgain {
-    __device__ static void load(void* to, const TmaTensor& tensor, ptx::Mbarrier& full, i32 column, i32 row, i32 head, i32 batch) {
-        ptx::tma_load(to, tensor.map, full, column, row, head * tensor.head_step, batch * tensor.batch_step);
-    }
-};
-
 // Those of a warp's rows of a tile.
 struct TileElements {
     u32 at;  // of this lane's row, and its piece of the first two
@@ -40,7 +27,6 @@ struct TileElements {
     }
 };
 
-template <class Reads>
 struct TilesAhead {
     struct Board { ElementTile tiles[cfg::stages]; };  // of stage s of K
 
@@ -55,20 +41,23 @@ struct TilesAhead {
     template <class S>
     __device__ ScoreAhead<S, TileElements> placed(const S& score, i32 row, i32 first) const { return {{score, row, first}, {at}}; }
 
-    // The elements of a work, which the producer loads.
+    // The elements of a work, which the producer loads. Those that no other work reads leave L2 first, so that keys and values of a group
+    // of heads stay.
     struct Source {
         const TmaTensor& tensor;
         const i32 column, row, head, batch;  // of the first query and key 0
+        const u64 policy;
 
         __device__ Source(const Args& args, const Rows& rows, const WorkTile& work)
-            : tensor(args.ahead), column(rows.kv_offset + cfg::ahead_first_kv), row(work.q_begin + rows.q_offset + cfg::ahead_first_q), head(work.head),
-              batch(work.batch) {}
+            : tensor(args.ahead), column(rows.kv_offset + cfg::ahead_first_kv), row(work.q_begin + rows.q_offset + cfg::ahead_first_q),
+              head(work.head * tensor.head_step), batch(work.batch * tensor.batch_step),
+              policy(args.ahead_read_once ? ptx::evict_first() : ptx::evict_normal()) {}
 
         __device__ void load(Board& board, u32 stage, ptx::Mbarrier& full, i32 tile) const {
             full.expect(ElementTile::bytes);
 #pragma unroll
             for (int panel = 0; panel < ElementTile::panels; ++panel)
-                Reads::load(board.tiles[stage].data[panel], tensor, full, column + tile * cfg::tile_kv + panel * 64, row, head, batch);
+                ptx::tma_load(board.tiles[stage].data[panel], tensor.map, full, column + tile * cfg::tile_kv + panel * 64, row, head, batch, policy);
         }
     };
     template <class Tell> __device__ static void multiplied(Tell) {}
