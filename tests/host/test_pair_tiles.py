@@ -115,8 +115,8 @@ class Call(plain.Call):
 
     def program(self) -> Program:
         found = attn_bwd.config_of(self.op.forward, self.case.store)
-        brought, _ = attn_bwd.brought_to_ds(self.op.forward, self.op.layout)
-        found = dataclasses.replace(found, stored="score_0", brought=brought, dq_chains=self.case.chains)
+        elements, _ = attn_bwd.elements_by_tma(self.op.forward, self.op.layout)
+        found = dataclasses.replace(found, gradient="score_0", elements=elements, dq_chains=self.case.chains)
         assert ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None
         return ATTN_BWD.lower(self.op, found, TYPICAL["sm_90a"])
 
