@@ -12,19 +12,25 @@ import numpy as np
 import pytest
 import torch
 
-from rawattn import functions, tma
+import rawattn
+from rawattn import ProblemError, functions, render, tma
 from rawattn.arrays import Array, contiguous_strides
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
+from rawattn.kernel.attn_bwd_captured import of_ds
 from rawattn.operand import Layout
+from rawattn.operation import Backward
 from rawattn.program import Program
 from rawattn.trace.pair_axes import PairAxes
+from rawattn.variant.element import BF16, FP16
 from rawattn.variant.function import FunctionScore
 from rawattn.variant.mask import Causal, Window
 from tests.element_gradients import expect
+from tests.emulator import gpu
 from tests.host import test_backward as plain
 from tests.host.test_backward import Case
+from tests.operations import forward
 from tests.traced import function
 
 SIZES = (2, 4, 64, 128)
@@ -76,12 +82,79 @@ def test_how_an_array_lies() -> None:
         assert found(score_0=bad) == ("score_1",)
 
 
+@pytest.mark.parametrize(
+    "score, expected",
+    [
+        (lambda s, b, h, q, kv: s + X4[b, h, q, kv], {"score_0"}),
+        (lambda s, b, h, q, kv: 5 * np.tanh((s * 2 + 2 * X4[b, h, q, kv]) / 5), {"score_0"}),
+        (lambda s, b, h, q, kv: 5 * np.tanh(s / 5) + X4[b, h, q, kv], {}),
+        (lambda s, b, h, q, kv: s - X4[b, h, q, kv], {}),
+        (lambda s, b, h, q, kv: s * 2 + X4[b, h, q, kv], {}),
+        (lambda s, b, h, q, kv: s + X3[h, q, kv], {}),  # of all sequences
+        (lambda s, b, h, q, kv: s + X4[b, h, q, kv] + X4[b, h, q, kv + 1], {}),
+        (lambda s, b, h, q, kv: s + X4[b, h, q, kv] + X5[b, 0, h, q, kv], {"score_0", "score_1"}),
+    ],
+)
+def test_gradients_that_are_ds(score: Any, expected: Any) -> None:
+    """Where a logit changes with an element as it does with s, and no two pairs share one, in the call's format."""
+    option, _ = function(score, "score", SIZES)
+    narrow = dataclasses.replace(option, arrays=tuple(each._replace(element="bf16") for each in option.arrays))
+    for own, element, wanted in ((narrow, BF16, expected), (narrow, FP16, {}), (option, BF16, {})):
+        op = forward(element, 2, 64, 128, 4, 4, 64, 64, score=own)
+        plain, *found = Backward(op, wrt=tuple(each.name for each in own.arrays)).lying()
+        assert not of_ds(plain) and all(of_ds(each).keys() == set(wanted) for each in found) and len(found) == (own is narrow)
+
+
 def test_view() -> None:
     """The tensor map has the queries as rows and the keys as columns; what all sequences share has no step."""
     axes = PairAxes(None, 0, 1, 2)
     shape, strides = axes.view((80, 4, 160), (640, 160, 1))
     assert (shape, strides) == ((1, 80, 4, 160), (0, 640, 160, 1))
     assert tma.geometry(shape, strides, 2, 64) == ((160, 80, 4, 1), (1280, 320, 16), (64, 64, 1, 1), 1, 0)
+
+
+# ---- calls
+
+
+class Recorded:
+    """A launch that only notes where its tensor maps begin."""
+
+    def __init__(self, launch: Any, found: list[tuple[str, dict[str, int]]]) -> None:
+        self.entry, self.found = launch.entry, found
+        offsets = render.layout(launch.fields).offsets
+        self.offsets = {name: offsets[name] for name in ("ds", "elements") if name in offsets}
+
+    def launch(self, blocks: int, args: bytes) -> None:
+        where = {name: int.from_bytes(args[at : at + 8], "little") for name, at in self.offsets.items()}
+        self.found.append((self.entry, where))
+
+
+def test_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Tensor maps are of the arrays of each call; arrays that lie otherwise get launches that need none."""
+    found = list[tuple[str, dict[str, int]]]()
+    q, k, v, do = (torch.randn(1, n, 2, 64).bfloat16() for n in (100, 136, 136, 100))
+    o, lse, room = torch.randn_like(do), torch.zeros(1, 2, 100), torch.randn(4 * 100 * 136 + 16).bfloat16()
+    size = 2 * 100 * 136
+    gpu.stand_in(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpu, "emulated", lambda launch, *more: Recorded(launch, found))
+    for begin in (0, size, 8, 1, size):
+        bias = room[begin : begin + size].view(1, 2, 100, 136)
+        out = None if begin != 8 else torch.empty(size + 8).bfloat16()[8:].view(bias.shape)
+        given = {"score": lambda s, b, h, q, kv: s + bias[b, h, q, kv], "wrt": (bias,), "out": (None, None, None, out)}  # noqa: B023
+        gradient = rawattn.attention_backward(do, q, k, v, o, lse, **given, kernel="attn_bwd")[3]
+        assert out is None or gradient is out
+        launches, wanted = [entry for entry, _ in found], {"ds": gradient.data_ptr()}
+        assert launches == ["attn_bwd_delta", "attn_bwd"] and not any(places for _, places in found[:1])
+        assert found[1][1] == wanted | ({} if begin == 1 else {"elements": bias.data_ptr()})
+        found.clear()
+    plan = rawattn.plan_backward(do, q, k, v, o, lse, score=given["score"], wrt=(bias,))
+    plan.run(do, q, k, v, o, lse, room[8 : 8 + size].view(bias.shape))
+    assert found[1][1]["elements"] == room.data_ptr() + 16
+    with pytest.raises(ProblemError, match=r"bias, which score captured, lies otherwise than when the plan was made"):
+        plan.run(do, q, k, v, o, lse, room[1 : 1 + size].view(bias.shape))
+    wrong = torch.empty(size + 1).bfloat16()[1:].view(bias.shape)
+    with pytest.raises(ProblemError, match=r"out \(dscore_0\) has a pointer or stride that is no multiple of 16 bytes"):
+        rawattn.attention_backward(do, q, k, v, o, lse, **{**given, "out": (None, None, None, wrong)})
 
 
 # ---- kernels
