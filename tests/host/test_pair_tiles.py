@@ -171,7 +171,8 @@ class Held(FunctionScore):
 
 
 class Call(plain.Call):
-    """A case whose score adds an element of ``shape``'s array to each logit; its gradient is stored."""
+    """A case whose score adds an element of ``shape``'s array to each logit; its gradient is stored. NaN is in elements that
+    belong to no pair."""
 
     def __init__(self, case: Case, shape: tuple[int, ...], is_shifted: bool = False) -> None:
         self.bias = bias = np.random.default_rng(1).standard_normal(shape).astype(ml_dtypes.bfloat16)
@@ -179,6 +180,7 @@ class Call(plain.Call):
         if is_shifted:
             self.score = lambda s, b, h, q, kv: s + bias[b, h, q + 3, kv + 2]
         (n, m), (q_at, kv_at) = case.lengths[0], (case.kinds.get(name, 0) for name in ("q_offset", "kv_offset"))
+        bias[:, :, n + q_at + 3 * is_shifted :] = bias[..., m + kv_at + 2 * is_shifted :] = np.nan
         option, _ = function(self.score, "score", (len(case.lengths), case.heads[0], n + q_at, m + kv_at))
         held = torch.from_numpy(bias.astype(np.float64))
         own = Held(option.code, option.numbers, option.arrays, option.checked, held)
