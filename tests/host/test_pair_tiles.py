@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rawattn
-from rawattn import ProblemError, functions, render, tma
+from rawattn import ProblemError, compiler, functions, render, tma
 from rawattn.arrays import Array, contiguous_strides
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_bwd
@@ -22,10 +22,11 @@ from rawattn.kernel.attn_bwd_captured import of_ds
 from rawattn.operand import Layout
 from rawattn.operation import Backward
 from rawattn.program import Program
+from rawattn.select import select
 from rawattn.trace.pair_axes import PairAxes
 from rawattn.variant.element import BF16, FP16
 from rawattn.variant.function import FunctionScore
-from rawattn.variant.mask import Causal, Window
+from rawattn.variant.mask import Causal, Full, Window
 from tests.element_gradients import expect
 from tests.emulator import gpu
 from tests.host import test_backward as plain
@@ -158,6 +159,19 @@ def test_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
 
 
 # ---- kernels
+
+
+def test_nothing_spills() -> None:
+    """Elements that come by TMA take no registers before their product is there."""
+    whole = np.broadcast_to(np.zeros((), ml_dtypes.bfloat16), (2, 4, 512, 512))
+    option, _ = function(lambda s, b, h, q, kv: s + whole[b, h, q, kv], "score", (2, 4, 512, 512))
+    for size, mask in ((64, Full()), (128, Causal())):
+        op = Backward(forward(BF16, 2, 512, 512, 4, 4, size, size, score=option, mask=mask), wrt=("score_0",)).lying()[-1]
+        selection = select(op, TYPICAL["sm_90a"])
+        assert (selection.config.gradient, selection.config.elements) == ("score_0", "score_0")
+        launches = selection.kernel.lower(op, selection.config, TYPICAL["sm_90a"]).launches
+        binary = compiler.compile(next(each.source for each in launches if each.entry == "attn_bwd"))
+        assert not binary.spill_bytes and not binary.advisories
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
