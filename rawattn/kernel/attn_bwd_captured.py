@@ -74,6 +74,8 @@ def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[La
     array = next(each for each in score_of(op.forward).arrays if each.name == name)
     if _are_all_pairs(op.forward, count := math.prod(array.shape)):
         return []
+    if not op.forward.total_kv:  # no tensor map follows, for which the caller's memory is checked
+        return [_clear(own, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
     return [_clear(own, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes
 
 

@@ -158,6 +158,27 @@ def test_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
         rawattn.attention_backward(do, q, k, v, o, lse, **{**given, "out": (None, None, None, wrong)})
 
 
+@pytest.mark.parametrize("n, m", [(100, 0), (0, 136), (100, 136)])
+def test_what_is_cleared(n: int, m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Where nothing is stored the caller's memory may begin anywhere, and elements are cleared one by one."""
+    found = list[tuple[str, dict[str, int]]]()
+    q, k, v, do = (torch.randn(1, rows, 2, 64).bfloat16() for rows in (n, m, m, n))
+    o, lse, room = torch.randn_like(do), torch.zeros(1, 2, n), torch.randn(2 * 104 * 136 + 1).bfloat16()
+    bias, out = torch.randn(1, 2, 104, 136).bfloat16(), room[1:].view(1, 2, 104, 136)
+    given = {"score": lambda s, b, h, q, kv: s + bias[b, h, q, kv], "wrt": (bias,), "out": (None, None, None, out)}
+    launches = list[Any]()
+    gpu.stand_in(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpu, "emulated", lambda launch, *more: launches.append(launch) or Recorded(launch, found))
+    if m:
+        with pytest.raises(ProblemError, match="no multiple of 16 bytes"):
+            rawattn.attention_backward(do, q, k, v, o, lse, **given, kernel="attn_bwd")
+    else:
+        rawattn.attention_backward(do, q, k, v, o, lse, **given, kernel="attn_bwd")
+    (clear,) = [each for each in launches if each.entry == "attn_bwd_captured_clear"]
+    assert clear.fields[0].ctype == ("u64*" if m else "function::Bf16*")
+    assert clear.values["words"] == 2 * 104 * 136 // (4 if m else 1)
+
+
 # ---- kernels
 
 

@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 29450,
     "perf": 5810,
     "cuda_src": 11900,
-    "tests": 37400,
+    "tests": 37440,
 }
 FUNCTION_LINES = 60
 
