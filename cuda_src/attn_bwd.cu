@@ -25,8 +25,8 @@
 //   q_empty[s]           one lane per consumer warp     producer                 the same until refilled
 //   do_full[s], do_empty[s]: the same for dO and delta
 //   ds_full[s]           one lane per consumer warp     who computes dq          smem.ds[s] until read
-//   ds_empty[s]          one lane per warp of those,    each consumer            the same until written again
-//                        and who stores it (DsStore)
+//   ds_empty[s]          one lane per warp of those,    each consumer            the same until written again (by whom TMA
+//                        and who stores it (DsStore)    (Elements: producer)     brings elements there: variant/ahead/in_ds.cuh)
 //   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
 //   dq_empty[t][c]       writer                         who computes dq          the same until written again
 //   dq_sum[t][c]         writer (or TMA)                who computes dq          the sum in smem.dq[t], where Store finishes dq

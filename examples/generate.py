@@ -61,6 +61,18 @@ class Server:
         self.tile = 128 if model.embedding.is_cuda else 1  # keys of which a GPU reads some before a window's first, too
         self.graphs: dict[int, Graph] = {}
 
+    def warm_up(self, requests: int, longest: int) -> None:
+        """Takes steps like those to come, so that no request waits for a kernel that compiles at its first call: full ones of one
+        prompt and of several, short ones, and graphs."""
+        most = min(requests, self.most_rows)
+        for count in sorted({1 << i for i in range(most.bit_length())} | {most}):
+            for rows in {2 * count, self.most_rows, 2 * self.most_rows}:
+                prompt = min(max(rows // count, 1), longest)
+                self.waiting.extend(Request([1] * prompt, prompt, 2) for _ in range(count))
+                while self.waiting or self.running:
+                    self.step()
+            self.graph(count)
+
     def forward(self, tokens: torch.Tensor, step: rawattn.Step) -> torch.Tensor:
         """The last hidden state of each row; its keys and values are in the cache then."""
         window = None if self.window is None else (self.window - 1, 0)
@@ -217,11 +229,7 @@ def main(arguments: list[str] | None = None) -> list[Request]:
         requests.append(Request(tokens, prompt, asked.tokens))
     server = Server(model, asked.pages, asked.page_size, asked.rows, asked.prompt + asked.tokens, asked.window)
     with torch.inference_mode(), rich.progress.Progress(console=console) as progress:
-        server.waiting.append(Request([1, 2], 2, 2))
-        while server.waiting or server.running:  # what is compiled when it is first called is not the requests' time
-            server.step()
-        for i in range(min(asked.requests, asked.rows).bit_length() + 1):
-            server.graph(1 << i)
+        server.warm_up(asked.requests, asked.prompt)
         server.waiting.extend(requests)
         bar, start = progress.add_task("tokens", total=asked.requests * asked.tokens), time.perf_counter()
         while server.waiting or server.running:

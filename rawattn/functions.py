@@ -483,9 +483,12 @@ def operands(*options: Any) -> tuple[Operand, ...]:
     return tuple(found)
 
 
-def with_captured(layout: Layout, score: Any, given: Mapping[str, Array], gradients: bool = False) -> Layout:
-    """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles, and, where these are
-    asked for, to which of their gradients it writes them."""
+def with_captured(
+    layout: Layout, score: Any, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None
+) -> Layout:  # fmt: skip
+    """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles. ``alone`` says
+    whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
+    share an element."""
     axes = getattr(score, "pair_axes", {})
     found = list[str]()
     for i in sorted({j for j, _ in axes.values()}):
@@ -494,8 +497,18 @@ def with_captured(layout: Layout, score: Any, given: Mapping[str, Array], gradie
         if array is None or array.dtype not in ("bf16", "fp16") or 0 in array.shape:  # boxes are of 16-bit formats
             continue
         found += [f"score_{i}"] * _moves_tiles(array, own)
-        found += [f"dscore_{i}"] * (gradients and _moves_tiles(arrays.made(tuple(array.shape), array.dtype), own))
+        if alone is None or any(each.is_shared(*alone) for each in own):
+            continue
+        found += [f"dscore_{i}"] * _moves_tiles(arrays.made(tuple(array.shape), array.dtype), own)
     return layout._replace(tma_captured=tuple(found)) if found else layout
+
+
+def lying(layout: Layout, score: Any, alone: tuple[bool, bool] | None = None) -> tuple[Layout, ...]:
+    """The facts where the arrays that the score captured lie so that TMA moves no tile of them, and where they lie side by
+    side."""
+    none = layout._replace(tma_captured=())
+    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in getattr(score, "arrays", ())}
+    return tuple(dict.fromkeys((none, with_captured(none, score, made, alone))))
 
 
 def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:

@@ -403,6 +403,9 @@ extern "C" void launch(const Args* args, int blocks, int together) {
                 });
         }
         for (auto& thread : threads) thread.join();
+        for (auto& block : made)
+            for (auto& p : block->phases)
+                if (p.expected >= 0 && (p.pending != p.expected || p.bytes)) host_fail("a barrier's last phase is not complete");
     }
 }
 """

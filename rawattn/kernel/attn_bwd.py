@@ -62,8 +62,8 @@ class Config:
     direction: str = ""
     order: str = "at_once"
     steps: str = "together"
-    stored: str = ""
-    brought: str = ""
+    gradient: str = ""
+    elements: str = ""
 
     @property
     def tile_kv(self) -> int:
@@ -149,7 +149,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
 
 
-def brought_to_ds(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
+def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
     """The array of two-byte elements of which the score reads one for each pair, and its axes, where TMA reads tiles of it and
     knows where queries end; "" and None where there is none."""
     score = op.score
@@ -159,6 +159,25 @@ def brought_to_ds(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
     if len(found) != 1 or found[0] is None or f"score_{found[0][0]}" not in layout.tma_captured:
         return "", None
     return f"score_{found[0][0]}", found[0][1]
+
+
+def _wrong_tiles(config: Config, op: Backward) -> str | None:
+    """The reason why tiles of dS and of elements cannot be moved so; None where they can."""
+    own, read = [*attn_bwd_captured.of_ds(op)], elements_by_tma(op.forward, op.layout)[0]
+    if config.gradient not in ("", *own):
+        return f"gradient is {config.gradient!r}; it must be '', or of the captured arrays whose gradient is dS, {own}"
+    if config.elements not in ("", read):
+        return f"elements is {config.elements!r}; it must be '', or the captured array of which TMA brings tiles, {read!r}"
+    return None
+
+
+def _with_tiles(op: Backward, config: Config) -> Config:
+    """The configuration that moves tiles of dS and of elements by TMA where it can be. Elements then take no registers, and wide
+    heads have those of other scores."""
+    gradient, elements = next(iter(attn_bwd_captured.of_ds(op)), ""), elements_by_tma(op.forward, op.layout)[0]
+    if elements and (config.producer_registers, config.consumer_registers) == (24, 240):
+        config = dataclasses.replace(config, producer_registers=40, consumer_registers=232)
+    return dataclasses.replace(config, gradient=gradient, elements=elements)
 
 
 class AttnBwd(BackwardKernel):
@@ -210,10 +229,8 @@ class AttnBwd(BackwardKernel):
             return "steps is 'apart'; it needs order 'at_once' and a mask whose tiles lie side by side"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if config.stored and config.stored not in (own := attn_bwd_captured.of_ds(op)):
-            return f"stored is {config.stored!r}; it must be '', or of the arrays whose gradient is dS, {[*own]}"
-        if config.brought and config.brought != (axes := brought_to_ds(forward, op.layout)[0]):
-            return f"brought is {config.brought!r}; it must be '', or the array of whose elements TMA brings tiles, {axes!r}"
+        if reason := _wrong_tiles(config, op):
+            return reason
         if reason := backward.wrong_direction(forward, config.direction):
             return reason
         threads = 128 * (1 + config.consumers)
@@ -243,9 +260,7 @@ class AttnBwd(BackwardKernel):
             found += [dataclasses.replace(each, order="step_later") for each in list_configs_of(forward)]
         else:
             found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
-        stored, (brought, _) = next(iter(attn_bwd_captured.of_ds(op)), ""), brought_to_ds(forward, op.layout)
-        found = [dataclasses.replace(each, stored=stored, brought=brought) for each in found]
-        return [each for each in found if self.legal(each, op, device) is None]
+        return [each for each in map(functools.partial(_with_tiles, op), found) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
         """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
@@ -265,11 +280,11 @@ class AttnBwd(BackwardKernel):
         kv_values |= backward.kv_order(forward, config.tile_kv, device)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
-        axes = attn_bwd_captured.of_ds(op)[config.stored] if config.stored else None
-        ds = DsStored(config.stored, axes, config.tile_q) if axes else DsKept()
-        own = attn_bwd_captured.cleared_for_ds(self, op, device, config.stored) if axes else []
-        _, read = brought_to_ds(forward, op.layout)
-        ahead = ElementsInDs(config.brought, read, config.tile_q) if config.brought and read else TransposedElements()
+        axes = attn_bwd_captured.of_ds(op)[config.gradient] if config.gradient else None
+        ds = DsStored(config.gradient, axes, config.tile_q) if axes else DsKept()
+        own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if axes else []
+        read = elements_by_tma(forward, op.layout)[1] if config.elements else None
+        ahead = ElementsInDs(config.elements, read, config.tile_q) if read else TransposedElements()
         own += [self.launch(op, config, device, "attn_bwd", kv_values, grid, functools.partial(_main, ds, ahead))]
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
@@ -280,7 +295,7 @@ class AttnBwd(BackwardKernel):
         first = FirstPass(
             config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
         )
-        return self.program(op, device, first, own, tuple(scratch), config.stored)
+        return self.program(op, device, first, own, tuple(scratch), config.gradient)
 
 
 def _of_dq(config: Config) -> dict[str, int]:

@@ -53,7 +53,8 @@ def score_of(op: Forward) -> FunctionScore:
 
 def of_ds(op: Backward) -> dict[str, PairAxes]:
     """The arrays in ``op.wrt`` whose gradient is that of the scaled dot product itself, dS, in the call's own format: a logit
-    changes with their one element as it does with s, each pair has an element of its own, and TMA writes tiles of them."""
+    changes with their one element as it does with s, each pair has an element of its own, and TMA writes tiles of them. It
+    depends on no length."""
     score, found = op.forward.score, dict[str, PairAxes]()
     if not op.wrt or not isinstance(score, FunctionScore):
         return found
@@ -62,9 +63,9 @@ def of_ds(op: Backward) -> dict[str, PairAxes]:
         every = [each for each in reads if each.array == i]
         if array.name not in op.wrt or f"d{array.name}" not in op.layout.tma_captured or len(every) != 1:
             continue
-        node, is_alone = every[0].node, sharing(op.forward, every[0]) == (1, 1)
-        if array.element == op.forward.element.name and every[0].derivative is of_s and is_alone and node in score.pair_axes:
-            found[array.name] = score.pair_axes[node][1]
+        _, axes = score.pair_axes.get(every[0].node, (i, None))
+        if axes is not None and array.element == op.forward.element.name and every[0].derivative is of_s:
+            found[array.name] = axes
     return found
 
 
@@ -73,6 +74,8 @@ def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[La
     array = next(each for each in score_of(op.forward).arrays if each.name == name)
     if _are_all_pairs(op.forward, count := math.prod(array.shape)):
         return []
+    if not op.forward.total_kv:  # no tensor map follows, for which the caller's memory is checked
+        return [_clear(own, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
     return [_clear(own, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes
 
 

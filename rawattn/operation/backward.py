@@ -110,7 +110,15 @@ class Backward(Operation):
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of do, q, k, v and o, and of what the score captured, with gradients of that."""
         found = layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
-        return functions.with_captured(found, self.forward.score, arrays, gradients=True)
+        return functions.with_captured(found, self.forward.score, arrays, self._alone)
+
+    @property
+    def _alone(self) -> tuple[bool, bool]:
+        return self.forward.batch == 1, self.forward.heads == 1
+
+    def lying(self) -> tuple[Backward, ...]:
+        """As of the forward."""
+        return tuple(dataclasses.replace(self, layout=x) for x in functions.lying(self.layout, self.forward.score, self._alone))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """As the forward does."""

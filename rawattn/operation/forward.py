@@ -180,6 +180,10 @@ class Forward(OverKeys):
         """The facts of q, k and v, and of what the score captured."""
         return _layout(arrays, self.spec)
 
+    def lying(self) -> tuple[Forward, ...]:
+        """The operation on arrays that the score captured, whatever may matter of how they lie."""
+        return tuple(dataclasses.replace(self, layout=each) for each in functions.lying(self.layout, self.spec.score))
+
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """Raises ProblemError where cu_seqlens do not say where the sequences of q and of k begin."""
         for name, tensor in (("cu_seqlens_q", "q"), ("cu_seqlens_kv", "k"))[: 2 * self.varlen]:

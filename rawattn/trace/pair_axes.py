@@ -21,6 +21,10 @@ class PairAxes(NamedTuple):
     first_q: int = 0
     first_kv: int = 0
 
+    def is_shared(self, one_sequence: bool, one_head: bool) -> bool:
+        """Says whether several sequences or heads share an element."""
+        return (self.batch is None and not one_sequence) or (self.head is None and not one_head)
+
     def view(
         self, shape: tuple[int, ...], strides: tuple[int, ...], queries: int | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:

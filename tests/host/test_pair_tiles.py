@@ -12,19 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from rawattn import functions, tma
+import rawattn
+from rawattn import ProblemError, compiler, functions, render, tma
 from rawattn.arrays import Array, contiguous_strides
 from rawattn.device import TYPICAL
 from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
+from rawattn.kernel.attn_bwd_captured import of_ds
 from rawattn.operand import Layout
+from rawattn.operation import Backward
 from rawattn.program import Program
+from rawattn.select import select
 from rawattn.trace.pair_axes import PairAxes
+from rawattn.variant.element import BF16, FP16
 from rawattn.variant.function import FunctionScore
-from rawattn.variant.mask import Causal, Window
+from rawattn.variant.mask import Causal, Full, Window
 from tests.element_gradients import expect
+from tests.emulator import gpu
 from tests.host import test_backward as plain
 from tests.host.test_backward import Case
+from tests.operations import forward
 from tests.traced import function
 
 SIZES = (2, 4, 64, 128)
@@ -76,6 +83,29 @@ def test_how_an_array_lies() -> None:
         assert found(score_0=bad) == ("score_1",)
 
 
+@pytest.mark.parametrize(
+    "score, expected",
+    [
+        (lambda s, b, h, q, kv: s + X4[b, h, q, kv], {"score_0"}),
+        (lambda s, b, h, q, kv: 5 * np.tanh((s * 2 + 2 * X4[b, h, q, kv]) / 5), {"score_0"}),
+        (lambda s, b, h, q, kv: 5 * np.tanh(s / 5) + X4[b, h, q, kv], {}),
+        (lambda s, b, h, q, kv: s - X4[b, h, q, kv], {}),
+        (lambda s, b, h, q, kv: s * 2 + X4[b, h, q, kv], {}),
+        (lambda s, b, h, q, kv: s + X3[h, q, kv], {}),  # of all sequences
+        (lambda s, b, h, q, kv: s + X4[b, h, q, kv] + X4[b, h, q, kv + 1], {}),
+        (lambda s, b, h, q, kv: s + X4[b, h, q, kv] + X5[b, 0, h, q, kv], {"score_0", "score_1"}),
+    ],
+)
+def test_gradients_that_are_ds(score: Any, expected: Any) -> None:
+    """Where a logit changes with an element as it does with s, and no two pairs share one, in the call's format."""
+    option, _ = function(score, "score", SIZES)
+    narrow = dataclasses.replace(option, arrays=tuple(each._replace(element="bf16") for each in option.arrays))
+    for own, element, wanted in ((narrow, BF16, expected), (narrow, FP16, {}), (option, BF16, {})):
+        op = forward(element, 2, 64, 128, 4, 4, 64, 64, score=own)
+        plain, *found = Backward(op, wrt=tuple(each.name for each in own.arrays)).lying()
+        assert not of_ds(plain) and all(of_ds(each).keys() == set(wanted) for each in found) and len(found) == (own is narrow)
+
+
 def test_view() -> None:
     """The tensor map has the queries as rows and the keys as columns; what all sequences share has no step."""
     axes = PairAxes(None, 0, 1, 2)
@@ -84,7 +114,85 @@ def test_view() -> None:
     assert tma.geometry(shape, strides, 2, 64) == ((160, 80, 4, 1), (1280, 320, 16), (64, 64, 1, 1), 1, 0)
 
 
+# ---- calls
+
+
+class Recorded:
+    """A launch that only notes where its tensor maps begin."""
+
+    def __init__(self, launch: Any, found: list[tuple[str, dict[str, int]]]) -> None:
+        self.entry, self.found = launch.entry, found
+        offsets = render.layout(launch.fields).offsets
+        self.offsets = {name: offsets[name] for name in ("ds", "elements") if name in offsets}
+
+    def launch(self, blocks: int, args: bytes) -> None:
+        where = {name: int.from_bytes(args[at : at + 8], "little") for name, at in self.offsets.items()}
+        self.found.append((self.entry, where))
+
+
+def test_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Tensor maps are of the arrays of each call; arrays that lie otherwise get launches that need none."""
+    found = list[tuple[str, dict[str, int]]]()
+    q, k, v, do = (torch.randn(1, n, 2, 64).bfloat16() for n in (100, 136, 136, 100))
+    o, lse, room = torch.randn_like(do), torch.zeros(1, 2, 100), torch.randn(4 * 100 * 136 + 16).bfloat16()
+    size = 2 * 100 * 136
+    gpu.stand_in(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpu, "emulated", lambda launch, *more: Recorded(launch, found))
+    for begin in (0, size, 8, 1, size):
+        bias = room[begin : begin + size].view(1, 2, 100, 136)
+        out = None if begin != 8 else torch.empty(size + 8).bfloat16()[8:].view(bias.shape)
+        given = {"score": lambda s, b, h, q, kv: s + bias[b, h, q, kv], "wrt": (bias,), "out": (None, None, None, out)}  # noqa: B023
+        gradient = rawattn.attention_backward(do, q, k, v, o, lse, **given, kernel="attn_bwd")[3]
+        assert out is None or gradient is out
+        launches, wanted = [entry for entry, _ in found], {"ds": gradient.data_ptr()}
+        assert launches == ["attn_bwd_delta", "attn_bwd"] and not any(places for _, places in found[:1])
+        assert found[1][1] == wanted | ({} if begin == 1 else {"elements": bias.data_ptr()})
+        found.clear()
+    plan = rawattn.plan_backward(do, q, k, v, o, lse, score=given["score"], wrt=(bias,))
+    plan.run(do, q, k, v, o, lse, room[8 : 8 + size].view(bias.shape))
+    assert found[1][1]["elements"] == room.data_ptr() + 16
+    with pytest.raises(ProblemError, match=r"bias, which score captured, lies otherwise than when the plan was made"):
+        plan.run(do, q, k, v, o, lse, room[1 : 1 + size].view(bias.shape))
+    wrong = torch.empty(size + 1).bfloat16()[1:].view(bias.shape)
+    with pytest.raises(ProblemError, match=r"out \(dscore_0\) has a pointer or stride that is no multiple of 16 bytes"):
+        rawattn.attention_backward(do, q, k, v, o, lse, **{**given, "out": (None, None, None, wrong)})
+
+
+@pytest.mark.parametrize("n, m", [(100, 0), (0, 136), (100, 136)])
+def test_what_is_cleared(n: int, m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Where nothing is stored the caller's memory may begin anywhere, and elements are cleared one by one."""
+    found = list[tuple[str, dict[str, int]]]()
+    q, k, v, do = (torch.randn(1, rows, 2, 64).bfloat16() for rows in (n, m, m, n))
+    o, lse, room = torch.randn_like(do), torch.zeros(1, 2, n), torch.randn(2 * 104 * 136 + 1).bfloat16()
+    bias, out = torch.randn(1, 2, 104, 136).bfloat16(), room[1:].view(1, 2, 104, 136)
+    given = {"score": lambda s, b, h, q, kv: s + bias[b, h, q, kv], "wrt": (bias,), "out": (None, None, None, out)}
+    launches = list[Any]()
+    gpu.stand_in(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpu, "emulated", lambda launch, *more: launches.append(launch) or Recorded(launch, found))
+    if m:
+        with pytest.raises(ProblemError, match="no multiple of 16 bytes"):
+            rawattn.attention_backward(do, q, k, v, o, lse, **given, kernel="attn_bwd")
+    else:
+        rawattn.attention_backward(do, q, k, v, o, lse, **given, kernel="attn_bwd")
+    (clear,) = [each for each in launches if each.entry == "attn_bwd_captured_clear"]
+    assert clear.fields[0].ctype == ("u64*" if m else "function::Bf16*")
+    assert clear.values["words"] == 2 * 104 * 136 // (4 if m else 1)
+
+
 # ---- kernels
+
+
+def test_nothing_spills() -> None:
+    """Elements that come by TMA take no registers before their product is there."""
+    whole = np.broadcast_to(np.zeros((), ml_dtypes.bfloat16), (2, 4, 512, 512))
+    option, _ = function(lambda s, b, h, q, kv: s + whole[b, h, q, kv], "score", (2, 4, 512, 512))
+    for size, mask in ((64, Full()), (128, Causal())):
+        op = Backward(forward(BF16, 2, 512, 512, 4, 4, size, size, score=option, mask=mask), wrt=("score_0",)).lying()[-1]
+        selection = select(op, TYPICAL["sm_90a"])
+        assert (selection.config.gradient, selection.config.elements) == ("score_0", "score_0")
+        launches = selection.kernel.lower(op, selection.config, TYPICAL["sm_90a"]).launches
+        binary = compiler.compile(next(each.source for each in launches if each.entry == "attn_bwd"))
+        assert not binary.spill_bytes and not binary.advisories
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -98,7 +206,8 @@ class Held(FunctionScore):
 
 
 class Call(plain.Call):
-    """A case whose score adds an element of ``shape``'s array to each logit; its gradient is stored."""
+    """A case whose score adds an element of ``shape``'s array to each logit; its gradient is stored. NaN is in elements that
+    belong to no pair."""
 
     def __init__(self, case: Case, shape: tuple[int, ...], is_shifted: bool = False) -> None:
         self.bias = bias = np.random.default_rng(1).standard_normal(shape).astype(ml_dtypes.bfloat16)
@@ -106,6 +215,7 @@ class Call(plain.Call):
         if is_shifted:
             self.score = lambda s, b, h, q, kv: s + bias[b, h, q + 3, kv + 2]
         (n, m), (q_at, kv_at) = case.lengths[0], (case.kinds.get(name, 0) for name in ("q_offset", "kv_offset"))
+        bias[:, :, n + q_at + 3 * is_shifted :] = bias[..., m + kv_at + 2 * is_shifted :] = np.nan
         option, _ = function(self.score, "score", (len(case.lengths), case.heads[0], n + q_at, m + kv_at))
         held = torch.from_numpy(bias.astype(np.float64))
         own = Held(option.code, option.numbers, option.arrays, option.checked, held)
@@ -115,8 +225,8 @@ class Call(plain.Call):
 
     def program(self) -> Program:
         found = attn_bwd.config_of(self.op.forward, self.case.store)
-        brought, _ = attn_bwd.brought_to_ds(self.op.forward, self.op.layout)
-        found = dataclasses.replace(found, stored="score_0", brought=brought, dq_chains=self.case.chains)
+        elements, _ = attn_bwd.elements_by_tma(self.op.forward, self.op.layout)
+        found = dataclasses.replace(found, gradient="score_0", elements=elements, dq_chains=self.case.chains)
         assert ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None
         return ATTN_BWD.lower(self.op, found, TYPICAL["sm_90a"])
 
@@ -131,9 +241,9 @@ class Call(plain.Call):
 
 
 STORED: dict[str, tuple[Any, ...]] = {
+    "longer, final": (Case((128, 128), {"scale": -0.2}, ((70, 150),), (2, 2), store="final", chains=2), (1, 2, 80, 160)),
+    "causal, shifted": (Case((64, 64), {"mask": Causal()}, ((130, 200),), (2, 1), dlse=True), (1, 2, 140, 208), True),
     "all pairs": (Case((64, 64), {}, ((70, 136),) * 2, dlse=True), (2, 2, 70, 136)),
-    "longer, final": (Case((128, 128), {"scale": -0.2}, ((130, 150),), (2, 2), store="final", chains=2), (1, 2, 140, 160)),
-    "causal": (Case((64, 64), {"mask": Causal()}, ((150, 300),), (2, 1), grid=3), (1, 2, 150, 304)),
     "offsets": (
         Case(
             (64, 40),
@@ -145,9 +255,10 @@ STORED: dict[str, tuple[Any, ...]] = {
         True,
     ),
 }
+CORE = "longer, final", "causal, shifted"
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in STORED])
 def test_stored(name: str, tmp_path: pathlib.Path) -> None:
     launches = Call(*STORED[name]).check(tmp_path)
     assert ("attn_bwd_captured_clear" in launches) == (name != "all pairs") and "attn_bwd_captured_mma" not in launches

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29400,
+    "rawattn": 29450,
     "perf": 5810,
     "cuda_src": 11900,
-    "tests": 37200,
+    "tests": 37440,
 }
 FUNCTION_LINES = 60
 
