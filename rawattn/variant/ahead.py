@@ -69,7 +69,8 @@ class TilesAhead(Option):
 
     def values_of(self, batch: int, heads: int) -> dict[str, int]:
         """The values of its fields, for so many sequences and heads: whether no element is read for two of them."""
-        return {"ahead_read_once": int((batch == 1 or self.axes.batch is not None) and (heads == 1 or self.axes.head is not None))}
+        own = (batch == 1 or self.axes.batch is not None), (heads == 1 or self.axes.head is not None)
+        return {"ahead_read_once": int(all(own))}
 
 
 @dataclasses.dataclass(frozen=True)
