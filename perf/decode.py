@@ -80,7 +80,7 @@ WIDE = [
 ]
 SETS = {  # cases, and peers
     "decode": (CASES, "cudnn,fa3"), "paged": (PAGED, "fa3"), "fp8": (FP8, ""), "chunked": (CHUNKED, "tensors,fa3"),
-    "mixed": (MIXED, "apart,beside,invariant,fa3,tile_q=128+stages=2"), "wide": (WIDE, "fa3,m_tiles=1,tile_kv=32+stages=10"),
+    "mixed": (MIXED, "apart,beside,invariant,fa3"), "wide": (WIDE, "fa3,m_tiles=1,tile_kv=32+stages=10"),
 }  # fmt: skip
 TITLES = {
     "paged": "Decoding over pages of any size",

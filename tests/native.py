@@ -39,6 +39,7 @@ u32 exchange(u32 mine, Read read) {
 }
 inline i32 __shfl_sync(u32, i32 x, i32 from) { return exchange(x, [=] { return words[from]; }); }
 inline i32 __shfl_up_sync(u32, i32 x, i32 by) { return exchange(x, [=] { return words[max(threadIdx.x - by, 0)]; }); }
+inline i32 __shfl_xor_sync(u32, i32 x, i32 bit) { return exchange(x, [=] { return words[threadIdx.x ^ bit]; }); }
 inline u32 __ballot_sync(u32, bool vote) {
     return exchange(vote, [] {
         u32 all = 0;

@@ -59,15 +59,6 @@ def _tried_config(op: AttentionKVCache, device: Device) -> Any:
     return without_spills(_FEW, [(op, _FEW.candidates(op, device))], device)[0]
 
 
-def of_many(op: Any) -> Any:
-    """The step without the sequences of few rows, were the others as long as the bound, to compare configurations by; a tuning
-    shape is one already."""
-    if not isinstance(op, AttentionKVCache) or not op.ragged or not op.q_len:
-        return op
-    batch = min(op.batch, max(1, op.total_q // op.q_len))
-    return dataclasses.replace(op, batch=batch, total_q=min(op.total_q, batch * op.q_len))
-
-
 def beside(op: AttentionKVCache, device: Device, many: Program, entry: str) -> Program:
     """The launch of attn_decode, and those of the other kernel."""
     if not many.launches:
@@ -90,9 +81,6 @@ class AttnDecodeAndFwd(AttnFwdKVCache):
 
     def prefers(self, op: AttentionKVCache) -> bool:
         return op.spec.invariant
-
-    def cost(self, config: attn_fwd.Config, op: Any, device: Device) -> float:
-        return super().cost(config, of_many(op), device)
 
     def options(self, op: AttentionKVCache, config: attn_fwd.Config) -> dict[str, Option]:
         found = super().options(op, config)
@@ -118,9 +106,6 @@ class AttnDecodeAndFwdMma(AttnFwdMmaKVCache):
 
     def prefers(self, op: AttentionKVCache) -> bool:
         return op.spec.invariant
-
-    def cost(self, config: attn_fwd_mma.Config, op: Any, device: Device) -> float:
-        return super().cost(config, of_many(op), device)
 
     def options(self, op: AttentionKVCache, config: attn_fwd_mma.Config) -> dict[str, Option]:
         found = super().options(op, config)

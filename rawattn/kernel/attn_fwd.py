@@ -198,17 +198,20 @@ class AttnFwd(OneLaunch):
     # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
 
     def cost(self, config: Config, op: Forward, device: Device) -> float:
+        return self.seconds(config, op, device)
+
+    def seconds(self, config: Config, op: Forward, device: Device, rows_each: int = 1) -> float:
         """Counts for every query tile the clocks of its steps over key tiles, at the rate of the tensor cores (4096 FLOP a clock)
-        and the exponentials (16 a clock), and what a tile costs besides."""
+        and the exponentials (16 a clock), and what a tile costs besides. Over caches ``rows_each`` heads share a tile."""
         columns = -(-op.head_dim // 16) * 16 + op.head_dim_v
         products, exponentials = 64 * config.tile_kv * columns / 2048, 4 * config.tile_kv  # of 64 rows by one key tile
         overlap = _OVERLAP[config.consumers]
         strip = (products**overlap + exponentials**overlap) ** (1 / overlap) + _STEP + _STEP_OF_LIST * lists(op.mask)
         alone = products + _ALONE_PER_KEY * config.tile_kv + _ALONE
-        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q)
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
         strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
         work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
-        return makespan(work, tiles(op, config.tile_q), device.sm_count) / _CLOCK + _LAUNCH
+        return makespan(work, tiles(op, config.tile_q, rows_each), device.sm_count) / _CLOCK + _LAUNCH
 
     def options(self, op: Forward, config: Config) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()

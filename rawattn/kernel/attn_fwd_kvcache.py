@@ -66,7 +66,9 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         return [each for each in ATTN_FWD.candidates(forward_of(op), device) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Any, device: Device) -> float:
-        return ATTN_FWD.cost(config, forward_of(op), device)
+        if isinstance(op, Forward):
+            return ATTN_FWD.cost(config, op, device)
+        return ATTN_FWD.seconds(config, over_tensors(op), device, op.heads_per_kv if self.packs(op, config) else 1)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         if paging.has_functions(op):
@@ -85,10 +87,13 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def options(self, op: AttentionKVCache, config: Config) -> dict[str, Option]:
         """The option on each axis."""
         like, packs = over_tensors(op), self.packs(op, config)
+        order = tiling.lpt_scheduler(like, persistent=True)
+        if op.ragged and not all(paging.arrays_of(op)):  # where the producer has registers for it
+            order = scheduler.BothEndsScheduler()
         own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
             "Kv": (kv.PagedPanelsFromKv if op.kv_begin else kv.PagedPanelsKv)(paging.pages_option(op), page_rows(op, config)),
-            "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(like, persistent=True)),
+            "Scheduler": scheduler.SaidScheduler(order),
             "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(like, config),
             "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),

@@ -179,8 +179,12 @@ class AttnFwdMma(OneLaunch):
         return found
 
     def cost(self, config: Config, op: Forward, device: Device) -> float:
+        return self.seconds(config, op, device)
+
+    def seconds(self, config: Config, op: Forward, device: Device, rows_each: int = 1) -> float:
         """Counts for every key tile of every block the clocks of the products and of the exponentials (16 a clock), or of shared
-        memory (128 bytes a clock), or the latencies of a lone block, whichever are more."""
+        memory (128 bytes a clock), or the latencies of a lone block, whichever are more. Over caches ``rows_each`` heads share a
+        tile."""
         qk, v = columns(op)
         tile_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
         products = 2 * tile_q * keys * (qk + v) / tiling.mma_flops(device)
@@ -189,11 +193,11 @@ class AttnFwdMma(OneLaunch):
         read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
         splits = tiling.splits(op, device)[0] if config.split else 1
         op = as_rows(op, config)
-        count = max(1, tiles(op, tile_q) * splits) / device.sm_count  # blocks of a multiprocessor, and of them at a time
-        together = min(config.ctas_per_sm, max(1.0, count))
+        count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
+        together = min(config.ctas_per_sm, max(1.0, count))  # at a time
         busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
         alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
-        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q)
+        begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q, rows_each)
         tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
         tiles_each = np.ceil(tiles_each / splits)
         work = tiles_each * max(busy, alone) + _WORK

@@ -51,7 +51,10 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
         return list(dict.fromkeys(dataclasses.replace(each, pack_gqa=packs, split=False) for each in found))
 
     def cost(self, config: Config, op: Any, device: Device) -> float:
-        return ATTN_FWD_MMA.cost(dataclasses.replace(config, pack_gqa=False), forward_of(op), device)
+        plain, rows_each = dataclasses.replace(config, pack_gqa=False), op.heads_per_kv if config.pack_gqa else 1
+        if isinstance(op, Forward):
+            return ATTN_FWD_MMA.cost(plain, op, device)
+        return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         """Those of plain tensors, with as many heads for each key head."""

@@ -161,10 +161,13 @@ def fields(tensors: Sequence[Field], options: dict[str, Option]) -> Fields:
     return (*tensors, *common, *(field for option in options.values() for field in option.fields))
 
 
-def tiles(op: Forward, tile_q: int) -> int:
-    """The query tiles of all heads; for packed sequences about as many."""
-    of_head = -(-op.q_len // tile_q) * op.batch
-    return (min(of_head, op.total_q // tile_q + op.batch) if op.varlen else of_head) * op.heads
+def tiles(op: Forward, tile_q: int, rows_each: int = 1) -> int:
+    """The query tiles of all heads, by which configurations are compared; ``rows_each`` are the rows that a query has in them,
+    one for each head that shares them. Of packed sequences a bound and a sum are known, and the lengths are not: those are
+    counted that are as long as the bound, as many as there can be. The others are short, and take as long in tiles of any
+    size."""
+    count = min(op.batch, max(1, op.total_q // max(1, op.q_len))) if op.varlen else op.batch
+    return -(-op.q_len * rows_each // tile_q) * count * (op.heads // rows_each)
 
 
 def most_tiles(op: Forward, tile_q: int) -> int:
@@ -173,14 +176,15 @@ def most_tiles(op: Forward, tile_q: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def kept_keys(mask: Pairs, q_len: int, kv_len: int, tile_q: int) -> tuple[Ints, Ints]:
+def kept_keys(mask: Pairs, q_len: int, kv_len: int, tile_q: int, rows_each: int = 1) -> tuple[Ints, Ints]:
     """First and one past the last key that 64 rows keep, or a smaller tile, for the strips of up to 64 sampled query tiles:
-    (tiles, strips)."""
+    (tiles, strips). A query has ``rows_each`` rows, one after the other."""
     q_len = max(1, q_len)
-    first = np.unique(np.linspace(0, (q_len - 1) // tile_q, 64).astype(np.int64)) * tile_q
-    rows = np.minimum(first[:, None] + np.arange(0, tile_q + 1, min(64, tile_q)), q_len)
-    begin, _ = mask.interval(np.minimum(rows[:, :-1], q_len - 1), q_len, kv_len)
-    _, end = mask.interval(np.maximum(rows[:, 1:] - 1, 0), q_len, kv_len)
+    count = q_len * rows_each
+    first = np.unique(np.linspace(0, (count - 1) // tile_q, 64).astype(np.int64)) * tile_q
+    rows = np.minimum(first[:, None] + np.arange(0, tile_q + 1, min(64, tile_q)), count)
+    begin, _ = mask.interval(np.minimum(rows[:, :-1], count - 1) // rows_each, q_len, kv_len)
+    _, end = mask.interval(np.maximum(rows[:, 1:] - 1, 0) // rows_each, q_len, kv_len)
     return begin, np.where(rows[:, 1:] > rows[:, :-1], end, begin)
 
 

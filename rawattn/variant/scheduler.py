@@ -53,6 +53,15 @@ class LptVarlenScheduler(LptScheduler):
 
 
 @dataclasses.dataclass(frozen=True)
+class BothEndsScheduler(LptVarlenScheduler):
+    """The same from both ends: tiles of the first sequence that is left and of the last one take turns, so that a prompt is
+    computed while the keys of sequences that decode are read."""
+
+    type: ClassVar[str] = "BothEndsScheduler"
+    source: ClassVar[str] = "variant/scheduler/both_ends.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class Once(Wrapper):
     """One work for a block, of a scheduler that is not persistent, for a kernel that asks for more."""
 

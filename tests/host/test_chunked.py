@@ -139,7 +139,7 @@ def test_what_goes_beside_is_asked_for() -> None:
         name = f"attn_decode+{one.name}"
         usual, both, more = (select(op, TYPICAL[arch], k) for op, k in ((MIXED, None), (MIXED, name), (MORE, name)))
         assert usual.kernel is one and usual.slow is both.slow is None
-        assert both.config == more.config == select(alone, TYPICAL[arch]).config
+        assert usual.config == both.config == more.config == select(alone, TYPICAL[arch]).config
         launches = both.kernel.lower(MIXED, both.config, TYPICAL[arch]).launches
         assert [(each.entry, each.values["few_queries"]) for each in launches] == [("attn_decode", 64), (one.name, 64)]
         few, many = (dict(each.source.headers)["config.cuh"] for each in launches)
@@ -158,6 +158,30 @@ def test_what_goes_beside_is_asked_for() -> None:
             select(dataclasses.replace(MIXED, **changes), hopper, "attn_decode+attn_fwd")
     with pytest.raises(UnsupportedError, match=r"ask for a slower kernel: kernel='attn_fwd_mma' or 'attn_decode\+attn_fwd_mma'"):
         select(dataclasses.replace(MIXED, layout=Layout("q has a stride")), hopper)
+
+
+@pytest.mark.parametrize(
+    "q_lens, tile_q",
+    [
+        ((512,), 128),
+        ((*(1,) * 64, 512), 128),
+        ((*(3,) * 30, 2048), 128),
+        ((100,) * 4, 128),
+        ((512,) * 8, 192),
+        ((2048,) * 4, 192),
+        ((65,), 64),
+    ],
+    ids=["chunk", "beside 64", "beside 30 drafts", "drafts", "chunks", "prompts", "draft"],
+)
+def test_tiles_of_a_step(q_lens: tuple[int, ...], tile_q: int) -> None:
+    """By the longest sequences: those that decode change nothing. Heads that share a key head share tiles. No page size matters,
+    nor whether sequences of one length are ragged."""
+    batch, most, total = len(q_lens), max(q_lens), sum(q_lens)
+    found = set()
+    for page, ragged in ((16, True), (64, True), *([(64, False)] if batch * most == total else [])):
+        like = Decode(batch, most, 32, 8, page=page, varlen=ragged, total_q=total, kv_len=8192 + most).operation
+        found.add(select(dataclasses.replace(like, pages=1 << 20), TYPICAL["sm_90a"]).config.tile_q)
+    assert found == {tile_q}
 
 
 def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,6 +283,15 @@ def test_few_queries_go_to_the_kernel_that_splits() -> None:
     assert [name for name, _ in refusals] == ["attn_fwd_mma", "attn_fwd"], "one behind the other, and before the slow one"
 
 
+@pytest.mark.parametrize("heads, head_dim, tile_q", [(16, 128, 192), (32, 64, 256)])
+def test_packed_sequences_have_the_tiles_of_the_longest(heads: int, head_dim: int, tile_q: int) -> None:
+    """However many short ones there are: a tile with few rows costs as much as they do."""
+    sizes = {"heads": heads, "kv_heads": heads, "head_dim": head_dim, "head_dim_v": head_dim, "varlen": True}
+    for batch in (8, 64, 300):
+        op = replace(OP, batch=batch, q_len=1968, kv_len=1968, total_q=16384, total_kv=16384, **sizes)
+        assert chosen(op, TYPICAL["sm_90a"], "attn_fwd").config.tile_q == tile_q
+
+
 def test_why(monkeypatch: pytest.MonkeyPatch) -> None:
     device = TYPICAL["sm_90a"]
     monkeypatch.setattr(select.records, "find", lambda *_: None)

@@ -248,12 +248,15 @@ def test_tiles(tile_q: int) -> None:
         assert tiling.tiles(op, tile_q) == tiling.most_tiles(op, tile_q) == each * 2 * 4
         packed = replace(op, varlen=True, total_q=2 * length, total_kv=9)
         assert each * 2 * 4 <= tiling.most_tiles(packed, tile_q) == (2 * length // tile_q + 2) * 4
-        assert tiling.tiles(packed, tile_q) == min(each * 2, 2 * length // tile_q + 2) * 4
+        assert tiling.tiles(packed, tile_q) == each * 2 * 4
 
 
-def test_tiles_of_varlen_are_estimated_from_all_rows() -> None:
-    op = replace(VARLEN, batch=3, q_len=1000)
-    assert tiling.tiles(op, 64) == (500 // 64 + 3) * 4 and tiling.tiles(replace(op, q_len=65), 64) == 2 * 3 * 4
+def test_tiles_of_varlen_are_those_of_the_longest() -> None:
+    op = replace(VARLEN, batch=17, q_len=512, total_q=528)
+    assert tiling.tiles(op, 128) == 4 * 4, "a chunk of a prompt beside 16 that decode"
+    assert tiling.tiles(replace(op, total_q=3 * 512 + 14), 128) == 3 * 4 * 4
+    assert tiling.tiles(replace(op, total_q=1 << 20), 128) == 17 * 4 * 4 and tiling.tiles(replace(op, q_len=1000), 64) == 16 * 4
+    assert tiling.tiles(op, 128, rows_each=2) == 8 * 2, "two heads share a tile"
 
 
 def test_options() -> None:
@@ -444,3 +447,5 @@ def test_kept_keys_of_strips() -> None:
     begin, end = tiling.kept_keys(Full(), 64, 7, 128)
     assert (end - begin).tolist() == [[7, 0]], "the second strip has no row"
     assert tiling.kept_keys(Causal(), 1 << 20, 1 << 20, 128)[1].shape == (64, 2), "tiles are sampled"
+    _, end = tiling.kept_keys(Causal(), 40, 100, 128, 4)
+    assert end.tolist() == [[76, 92], [100, 0]], "four rows of a query keep the same keys; the last strip has no row"

@@ -38,6 +38,7 @@ struct Rows {
 #include "variant/scheduler/split.cuh"
 #include "variant/scheduler/lpt.cuh"
 #include "variant/scheduler/lpt_varlen.cuh"
+#include "variant/scheduler/both_ends.cuh"
 
 // The works that the producer warps of all blocks find, taking turns in this order, each until it finds no more.
 template <class Scheduler>
@@ -73,6 +74,9 @@ extern "C" i32 packed_split(const Args* args, i32 blocks, const i32* order, i32 
 extern "C" i32 packed(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
     return run<LptVarlenScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
 }
+extern "C" i32 both_ends(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
+    return run<BothEndsScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
+}
 """.replace("FIELDS", " ".join(f"{ctype} {name};" for name, ctype, _ in FIELDS))
 Works = list[tuple[int, ...]]  # (batch, head, first query, split)
 
@@ -82,8 +86,10 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return native.library(TEXT, tmp_path_factory.mktemp("schedule"))
 
 
-def drawn(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], blocks: int, most: int, splits: int) -> Works:
-    """Returns what the blocks draw, in order; they take random turns."""
+def drawn(
+    cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], blocks: int, most: int, splits: int, name: str | None = None
+) -> Works:
+    """Returns what the blocks draw, in order, by the schedule of this name or the operation's own; they take random turns."""
     ctypes.c_int.in_dll(cuda, "tile_q").value = TILE_Q
     counter, starts = np.zeros(2, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
     values = {**ATTN_FWD.values(op, attn_fwd.Config(TILE_Q), DEVICE), "counter": counter.ctypes.data, "splits": splits}
@@ -93,20 +99,20 @@ def drawn(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], blocks: int, m
     order = np.random.default_rng(0).permuted(np.arange(8 * blocks, dtype=np.int32) % blocks)
     found = np.zeros((most, 4), np.int32)
     given, turns, to = (ctypes.c_void_p(x.ctypes.data) for x in (args, order, found))
-    run = getattr(cuda, f"{'packed' if op.varlen else 'dense'}{'_split' if splits else ''}")
+    run = getattr(cuda, name or f"{'packed' if op.varlen else 'dense'}{'_split' if splits else ''}")
     count = run(given, blocks, turns, len(order), to, most)
     assert not counter.any(), "the counter is not ready for the next launch"
     return [tuple(work) for work in found[:count].tolist()]
 
 
-def check(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int]) -> None:
+def check(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], name: str | None = None) -> None:
     tiles = [(batch, head, q) for batch, n in enumerate(lengths) for head in range(op.heads) for q in range(0, n, TILE_Q)]
-    for blocks, splits in ((1, 0), (13, 0), (13, 3)):
+    for blocks, splits in ((1, 0), (13, 0), *([] if name else [(13, 3)])):
         wanted = [(*tile, split) for tile in tiles for split in range(max(1, splits))]
-        works = drawn(cuda, op, lengths, blocks, len(wanted) + 1, splits)
+        works = drawn(cuda, op, lengths, blocks, len(wanted) + 1, splits, name)
         assert sorted(works) == wanted
     last = {}
-    for batch, head, q, _ in drawn(cuda, op, lengths, 1, len(tiles) + 1, 0):
+    for batch, head, q, _ in drawn(cuda, op, lengths, 1, len(tiles) + 1, 0, name):
         assert q < last.get((batch, head), 1 << 30), "a tile that sees fewer keys comes before one that sees more"
         last[batch, head] = q
 
@@ -135,3 +141,14 @@ def test_packed_sequences(cuda: ctypes.CDLL, heads: int, lengths: tuple[int, ...
     longest, total = max(lengths, default=0), sum(lengths)
     op = forward(BF16, len(lengths), longest, longest, heads, 1, 64, 64, varlen=True, total_q=total, total_kv=total)
     check(cuda, op, lengths)
+    check(cuda, op, lengths, "both_ends")
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 1, 300), (300, 1, 1, 1)], ids=["before", "behind"])
+def test_a_prompt_takes_turns_with_what_decodes(cuda: ctypes.CDLL, lengths: tuple[int, ...]) -> None:
+    op = forward(BF16, 4, 300, 300, 2, 1, 64, 64, varlen=True, total_q=303, total_kv=303)
+    found = drawn(cuda, op, lengths, 1, 13, 0, "both_ends")
+    prompt = lengths.index(300)
+    assert [work[0] == prompt for work in found[::2]] == [prompt == 0, prompt != 0] * 3
+    assert [work[1] for work in found] == [0, 1] * 6, "all heads of a tile together"
+    assert [work[2] for work in found if work[0] == prompt] == [256, 256, 128, 128, 0, 0]

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29500,
+    "rawattn": 29515,
     "perf": 5815,
-    "cuda_src": 12010,
-    "tests": 37520,
+    "cuda_src": 12070,
+    "tests": 37580,
 }
 FUNCTION_LINES = 60
 
