@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from .arrays import Array
 from .eager import eager
 from .errors import ProblemError
 from .operand import Layout, Operand, check_contiguous, describe
-from .tma import tma_unsupported_reason
+from .tma import begins_box, tma_unsupported_reason
 from .trace import Traced
 from .trace.arithmetic import add
 from .trace.canonical import canonical, number_keys
@@ -37,6 +37,9 @@ from .variant import Option
 from .variant.mask import Both, Full
 from .variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, Sizes
 from .variant.score import Scale, number
+
+if TYPE_CHECKING:
+    from .spec import Spec
 
 ROLES = ("mask", "score")
 ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arrays
@@ -484,12 +487,13 @@ def operands(*options: Any) -> tuple[Operand, ...]:
 
 
 def with_captured(
-    layout: Layout, score: Any, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None
+    layout: Layout, spec: Spec, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None
 ) -> Layout:  # fmt: skip
     """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles. ``alone`` says
     whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
-    share an element."""
-    axes = getattr(score, "pair_axes", {})
+    share an element. Where rows have offsets there are none: these are run-time numbers, and a box begins at a multiple of 16
+    bytes."""
+    axes = getattr(spec.score, "pair_axes", {}) if spec.offsets is None else {}
     found = list[str]()
     for i in sorted({j for j, _ in axes.values()}):
         array = given.get(f"score_{i}")
@@ -503,18 +507,20 @@ def with_captured(
     return layout._replace(tma_captured=tuple(found)) if found else layout
 
 
-def lying(layout: Layout, score: Any, alone: tuple[bool, bool] | None = None) -> tuple[Layout, ...]:
+def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) -> tuple[Layout, ...]:
     """The facts where the arrays that the score captured lie so that TMA moves no tile of them, and where they lie side by
     side."""
     none = layout._replace(tma_captured=())
-    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in getattr(score, "arrays", ())}
-    return tuple(dict.fromkeys((none, with_captured(none, score, made, alone))))
+    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in getattr(spec.score, "arrays", ())}
+    return tuple(dict.fromkeys((none, with_captured(none, spec, made, alone))))
 
 
 def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
     """Says whether TMA moves tiles of queries and keys of an array, along any of these axes."""
     views = [axes.view(tuple(array.shape), tuple(array.strides)) for axes in every]
-    return all(tma_unsupported_reason("", *view, 2, array.pointer) is None for view in views)
+    return all(begins_box(axes.first_kv, 2) for axes in every) and all(
+        tma_unsupported_reason("", *view, 2, array.pointer) is None for view in views
+    )
 
 
 # ---- on the host

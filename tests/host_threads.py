@@ -232,7 +232,9 @@ TMA = r"""
 #include "ptx/mbarrier.cuh"
 struct alignas(64) TensorMap { u64 data, sizes[5], strides[5], box_rows; };  // fits CUtensorMap's 128 bytes
 namespace ptx {
+inline void check_box(i32 c0) { if (c0 % 8) host_fail("a box does not begin at a multiple of 16 bytes"); }
 inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4 = 0) {
+    check_box(c0);
     const u64 start[5] = {u64(c0), u64(c1), u64(c2), u64(c3), u64(c4)};
     for (u64 r = 0; r < map.box_rows; ++r)
         for (u64 c = 0; c < 64; ++c) {
@@ -247,7 +249,11 @@ inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
         }
     full.complete(map.box_rows * 128);
 }
-inline void tma_store(const TensorMap& map, const void* from, i32 c0, i32 c1, i32 c2, i32 c3) {
+inline void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
+    tma_load(to, map, full, c0, c1, c2, c3);
+}
+inline void tma_store_evict_first(const TensorMap& map, const void* from, i32 c0, i32 c1, i32 c2, i32 c3) {
+    check_box(c0);
     const u64 start[4] = {u64(c0), u64(c1), u64(c2), u64(c3)};
     for (u64 r = 0; r < map.box_rows; ++r)
         for (u64 c = 0; c < 64; ++c) {

@@ -11,10 +11,6 @@ struct TmaTensor {
     __device__ void load(void* to, ptx::Mbarrier& full, BatchEntry at, i32 column, i32 row, i32 head) const {
         ptx::tma_load(to, map, full, column, row, head * head_step, at.index * batch_step);
     }
-    // Starts the copy of such a panel to the tensor; rows and columns past its ends are not written.
-    __device__ void store(const void* from, BatchEntry at, i32 column, i32 row, i32 head) const {
-        ptx::tma_store(map, from, column, row, head * head_step, at.index * batch_step);
-    }
     // TMA must fill up with zeros where a sequence ends, although the next one follows: a NaN there times a weight of 0
     // would reach kept rows. Its bounds are those of the tensor map, so the map (columns, 2^30 rows, heads, a, b) has two more
     // dimensions that move the end: row 2^30 - length + i is inside for i < length, and a = 2^30 with stride 2^34 - row bytes,
@@ -23,6 +19,17 @@ struct TmaTensor {
     __device__ void load(void* to, ptx::Mbarrier& full, RowSpan at, i32 column, i32 row, i32 head) const {
         constexpr i32 bound = 1 << 30;
         ptx::tma_load(to, map, full, column, bound - at.length + row, head * head_step, bound, at.first + at.length);
+    }
+};
+
+// The same, whose elements are read once, or written: L2 keeps others rather than them.
+struct TmaTensorOnce : TmaTensor {
+    __device__ void load(void* to, ptx::Mbarrier& full, BatchEntry at, i32 column, i32 row, i32 head) const {
+        ptx::tma_load_evict_first(to, map, full, column, row, head * head_step, at.index * batch_step);
+    }
+    // Starts the copy of such a panel to the tensor; rows and columns past its ends are not written.
+    __device__ void store(const void* from, BatchEntry at, i32 column, i32 row, i32 head) const {
+        ptx::tma_store_evict_first(map, from, column, row, head * head_step, at.index * batch_step);
     }
 };
 

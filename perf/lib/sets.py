@@ -44,7 +44,7 @@ class FunctionCase(Case):
         option: Any = functions.option(self.function, self)
         spec: Any = dataclasses.replace(op.spec, **{role: option})
         captured = {each.name: made(each.shape, each.element) for each in option.arrays}
-        return dataclasses.replace(op, spec=spec, layout=with_captured(op.layout, spec.score, captured))
+        return dataclasses.replace(op, spec=spec, layout=with_captured(op.layout, spec, captured))
 
     @property
     def built_in(self) -> Case | None:

@@ -153,7 +153,7 @@ def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
     """The array of two-byte elements of which the score reads one for each pair, and its axes, where TMA reads tiles of it and
     knows where queries end; "" and None where there is none."""
     score = op.score
-    if not isinstance(score, FunctionScore) or score.ahead_bytes != 2 or op.varlen or any(op.lens) or op.spec.offsets is not None:
+    if not isinstance(score, FunctionScore) or score.ahead_bytes != 2 or op.varlen or any(op.lens):
         return "", None
     found = [score.pair_axes.get(i) for i, x in enumerate(nodes(score.code.root)) if x.op == "load" and {"q", "kv"} <= x.deps]
     if len(found) != 1 or found[0] is None or f"score_{found[0][0]}" not in layout.tma_captured:

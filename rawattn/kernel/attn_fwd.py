@@ -15,7 +15,7 @@ from ..operation import Forward
 from ..program import Field, Fields, PageRows, TensorMap
 from ..render import config_header, source, wgmma
 from ..variant import Option, kv, order, rows, softmax, store
-from ..variant.ahead import TilesAhead, ahead_by_tiles, bytes_in_smem
+from ..variant.ahead import ahead_by_tiles, bytes_in_smem
 from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
@@ -241,9 +241,7 @@ class AttnFwd(OneLaunch):
         return rendered(op, config, arch, self.fields(op, config), self.options(op, config))
 
     def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
-        ahead = ahead_of(op, config)
-        own = ahead.values_of(op.batch, op.heads) if isinstance(ahead, TilesAhead) else {}
-        return {**tiling.values(op, config.tile_q, device), **own}
+        return tiling.values(op, config.tile_q, device)
 
     def tiles(self, op: Forward, config: Config, device: Device) -> tiling.QueryTiles:
         return super().tiles(op, config, device)._replace(most_blocks=device.sm_count)

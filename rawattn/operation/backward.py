@@ -110,7 +110,7 @@ class Backward(Operation):
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of do, q, k, v and o, and of what the score captured, with gradients of that."""
         found = layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
-        return functions.with_captured(found, self.forward.score, arrays, self._alone)
+        return functions.with_captured(found, self.forward.spec, arrays, self._alone)
 
     @property
     def _alone(self) -> tuple[bool, bool]:
@@ -118,7 +118,7 @@ class Backward(Operation):
 
     def lying(self) -> tuple[Backward, ...]:
         """As of the forward."""
-        return tuple(dataclasses.replace(self, layout=x) for x in functions.lying(self.layout, self.forward.score, self._alone))
+        return tuple(dataclasses.replace(self, layout=x) for x in functions.lying(self.layout, self.forward.spec, self._alone))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """As the forward does."""

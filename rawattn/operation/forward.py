@@ -182,7 +182,7 @@ class Forward(OverKeys):
 
     def lying(self) -> tuple[Forward, ...]:
         """The operation on arrays that the score captured, whatever may matter of how they lie."""
-        return tuple(dataclasses.replace(self, layout=each) for each in functions.lying(self.layout, self.spec.score))
+        return tuple(dataclasses.replace(self, layout=each) for each in functions.lying(self.layout, self.spec))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """Raises ProblemError where cu_seqlens do not say where the sequences of q and of k begin."""
@@ -444,7 +444,7 @@ class Forward(OverKeys):
 
 
 def _layout(arrays: Mapping[str, Array], spec: Spec) -> Layout:
-    return functions.with_captured(layout_of((name, arrays[name]) for name in "qkv"), spec.score, arrays)
+    return functions.with_captured(layout_of((name, arrays[name]) for name in "qkv"), spec, arrays)
 
 
 def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:

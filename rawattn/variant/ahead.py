@@ -65,12 +65,7 @@ class TilesAhead(Option):
 
     @property
     def fields(self) -> Fields:
-        return (Field("ahead", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes)), Field("ahead_read_once", "i32"))
-
-    def values_of(self, batch: int, heads: int) -> dict[str, int]:
-        """The values of its fields, for so many sequences and heads: whether no element is read for two of them."""
-        own = (batch == 1 or self.axes.batch is not None), (heads == 1 or self.axes.head is not None)
-        return {"ahead_read_once": int(all(own))}
+        return (Field("ahead", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes)),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +92,8 @@ class ElementsInDs(Option):
 
     @property
     def fields(self) -> Fields:
-        return (Field("elements", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes, "q")),)
+        ctype = "TmaTensor" if self.axes.is_shared(False, False) else "TmaTensorOnce"
+        return (Field("elements", ctype, TensorMap(self.operand, self.box_rows, self.axes, "q")),)
 
 
 def ahead_of(score: object) -> Option:

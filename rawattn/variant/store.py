@@ -113,7 +113,7 @@ class DsStored(DsKept):
 
     @property
     def fields(self) -> Fields:
-        return (Field("ds", "TmaTensor", TensorMap(f"d{self.operand}", self.box_rows, self.axes)),)
+        return (Field("ds", "TmaTensorOnce", TensorMap(f"d{self.operand}", self.box_rows, self.axes)),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,11 @@ def bias(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def bias_shared(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return s + SHARED[0, h, q + 2, kv + 5]
+    return s + SHARED[0, h, q + 2, kv + 8]
+
+
+def bias_within_16_bytes(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + BIAS[b, h, q, kv + 5]
 
 
 def bias_unaligned(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -78,10 +82,11 @@ CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
     ("attn_fwd", WIDE_KV, 70, 250, 2, 1, {"mask": blocks}),
     ("attn_fwd", FWD, 70, 200, 2, 1, {"score": alibi, "q_offset": 90, "kv_offset": 7}),
     ("attn_fwd", FWD, 130, 262, 2, 2, {"score": bias}),
-    ("attn_fwd", FWD, 70, 261, 1, 1, {"score": bias}),
+    ("attn_fwd", TILES, 70, 261, 1, 1, {"score": bias_within_16_bytes}),
+    ("attn_fwd", TILES, 70, 261, 1, 1, {"score": bias, "q_offset": 90, "kv_offset": 8}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_unaligned}),
     ("attn_fwd", TILES, 199, 261, 2, 2, {"score": bias, "causal": True}),
-    ("attn_fwd", TILES, 70, 230, 1, 1, {"score": bias_shared, "mask": documents, "q_offset": 90, "kv_offset": 7}),
+    ("attn_fwd", TILES, 70, 230, 1, 1, {"score": bias_shared, "mask": documents}),
     ("attn_fwd", WIDE_TILES, 130, 262, 2, 1, {"score": bias}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_words, "mask": documents}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_keys}),

@@ -137,7 +137,7 @@ def test_tiles_by_tma(head_dim: int, dtype: str) -> None:
     one, short = torch.randn(2, 4, 1, 200, 328, device="cuda").to(element), torch.randn(2, 4, 201, 336, device="cuda").to(element)
     longer[:, :, 200:] = longer[..., 328:] = float("nan")  # what belongs to no pair is not read
     doc = torch.arange(400, device="cuda", dtype=torch.int32) // 90
-    plain = lambda s, b, h, q, kv: s + bias[b, h, q, kv]  # noqa: E731
+    plain, of_short = (lambda s, b, h, q, kv, x=x: s + x[b, h, q, kv] for x in (bias, short))
     for score, options in (
         (plain, {}),
         (plain, {"causal": True}),
@@ -153,8 +153,13 @@ def test_tiles_by_tma(head_dim: int, dtype: str) -> None:
         other = dataclasses.replace(config, store="final" if config.store == "ordered" else "ordered")
         if "mask" not in options:
             check(case, score, "attn_bwd", other, **options)
-    negative = dataclasses.replace(case, scale=-0.2, q_offset=1, kv_offset=3)
-    check(negative, lambda s, b, h, q, kv: s + short[b, h, q, kv], scale=-0.2, q_offset=1, kv_offset=3)
+    negative, shifted = dataclasses.replace(case, scale=-0.2), lambda s, b, h, q, kv: s + short[b, h, q, kv + 1]
+    check(negative, plain, "attn_bwd", scale=-0.2)
+    offsets = {"q_offset": 1, "kv_offset": 8}  # run-time numbers
+    for score, options in ((shifted, {}), (of_short, offsets)):
+        config = config_of(case, score, **options)
+        assert (config.gradient, config.elements) == ("", "")
+        check(dataclasses.replace(case, **options), score, "attn_bwd", **options)
 
 
 @pytest.mark.gpu

@@ -84,7 +84,18 @@ def test_tiles_of_elements(config: Any) -> None:
         check(case, ATTN_FWD, config=config, score=score, causal=True)
         check(case, ATTN_FWD, config=config, score=score, mask=lambda q, kv: (ids[q] == ids[kv]) | (kv < 2))
     check(case, ATTN_FWD, config=config, score=lambda s, h, q, kv: s + every[0, 0, h, q, kv])
-    check(case, ATTN_FWD, config=config, score=lambda s, b, h, q, kv: s + every[0, 0, 0, q + 3, kv + 1], q_offset=2, kv_offset=1)
+    shared = lambda s, b, h, q, kv: s + every[0, 0, 0, q + 3, kv + 8]  # noqa: E731
+    odd = lambda s, b, h, q, kv: s + every[0, 0, 0, q + 3, kv + 1]  # noqa: E731
+    for score, options in (
+        (shared, {}),
+        (odd, {}),
+        (shared, {"q_offset": 2, "kv_offset": 8}),
+        (odd, {"q_offset": 2, "kv_offset": 1}),
+    ):
+        own = dataclasses.replace(case, kv_len=460, **options)
+        check(own, ATTN_FWD, config=config, score=score, **options)
+        plan = rawattn.plan(*own.inputs("torch", "cuda"), kernel="attn_fwd", config=config, score=score, **options)
+        assert ("ahead" in [field.name for field in plan.program.launches[0].fields]) == (score is shared and not options)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)

@@ -41,23 +41,19 @@ struct TilesAhead {
     template <class S>
     __device__ ScoreAhead<S, TileElements> placed(const S& score, i32 row, i32 first) const { return {{score, row, first}, {at}}; }
 
-    // The elements of a work, which the producer loads. Those that no other work reads leave L2 first, so that keys and values of a group
-    // of heads stay.
+    // The elements of a work, which the producer loads.
     struct Source {
         const TmaTensor& tensor;
-        const i32 column, row, head, batch;  // of the first query and key 0
-        const u64 policy;
+        const i32 batch, head, row;  // of the first query
 
-        __device__ Source(const Args& args, const Rows& rows, const WorkTile& work)
-            : tensor(args.ahead), column(rows.kv_offset + cfg::ahead_first_kv), row(work.q_begin + rows.q_offset + cfg::ahead_first_q),
-              head(work.head * tensor.head_step), batch(work.batch * tensor.batch_step),
-              policy(args.ahead_read_once ? ptx::evict_first() : ptx::evict_normal()) {}
+        __device__ Source(const Args& args, const Rows&, const WorkTile& work)
+            : tensor(args.ahead), batch(work.batch), head(work.head), row(work.q_begin + cfg::ahead_first_q) {}
 
         __device__ void load(Board& board, u32 stage, ptx::Mbarrier& full, i32 tile) const {
             full.expect(ElementTile::bytes);
 #pragma unroll
             for (int panel = 0; panel < ElementTile::panels; ++panel)
-                ptx::tma_load(board.tiles[stage].data[panel], tensor.map, full, column + tile * cfg::tile_kv + panel * 64, row, head, batch, policy);
+                tensor.load(board.tiles[stage].data[panel], full, BatchEntry{batch}, tile * cfg::tile_kv + panel * 64 + cfg::ahead_first_kv, row, head);
         }
     };
     template <class Tell> __device__ static void multiplied(Tell) {}

@@ -8,9 +8,9 @@ struct DsStored {
     static constexpr u32 readers = 1;
 
     template <class Smem>
-    __device__ static void store(const Args& args, const Rows& rows, const KvWorkTile& work, Smem& smem, i32 head, i32 tile, Step step) {
+    __device__ static void store(const Args& args, const Rows&, const KvWorkTile& work, Smem& smem, i32 head, i32 tile, Step step) {
         const u32 s = step.stage();
-        const i32 q = tile * cfg::tile_q + rows.q_offset + cfg::ds_first_q, kv = work.kv_tile * cfg::tile_kv + rows.kv_offset + cfg::ds_first_kv;
+        const i32 q = tile * cfg::tile_q + cfg::ds_first_q, kv = work.kv_tile * cfg::tile_kv + cfg::ds_first_kv;
         smem.ds_full[s].wait(step.parity());
 #pragma unroll
         for (int panel = 0; panel < cfg::consumers; ++panel) args.ds.store(smem.ds[s].data[panel], {work.batch}, kv + panel * 64, q, head);
