@@ -10,7 +10,8 @@
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
-// Where the mask's tiles are a list, warp 3 finds out who adds to them next (variant/walk/q_list.cuh).
+// Where the mask's tiles are a list, warp 3 finds out who adds to them next (variant/walk/q_list.cuh), else it may fill with zeros what no step
+// stores of dS (variant/store/ds_stored_filled.cuh).
 // Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
 // whether steps whose tile the mask keeps whole have a loop of their own.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
@@ -81,7 +82,7 @@ template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
 template struct DqStoreOption<Store>;
 template struct DsStoreOption<DsStore, Smem>;
-static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders <= 3);
+static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders + DsStore::fillers <= 3);
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
@@ -334,7 +335,7 @@ __device__ void init_barriers(Smem& smem) {
     constexpr u32 readers = 4 * cfg::consumers;
     smem.kv_full.init(1), smem.kv_empty.init(readers);
     for (int i = 0; i < 2; ++i) {
-        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders);
+        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders + DsStore::fillers);
         smem.q_full[i].init(1), smem.q_empty[i].init(readers);
         smem.do_full[i].init(1), smem.do_empty[i].init(readers);
         smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts + DsStore::readers);
@@ -361,5 +362,5 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     const u32 warp = ptx::uniform(threadIdx.x / 32);
     if (warp == 0) KvProducer<Smem, Elements::Beside>{args, smem}.run();
     else if (warp <= writers) write(args, smem, warp - 1);
-    else if (warp == 3) Walk::find_turns(args, smem);
+    else if (warp == 3) Walk::find_turns(args, smem), DsStore::fill(args, smem);
 }

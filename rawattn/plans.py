@@ -706,8 +706,9 @@ def _form(fill: Any, array: Array) -> int | bytes:
     size = arrays.DTYPES[array.dtype].itemsize
     if type(fill) is Pages:
         return struct.pack("<5q", 0, *[stride * size for stride in array.strides[:3]], array.shape[0])
-    batch = array.strides[-4] if len(array.strides) == 4 else 0
-    return struct.pack("<4q", 0, batch * size, array.strides[-3] * size, array.strides[-2] * size)
+    strides = fill.axes.view(array.shape, array.strides)[1] if fill.axes else array.strides
+    batch = strides[-4] if len(strides) == 4 else 0
+    return struct.pack("<4q", 0, batch * size, strides[-3] * size, strides[-2] * size)
 
 
 def _part(o: Array, lse: Array) -> bytes:

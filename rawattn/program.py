@@ -52,9 +52,10 @@ class AxisStride:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """A StridedTensor of an operand: its address, and its strides in bytes."""
+    """A StridedTensor of an operand: its address, and its strides in bytes. ``axes`` are as of a ``TensorMap``."""
 
     operand: str
+    axes: PairAxes | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ inline u32 __ballot_sync(u32, bool vote) {
 }
 inline bool __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 #define __ldg(pointer) (*(pointer))
+template <class T> void __stcs(T* to, T x) { *to = x; }
 #define __fsqrt_rn sqrtf
 inline i32 __popc(u32 x) { return __builtin_popcount(x); }
 inline u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
@@ -494,6 +495,7 @@ def run(
             data = tensor_map(given, fill, memory["q"].shape[-3] if getattr(fill, "rows_of", "") else None)
         elif isinstance(fill, View):
             steps = memory[name].strides if memory[name].ndim == 4 else (0, *memory[name].strides)
+            steps = fill.axes.view(memory[name].shape, steps)[1] if fill.axes else steps
             data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()
         elif isinstance(fill, Dim):
             data = struct.pack(form, memory[name].shape[fill.axis])

@@ -21,7 +21,7 @@ from ..variant.function import FunctionScore
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.store import DsKept, DsStored
+from ..variant.store import DsKept, DsStored, DsStoredFilled
 from ..variant.walk import QIntervalWalk, QListWalk, lists
 from . import attn_bwd_captured, backward, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
@@ -281,7 +281,8 @@ class AttnBwd(BackwardKernel):
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
         axes = attn_bwd_captured.of_ds(op)[config.gradient] if config.gradient else None
-        ds = DsStored(config.gradient, axes, config.tile_q) if axes else DsKept()
+        store_of_ds = DsStored if isinstance(forward.mask, Full) or lists(forward.mask) else DsStoredFilled
+        ds = store_of_ds(config.gradient, axes, config.tile_q) if axes else DsKept()
         own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if axes else []
         read = elements_by_tma(forward, op.layout)[1] if config.elements else None
         ahead = ElementsInDs(config.elements, read, config.tile_q) if read else TransposedElements()

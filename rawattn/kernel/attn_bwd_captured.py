@@ -25,6 +25,7 @@ from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayo
 from ..variant.item import Item
 from ..variant.mask import Full
 from ..variant.scheduler import Once, SharedTiles
+from ..variant.walk import lists
 from . import backward, tiling
 
 THREADS = 256  # of the passes before and behind
@@ -70,9 +71,10 @@ def of_ds(op: Backward) -> dict[str, PairAxes]:
 
 
 def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[Launch]:
-    """The launch that clears the gradient of such an array, where a mask or lengths leave some of its tiles out."""
+    """The launch that clears the gradient of such an array, where lengths or a mask whose tiles are a list leave some of its
+    tiles out."""
     array = next(each for each in score_of(op.forward).arrays if each.name == name)
-    if _are_all_pairs(op.forward, count := math.prod(array.shape)):
+    if _is_of_pairs(op.forward, count := math.prod(array.shape)) and not lists(op.forward.mask):
         return []
     if not op.forward.total_kv:  # no tensor map follows, for which the caller's memory is checked
         return [_clear(own, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
@@ -134,8 +136,13 @@ def sharing(forward: Forward, each: ElementGradient) -> tuple[int, int]:
 
 def _are_all_pairs(forward: Forward, count: int) -> bool:
     """Says whether so many elements, of which each pair has one of its own, are all of an array's, and every one is met."""
-    is_whole = isinstance(forward.mask, Full) and not forward.varlen and not any(forward.lens)
-    return is_whole and count == forward.batch * forward.heads * forward.q_len * forward.kv_len
+    return isinstance(forward.mask, Full) and _is_of_pairs(forward, count)
+
+
+def _is_of_pairs(forward: Forward, count: int) -> bool:
+    """Says whether an array of so many elements, of which each pair has one of its own, has no others."""
+    is_dense = not forward.varlen and not any(forward.lens)
+    return is_dense and count == forward.batch * forward.heads * forward.q_len * forward.kv_len
 
 
 def _clear(own: Any, op: Backward, device: Device, memory: Any, ctype: str, words: int) -> Launch:

@@ -117,6 +117,18 @@ class DsStored(DsKept):
 
 
 @dataclasses.dataclass(frozen=True)
+class DsStoredFilled(DsStored):
+    """The same, and zeros where a mask leaves out all queries of a tile, for key tiles whose query tiles lie side by side."""
+
+    type: ClassVar[str] = "DsStoredFilled"
+    source: ClassVar[str] = "variant/store/ds_stored_filled.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*super().fields, Field("ds_rows", "StridedOutput", View(f"d{self.operand}", self.axes)))
+
+
+@dataclasses.dataclass(frozen=True)
 class DqRedOrdered(DqOrdered):
     """Parts of dq, added from registers to a sum in one order; a pass over the sums follows."""
 

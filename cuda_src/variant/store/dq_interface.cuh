@@ -13,6 +13,7 @@ template <class S> struct DqStoreOption : Given {
 template <class D, class Smem> struct DsStoreOption : Given {
     static Smem& smem;
     static const KvWorkTile& kv_work;
-    static_assert(requires { u32(D::readers); }, "DsStore: readers: arrivals at smem.ds_empty for each step");
+    static_assert(requires { u32(D::readers), u32(D::fillers); }, "DsStore: readers: arrivals at smem.ds_empty for each step; fillers: warps for fill()");
+    static_assert(requires { D::fill(args, smem); }, "DsStore: fill(args, smem), by warp 3: what no step of a work stores");
     static_assert(requires { D::store(args, rows, kv_work, smem, i, i, Step{}); }, "DsStore: store(args, rows, work, smem, head, tile, step), by one thread");
 };

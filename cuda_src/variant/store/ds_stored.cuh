@@ -2,9 +2,9 @@
 // dS of a step is also the gradient of an array that the score captured, of which each pair has an element of its own that it adds to its
 // logit. A writer's lane stores it by TMA as it lies for dq; the array's ends cut what is in no sequence.
 #include "ptx/bulk.cuh"
-#include "variant/kv_producer.cuh"
+#include "variant/store/ds_kept.cuh"
 
-struct DsStored {
+struct DsStored : DsKept {
     static constexpr u32 readers = 1;
 
     template <class Smem>
