@@ -69,7 +69,8 @@ struct Producer {
     __device__ void await_k() const { smem.k_empty[kv.stage].wait(kv.parity ^ 1); }
     template <class At>
     __device__ void load_k(const Kv& source, At tile) const { source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], tile); }
-    __device__ void load_k(const Kv& source, i32 tile, const Ahead::Source& elements) const {
+    template <class At>
+    __device__ void load_k(const Kv& source, At tile, const Ahead::Source& elements) const {
         elements.load(smem.ahead, kv.stage, smem.k_full[kv.stage], tile);
         load_k(source, tile);
     }
