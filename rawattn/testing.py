@@ -363,9 +363,10 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
 
     The yardstick is the plain formula with logits and probabilities rounded to q's dtype. The largest ratio of its error in a row
     to the row's size, the root of the sum of its squared terms p |v|, is the same for all rows but for chance: o may err by twice
-    this ratio times the row's size, and by 2 eps of the dtype times the row's largest element (in float32 and float64 the size is
-    the sum of p |v|, for the rounding of the sums themselves, and it may err by 2 eps times this; the ratio counts as at least
-    the sqrt(head_dim / 24) eps by which a sum of n terms, one after the other, errs, as the plain formula may sum by blocks).
+    this ratio times the row's size, and by 2 eps of the dtype times the row's largest element. In float32 and float64 the size is
+    the sum of p |v|, for the rounding of the sums themselves, and it may err by 2 eps times this. The ratio counts there as at
+    least what a logit errs by if its n terms are added one after the other, as the plain formula may sum by blocks: sqrt(n / 24)
+    eps times the root of the sum of their squares, 1 at least, or sqrt(n / 36) eps times the logit where its partial sums drift.
 
     lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
     itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
@@ -384,16 +385,19 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     o_size, s_size = map(_float64, _sizes(q, k, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
     lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
+    dot_size = _dot_size(q, k, options)
     # A dot product of n terms has n roundings, each uniform within 2^-24 of a partial sum. Partial sums grow like a random walk
     # to the root of the sum of squared terms (the size), and their squares add up to n / 2 of its square: the standard deviation
     # of the error is sqrt(n / 6) 2^-24 of the size. Half a 2^-23 is 2.4 of these. It counts where a row's weight is on one key.
-    lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * _dot_size(q, k, options))
+    lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * dot_size)
     if tolerance.is_16_bit and (options.get("softcap") is not None or options.get("score") is not None):
         lse_error += 2.0**-18 * np.abs(_finite(s_size))
     if functions.is_function(options.get("score")):
         added = _Added(**_fields(_sizes(q, k, options, 1))).forward(q, k, v, *_given(options), options.get("rows"))[1]
         lse_error += 2.0**-23 * tolerance.scaled * _finite(_float64(added))
-    least = 0.0 if tolerance.is_16_bit else (q.shape[-1] / 24) ** 0.5
+    # The squares of n partial sums add up to n / 2 of the squared size, or to n / 3 of the squared logit where they drift to it.
+    drift = np.maximum(np.maximum(1.0, _finite(dot_size)), (2 / 3) ** 0.5 * np.abs(_finite(s_size)))
+    least = 0.0 if tolerance.is_16_bit else 1.5 * (q.shape[-1] / 24) ** 0.5 * np.swapaxes(drift, -1, -2)[..., None]
     return Expected(o, lse, tolerance.rows(plain_o, o, o_size, least), lse_error)
 
 
@@ -481,11 +485,11 @@ class _Tolerance:
             ratio = self.scaled * np.maximum(np.abs(plain - exact) - lost, 0.0) / size
         return float(ratio[np.isfinite(ratio)].max(initial=0.0))
 
-    def rows(self, plain: Array, exact: Array, size: Array, least: float = 0.0, lost: Any = 0.0) -> Array:
+    def rows(self, plain: Array, exact: Array, size: Array, least: Any = 0.0, lost: Any = 0.0) -> Array:
         """Returns how much each row of o or of a gradient may err; the ratio counts as at least ``least`` eps. ``lost`` is an
         error that no ratio tells."""
         size, lost = (_finite(np.asarray(x)).max(-1, keepdims=True, initial=0.0) if np.ndim(x) else x for x in (size, lost))
-        ratio = max(self.ratio(plain, exact, size, lost), least * self.eps)
+        ratio = np.maximum(self.ratio(plain, exact, size, lost), least * self.eps)
         largest = _finite(np.abs(exact)).max(-1, keepdims=True, initial=0.0) if self.is_16_bit else size
         return 2 * ratio * size + 2 * self.eps * largest + self.least + lost
 

@@ -21,9 +21,9 @@ from ..variant.function import FunctionScore
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.store import DsKept, DsStored, DsStoredFilled
-from ..variant.walk import QIntervalWalk, QListWalk, lists
-from . import attn_bwd_captured, backward, tiling
+from ..variant.store import DQ, DsKept, DsStored, DsStoredFilled
+from ..variant.walk import QListWalk, lists
+from . import attn_bwd_captured, backward, group, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
@@ -47,8 +47,10 @@ class Config:
     chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
     step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
-    "apart"); the captured array whose gradient is dS, which is stored as it is made ("" for none); the one of whose elements,
-    one for each pair, TMA brings tiles to the place of dS ("" for none)."""
+    "apart"); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes suggest), and in
+    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest); the captured array
+    whose gradient is dS, which is stored as it is made ("" for none); the one of whose elements, one for each pair, TMA brings
+    tiles to the place of dS ("" for none)."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -62,6 +64,8 @@ class Config:
     direction: str = ""
     order: str = "at_once"
     steps: str = "together"
+    parts: int = 0
+    walk: str = ""
     gradient: str = ""
     elements: str = ""
 
@@ -231,7 +235,7 @@ class AttnBwd(BackwardKernel):
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := _wrong_tiles(config, op):
             return reason
-        if reason := backward.wrong_direction(forward, config.direction):
+        if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
         threads = 128 * (1 + config.consumers)
         if 128 * (config.producer_registers + config.consumers * config.consumer_registers) > 65536 // threads // 8 * 8 * threads:
@@ -275,18 +279,21 @@ class AttnBwd(BackwardKernel):
         return seconds * (0.95 if is_short else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
-        forward = op.forward
+        forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
+        config = group.resolved(forward, config, works, config.tile_kv, device.sm_count)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device)
+        kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
-        grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
+        grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
         axes = attn_bwd_captured.of_ds(op)[config.gradient] if config.gradient else None
         store_of_ds = DsStored if isinstance(forward.mask, Full) or lists(forward.mask) else DsStoredFilled
         ds = store_of_ds(config.gradient, axes, config.tile_q) if axes else DsKept()
         own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if axes else []
         read = elements_by_tma(forward, op.layout)[1] if config.elements else None
         ahead = ElementsInDs(config.elements, read, config.tile_q) if read else TransposedElements()
-        own += [self.launch(op, config, device, "attn_bwd", kv_values, grid, functools.partial(_main, ds, ahead))]
+        main = functools.partial(_main, ds, ahead)
+        own += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
+        own += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
@@ -296,7 +303,7 @@ class AttnBwd(BackwardKernel):
         first = FirstPass(
             config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
         )
-        return self.program(op, device, first, own, tuple(scratch), config.gradient)
+        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient)
 
 
 def _of_dq(config: Config) -> dict[str, int]:
@@ -306,6 +313,7 @@ def _of_dq(config: Config) -> dict[str, int]:
 
 def _main(ds: Option, elements: Option, op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
+    del numbers["parts"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -316,13 +324,14 @@ def _main(ds: Option, elements: Option, op: Forward, config: Config, arch: str) 
         wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
-        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
+        Scheduler=backward.kv_scheduler(op, config.direction),
+        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else group.WALKS[config.walk],
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         Order=ORDERS[config.order][0], Steps=STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
-    fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)
+    fields = (*loads, *every["Group"].fields, DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
 
 

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29525,
+    "rawattn": 29765,
     "perf": 5815,
-    "cuda_src": 12115,
-    "tests": 37625,
+    "cuda_src": 12240,
+    "tests": 37830,
 }
 FUNCTION_LINES = 60
 
