@@ -290,7 +290,8 @@ class AttnBwd(BackwardKernel):
         ds = store_of_ds(config.gradient, axes, config.tile_q) if axes else DsKept()
         own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if axes else []
         read = elements_by_tma(forward, op.layout)[1] if config.elements else None
-        ahead = ElementsInDs(config.elements, read, config.tile_q) if read else TransposedElements()
+        once = config.gradient == config.elements
+        ahead = ElementsInDs(config.elements, read, config.tile_q, once) if read else TransposedElements()
         main = functools.partial(_main, ds, ahead)
         own += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
         own += self.add_parts(op, config.parts, device)

@@ -78,11 +78,13 @@ class TransposedElements(Option):
 
 @dataclasses.dataclass(frozen=True)
 class ElementsInDs(Option):
-    """The same of a captured array with this name and these axes, in boxes of ``box_rows`` rows that TMA brings."""
+    """The same of a captured array with this name and these axes, in boxes of ``box_rows`` rows that TMA brings: ``once``, where
+    each pair has an element of its own, whose gradient takes as much room in L2 (perf/notes/functions.md)."""
 
     operand: str
     axes: PairAxes
     box_rows: int
+    once: bool
     type: ClassVar[str] = "ElementsInDs"
     source: ClassVar[str] = "variant/ahead/in_ds.cuh"
 
@@ -92,7 +94,7 @@ class ElementsInDs(Option):
 
     @property
     def fields(self) -> Fields:
-        ctype = "TmaTensor" if self.axes.is_shared(False, False) else "TmaTensorOnce"
+        ctype = "TmaTensorOnce" if self.once else "TmaTensor"
         return (Field("elements", ctype, TensorMap(self.operand, self.box_rows, self.axes, "q")),)
 
 

@@ -216,6 +216,11 @@ def test_nothing_spills() -> None:
         launches = selection.kernel.lower(op, selection.config, TYPICAL["sm_90a"]).launches
         binary = compiler.compile(next(each.source for each in launches if each.entry == "attn_bwd"))
         assert not binary.spill_bytes and not binary.advisories
+        alone = dataclasses.replace(op, wrt=())
+        for each, ctype in ((op, "TmaTensorOnce"), (alone, "TmaTensor")):
+            launches = selection.kernel.lower(each, select(each, TYPICAL["sm_90a"]).config, TYPICAL["sm_90a"]).launches
+            found = {field.ctype for launch in launches for field in launch.fields if getattr(field.fill, "axes", None)}
+            assert found - {"StridedOutput"} == {ctype}, "how long L2 keeps them"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
