@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import Backward, Forward
-from ..program import Buffer, Fields, Program
+from ..program import Buffer, Fields, Launch, Program
 from ..render import wgmma
+from ..trace.expressions import nodes
+from ..trace.pair_axes import PairAxes
 from ..variant import Option, clear, order, statistics, steps, store
+from ..variant.ahead import ElementsInDs, TransposedElements
 from ..variant.element import FP32
+from ..variant.function import FunctionScore
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.store import DQ
+from ..variant.store import DQ, DsKept, DsStored, DsStoredFilled
 from ..variant.walk import QListWalk, lists
-from . import backward, group, tiling
+from . import attn_bwd_captured, backward, group, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
+SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
     "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
@@ -43,7 +49,9 @@ class Config:
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
     step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
     "apart"); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes suggest), and in
-    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest)."""
+    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest); the captured array
+    whose gradient is dS, which is stored as it is made ("" for none); the one of whose elements, one for each pair, TMA brings
+    tiles to the place of dS ("" for none)."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -59,6 +67,8 @@ class Config:
     steps: str = "together"
     parts: int = 0
     walk: str = ""
+    gradient: str = ""
+    elements: str = ""
 
     @property
     def tile_kv(self) -> int:
@@ -72,6 +82,8 @@ def widest(op: Forward) -> int:
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling."""
+    if lists(op.mask):
+        return dataclasses.replace(list_configs_of(op)[0], store=store)
     found = _registers_of(op, store)
     return dataclasses.replace(found, steps="apart" if _has_two_loops(op, found) else "together")
 
@@ -91,8 +103,6 @@ def _registers_of(op: Forward, store: str) -> Config:
     window, to make dq themselves, for dropout, or for a score that reads elements of pairs; nor for a window or a score where
     sequences use a part of their rows."""
     size, is_cut = widest(op), any(op.lens)
-    if lists(op.mask):
-        return list_configs_of(op, store)[0]
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
@@ -107,14 +117,18 @@ def _registers_of(op: Forward, store: str) -> Config:
     return Config(dq_columns=op.head_dim, store=store)
 
 
-def list_configs_of(op: Forward, store: str = "ordered") -> list[Config]:
+def list_configs_of(op: Forward) -> list[Config]:
     """Those where the mask's tiles are lists. The first warps ask it for them, and how many registers they need depends on it. A
-    warpgroup that makes all columns of a wide dq needs more than they leave."""
-    size = widest(op)
-    parts, columns = (2, 64) if op.head_dim > 96 else (1, op.head_dim)
-    registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224)) if size <= 96 else ((56, 224), (40, 232))
-    plain = Config(dq_parts=parts, dq_columns=columns, store=store)
-    return [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
+    warpgroup that makes all columns of a wide dq needs more than they leave; where heads are wide, the last contributor can
+    finish dq only if whole tiles have a loop of their own."""
+    plain = Config(dq_parts=2, dq_columns=64) if op.head_dim > 96 else Config(dq_columns=op.head_dim)
+    if (size := widest(op)) > 96:
+        plain = dataclasses.replace(plain, producer_registers=56, consumer_registers=224)
+        found = [dataclasses.replace(plain, store=store, steps="apart") for store in ("final", "ordered")]
+        return [*found, dataclasses.replace(plain, order="step_later"), plain]
+    registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224))
+    found = [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
+    return found + [dataclasses.replace(each, store="final") for each in found]
 
 
 def _of_kind(mask: Any) -> Any:
@@ -142,6 +156,37 @@ def smem_bytes(config: Config, op: Forward) -> int:
     panels = -(-op.head_dim // 64) - (-op.head_dim_v // 64)
     tiles = 128 * ((config.tile_kv + 2 * config.tile_q) * panels + 2 * config.tile_q * config.consumers)
     return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
+
+
+def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
+    """The array of two-byte elements of which the score reads one for each pair, and its axes, where TMA reads tiles of it and
+    knows where queries end; "" and None where there is none."""
+    score = op.score
+    if not isinstance(score, FunctionScore) or score.ahead_bytes != 2 or op.varlen or any(op.lens):
+        return "", None
+    found = [score.pair_axes.get(i) for i, x in enumerate(nodes(score.code.root)) if x.op == "load" and {"q", "kv"} <= x.deps]
+    if len(found) != 1 or found[0] is None or f"score_{found[0][0]}" not in layout.tma_captured:
+        return "", None
+    return f"score_{found[0][0]}", found[0][1]
+
+
+def _wrong_tiles(config: Config, op: Backward) -> str | None:
+    """The reason why tiles of dS and of elements cannot be moved so; None where they can."""
+    own, read = [*attn_bwd_captured.of_ds(op)], elements_by_tma(op.forward, op.layout)[0]
+    if config.gradient not in ("", *own):
+        return f"gradient is {config.gradient!r}; it must be '', or of the captured arrays whose gradient is dS, {own}"
+    if config.elements not in ("", read):
+        return f"elements is {config.elements!r}; it must be '', or the captured array of which TMA brings tiles, {read!r}"
+    return None
+
+
+def _with_tiles(op: Backward, config: Config) -> Config:
+    """The configuration that moves tiles of dS and of elements by TMA where it can be. Elements then take no registers, and wide
+    heads have those of other scores."""
+    gradient, elements = next(iter(attn_bwd_captured.of_ds(op)), ""), elements_by_tma(op.forward, op.layout)[0]
+    if elements and (config.producer_registers, config.consumer_registers) == (24, 240):
+        config = dataclasses.replace(config, producer_registers=40, consumer_registers=232)
+    return dataclasses.replace(config, gradient=gradient, elements=elements)
 
 
 class AttnBwd(BackwardKernel):
@@ -189,10 +234,12 @@ class AttnBwd(BackwardKernel):
             )
         if config.steps not in STEPS:
             return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
-        if config.steps == "apart" and (config.order != "at_once" or lists(forward.mask)):
-            return "steps is 'apart'; it needs order 'at_once' and a mask whose tiles lie side by side"
+        if config.steps == "apart" and config.order != "at_once" and not lists(forward.mask):
+            return "steps is 'apart'; it needs order 'at_once', or a mask whose tiles are lists"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        if reason := _wrong_tiles(config, op):
+            return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
         threads = 128 * (1 + config.consumers)
@@ -212,29 +259,36 @@ class AttnBwd(BackwardKernel):
     def is_tried(self, op: Backward) -> bool:
         return lists(op.forward.mask)
 
-    def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later.
+    def small_spill(self, op: Backward) -> int:
+        """Of wide heads, what a work needs between its steps, and one or two words of a step."""
+        return SMALL_SPILL if widest(op.forward) > 96 else 0
 
-        Where tiles are lists and heads are wide, consumers have no registers left to finish it."""
+    def counts_spills(self, launch: Launch) -> bool:
+        """The pass before calls what asks a list's mask: it keeps registers there, once a block."""
+        return launch.entry == self.name
+
+    def candidates(self, op: Backward, device: Device) -> list[Config]:
+        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later."""
         forward = op.forward
         if lists(forward.mask):
-            found = list_configs_of(forward) + list_configs_of(forward, "final") * (widest(forward) <= 96)
-            found += [dataclasses.replace(each, order="step_later") for each in list_configs_of(forward)]
+            found = list_configs_of(forward)
         else:
             found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
-        return [each for each in found if self.legal(each, op, device) is None]
+        return [each for each in map(functools.partial(_with_tiles, op), found) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
         """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
 
         Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own; and then it is better
-        made a step later (notes/attn_bwd.md)."""
+        made a step later (notes/attn_bwd.md). Of a list only the device knows how many they are: few are expected, whatever the
+        length."""
         forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
+        if lists(forward.mask) and (config.store == "final" or config.steps == "apart"):
+            return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else 1.0)
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
-        is_short = forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64]
-        return seconds * (0.95 if is_short else 1.05)
+        return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64] else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
@@ -243,7 +297,15 @@ class AttnBwd(BackwardKernel):
         kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
-        own = [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, _main)]
+        axes = attn_bwd_captured.of_ds(op)[config.gradient] if config.gradient else None
+        store_of_ds = DsStored if isinstance(forward.mask, Full) or lists(forward.mask) else DsStoredFilled
+        ds = store_of_ds(config.gradient, axes, config.tile_q) if axes else DsKept()
+        own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if axes else []
+        read = elements_by_tma(forward, op.layout)[1] if config.elements else None
+        once = config.gradient == config.elements
+        ahead = ElementsInDs(config.elements, read, config.tile_q, once) if read else TransposedElements()
+        main = functools.partial(_main, ds, ahead)
+        own += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
         own += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
@@ -251,10 +313,9 @@ class AttnBwd(BackwardKernel):
             own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
-        first = FirstPass(
-            config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
-        )
-        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)))
+        clears = clear.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
+        first = FirstPass(config.tile_q, config.tile_kv, 8, clears, tuple(_of_dq(config).items()), ORDERS[config.order][1])
+        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient)
 
 
 def _of_dq(config: Config) -> dict[str, int]:
@@ -262,7 +323,11 @@ def _of_dq(config: Config) -> dict[str, int]:
     return {name: getattr(config, name) for name in names}
 
 
-def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _list(config: Config) -> QListWalk:
+    return QListWalk(ordered=config.store != "unordered", finishes=config.store == "final")
+
+
+def _main(ds: Option, elements: Option, op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     del numbers["parts"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
@@ -277,9 +342,10 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
         Scheduler=backward.kv_scheduler(op, config.direction),
-        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else group.WALKS[config.walk],
-        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
-        Steps=STEPS[config.steps],
+        Turn=backward.turn(op), Walk=_list(config) if lists(op.mask) else group.WALKS[config.walk],
+        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
+        Order=ORDERS[config.order][0],
+        Steps=steps.ListStepsApart() if lists(op.mask) and config.steps == "apart" else STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *every["Group"].fields, DQ, *backward.STATISTICS, *backward.HEADS)

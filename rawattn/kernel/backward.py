@@ -97,8 +97,9 @@ def all_rows(op: Forward) -> Option:
 
 
 def kv_scheduler(op: Forward, direction: str = "", persistent: bool = True) -> Option:
-    """The schedule of key tiles: in turns up and down where the mask makes some of them longer."""
-    others = "LongestFirst" if lists(op.mask) else "Alternating"  # lists are made for one direction
+    """The schedule of key tiles: in turns up and down where the mask makes some of them longer; of lists in the order of their
+    turns."""
+    others = "ShortestFirst" if lists(op.mask) else "Alternating"
     direction = direction or ("Ascending" if isinstance(op.mask, Full) else others)
     return (scheduler.KvVarlenScheduler if op.varlen else scheduler.KvScheduler)(direction, persistent)
 
@@ -110,8 +111,8 @@ def turn(op: Forward) -> Option:
 
 def wrong_direction(op: Forward, direction: str) -> str | None:
     """The reason why key tiles cannot be taken in this direction; None where they can."""
-    if direction == "Alternating" and lists(op.mask):
-        return f"direction is {direction!r}; where key tiles are lists, they add to dq from the first one on"
+    if direction not in ("", "ShortestFirst") and lists(op.mask):
+        return f"direction is {direction!r}; where key tiles are lists, it must be 'ShortestFirst', the order of their adds to dq"
     return None
 
 
@@ -255,10 +256,11 @@ class BackwardKernel(Kernel[Backward]):
         return tuple(self.lower(op, each, device) for each in every)
 
     def program(
-        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = ()
-    ) -> Program:
+        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = (),
+        stored: str = "",
+    ) -> Program:  # fmt: skip
         """The launches of a backward, without those that have no block: the rows in no tile, the first pass, ``own``, and the
-        sinks. ``scratch`` is what they need besides the statistics."""
+        sinks. ``scratch`` is what they need besides the statistics; ``stored`` is the captured array whose gradient is ready."""
         forward, size = op.forward, first.q_block
         shared = values(forward, size, first.tile_kv)
         of_rows = forward.heads * q_blocks(forward, size) if forward.total_q else 0
@@ -271,7 +273,7 @@ class BackwardKernel(Kernel[Backward]):
             found.append(self.launch(op, first, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
         from . import attn_bwd_captured  # it imports this module
 
-        more, sums = attn_bwd_captured.launches(self, op, device, first)
+        more, sums = attn_bwd_captured.launches(self, op, device, first, stored)
         buffers = (*statistics(forward, size), *scratch, *sums)
         program = Program(tuple(each for each in (*found, *more) if each.grid), buffers)
         return pyramid.before(program, forward.mask, device)
@@ -286,7 +288,7 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
         "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **dict(first.of_dq),
     }  # fmt: skip
     every = options(
-        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Walk=tiling.cursor(op), Clear=first.clears,
+        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Clear=first.clears,
         Statistics=first.statistics, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch),
     )  # fmt: skip
     reads = (Field("o", "StridedTensor", View("o")), Field("d_o", "StridedTensor", View("do")), LSE)

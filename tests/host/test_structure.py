@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29505,  # 95 of them for small pages: their map, options and rule
-    "perf": 5815,
-    "cuda_src": 12115,  # 170 of them for small pages: a tile, a tensor and two options
-    "tests": 37350,
+    "rawattn": 30020,
+    "perf": 5825,
+    "cuda_src": 12520,
+    "tests": 38090,
 }
 FUNCTION_LINES = 60
 
