@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29860,  # 95 of them for small pages: their map, options and rule
-    "perf": 5815,
-    "cuda_src": 12415,  # 170 of them for small pages: a tile, a tensor and two options
-    "tests": 37885,
+    "rawattn": 29995,
+    "perf": 5825,
+    "cuda_src": 12525,
+    "tests": 38045,
 }
 FUNCTION_LINES = 60
 
