@@ -246,4 +246,7 @@ def pick(text: str) -> Case:
     if text.lstrip().startswith("{"):
         return from_json(json.loads(text))
     name, _, index = text.partition("/")
+    if name not in SETS or not (index or "0").isdecimal() or int(index or 0) >= len(SETS[name]):
+        sizes = ", ".join(f"{each} ({len(cases)})" for each, cases in SETS.items())
+        raise SystemExit(f"{text!r} is no case; give a set and a number in it, of {sizes}.")
     return SETS[name][int(index or 0)]

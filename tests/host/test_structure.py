@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29995,
+    "rawattn": 30020,
     "perf": 5825,
-    "cuda_src": 12525,
-    "tests": 38045,
+    "cuda_src": 12520,
+    "tests": 38090,
 }
 FUNCTION_LINES = 60
 

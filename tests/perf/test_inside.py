@@ -439,6 +439,9 @@ def test_no_tool_needs_the_gpu_to_be_imported() -> None:
 def test_cases_by_name() -> None:
     assert sets.pick("paper/21") == sets.SETS["paper"][21] and sets.pick("smoke") == sets.SETS["smoke"][0]
     assert sets.pick(json.dumps(sets.to_json(CASE))) == CASE
+    for wrong in ("none/1", "paper/36", "paper/-1"):
+        with pytest.raises(SystemExit, match=r"is no case; give a set and a number in it, of .*paper \(36\)"):
+            sets.pick(wrong)
     assert report.table([["x"]]) == "x"
 
 
