@@ -70,7 +70,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     q = config.q_stages * config.tile_q * panels(op.head_dim)
     kv_rows = config.stages * config.tile_kv
     tiles = 128 * (q + kv_rows * (panels(op.head_dim) + panels(op.head_dim_v)))
-    ahead = 2 * config.tile_q * config.tile_kv * bytes_in_smem(op.score)
+    ahead = bytes_in_smem(op.score, config.tile_q, config.tile_kv)
     barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
     columns = kv_rows * getattr(op.mask, "column_bytes", 0)
     return -(-(tiles + ahead + columns + barriers) // 1024) * 1024
@@ -215,7 +215,7 @@ class AttnFwd(OneLaunch):
         own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
             op, Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out, Order=self.order(op, config),
-            Walk=walk, Ahead=ahead_of(op.score), **own,
+            Walk=walk, Ahead=ahead_of(op.score, rows_are_queries=True), **own,
         )  # fmt: skip
 
     def order(self, op: Forward, config: Config) -> Option:
