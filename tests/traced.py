@@ -60,7 +60,7 @@ void by_pair(const R& own, const Number* s, i32 offset, i32* pairs, i32* wrong) 
 }}
 template <class S, class R>
 void on_diagonal(const S& score, const R& own, Number s, i32 q, i32 above, i32 first, i32 offset, i32* pairs, i32* wrong) {{
-    if constexpr (requires {{ own.value_on(s, 0, s); }}) {{  // of the first pair of its diagonal among sixteen rows and `step` keys
+    if constexpr (requires {{ own.value_on(s, 0, s); }}) {{  // of the first pair of a diagonal of 16 rows and `step` keys
         const i32 back = min(above, offset);
         const Number shared = score.row(q - back, first + offset - back).diagonal(0);
         ++*pairs, *wrong += own.value_on(s, offset, shared) != own.value(s, offset);
@@ -78,8 +78,8 @@ extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 
             *exponent++ = exponents.value(*s, kv + rows->kv_offset - first) - less;
             if (kv % 2 == 0) by_pair(row, s, kv + rows->kv_offset - first, pairs, wrong);
             if (kv % 2 == 0) by_pair(exponents, s, kv + rows->kv_offset - first, pairs, wrong);
-            on_diagonal(score, row, *s, q + rows->q_offset, q % 16, first, kv + rows->kv_offset - first, pairs + 1, wrong + 1);
-            on_diagonal(score, exponents, *s, q + rows->q_offset, q % 16, first, kv + rows->kv_offset - first, pairs + 1, wrong + 1);
+            on_diagonal(score, row, *s, q + rows->q_offset, q % 16, first, kv % step, pairs + 1, wrong + 1);
+            on_diagonal(score, exponents, *s, q + rows->q_offset, q % 16, first, kv % step, pairs + 1, wrong + 1);
             *value++ = row.value(*s, kv + rows->kv_offset - first), *slope++ = row.slope(*s, kv + rows->kv_offset - first);
         }}
 }}

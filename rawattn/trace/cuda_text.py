@@ -26,8 +26,8 @@ from .placement import LESS, Lowering, positioned
 
 class Written(NamedTuple):
     """A struct, the fields that it adds to Args, as (name, C++ type, what it holds), over how many of its last axes each
-    captured array has a pyramid, the bytes of a mask's columns, of each key, those of an element of the one array that is read for
-    each pair, or 0, and whether a score has diagonals."""
+    captured array has a pyramid, the bytes of a mask's columns, of each key, those of an element of the one array that is
+    read for each pair, or 0, and whether pairs of a diagonal share part of a score."""
 
     text: str
     fields: tuple[tuple[str, str, What], ...]
@@ -273,6 +273,7 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
     power = lowering(add(mul(root, 1 / math.log(2)), LESS), moved)
     exponent = exponents.add(*power)
     shared = diagonal(value.place, logit[0], power[0])
+    on_diagonal, exponent_diagonal = _diagonal(value, shared, *logit), _on_diagonal(exponents, shared, *power)
     parts = (value, derivative, exponents)
     head = _HEAD.format(
         role="score", code=code, name="FunctionScore", includes=_include(*_INCLUDES),
@@ -283,11 +284,11 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         inside=_inside([line for w in parts for line in w.lines["element"]]), element=value.body(), result=result,
         slope_element=derivative.body(), slope=slope_result, exponent_members=exponents.members("row"),
         exponent_row=exponents.assign("row"), exponent_element=exponents.body(), exponent=exponent,
-        pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent), diagonal=_diagonal(value, shared, *logit), exponent_diagonal=_on_diagonal(exponents, shared, *power),
+        pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent), diagonal=on_diagonal,
+        exponent_diagonal=exponent_diagonal,
     )  # fmt: skip
-    return Written(
-        head + body, _sorted(value.fields), (0,) * len(code.arrays), ahead_bytes=value.ahead_bytes, has_diagonals=shared is not None
-    )
+    fields, pyramids = _sorted(value.fields), (0,) * len(code.arrays)
+    return Written(head + body, fields, pyramids, ahead_bytes=value.ahead_bytes, has_diagonals=shared is not None)
 
 
 def _diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr, int]]) -> str:

@@ -1,5 +1,5 @@
-"""The diagonals of a score: the part that a pair's distance alone decides, kv - q. All pairs of a diagonal of a tile share it, so a
-warp computes it once for each of them."""
+"""The diagonals of a score: the part that a pair's distance alone decides, kv - q. All pairs of a diagonal of a tile share it, so
+a warp computes it once for each of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from .placement import ELEMENT, Placement
 
 _OF_PAIRS = {"q", "first", "offset", "inside", "s", "less"}
 _FREE = ("const", "var")
-_DEAR = ("load", "cast", "trunc", "floor", "floordiv", "mod", "div", "reciprocal", "sqrt", "log", "log2", "exp", "exp2", "tanh")
-_DEAR += ("sin", "cos", "erf")
+_DEAR = {
+    "load", "cast", "trunc", "floor", "floordiv", "mod", "div", "reciprocal", "sqrt", "log", "log2", "exp", "exp2", "tanh", "sin",
+    "cos", "erf",
+}  # fmt: skip
 LEAST_WORK = 4  # of a part that is worth its way through shared memory; a dear operation counts as so many
 
 
@@ -26,12 +28,15 @@ def _is_of_distance(x: Expr, known: set[Expr]) -> bool:
 
 
 def diagonal(place: Placement, *roots: Expr) -> Expr | None:
-    """The one part of placed expressions that the distance alone decides and that takes more than a few instructions: a float, and
-    the same in all of them. None where there are none or several."""
+    """The one part of placed expressions that the distance alone decides and that takes more than a few instructions: a float,
+    the same in all of them. None where there are none or several, or where an element is read for each pair besides, which has a
+    way of its own (``cuda_src/variant/ahead/elements.cuh``)."""
     found = [_outmost(root, place) for root in roots]
     if any(len(each) != 1 or each[0] is not found[0][0] for each in found) or found[0][0].type != "float":
         return None
-    return found[0][0]
+    own = set(nodes(found[0][0]))
+    besides = (x for x in nodes(*roots) if x.op == "load" and x not in own)
+    return None if any("q" in x.deps and x.deps & {"offset", "inside"} for x in besides) else found[0][0]
 
 
 def _outmost(root: Expr, place: Placement) -> list[Expr]:

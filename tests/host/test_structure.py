@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29150,
+    "rawattn": 29260,
     "perf": 5810,
-    "cuda_src": 11815,
-    "tests": 37080,
+    "cuda_src": 11890,
+    "tests": 37160,
 }
 FUNCTION_LINES = 60
 
