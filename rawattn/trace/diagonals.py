@@ -3,6 +3,7 @@ a warp computes it once for each of them."""
 
 from __future__ import annotations
 
+from .arithmetic import combine, linear
 from .expressions import FIRST, INSIDE, OFFSET, Expr, Q, children, nodes
 from .placement import ELEMENT, Placement
 
@@ -18,11 +19,12 @@ LEAST_WORK = 4  # of a part that is worth its way through shared memory; a dear 
 def _is_of_distance(x: Expr, known: set[Expr]) -> bool:
     """Says whether the value is the same for all pairs of a diagonal, where those that are ``known`` are. A key that is there is
     first + offset and first + inside."""
-    if x.op == "var":
-        return False
-    if x.op != "lin":
-        return all(a in known or not a.deps & _OF_PAIRS for a in children(x))
-    terms = dict(x.args[1])
+    if x.op in ("lt", "le", "eq") and x.args[0].type == x.args[1].type == "int":
+        terms = linear(combine(x.args[0], x.args[1], -1))[1]
+    elif x.op == "lin":
+        terms = dict(x.args[1])
+    else:
+        return x.op != "var" and all(a in known or not a.deps & _OF_PAIRS for a in children(x))
     q, first, offset, inside = (terms.pop(each, 0) for each in (Q, FIRST, OFFSET, INSIDE))
     return first == -q == offset + inside and all(a in known or not a.deps & _OF_PAIRS for a in terms)
 

@@ -464,6 +464,8 @@ DIAGONALS: list[tuple[Any, bool]] = [
     (lambda s, q, kv: TABLE[2 * q - 2 * kv], True),
     (lambda s, q, kv, kv_len: np.tanh(s - np.log(kv_len + abs(kv - q))), True),
     (lambda s, q, kv: s - 0.5 * abs(kv - q), True),
+    (lambda s, q, kv: s + TABLE[np.where(kv > q, 8, 0) + np.minimum(abs(kv - q), 7)], True),
+    (lambda s, q, kv: s + TABLE[np.where(kv > 2 * q, 8, 0) + np.minimum(abs(kv - q), 7)], False),
     (lambda s, q, kv: s + 0.5 * (kv - q), False),  # a multiply-add by a constant
     (lambda s, q, kv: s + np.where(kv > q, 0.5, 0.0), False),  # too little
     (lambda s, q, kv: np.where(TABLE[kv - q] > 0, s, -s), False),  # no float
