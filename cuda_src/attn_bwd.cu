@@ -32,10 +32,12 @@
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Turn, Walk, Store, Order, Steps
+                       // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, Store,
+                       // Order, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
+#include "variant/group/interface.cuh"
 #include "variant/kv_producer.cuh"
 #include "variant/order/dq_interface.cuh"
 #include "variant/store/dq_interface.cuh"
@@ -77,6 +79,8 @@ template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
+template struct GroupOption<Group>;
+template struct RowsStoreOption<DkvRows>;
 template struct DqStoreOption<Store>;
 static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders <= 3);
 
@@ -313,8 +317,9 @@ struct Consumer {
             arrive(smem.kv_empty);
         }
         const float scale = args.scale * SMma::sign;
-        store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, scale);
-        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, Weight::factor(args));
+        const StridedOutput &to_dk = Group::dk(args), &to_dv = Group::dv(args);
+        DkvRows::store(to_dk.rows(rows.kv, work.kv_head), to_dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, scale);
+        DkvRows::store(to_dv.rows(rows.kv, work.kv_head), to_dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, Weight::factor(args));
         __syncwarp();
     }
 };

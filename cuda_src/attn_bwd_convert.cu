@@ -8,7 +8,7 @@
 #include "tile/number.cuh"
 #include "variant/interfaces_bwd.cuh"
 
-template struct DqRowsOption<DqRows>;
+template struct RowsStoreOption<DqRows>;
 template struct RowsOption<Rows>;
 template struct QBlocksOption<Rows>;
 template struct MaskOption<Mask>;

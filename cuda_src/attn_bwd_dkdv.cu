@@ -21,9 +21,10 @@
 //   p_empty[s]         one lane per warp of keys                 values           the same until written again
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Statistics, Scheduler, Walk
+                       // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
+#include "variant/group/interface.cuh"
 #include "variant/kv_producer.cuh"
 #include "variant/store/rows.cuh"
 
@@ -57,6 +58,8 @@ template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
+template struct GroupOption<Group>;
+template struct RowsStoreOption<DkvRows>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, true};
 
@@ -146,7 +149,8 @@ struct Values : Role<DvMma> {
         arrive(smem.do_empty[step.stage()]);
     }
     __device__ void store(const KvWorkTile& work, const Rows& rows, i32 key) const {
-        store_rows(args.dv.rows(rows.kv, work.kv_head), args.dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, sum, Weight::factor(args));
+        const StridedOutput& to = Group::dv(args);
+        DkvRows::store(to.rows(rows.kv, work.kv_head), to.row_bytes, key, rows.kv_len, cfg::head_dim_v, sum, Weight::factor(args));
     }
 };
 
@@ -204,7 +208,8 @@ struct Keys : Role<DkMma> {
     }
     __device__ void store(const KvWorkTile& work, const Rows& rows, i32 key) const {
         const float scale = args.scale * SMma::sign;
-        store_rows(args.dk.rows(rows.kv, work.kv_head), args.dk.row_bytes, key, rows.kv_len, cfg::head_dim, sum, scale);
+        const StridedOutput& to = Group::dk(args);
+        DkvRows::store(to.rows(rows.kv, work.kv_head), to.row_bytes, key, rows.kv_len, cfg::head_dim, sum, scale);
     }
 };
 

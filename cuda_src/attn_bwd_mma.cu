@@ -28,10 +28,11 @@
 // and turn of this one's dq, come behind a product, whose last mma.sync are on their way meanwhile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options
-                       // Element, Blocks, Rows, Mask, Score, Weight, Scheduler, Turn, Walk, Store, Launch
+                       // Element, Blocks, Rows, Mask, Score, Weight, Group, DkvBlocks, Scheduler, Turn, Walk, Store, Launch
 #include "tile/facts.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"
+#include "variant/group/interface.cuh"
 #include "variant/interfaces_bwd.cuh"
 #include "variant/store/dq_red_interface.cuh"
 
@@ -66,6 +67,7 @@ template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
+template struct GroupOption<Group>;
 template struct DqRedOption<Store>;
 template struct LaunchOption<Launch>;
 
@@ -273,8 +275,8 @@ struct Block {
     __device__ i32 first_key() const { return kv_begin() + i32(warp.first_key + warp.lane / 4); }  // of this thread
 
     __device__ void load_kv() {
-        smem.k.fill(matrix_of(args.k, rows.kv, work.kv_head), kv_begin(), rows.kv_len - 1);
-        smem.v.fill(matrix_of(args.v, rows.kv, work.kv_head), kv_begin(), rows.kv_len - 1);
+        smem.k.fill(matrix_of(args.k, rows.kv, Group::kv_head(args, work)), kv_begin(), rows.kv_len - 1);
+        smem.v.fill(matrix_of(args.v, rows.kv, Group::kv_head(args, work)), kv_begin(), rows.kv_len - 1);
     }
     // Q and lse of the block's step of this number, if there is one; dO and delta.
     __device__ void load_q(u32 number) {
@@ -376,11 +378,11 @@ struct Block {
     template <int n>
     __device__ void store_sums(const StridedOutput& to, i32 chunks, const Sums (&sums)[n], float scale) const {
         const RowsOut out = {to.rows(rows.kv, work.kv_head), to.row_bytes, rows.kv_len};
-        Blocks::store<cfg::sharing>(out, first_key(), warp.member, chunks, sums, scale);
+        DkvBlocks::store<cfg::sharing>(out, first_key(), warp.member, chunks, sums, scale);
     }
     __device__ void store() const {
-        store_sums(args.dk, cfg::head_dim / 8, warp.dk, args.scale * cfg::scale_sign);
-        store_sums(args.dv, cfg::head_dim_v / 8, warp.dv, Weight::factor(args));
+        store_sums(Group::dk(args), cfg::head_dim / 8, warp.dk, args.scale * cfg::scale_sign);
+        store_sums(Group::dv(args), cfg::head_dim_v / 8, warp.dv, Weight::factor(args));
     }
     __device__ void run() {
         if (smem.steps[0].head >= 0) {

@@ -27,8 +27,8 @@
 #include "variant/interfaces.cuh"
 
 using QTile = Tile<cfg::tile_q, cfg::head_dim>;
-using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
-using VTile = Tile<cfg::tile_kv, cfg::head_dim_v>;
+using KTile = Kv::Tile<cfg::tile_kv, cfg::head_dim>;
+using VTile = Kv::Tile<cfg::tile_kv, cfg::head_dim_v>;
 
 struct Smem {
     QTile q[cfg::q_stages];
@@ -219,7 +219,7 @@ struct Consumer {
     // Q K^T of the tile at hand once more, by each warp for its sixteen rows: a warp may need it alone, and wgmma needs all four.
     __device__ void multiply_qk_again() {
         const u32 l = lane % 32, row = index * 64 + lane / 32 * 16 + l % 16, key = l % 8 + l / 16 * 8;
-        const u32 a_row = ptx::smem_address(&smem.q[q.stage]) + row * 128, b_row = ptx::smem_address(&smem.k[kv.stage]) + key * 128;
+        const u32 a_row = ptx::smem_address(&smem.q[q.stage]) + row * 128, b_row = ptx::smem_address(&smem.k[kv.stage]) + KTile::row_offset(key);
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; ++i) s[i] = 0.f;
 #pragma unroll 1
@@ -229,7 +229,7 @@ struct Consumer {
             ptx::ldmatrix(a, a_row + i / 4 * QTile::panel_bytes + ((chunk + l / 16) ^ row % 8) * 16);
 #pragma unroll
             for (int n = 0; n < cfg::tile_kv; n += 16) {
-                ptx::ldmatrix(b, b_row + i / 4 * KTile::panel_bytes + ((chunk + l / 8 % 2) ^ key % 8) * 16 + n * 128);
+                ptx::ldmatrix(b, b_row + i / 4 * KTile::panel_bytes + ((chunk + l / 8 % 2) ^ key % 8) * 16 + KTile::row_offset(n));
                 Element::multiply(s + n / 2, a, b), Element::multiply(s + n / 2 + 4, a, b + 2);
             }
         }

@@ -26,6 +26,7 @@ from .program import (
     Fields,
     Launch,
     PackedHeads,
+    PageBoxes,
     PageRows,
     Pages,
     Parts,
@@ -268,7 +269,7 @@ def _is_late(name: str, later: set[str]) -> bool:
 
 def _is_map(fill: Any) -> bool:
     """Says whether a field begins with a tensor map."""
-    return isinstance(fill, (TensorMap, PageRows, PackedHeads)) or (isinstance(fill, Pages) and fill.page_rows > 0)
+    return isinstance(fill, (TensorMap, PageRows, PageBoxes, PackedHeads)) or (isinstance(fill, Pages) and fill.page_rows > 0)
 
 
 def _is_length(fill: Any) -> bool:
@@ -661,7 +662,9 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
     name, array, rest = fill.operand, given[fill.operand], bytes(8)
     if 0 in array.shape:
         name, like = next((name, x) for name, x in given.items() if x.dtype == array.dtype and 0 not in x.shape)
-        array = like._replace(shape=(1, 1, 1, like.shape[-1]), strides=(0, 0, 0, 1)) if isinstance(fill, PageRows) else like
+        rows = tma.SWIZZLE_ROWS if isinstance(fill, PageBoxes) else 1
+        flat = like._replace(shape=(1, rows, 1, like.shape[-1]), strides=(0, like.shape[-1], 0, 1))
+        array = flat if isinstance(fill, (PageRows, PageBoxes)) else like
     size, read_once = KV_ELEMENTS[array.dtype].itemsize, False
     shape: Any
     if isinstance(fill, TensorMap):
@@ -671,6 +674,10 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
         shape = tma.page_rows_geometry(fill.operand, array.shape, array.strides, size, fill.box_rows)
         if name == fill.operand:
             rest = struct.pack("<4i", array.shape[0], shape.head_step, shape.page_steps, shape.row_steps)
+    elif isinstance(fill, PageBoxes):
+        shape = tma.page_boxes_geometry(fill.operand, array.shape, array.strides, size)
+        if name == fill.operand:
+            rest = struct.pack("<3i", array.shape[0], shape.page_steps, shape.head_steps)
     elif isinstance(fill, Pages):
         shape, read_once = tma.page_geometry(array.shape, array.strides, size, fill.page_rows), True
         rest = struct.pack("<i", array.shape[0])

@@ -96,6 +96,13 @@ class PageRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PageBoxes:
+    """A TmaPageBoxes of a pool of small pages, each of which is a box."""
+
+    operand: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PackedHeads:
     """A TmaHeads of an operand, whose box has ``box_rows`` rows of 64 columns: those of ``heads`` heads side by side."""
 
@@ -124,6 +131,7 @@ Fill = (
     | TensorMap
     | Pages
     | PageRows
+    | PageBoxes
     | PackedHeads
     | Scratch
     | Counter

@@ -17,6 +17,7 @@ ALIGNMENT = 16  # bytes, of pointers and strides
 STRIDE_LIMIT = 1 << 40  # bytes
 ROW_LIMIT = 1 << 32  # bytes, of a row stride that threads compute with
 BOX_COLUMNS = 64  # one 128-byte swizzle span of a 16-bit format
+SWIZZLE_ROWS = 8  # after which a swizzle repeats
 RAGGED_STRIDE_LIMIT = 1 << 34  # bytes; times the rows, 2^30, it wraps around 64 bits
 _RAGGED_ROWS, _RAGGED_EXTENT = (
     1 << 30,
@@ -175,3 +176,31 @@ def page_rows_geometry(
     sizes = columns, _RAGGED_ROWS, heads if has_heads else 1, _RAGGED_EXTENT, _RAGGED_EXTENT
     map_strides = row_bytes, strides[2] * itemsize if has_heads else ALIGNMENT, RAGGED_STRIDE_LIMIT - row_bytes, step
     return PageRowsGeometry(sizes, map_strides, (BOX_COLUMNS, box_rows, 1, 1, 1), int(has_heads), page_steps, row_steps)
+
+
+class PageBoxesGeometry(NamedTuple):
+    """A tensor map of a pool of small pages but for its pointer, and the steps of the map's last dimension from one page to the
+    next, and from one head to the next (0 where the stride is 0)."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    page_steps: int
+    head_steps: int
+
+
+def page_boxes_geometry(name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> PageBoxesGeometry:
+    """Returns how TMA reads a pool of small pages, (pages, rows of a page, heads, columns) with strides in elements: a page of a
+    head as one box, eight rows of all panels and then the next eight (tile/page_boxes.cuh). Rows are a multiple of 8, columns of
+    64. Raises ProblemError where the pool is too large for it."""
+    pages, rows, heads, columns = shape
+    page_bytes, head_bytes = (0 if shape[axis] == 1 else strides[axis] * itemsize for axis in (0, 2))
+    step, row_bytes = math.gcd(page_bytes, head_bytes) or ALIGNMENT, strides[1] * itemsize
+    page_steps, head_steps = page_bytes // step, head_bytes // step
+    extent = (pages - 1) * page_steps + (heads - 1) * head_steps + 1
+    if extent > _RAGGED_EXTENT:
+        found = f"{name} has {pages} pages {page_bytes} bytes apart, of {heads} heads {head_bytes} bytes apart"
+        raise ProblemError(f"{found}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
+    box = BOX_COLUMNS, SWIZZLE_ROWS, columns // BOX_COLUMNS, rows // SWIZZLE_ROWS, 1
+    map_strides = row_bytes, BOX_COLUMNS * itemsize, SWIZZLE_ROWS * row_bytes, step
+    return PageBoxesGeometry((*box[:4], extent), map_strides, box, page_steps, head_steps)

@@ -396,12 +396,11 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     text = re.sub(
         r"extern __shared__ __align__\(\d+\) unsigned char raw\[\];", "unsigned char* raw = host_block->raw;", source.text
     )
-    text = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;', "d = u64(0x40000040) << 32 | low_word;", text)
     own = folder / source.key[:16]
     files = {**headers, "config.cuh": config, "host.cpp": text + LAUNCH.replace("KERNEL", name), **STUBS}
     if "tile/tile.cuh" in files:
-        to = "d = u64(0x40000040) << 32 | low_word;\n"
-        files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64 %0, \{%1, %2\};".*?;\n', to, files["tile/tile.cuh"])
+        to = r"d = u64(\1) << 32 | low_word;"
+        files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64.*?"r"\(low_word\), "r"\((.*?)\)\);', to, files["tile/tile.cuh"])
     for path, content in files.items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         (own / path).write_text(content)

@@ -7,11 +7,14 @@ template <int rows, int columns>
 struct alignas(1024) Tile {
     static constexpr int panels = (columns + 63) / 64;
     static constexpr int panel_bytes = rows * 128;
+    static constexpr int group_bytes = 1024;  // from eight rows of a panel to the next eight
     static constexpr int bytes = panels * panel_bytes;
     u16 data[panels][rows * 64];
+
+    __device__ static constexpr u32 row_offset(u32 row) { return row * 128; }
 };
 
-// A wgmma operand: the low word of its descriptor, in units of 16 bytes; the high word says 128-byte swizzle and 1024 bytes from
+// A wgmma operand: the low word of its descriptor, in units of 16 bytes; the high word says 128-byte swizzle and the bytes from
 // eight rows to the next eight. Descriptors are made from a precomputed low word: building each from an address costs some 130
 // uniform instructions a step.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
@@ -25,14 +28,17 @@ struct SmemDescriptor {
     __device__ static SmemDescriptor of_rows(const T* tile) { return {ptx::smem_address(tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
 
     __device__ SmemDescriptor stage(u32 index) const { return {low + index * (T::bytes / 16)}; }
-    __device__ SmemDescriptor rows_from(u32 row) const { return {low + row * 8}; }
+    __device__ SmemDescriptor rows_from(u32 row) const {
+        static_assert(T::group_bytes == 1024, "rows lie 128 bytes apart");
+        return {low + row * 8};
+    }
     // The k-th sixteen columns, or rows, of the contraction.
     __device__ u64 columns(int k) const { return descriptor(low + k / 4 * (T::panel_bytes / 16) + k % 4 * 2); }
-    __device__ u64 rows(int k) const { return descriptor(low + k * 128); }
+    __device__ u64 rows(int k) const { return descriptor(low + k * (T::group_bytes / 8)); }
 
     __device__ static u64 descriptor(u32 low_word) {
         u64 d;
-        asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low_word), "r"(0x40000040));
+        asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low_word), "r"(0x40000000 | T::group_bytes / 16));
         return d;
     }
 };

@@ -123,6 +123,7 @@ template <class K, class KTile, class VTile> struct KvOption : Given {
     static VTile& v;
     static ptx::Mbarrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { typename K::template Tile<8, 64>; }, "Kv: Tile<rows, columns>, as which K and V lie in shared memory");
     static_assert(requires { kv.load_k(k, full, i), kv.load_v(v, full, i); }, "Kv: load_k, load_v(tile, full, index)");
 };
 // ... or, where a warp loads them from pages: find says where the lane's part of a tile lies, of tile -1 too.
@@ -132,6 +133,7 @@ template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static VTile& v;
     static ptx::Mbarrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { typename K::template Tile<8, 64>; }, "Kv: Tile<rows, columns>, as which K and V lie in shared memory");
     static typename K::Board& board;
     static_assert(requires { board.init(), K::at(board, i, kv.find(i)); }, "Kv: Board in shared memory, at(board, index, find(index))");
     static_assert(requires { kv.load_k(k, full, K::at(board, i, i)), kv.load_v(v, full, K::at(board, i, i)); }, "Kv: load_k, load_v(tile, full, at(...))");

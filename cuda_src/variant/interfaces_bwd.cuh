@@ -64,10 +64,10 @@ template <class B, class E, class T> struct BlocksOption {
     static_assert(requires { writer.store(tile, 0, 0, words); }, "Blocks: Writer(row, block, lane): store(tile, i, j, words)");
     static_assert(requires { B::template store<1>({nullptr, 0, 0}, 0, 0, 0, sums, 1.f); }, "Blocks: store<step>(to, row, first, chunks, sums, scale)");
 };
-// dq_rows: how a thread's numbers of rows of dq, those of tile/fragment.cuh, are written: from row `row`, its first, to `end`.
-template <class D> struct DqRowsOption : Given {
+// dq_rows, dkv_rows: how a thread's numbers of rows of dq, or of dk and dv, those of tile/fragment.cuh, are written: from row `row`, its first, to `end`.
+template <class D> struct RowsStoreOption : Given {
     static const float (&numbers)[8];
-    static_assert(requires { D::store(static_cast<unsigned char*>(nullptr), i64(0), i, i, i, numbers, 1.f); }, "DqRows: store(to, row_bytes, row, end, columns, numbers, scale)");
+    static_assert(requires { D::store(static_cast<unsigned char*>(nullptr), i64(0), i, i, i, numbers, 1.f); }, "DqRows, DkvRows: store(to, row_bytes, row, end, columns, numbers, scale)");
 };
 // layout: which pairs of a tile a thread has. The lanes of one row are `row_lanes` that follow each other; the next ones have
 // the row after it, and the same keys. Every warp has all keys, and rows of its own.

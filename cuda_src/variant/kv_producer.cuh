@@ -48,8 +48,8 @@ struct KvProducer {
         smem.kv_empty.wait(kv.parity ^ 1);
         kv.advance();
         smem.kv_full.arrive_expect(sizeof(smem.k) + sizeof(smem.v));
-        load_tile(args.k, smem.k, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, work.kv_head);
-        load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, work.kv_head);
+        load_tile(args.k, smem.k, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
+        load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
     }
     // ... and of each step Q with lse and dO with delta.
     __device__ void load_step(const Rows& rows, i32 head, i32 tile) {

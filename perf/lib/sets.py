@@ -131,8 +131,9 @@ SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
     "scores-64k": of_functions(tuple(name for name in functions.SCORES if name != "pair_bias"), (65536,)),
 }
 SETS["paper-bwd"] = backward(SETS["paper"])
+FEW_HEADS = [dense(1, n, h, 128, True, kv_heads=kv) for n, h, kv in ((8192, 8, 1), (4096, 32, 8))]  # of a layer on several GPUs
 SETS["kinds-bwd"] = backward(
-    [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS)]
+    [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS), *FEW_HEADS]
 )
 SETS["masks-bwd"] = backward(of_functions(("documents+causal", "sliding", "neighbours"), (4096,), (128,)))
 SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))

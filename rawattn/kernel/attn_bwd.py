@@ -16,8 +16,9 @@ from ..variant.element import FP32
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.walk import QIntervalWalk, QListWalk, lists
-from . import backward, tiling
+from ..variant.store import DQ
+from ..variant.walk import QListWalk, lists
+from . import backward, group, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
@@ -41,7 +42,8 @@ class Config:
     chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
     step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
-    "apart")."""
+    "apart"); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes suggest), and in
+    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest)."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -55,6 +57,8 @@ class Config:
     direction: str = ""
     order: str = "at_once"
     steps: str = "together"
+    parts: int = 0
+    walk: str = ""
 
     @property
     def tile_kv(self) -> int:
@@ -189,7 +193,7 @@ class AttnBwd(BackwardKernel):
             return "steps is 'apart'; it needs order 'at_once' and a mask whose tiles lie side by side"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := backward.wrong_direction(forward, config.direction):
+        if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
         threads = 128 * (1 + config.consumers)
         if 128 * (config.producer_registers + config.consumers * config.consumer_registers) > 65536 // threads // 8 * 8 * threads:
@@ -233,12 +237,14 @@ class AttnBwd(BackwardKernel):
         return seconds * (0.95 if is_short else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
-        forward = op.forward
+        forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
+        config = group.resolved(forward, config, works, config.tile_kv, device.sm_count)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device)
+        kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
-        grid = min(device.sm_count, backward.kv_tiles(forward, config.tile_kv)) if forward.total_kv else 0
-        own = [self.launch(op, config, device, "attn_bwd", kv_values, grid, _main)]
+        grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
+        own = [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, _main)]
+        own += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
@@ -248,7 +254,7 @@ class AttnBwd(BackwardKernel):
         first = FirstPass(
             config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
         )
-        return self.program(op, device, first, own, tuple(scratch))
+        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
 def _of_dq(config: Config) -> dict[str, int]:
@@ -258,6 +264,7 @@ def _of_dq(config: Config) -> dict[str, int]:
 
 def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
+    del numbers["parts"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -268,13 +275,14 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, Scheduler=backward.kv_scheduler(op, config.direction),
-        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else QIntervalWalk(),
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
+        Scheduler=backward.kv_scheduler(op, config.direction),
+        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else group.WALKS[config.walk],
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
         Steps=STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
-    fields = (*loads, *backward.OUTPUTS, *backward.STATISTICS, *backward.HEADS)
+    fields = (*loads, *every["Group"].fields, DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
 
 

@@ -15,7 +15,7 @@ from ..variant.element import BF16, FP16, FP32
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
 from ..variant.walk import QIntervalSteps, QListSteps, lists
-from . import backward, tiling
+from . import backward, group, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
@@ -30,7 +30,8 @@ class Config:
     """Query rows of a step; warps; 16-row tiles of keys that a warp has; warps that have the same keys; queries whose S it has at
     once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
     many numbers of dq are added at once; how parts of dq meet ("ordered", "unordered"); in which direction blocks go ("" for what
-    the mask suggests)."""
+    the mask suggests); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes
+    suggest), and in which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest)."""
 
     tile_q: int = 64
     warps: int = 8
@@ -44,6 +45,8 @@ class Config:
     dq_vector: int = 4
     store: str = "ordered"
     direction: str = ""
+    parts: int = 0
+    walk: str = ""
 
     @property
     def threads(self) -> int:
@@ -179,7 +182,7 @@ class AttnBwdMma(BackwardKernel):
             return f"dq_vector is {config.dq_vector}; it must be 1, or 4 from compute capability 9.0 on"
         if config.store == "unordered" and op.forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := backward.wrong_direction(op.forward, config.direction):
+        if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong(op.forward, config):
             return reason
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
 
@@ -194,33 +197,38 @@ class AttnBwdMma(BackwardKernel):
         return 2 * parts * op.flops / (tiling.mma_flops(device) * device.sm_count * 1.7e9)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
-        forward = op.forward
+        forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
+        config = group.resolved(forward, config, works, config.tile_kv, device.sm_count * config.ctas_per_sm)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm)
-        grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
+        kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm, config.parts)
+        grid = works * config.parts if forward.total_kv else 0
         dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
         chains = int(config.store == "ordered")
         last = LastPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector, dq_chains=chains)
-        own = [self.launch(op, config, device, "attn_bwd_mma", kv_values, grid, _main)]
+        own = [self.launch(op, group.source_of(config), device, "attn_bwd_mma", kv_values, grid, _main)]
+        own += self.add_parts(op, config.parts, device)
         own += [self.convert(op, last, device)] * (forward.total_q > 0)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         scratch = [Buffer("dq_sum", blocks * config.tile_q * forward.head_dim * 4)]
         scratch += [Buffer("turns", blocks * 4)] * (config.store == "ordered")
         first = FirstPass(config.tile_q, config.tile_kv, 16 // forward.element.itemsize, clears, dq)
-        return self.program(op, device, first, own, tuple(scratch))
+        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
 def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
-    constants = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int) and name != "warps"}
+    constants = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
+    del constants["warps"], constants["parts"]
     constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
     blocks = Blocks32() if op.element == FP32 else Blocks16()
     every = backward.options(
         op, Blocks=blocks, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
-        Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(), Store=STORES[config.store][0],
+        **backward.group_options(config.parts), DkvBlocks=Blocks32() if config.parts > 1 else blocks,
+        Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
+        Store=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
     )  # fmt: skip
-    fields = (*backward.READS, *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
+    fields = (*backward.READS, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd_mma.cu", constants, fields, [], every, arch)
 
 

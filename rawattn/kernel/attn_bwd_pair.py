@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from ..compiler import Source
 from ..device import Device
@@ -15,7 +14,7 @@ from ..variant.element import FP32
 from ..variant.scheduler import DIRECTIONS
 from ..variant.store import DQ
 from ..variant.walk import IntervalKeys, ListKeys, QIntervalWalk, QListWalk, lists
-from . import backward, tiling
+from . import backward, group, tiling
 from .backward import BackwardKernel, FirstPass
 
 KEYS = 64  # of a block of attn_bwd_dkdv.cu
@@ -24,7 +23,8 @@ KEYS = 64  # of a block of attn_bwd_dkdv.cu
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Query rows of a step of attn_bwd_dkdv.cu, keys of a step of attn_bwd_dq.cu and query rows of its blocks; registers of a
-    producer and of a consumer thread in each; in which direction blocks of the first go ("" for what the mask suggests)."""
+    producer and of a consumer thread in each; in which direction blocks of the first go ("" for what the mask suggests);
+    into how many parts, works of their own there, the query heads of a key head are split (0 for what sizes suggest)."""
 
     tile_q: int = 64
     tile_kv: int = 64
@@ -34,6 +34,7 @@ class Config:
     q_producer_registers: int = 40
     q_consumer_registers: int = 232
     direction: str = ""
+    parts: int = 0
 
 
 def config_of(op: Forward) -> Config:
@@ -91,7 +92,7 @@ class AttnBwdPair(BackwardKernel):
             return f"registers are {pairs}; a block has 504 for three threads"
         if config.direction not in ("", *DIRECTIONS):
             return f"direction is {config.direction!r}; it must be one of {[*DIRECTIONS]}"
-        if reason := backward.wrong_direction(op.forward, config.direction):
+        if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong(op.forward, config):
             return reason
         if smem_bytes(config, op.forward) > device.smem_bytes:
             return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
@@ -108,14 +109,16 @@ class AttnBwdPair(BackwardKernel):
         return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
-        forward, sms = op.forward, device.sm_count
+        forward, sms, works = op.forward, device.sm_count, backward.kv_tiles(op.forward, KEYS)
+        config = group.resolved(forward, config, works, KEYS, sms)
         shared = backward.values(forward, config.q_block, KEYS)
-        kv_values = shared | backward.kv_order(forward, KEYS, device)
-        kv_grid = min(sms, backward.kv_tiles(forward, KEYS)) if forward.total_kv else 0
+        kv_values = shared | backward.kv_order(forward, KEYS, device, parts=config.parts)
+        kv_grid = min(sms, works * config.parts) if forward.total_kv else 0
         q_grid = min(sms, forward.heads * backward.q_blocks(forward, config.q_block)) if forward.total_q else 0
-        launch = functools.partial(self.launch, op, config, device)
-        own = launch("attn_bwd_dkdv", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq", shared, q_grid, _dq)
-        return self.program(op, device, FirstPass(config.q_block, KEYS, 8), own)
+        dkdv = self.launch(op, group.source_of(config), device, "attn_bwd_dkdv", kv_values, kv_grid, _dkdv)
+        dq = self.launch(op, dataclasses.replace(config, parts=1), device, "attn_bwd_dq", shared, q_grid, _dq)
+        own = dkdv, *self.add_parts(op, config.parts, device), dq
+        return self.program(op, device, FirstPass(config.q_block, KEYS, 8), own, backward.part_buffers(forward, config.parts))
 
 
 def _constants(op: Forward, config: Config, producer: int, consumer: int, **tiles: int) -> dict[str, int]:
@@ -135,12 +138,13 @@ def _products(op: Forward, n: int, **columns: int) -> list[str]:
 def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     registers = config.kv_producer_registers, config.kv_consumer_registers
     constants = _constants(op, config, *registers, tile_q=config.tile_q, tile_kv=KEYS)
-    fields = (*backward.loads(op, config.tile_q, KEYS), *backward.OUTPUTS[:2], *backward.STATISTICS, *backward.HEADS)
     plan = backward.kv_scheduler(op, config.direction)
     walk = QListWalk() if lists(op.mask) else QIntervalWalk()
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, Statistics=backward.BY_ROWS, Scheduler=plan, Walk=walk
-    )
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, Statistics=backward.BY_ROWS, Scheduler=plan, Walk=walk,
+        **backward.dkv_rows(config.parts),
+    )  # fmt: skip
+    fields = (*backward.loads(op, config.tile_q, KEYS), *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)
     products = _products(op, config.tile_q, DvMma=op.head_dim_v, DkMma=op.head_dim)
     return backward.rendered("attn_bwd_dkdv.cu", constants, fields, products, every, arch)
 

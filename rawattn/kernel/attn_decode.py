@@ -10,11 +10,12 @@ from ..operand import Layout
 from ..operation import AttentionKVCache
 from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
 from ..render import config_header, source
+from ..tma import SWIZZLE_ROWS
 from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import paging, pyramid, tiling
 from .base import Kernel
-from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, page_shift
+from .paging import LONGEST, WHOLE, page_shift
 
 FILE = "attn_decode.cu"
 MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them read the keys again
@@ -74,6 +75,14 @@ def smem_bytes(op: AttentionKVCache, config: Config) -> int:
 def page_rows(op: AttentionKVCache, config: Config) -> int:
     """Rows of a tile that lie in one page."""
     return config.tile_kv if config.cp_async or page_shift(op) == WHOLE else min(op.page_size, config.tile_kv)
+
+
+def kv_option(op: AttentionKVCache, config: Config) -> Option:
+    """Returns the option that says where keys and values come from."""
+    pages, rows = paging.pages_option(op), page_rows(op, config)
+    if not config.cp_async and paging.has_small_pages(op, config.tile_kv):
+        return kv.SmallPagesKv(pages, rows)
+    return kv.PagedKv(pages, rows, config.cp_async)
 
 
 def must_copy(op: AttentionKVCache, device: Device) -> bool:
@@ -220,7 +229,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(getattr(score, "constant_time", score)),
             "Softmax": sums,
             "Weight": weight.Identity(),
-            "Kv": kv.PagedKv(paging.pages_option(op), page_rows(op, config), config.cp_async),
+            "Kv": kv_option(op, config),
             "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),

@@ -9,7 +9,8 @@ from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import AttentionKVCache, Forward
-from ..program import Field, Fields, Launch, PackedHeads, PageRows, Program, TensorMap
+from ..program import Field, Fields, Launch, PackedHeads, PageBoxes, PageRows, Program, TensorMap
+from ..tma import BOX_COLUMNS, SWIZZLE_ROWS
 from ..variant import Option, kv, rows, scheduler
 from ..variant.ahead import ahead_of
 from ..variant.mask import Both, Causal, Full, Window
@@ -17,12 +18,21 @@ from ..variant.walk import PagedListWalk, PagedWalk, lists
 from . import paging, pyramid, tiling
 from .attn_fwd import ATTN_FWD, AttnFwd, Config, rendered
 from .base import Kernel
-from .paging import LONGEST, SWIZZLE_ROWS, WHOLE, forward_of, in_rows, over_tensors, page_shift
+from .paging import LONGEST, WHOLE, forward_of, in_rows, over_tensors, page_shift
 
 
 def page_rows(op: AttentionKVCache, config: Config) -> int:
     """Rows of a tile that lie in one page wherever it begins."""
     return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
+
+
+def kv_kind(op: AttentionKVCache, config: Config) -> type[kv.PagedPanelsKv]:
+    """Returns which option says where keys and values come from. A small page is one box where its rows are whole panels, two or
+    more; with one panel it saves no boxes, and is slower (perf/notes/attn_decode.md)."""
+    if op.kv_begin:
+        return kv.PagedPanelsFromKv
+    has_panels = all(n % BOX_COLUMNS == 0 and n > BOX_COLUMNS for n in (op.head_dim, op.head_dim_v))
+    return kv.PagedBoxesKv if has_panels and paging.has_small_pages(op, config.tile_kv) else kv.PagedPanelsKv
 
 
 def is_plain(op: Any) -> bool:
@@ -92,7 +102,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             order = scheduler.BothEndsScheduler()
         own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": (kv.PagedPanelsFromKv if op.kv_begin else kv.PagedPanelsKv)(paging.pages_option(op), page_rows(op, config)),
+            "Kv": kv_kind(op, config)(paging.pages_option(op), page_rows(op, config)),
             "Scheduler": scheduler.SaidScheduler(order),
             "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(like, config),
@@ -107,7 +117,11 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         if self.packs(op, config):
             q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
         tensors = [q]
-        tensors += [Field(name, "TmaPageRows", PageRows(f"{name}_cache", box_rows)) for name in "kv"]
+        if kv_kind(op, config) is kv.PagedBoxesKv:
+            tensors += [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache")) for name in "kv"]
+            tensors += [Field("v_end", "TmaPageRows", PageRows("v_cache", SWIZZLE_ROWS))]
+        else:
+            tensors += [Field(name, "TmaPageRows", PageRows(f"{name}_cache", box_rows)) for name in "kv"]
         return tuple(dict.fromkeys(tiling.fields(tensors, self.options(op, config))))
 
     def render(self, op: AttentionKVCache, config: Config, arch: str) -> Source:
@@ -128,7 +142,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         if not op.total_q * op.batch:
             return Program(())
         arch, like = device.arch, over_tensors(op)
-        pages = op.form, page_rows(op, config), paging.arrays_of(op)
+        pages = op.form, page_rows(op, config), kv_kind(op, config), paging.arrays_of(op)
         key = (like.kind, *pages, self.packs(op, config) and op.heads_per_kv, config, arch)
         source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
         grid = ATTN_FWD.grid(self._tiled(op, config), config, device)

@@ -18,16 +18,17 @@ from ..render import config_header, source
 from ..variant import Option, launch, rows, scheduler
 from ..variant.clear import ClearNothing
 from ..variant.dlse import GivenDlse, ZeroDlse
+from ..variant.group import DK_DV, PartOfGroup, WholeGroup
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
 from ..variant.statistics import StatisticsByRows
 from ..variant.store import DQ, DQ_SUM, StoreRows16, StoreRows32
 from ..variant.unused import BehindLast, BehindUsed
 from ..variant.walk import ClearedSum, IntervalSum, IntervalTurn, ListSum, ListTurn, lists
-from . import pyramid, tiling
+from . import group, pyramid, tiling
 from .base import Kernel
 
-OUTPUTS: Fields = (*(Field(name, "StridedOutput", View(name)) for name in ("dk", "dv")), DQ)
+OUTPUTS: Fields = (*DK_DV, DQ)
 READS: Fields = tuple(
     Field("d_o" if name == "do" else name, "StridedTensor", View(name)) for name in ("q", "k", "v", "do")
 )  # without TMA
@@ -37,6 +38,7 @@ LSE = Field("lse", "const Number*", Pointer("lse"))
 NOTHING = ClearNothing()
 BY_ROWS = StatisticsByRows()
 SINKS_THREADS = PADDING_THREADS = 512
+SUM_ROWS, SUM_THREADS = 16, 256  # of a block of attn_bwd_sum.cu
 
 
 def reasons(op: Backward, q_block: int, tile_kv: int, places: int = 1) -> list[str]:
@@ -154,11 +156,38 @@ def row_order(op: Forward) -> dict[str, float]:
     return {"l2_head_group": op.heads, "last_group": max(0, op.batch - 1)}
 
 
-def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1) -> dict[str, float]:
-    """Takes key tiles together of as many heads as give each multiprocessor its blocks."""
-    all_heads = op.kv_heads * op.batch
-    group = max(1, min(all_heads, -(-device.sm_count * ctas_per_sm // max(1, -(-op.kv_len // tile_kv)))))
-    return {"l2_head_group": group, "last_group": max(0, all_heads // group - 1)}
+def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1, parts: int = 1) -> dict[str, float]:
+    """Takes key tiles together of as many heads as give each multiprocessor its blocks; each of the ``parts`` of a group of query
+    heads counts as one."""
+    size, groups = group.head_groups(op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv), device.sm_count * ctas_per_sm)
+    found: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
+    return found if parts == 1 else found | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
+
+
+def part_values(op: Forward, parts: int) -> dict[str, float]:
+    """The run-time numbers of parts of dk and dv."""
+    return {"group_parts": parts, "part_rows": _kv_rows(op), "batch_rows": 0 if op.varlen else op.kv_len}
+
+
+def part_buffers(op: Forward, parts: int) -> tuple[Buffer, ...]:
+    """The scratch memory of parts of dk and dv, where there are several."""
+    rows = op.kv_heads * parts * _kv_rows(op) * op.element.lse_bytes
+    return (Buffer("dk_parts", rows * op.head_dim), Buffer("dv_parts", rows * op.head_dim_v)) if parts > 1 else ()
+
+
+def _kv_rows(op: Forward) -> int:
+    """The rows of all sequences."""
+    return op.total_kv if op.varlen else op.batch * op.kv_len
+
+
+def group_options(parts: int) -> dict[str, Option]:
+    """The option that says which query heads of a key head a work has."""
+    return {"Group": PartOfGroup() if parts > 1 else WholeGroup()}
+
+
+def dkv_rows(parts: int) -> dict[str, Option]:
+    """That, and how kernels for tensor cores of Hopper write rows of dk and dv."""
+    return group_options(parts) | {"DkvRows": StoreRows32() if parts > 1 else StoreRows16()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +239,20 @@ class BackwardKernel(Kernel[Backward]):
         shared = values(op.forward, last.tile_q, last.tile_kv) | row_order(op.forward)
         blocks = op.forward.heads * q_blocks(op.forward, last.tile_q)
         return self.launch(op, last, device, "attn_bwd_convert", shared, blocks, _convert)
+
+    def add_parts(self, op: Backward, parts: int, device: Device) -> tuple[Launch, ...]:
+        """The pass that adds parts of dk and dv, where there are several."""
+        if parts == 1:
+            return ()
+        forward, vector = op.forward, self.alignment // op.forward.element.itemsize
+        shared = values(forward, 1, SUM_ROWS) | kv_order(forward, SUM_ROWS, device) | part_values(forward, parts)
+        grid = kv_tiles(forward, SUM_ROWS) if forward.total_kv else 0
+        return (self.launch(op, vector, device, "attn_bwd_sum", shared, grid, _sum),)
+
+    def programs(self, op: Backward, config: Any, device: Device) -> tuple[Program, ...]:
+        """One for each way in which lengths may split the heads that share keys."""
+        every = group.kinds(op.forward, config) if hasattr(config, "parts") else [config]
+        return tuple(self.lower(op, each, device) for each in every)
 
     def program(
         self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = ()
@@ -267,6 +310,16 @@ def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
     every = options(op, Sum=there, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))
     fields = (DQ, DQ_SUM._replace(ctype="const float*"), *counts)
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
+
+
+def _sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
+    """The pass that makes dk and dv of their parts."""
+    constants = {"tile_q": SUM_ROWS, "tile_kv": SUM_ROWS, "threads": SUM_THREADS, "vector": vector}  # no query is in a tile
+    constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    plan = kv_scheduler(op, "Ascending", persistent=False)
+    every = options(op, Group=PartOfGroup(), Launch=launch_option(arch), Scheduler=plan)
+    del every["Mask"]
+    return rendered("attn_bwd_sum.cu", constants, (*DK_DV, *HEADS[1:3]), [], every, arch)
 
 
 def _dsinks(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..device import Device
 from ..operation import AttentionKVCache, Forward
+from ..tma import SWIZZLE_ROWS
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
@@ -20,12 +21,17 @@ from . import tiling
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 WHOLE = 30  # page_shift of sequences with one page of any size
-SWIZZLE_ROWS = 8  # after which a swizzle of TMA repeats
+SMALL_PAGE = 32  # keys at most: larger pages gain nothing by fewer boxes of TMA
 
 
 def page_shift(op: AttentionKVCache) -> int:
     """The binary logarithm of the page size; a large one where sequences have one page of any size."""
     return WHOLE if op.form == "dense" or op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
+
+
+def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
+    """Says whether tiles of so many keys are made of small pages, two or more."""
+    return SWIZZLE_ROWS <= 1 << page_shift(op) <= min(SMALL_PAGE, tile_kv // 2) and tile_kv % op.page_size == 0
 
 
 def lengths_option(op: AttentionKVCache) -> Option:

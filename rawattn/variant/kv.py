@@ -53,6 +53,19 @@ class PagedKv(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class SmallPagesKv(PagedKv):
+    """The same for small pages, whose boxes one lane issues."""
+
+    @property
+    def cuda_type(self) -> str:
+        return f"SmallPagesTmaKv<{self.pages.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.pages.sources, "variant/kv/small_pages_tma.cuh")
+
+
+@dataclasses.dataclass(frozen=True)
 class PagedPanelsKv(Option):
     """Pools of pages, which TMA reads for wgmma in panels of 64 columns and blocks of ``page_rows`` rows, a multiple of 8 that
     lies in one page; ``pages`` says which of them a sequence has."""
@@ -77,6 +90,14 @@ class PagedPanelsKv(Option):
     @property
     def fields(self) -> Fields:
         return self.pages.fields
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedBoxesKv(PagedPanelsKv):
+    """The same for small pages, each of which TMA reads at once, all columns, which are a multiple of 64."""
+
+    type: ClassVar[str] = "PagedBoxesKv"
+    file: ClassVar[str] = "variant/kv/paged_boxes.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

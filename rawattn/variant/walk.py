@@ -113,6 +113,14 @@ class QIntervalWalk(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class QIntervalByTiles(Option):
+    """The same, of all heads that share a key head before the next query tile."""
+
+    type: ClassVar[str] = "QIntervalByTiles"
+    source: ClassVar[str] = "variant/walk/q_interval_by_tiles.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
     """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add
     to dq."""
@@ -135,10 +143,18 @@ class QListCursor(Option):
 
 @dataclasses.dataclass(frozen=True)
 class QIntervalSteps(Option):
-    """Query tiles of a key tile, side by side, which one thread finds for its block."""
+    """Query tiles of a key tile, side by side, which one thread finds for its block as ``walk`` goes along them."""
 
-    type: ClassVar[str] = "QIntervalSteps"
+    walk: Option = QIntervalWalk()
     source: ClassVar[str] = "variant/walk/q_interval_steps.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"QIntervalSteps<{self.walk.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.walk.sources, self.source)
 
 
 @dataclasses.dataclass(frozen=True)

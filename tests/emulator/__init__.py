@@ -32,8 +32,8 @@ from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
 PTX = (
-    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "fp16", "fp8", "ldmatrix", "load", "load_shared", "mbarrier",
-    "mma", "mma_tf32", "prefetch", "red", "tma", "turn", "wgmma",
+    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load", "load_shared",
+    "mbarrier", "mma", "mma_tf32", "prefetch", "red", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 
@@ -43,7 +43,8 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     files = {**dict(source.headers), source.name: source.text}
     files["config.cuh"] = PRODUCT.sub(_product, files["config.cuh"])
     if "tile/tile.cuh" in files:
-        files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64.*?\);', "d = u64(0x40000040) << 32 | low_word;", files["tile/tile.cuh"])
+        to = r"d = u64(\1) << 32 | low_word;"
+        files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64.*?"r"\(low_word\), "r"\((.*?)\)\);', to, files["tile/tile.cuh"])
     entry = ENTRY.replace("KERNEL", pathlib.PurePath(source.name).stem)
     return compiled(f'#include "threads.hpp"\n#include "{source.name}"\n{entry}', files, folder)
 

@@ -237,6 +237,8 @@ static float wide(u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16);
 namespace ptx {
 static u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - raw); }
 static u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+static bool elect() { return __shfl_sync(~0u, threadIdx.x % 32 == 0, threadIdx.x % 32); }
+static i32 from_lane(i32 x, i32 lane) { return __shfl_sync(~0u, x, lane); }
 static u32 lane_id() { return threadIdx.x % 32; }
 static u32 opaque(u32 x) { return x; }
 static float exp2(float x) {
@@ -428,8 +430,9 @@ static u32 load_shared(u32 address) {
 
 // wgmma, 64 x n x 16, of a warp's sixteen rows by itself. b(k, column): contraction along the columns of a tile, or along its rows.
 static float b_of(u64 descriptor, u32 k, u32 column, bool by_rows) {
-    const u32 begin = u32(descriptor & 0x3fff) << 4, panel = u32(descriptor >> 16 & 0x3fff) << 4;
-    u32 at = begin + (by_rows ? column / 64 * panel + k * 128 + column % 64 * 2 : column * 128 + k * 2);
+    const u32 begin = u32(descriptor & 0x3fff) << 4, panel = u32(descriptor >> 16 & 0x3fff) << 4, eight = u32(descriptor >> 32 & 0x3fff) << 4;
+    const u32 row = by_rows ? k : column, byte = by_rows ? column / 64 * panel + column % 64 * 2 : k * 2;
+    u32 at = begin + row / 8 * eight + row % 8 * 128 + byte;
     at ^= (at >> 7 & 7) << 4;
     return wide(half(raw + at));
 }

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import api, cpu, render
-from rawattn.device import TYPICAL
+from rawattn.device import TYPICAL, Device
 from rawattn.device import cpu as this_cpu
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel import attn_bwd, attn_bwd_mma, attn_bwd_pair, attn_bwd_simt, backward
@@ -434,9 +434,11 @@ PROGRAMS = [
 ]
 
 
-def program(op: Backward) -> Any:
-    found = select(op, H200)
-    return found.kernel.lower(op, found.config, H200), found.config
+def program(op: Backward, device: Device = H200) -> Any:
+    """Where a work has all query heads of a key head (tests/host/test_group.py has parts of them)."""
+    found = select(op, device)
+    config = dataclasses.replace(found.config, parts=1) if hasattr(found.config, "parts") else found.config
+    return found.kernel.lower(op, config, device), config
 
 
 @pytest.mark.parametrize("op", PROGRAMS, ids=str)
@@ -506,7 +508,7 @@ def test_a_kind_is_rendered_once() -> None:
 
 def test_stores() -> None:
     for store, entries in (("final", 2), ("unordered", 3)):
-        config = attn_bwd.config_of(OP.forward, store)
+        config = dataclasses.replace(attn_bwd.config_of(OP.forward, store), parts=1)
         made = ATTN_BWD.lower(OP, config, H200)
         assert len(made.launches) == entries and ("turns" in {each.name for each in made.scratch}) == (store == "final")
 
@@ -540,8 +542,7 @@ def test_scratch_of_mma() -> None:
     """Sums of dq for whole blocks of rows, and turns where they are added in order."""
     for deterministic, name in ((True, "turns"), (False, None)):
         op = changed(OP, deterministic=deterministic)
-        found = select(op, TYPICAL["sm_80"])
-        made = found.kernel.lower(op, found.config, TYPICAL["sm_80"])
+        made, _ = program(op, TYPICAL["sm_80"])
         assert [launch.entry for launch in made.launches] == ["attn_bwd_delta", "attn_bwd_mma", "attn_bwd_convert"]
         sizes = {each.name: each.bytes for each in made.scratch}
         assert sizes.pop("dq_sum") == 4 * 64 * 4 * 2 * 320 and sizes.pop("turns", None) == (4 * 4 * 2 * 5 if name else None)

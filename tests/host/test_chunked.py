@@ -19,6 +19,7 @@ from rawattn.kernel.paging import over_tensors
 from rawattn.operand import Layout
 from rawattn.select import select
 from rawattn.testing import _moved, expect
+from rawattn.variant import kv
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Both, Causal, Window
 from tests.caches import NONSENSE, Cached
@@ -46,6 +47,10 @@ SAME = of(CHUNKS, lengths=((140, 300), (140, 0), (140, 65)), ragged=False)
 CASES = {
     "table": CHUNKS,
     "pages of 8": of(CHUNKS, page_size=8, lengths=((70, 200), (3, 65)), head_dim=72, head_dim_v=80),
+    "small pages": of(CHUNKS, lengths=((70, 203), (3, 65)), heads=2, kv_heads=1, head_dim=128, head_dim_v=192),
+    "small pages, HND": of(
+        CHUNKS, lengths=((70, 200), (3, 65)), head_dim=192, head_dim_v=128, layout="HND", page_size=8, form="indptr"
+    ),
     "pages of 256": of(SAME, page_size=256, sinks=True),
     "end to end": of(CHUNKS, form="indptr", layout="HND", sinks=True),
     "dense": of(SAME, form="dense", page_size=301, heads=3, kv_heads=1),
@@ -197,10 +202,11 @@ def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeyp
     assert word[0] == 0
 
 
-def test_violated_bounds_are_said_and_cut(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [32, 128])  # by panels, and by pages
+def test_violated_bounds_are_said_and_cut(columns: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with one sequence is said and left out, others come out as they are."""
-    word = stand_in(monkeypatch, tmp_path, sm_count=3)
-    plain = attend(CHUNKS)
+    word, case = stand_in(monkeypatch, tmp_path, sm_count=3), of(CHUNKS, head_dim=columns, head_dim_v=columns)
+    plain = attend(case)
 
     def wrong_page(given: dict[str, Any]) -> None:
         given["page_table"][0, 2] = NONSENSE
@@ -213,10 +219,10 @@ def test_violated_bounds_are_said_and_cut(tmp_path: pathlib.Path, monkeypatch: p
 
     for bit, edit, touched in ((4, wrong_page, {0}), (1 | 4, too_long, {0}), (2, too_many, {6})):
         word[0] = 0
-        found = attend(CHUNKS, edit)
+        found = attend(case, edit)
         assert word[0] == bit
         for i in {*range(7)} - touched:
-            assert bool((CHUNKS.of(found[0], i) == CHUNKS.of(plain[0], i)).all()), (bit, i)
+            assert bool((case.of(found[0], i) == case.of(plain[0], i)).all()), (bit, i)
         assert bit & 1 or not found[0].isnan().any(), "of the pages only what a length counts is seen"
 
 
@@ -336,6 +342,24 @@ def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
         assert launches[0].source.key == launches[1].source.key
         binary = compiler.compile(launches[0].source)
         assert not binary.spill_bytes and not binary.advisories, (config, binary.spill_bytes, binary.advisories)
+
+
+@pytest.mark.parametrize(
+    "dims, page, wanted",
+    [
+        *(((128, 192), page, kv.PagedBoxesKv) for page in (8, 16, 32)),
+        *(((128, 128), page, kv.PagedPanelsKv) for page in (0, 64)),
+        *((dims, 16, kv.PagedPanelsKv) for dims in ((64, 64), (64, 128), (128, 64), (128, 136))),
+    ],
+)
+def test_a_box_is_a_small_page_of_two_panels_or_more(dims: tuple[int, int], page: int, wanted: type) -> None:
+    op, config = Decode(1, 512, 32, 8, *dims, page=page).operation, Config(128, 64, 2, 1)
+    assert type(ATTN_FWD_KVCACHE.options(op, config)["Kv"]) is wanted
+    names = {field.name for field in ATTN_FWD_KVCACHE.fields(op, config)}
+    assert ("v_end" in names) is (wanted is kv.PagedBoxesKv)
+    if page:
+        begins = dataclasses.replace(op, kv_begin=True)
+        assert type(ATTN_FWD_KVCACHE.options(begins, config)["Kv"]) is kv.PagedPanelsFromKv
 
 
 def test_configurations_are_those_of_plain_tensors() -> None:

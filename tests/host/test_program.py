@@ -31,6 +31,7 @@ from rawattn.program import (
     Field,
     Launch,
     PackedHeads,
+    PageBoxes,
     PageRows,
     Pages,
     Parts,
@@ -97,6 +98,8 @@ def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
     for fill, k, name, rest in (
         (PageRows("k", 16), pool, "k", (7, 1, 32, 1)),
         (PageRows("k", 16), none, "q", (0, 0)),
+        (PageBoxes("k"), pool, "k", (7, 64, 1)),
+        (PageBoxes("k"), none, "q", (0, 0)),
         (Pages("k", 16), pool, "k", (7,)),
         (PackedHeads("q", 64, 4), pool, "q", (4, 0)),
         (TensorMap("k", 64), pool, "k", (1, 1)),

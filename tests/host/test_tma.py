@@ -317,6 +317,27 @@ def test_map_of_page_rows_reads_each_element_where_it_lies(pages: int, rows: int
             assert where == (plain if row < end else None)
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 2, 3)], ids=["HND", "NHD"])
+@pytest.mark.parametrize("pages, heads, columns", [(7, 4, 128), (1, 4, 64), (7, 1, 256), (1, 1, 64)])
+def test_map_of_page_boxes_reads_each_element_where_it_lies(order: tuple[int, ...], pages: int, heads: int, columns: int) -> None:
+    """Eight rows of all panels, then the next eight; and past the last page nothing, whatever the strides."""
+    lies = [(pages, 16, heads, columns)[axis] for axis in order]
+    array = np.zeros((2, *lies), np.uint16)[1].transpose(order)
+    found = tma.page_boxes_geometry("k_cache", array.shape, tuple(stride // 2 for stride in array.strides), 2)
+    check_limits(Geometry(*found[:3], 0, 0))
+    assert found.box == (64, 8, columns // 64, 2, 1) and found.sizes[:4] == found.box[:4]
+    for page, row, head, column in itertools.product(range(pages), range(16), range(heads), range(0, columns, 24)):
+        place = page * found.page_steps + head * found.head_steps
+        at = row % 8, column // 64, row // 8, place
+        where = column % 64 * 2 + sum(x * stride for x, stride in zip(at, found.strides, strict=True))
+        assert where == sum(x * s for x, s in zip((page, row, head, column), array.strides, strict=True))
+        assert place < found.sizes[4]
+    with pytest.raises(
+        ProblemError, match="k_cache has 1073741825 pages 4096 bytes apart, of 2 heads 2048 bytes apart; TMA counts"
+    ):
+        tma.page_boxes_geometry("k_cache", ((1 << 30) + 1, 8, 2, 64), (2048, 64, 1024, 1), 2)
+
+
 def test_pool_of_one_head_for_all() -> None:
     found = tma.page_rows_geometry("k_cache", (7, 16, 8, 64), (1024, 64, 0, 1), 2, 16)
     assert (found.sizes[2], found.strides[1], found.head_step) == (1, 16, 0)

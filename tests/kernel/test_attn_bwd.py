@@ -22,6 +22,7 @@ from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.kernel.base import Kernel
+from rawattn.kernel.group import WALKS, divisors
 from rawattn.operation import Backward
 from rawattn.plans import Plan
 from rawattn.program import Counter, Program
@@ -425,6 +426,34 @@ def test_configs(kernel: Any, case: Case, dlse: bool, store: str, chains: int, d
     found = call.run(kernel, config=config)
     call.check(found)
     assert equal(call.run(kernel, config=config), found)
+
+
+GROUPS: list[dict[str, Any]] = [  # of query heads that share a key head
+    {"batch": 2, "q_len": 700, "kv_len": 900, "heads": 8, "kv_heads": 2, "causal": True, "sinks": True, "layout": "padded"},
+    {"batch": 1, "q_len": 900, "kv_len": 1300, "heads": 6, "kv_heads": 1, "window": (300, 40), "scale": -0.1},
+    {"batch": 3, "q_len": 129, "kv_len": 333, "heads": 4, "kv_heads": 1, "lens": ((129, 0, 70), (333, 200, 0))},
+    {"heads": 6, "kv_heads": 2, "lengths": PACKED[2], "causal": True, "sinks": True},
+]
+
+
+@listed(
+    (kernel, Case(dtype, head_dim=size, head_dim_v=size, **kind), True)
+    for (kernel, size, dtype), kind in itertools.product(
+        [(ATTN_BWD, 64, "fp16"), (ATTN_BWD, 128, "bf16"), (ATTN_BWD_PAIR, 192, "bf16"), (ATTN_BWD_MMA, 128, "fp16"),
+         (ATTN_BWD_MMA, 40, "fp32")],
+        GROUPS,
+    )
+)  # fmt: skip
+def test_parts_of_a_group(kernel: Any, case: Case, dlse: bool) -> None:
+    """However its heads are shared out among works, and in whatever order a work takes their tiles, each time the same bits."""
+    call = Call(case, dlse)
+    config = rawattn.explain_backward(**call.given, **call.options, kernel=kernel.name).selection.config
+    walks = [{"walk": walk} for walk in WALKS] if hasattr(config, "walk") else [{}]
+    for parts, walk in itertools.product(divisors(case.op), walks):
+        own = dataclasses.replace(config, parts=parts, **walk)
+        found = call.run(kernel, config=own)
+        call.check(found)
+        assert all(equal(call.run(kernel, config=own), found) for _ in range(3))
 
 
 WIDE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "head_dim_v": 128}

@@ -1,5 +1,5 @@
 #pragma once
-// Rows of dq of 32-bit numbers: a quad writes 32 bytes at a time, a whole sector.
+// Rows of dq, or of parts of dk and dv, of 32-bit numbers: a quad writes 32 bytes at a time, a whole sector.
 #include "tile/fragment.cuh"
 
 struct StoreRows32 {

@@ -61,10 +61,12 @@ struct QIntervalWalk {
     __device__ static void find_turns(const Args&, Smem&) {}
     // The first warp: one lane loads every step of a work.
     template <class Producer>
-    __device__ static void load(Producer& producer, const KvWorkTile& work) {
+    __device__ static void load(Producer& producer, const KvWorkTile& work) { load_steps<QIntervalWalk>(producer, work); }
+    template <class At, class Producer>
+    __device__ static void load_steps(Producer& producer, const KvWorkTile& work) {
         if (threadIdx.x != 0) return;
         const Rows rows(producer.args, work.batch);
-        QIntervalWalk at(producer.args, rows, work);
+        At at(producer.args, rows, work);
         if (!at.more()) return;
         producer.load_kv(rows, work);
         for (; at.more(); at.advance()) producer.load_step(rows, at.head, at.tile);

@@ -3,6 +3,8 @@
 // side by side (attn_bwd_mma.cu).
 #include "variant/walk/q_interval.cuh"
 
+// At goes along them: QIntervalWalk, or QIntervalByTiles.
+template <class At>
 struct QIntervalSteps {
     static constexpr u32 threads = 1;  // that find steps, the first of the block
     struct Step {
@@ -10,13 +12,13 @@ struct QIntervalSteps {
     };
     struct Board {};  // nothing is kept but the steps
 
-    __device__ static Step of(const QIntervalWalk& at) { return {at.more() ? at.head : -1, at.tile, at.is_full()}; }
+    __device__ static Step of(const At& at) { return {at.more() ? at.head : -1, at.tile, at.is_full()}; }
     __device__ static Step first(const Args& args, const Rows& rows, const KvWorkTile& work, Board&) {
-        return of(QIntervalWalk(args, rows, work));
+        return of(At(args, rows, work));
     }
     // The step after one that there is.
     __device__ static Step after(const Args& args, const Rows& rows, const KvWorkTile& work, Board&, const Step& step) {
-        QIntervalWalk at(args, rows, work, step.head, step.tile);
+        At at(args, rows, work, step.head, step.tile);
         at.advance();
         return of(at);
     }

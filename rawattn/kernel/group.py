@@ -1,0 +1,101 @@
+"""Into how many parts, works of their own, kernels of the backward split the query heads that share a key head, and in which
+order a work goes over their tiles.
+
+A work of such a kernel is a key tile. With few key heads there are fewer works than multiprocessors, or too few of different
+lengths to end together. Parts of the heads are more works, and shorter ones, but dk and dv are then sums of parts in scratch,
+which a pass adds. What follows is from perf/notes/attn_bwd.md, "Parts of a group of heads"."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..operation import Forward
+from ..variant import Option
+from ..variant.mask import Causal, Full
+from ..variant.walk import QIntervalByTiles, QIntervalWalk, lists
+
+WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles()}
+
+# Works for each block that runs at once, up to which heads are split. A causal mask's longest work takes twice the mean of all:
+# with two a block none lasts beyond the others. Without a mask all take the same, but a work begins when those of all key tiles
+# before it have had their turns to add to dq: half as many of them at once, half as long. Elsewhere one a block is enough. Packed
+# sequences come one after the other, not the longest works of all first, and need twice as many.
+ENOUGH, ENOUGH_OF_EQUAL = 1.9, 0.9
+MOST = 8  # with more than these nothing is split; their parts take 138 MB of scratch at head_dim 128 on 132 multiprocessors
+SHORT = 2176  # queries of packed sequences, up to which works take tiles of all heads together
+
+
+def divisors(op: Forward) -> list[int]:
+    """The numbers of equal parts of the query heads of a key head; lists of tiles are made for all of them."""
+    most = 1 if lists(op.mask) else op.heads_per_kv
+    return [n for n in range(1, most + 1) if op.heads_per_kv % n == 0]
+
+
+def wrong(op: Forward, config: Any) -> str | None:
+    """The reason why the query heads of a key head cannot be split so, or their tiles not be taken in this order; None where they
+    can."""
+    if config.parts and config.parts not in divisors(op):
+        return f"parts is {config.parts}; it must be 0 or of {divisors(op)}, as {op.heads_per_kv} query heads share a key head"
+    walk, differ = getattr(config, "walk", ""), lists(op.mask) or hasattr(op.mask, "of_head")
+    if walk not in ("", *WALKS) or (walk == "by_tiles" and differ):
+        return f"walk is {walk!r}; it must be of {[*WALKS]}, and 'by_tiles' needs one mask for all heads that is no list"
+    return None
+
+
+def adds_in_turns(config: Any) -> bool:
+    """Says whether works add to dq, and in one order."""
+    return getattr(config, "store", "unordered") != "unordered"
+
+
+def parts(op: Forward, config: Any, works: int, blocks: int) -> int:
+    """The fewest parts that give blocks enough to do, where there are so many ``works`` of whole groups."""
+    if not op.total_q or not op.total_kv:
+        return 1
+    many = isinstance(op.mask, Causal) or (isinstance(op.mask, Full) and adds_in_turns(config))
+    enough = (ENOUGH if many else ENOUGH_OF_EQUAL) * (2 if op.varlen else 1)
+    fitting = [n for n in divisors(op) if n == 1 or n * works <= MOST * blocks]
+    return next((n for n in fitting if n * works >= enough * blocks), fitting[-1])
+
+
+def head_groups(heads: int, tiles: int, blocks: int) -> tuple[int, int]:
+    """Of how many heads key tiles are taken together, so that each block has one, and how many such groups there are."""
+    size = max(1, min(heads, -(-blocks // max(1, tiles))))
+    return size, max(1, heads // size)
+
+
+def walks(op: Forward, config: Any) -> list[str]:
+    """The orders that sizes may suggest."""
+    waits = op.heads_per_kv > 1 and isinstance(op.mask, Causal) and adds_in_turns(config)
+    return ["by_heads", "by_tiles"] if waits else ["by_heads"]
+
+
+def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) -> Any:
+    """The configuration with the parts, and the walk where it has one, that sizes suggest, unless it says them.
+
+    Under a causal mask the first of one or three groups of heads begins with its longest works, all of them at the last query
+    tile. Head by head these wait for each other's turns to add to dq; with all heads of a query tile together they go in step.
+    The first of two or four begins with its shortest works, at query tiles of their own: there nobody waits, and all heads
+    together would need more of Q and dq than L2 holds."""
+    n = config.parts or parts(op, config, works, blocks)
+    _, groups = head_groups(op.kv_heads * op.batch, -(-op.kv_len // tile_kv), blocks)
+    in_step = n > 1 or (op.q_len <= SHORT if op.varlen else groups in (1, 3))
+    return _with(config, n, walks(op, config)[-1 if in_step else 0])
+
+
+def kinds(op: Forward, config: Any) -> list[Any]:
+    """All that sizes may make of a configuration, one of each source: how many parts there are, if several, is a run-time
+    number."""
+    if config.parts:
+        return [config]
+    found = walks(op, config)
+    return [_with(config, 1, walk) for walk in found] + [_with(config, n, found[-1]) for n in divisors(op)[1:2]]
+
+
+def _with(config: Any, parts: int, walk: str) -> Any:
+    return dataclasses.replace(config, parts=parts, **({"walk": config.walk or walk} if hasattr(config, "walk") else {}))
+
+
+def source_of(config: Any) -> Any:
+    """The configuration of a source."""
+    return dataclasses.replace(config, parts=min(config.parts, 2))

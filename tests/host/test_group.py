@@ -1,0 +1,165 @@
+"""Parts of the query heads that share a key head: how many there are, in which order a work takes tiles, and what is launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from rawattn.device import TYPICAL
+from rawattn.errors import ProblemError
+from rawattn.kernel.attn_bwd import Config
+from rawattn.operation import Backward
+from rawattn.program import Buffer
+from rawattn.select import select
+from rawattn.variant.element import FP32
+from rawattn.variant.mask import Causal, Full, Window
+from tests import operations
+from tests.options import HeadWindow
+
+H200 = TYPICAL["sm_90a"]
+
+
+def backward(batch: int, length: int, heads: tuple[int, int], mask: Any, size: int = 128, **more: Any) -> Backward:
+    of_batch = {"batch": batch, "q_len": length, "kv_len": length, "heads": heads[0], "kv_heads": heads[1]}
+    return operations.backward((size, more.pop("size_v", size)), **{**of_batch, "mask": mask, **more})
+
+
+def packed(heads: tuple[int, int], **more: Any) -> Backward:
+    """16 sequences of 1024 queries on average."""
+    return backward(16, 2162, heads, Causal(), varlen=True, total_q=16384, total_kv=16384, **more)
+
+
+# Microseconds of all launches by the number of parts, with heads one after the other and, behind "t", all heads of a query tile
+# together: one H200, bf16, bursts, medians of three rounds, contenders in turns. Those of one part head by head come first.
+MEASURED: list[tuple[Backward, str | None, str]] = [
+    (backward(4, 4096, (32, 1), Causal()), None, "1 4231 1t 4205 2 3217 2t 2540 4 3157 4t 2999 8 2669 8t 2956"),
+    (backward(4, 4096, (32, 1), Full()), None, "1 4394 2 4354 4 4403 8 4439"),
+    (backward(1, 8192, (8, 1), Causal()), None, "1 1949 1t 1917 2 1038 2t 1041 4 753 4t 646 8 612 8t 613"),
+    (backward(1, 8192, (8, 1), Full()), None, "1 2217 2 1248 4 1165 8 1213"),
+    (backward(4, 4096, (32, 8), Causal()), None, "1 2614 1t 2898 2 2510 2t 2562 4 2559 4t 2553"),
+    (backward(4, 4096, (32, 8), Full()), None, "1 4417 2 4526 4 4545"),
+    (backward(1, 4096, (32, 8), Causal()), None, "1 798 1t 625 2 728 2t 682 4 658 4t 657"),
+    (backward(1, 4096, (32, 8), Full()), None, "1 1143 2 1191 4 1211"),
+    (backward(1, 16384, (8, 1), Window(1024, 0)), None, "1 344 1t 476 2 362 2t 434 4 383 4t 377 8 416 8t 409"),
+    (backward(1, 8192, (16, 2), Causal()), None, "1 2021 1t 1989 2 1512 2t 1202 4 1262 4t 1291 8 1236 8t 1238"),
+    (backward(2, 4096, (8, 1), Causal()), None, "1 1046 1t 1042 2 549 2t 548 4 409 4t 344 8 372 8t 372"),
+    (backward(1, 4096, (8, 1), Causal()), None, "1 1037 1t 1033 2 534 2t 532 4 284 4t 287 8 211 8t 211"),
+    (backward(8, 1024, (32, 8), Causal()), None, "1 466 1t 436 2 468 2t 462 4 505 4t 505"),
+    (backward(1, 512, (32, 8), Causal()), None, "1 75 1t 75 2 50 2t 50 4 39 4t 39"),
+    (backward(1, 8192, (16, 2), Causal(), 64), None, "1 1730 1t 1688 2 999 2t 883 4 688 4t 674 8 659 8t 645"),
+    (packed((32, 8)), None, "1 1250 1t 1006 2 1155 2t 1108 4 1250 4t 1246"),
+    (packed((8, 1)), None, "1 574 1t 571 2 482 2t 360 4 406 4t 326 8 356 8t 353"),
+    (backward(1, 8192, (8, 1), Causal(), 256), None, "1 2217 2 1515 4 1529 8 1530"),
+    (backward(1, 8192, (8, 1), Full(), 192, size_v=128), None, "1 2243 2 2255 4 2247 8 2159"),
+    (backward(1, 4096, (8, 1), Causal()), "attn_bwd_mma", "1 2127 1t 2106 2 1088 2t 1069 4 569 4t 561 8 353 8t 348"),
+    (backward(1, 4096, (32, 8), Causal()), "attn_bwd_mma", "1 1583 1t 1158 2 1361 2t 1248 4 1227 4t 1205"),
+]
+
+
+def chosen(op: Backward, kernel: str | None = None) -> str:
+    """What is launched, as in the table: the number of parts, and "t"."""
+    found = select(op, H200, kernel)
+    program = found.kernel.lower(op, found.config, H200)
+    main = next(each for each in program.launches if each.entry in ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_mma"))
+    in_step = "variant/walk/q_interval_by_tiles.cuh" in dict(main.source.headers)
+    return f"{main.values.get('group_parts', 1)}{'t' * in_step}"
+
+
+@pytest.mark.parametrize("op, kernel, times", MEASURED, ids=lambda x: str(x)[:60] if isinstance(x, Backward) else "")
+def test_chosen_is_nearly_the_fastest(op: Backward, kernel: str | None, times: str) -> None:
+    """Within 6 % of the fastest, and never behind what one part takes head by head."""
+    pairs = times.split()
+    us = dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
+    found = us[chosen(op, kernel)]
+    assert found <= 1.06 * min(us.values()) and found <= 1.01 * us["1"]
+
+
+CHOSEN = {
+    "no group": (backward(1, 1024, (8, 8), Causal()), "1"),
+    "no queries": (backward(1, 4096, (8, 1), Full(), q_len=0), "1"),
+    "several windows a block": (backward(1, 4096, (8, 1), Window(1024, 0)), "4"),
+    "a mask for each head": (backward(1, 4096, (8, 1), HeadWindow(3, 1)), "4"),
+    "two groups of heads": (backward(1, 8192, (32, 8), Causal()), "1"),
+    "three groups of heads": (backward(2, 4096, (32, 8), Causal()), "1t"),
+    "long packed sequences": (backward(8, 4096, (32, 8), Causal(), varlen=True, total_q=32768, total_kv=32768), "1"),
+    "seven heads of a group": (backward(1, 4096, (28, 4), Causal()), "7t"),
+    "nearly enough works": (backward(1, 7168, (28, 4), Causal()), "1t"),
+}
+
+
+@pytest.mark.parametrize("op, wanted", CHOSEN.values(), ids=CHOSEN)
+def test_chosen(op: Backward, wanted: str) -> None:
+    assert chosen(op) == wanted
+
+
+def test_no_turns_no_steps_together() -> None:
+    op = backward(1, 4096, (32, 8), Causal(), deterministic=False)
+    assert (chosen(op, "attn_bwd"), chosen(op, "attn_bwd_mma")) == ("1t", "1")  # the first adds in turns all the same
+
+
+@pytest.mark.parametrize("size", [{"kv_len": 0}, {"batch": 0, "varlen": True, "total_q": 0, "total_kv": 0}], ids=str)
+def test_nothing_to_split(size: dict[str, Any]) -> None:
+    op = backward(**{"batch": 1, "length": 4096, "heads": (8, 1), "mask": Causal(), **size})  # type: ignore[arg-type]
+    program = select(op, H200).kernel.lower(op, Config(), H200)
+    assert not {"dk_parts", "dv_parts"} & {each.name for each in program.scratch}
+    assert not {"attn_bwd", "attn_bwd_sum"} & {each.entry for each in program.launches}
+
+
+LAUNCHES = {
+    "attn_bwd": ({}, ["attn_bwd_delta", "attn_bwd", "attn_bwd_sum"]),
+    "attn_bwd_pair": ({"size": 256}, ["attn_bwd_delta", "attn_bwd_dkdv", "attn_bwd_sum", "attn_bwd_dq"]),
+    "attn_bwd_mma": ({"element": FP32}, ["attn_bwd_delta", "attn_bwd_mma", "attn_bwd_sum", "attn_bwd_convert"]),
+}
+
+
+@pytest.mark.parametrize("kernel", LAUNCHES)
+def test_launches(kernel: str) -> None:
+    """All works and buffers are there, and only how many parts there are is a run-time number."""
+    more, names = LAUNCHES[kernel]
+    op = backward(2, 300, (8, 2), Causal(), **more)
+    found = select(op, H200)
+    programs = [found.kernel.lower(op, dataclasses.replace(found.config, parts=parts), H200) for parts in (1, 2, 4)]
+    whole, two, four = programs
+    assert found.kernel.name == kernel and [launch.entry for launch in two.launches] == names
+    assert all(a.source is b.source and a.fields is b.fields for a, b in zip(two.launches, four.launches, strict=True))
+    assert [launch.entry for launch in whole.launches] == [name for name in names if name != "attn_bwd_sum"]
+    for parts, made in ((2, two), (4, four)):
+        bytes_each = 4 * parts * 2 * 2 * 300 * op.forward.head_dim
+        assert {*made.scratch} - {*whole.scratch} == {Buffer("dk_parts", bytes_each), Buffer("dv_parts", bytes_each)}
+        main, add = made.launches[1:3]
+        assert main.grid == parts * whole.launches[1].grid and add.values["group_parts"] == parts
+        assert main.values["heads_per_kv"] * parts == 4 and add.values["heads_per_kv"] == 4
+
+
+@pytest.mark.parametrize("mask, heads, wanted", [
+    (Causal(), (8, 2), 3), (Causal(), (9, 3), 3), (Causal(), (8, 8), 1), (Full(), (8, 2), 2), (Window(9, 0), (8, 2), 2),
+], ids=str)  # fmt: skip
+def test_new_lengths_compile_nothing(mask: Any, heads: tuple[int, int], wanted: int) -> None:
+    """What any length may get is compiled together."""
+    found = select(backward(1, 300, heads, mask), H200)
+
+    def keys(op: Backward, all_of_it: bool) -> set[str]:
+        made = found.kernel.programs(op, found.config, H200) if all_of_it else [found.kernel.lower(op, found.config, H200)]
+        return {x.source.key for program in made for x in program.launches if x.entry == "attn_bwd"}
+
+    together = keys(backward(1, 300, heads, mask), True)
+    others = [keys(backward(*size, heads, mask), False) for size in itertools.product((1, 3, 40), (64, 1500, 7000, 50000))]
+    assert len(together) == wanted and set().union(*others) <= together
+
+
+@pytest.mark.parametrize("kernel", LAUNCHES)
+def test_numbers_of_parts_that_do_not_divide(kernel: str) -> None:
+    op = backward(1, 300, (8, 2), Causal(), **LAUNCHES[kernel][0])
+    config = select(op, H200).config
+    with pytest.raises(ProblemError, match=r"parts is 3; it must be 0 or of \[1, 2, 4\], as 4 query heads share a key head"):
+        select(op, H200, kernel, dataclasses.replace(config, parts=3))
+
+
+@pytest.mark.parametrize("walk, mask", [("by_columns", Causal()), ("by_tiles", HeadWindow(3, 1))])
+def test_orders_that_do_not_fit(walk: str, mask: Any) -> None:
+    op = backward(1, 300, (8, 2), mask)
+    with pytest.raises(ProblemError, match=f"walk is '{walk}'; it must be of .* needs one mask for all heads"):
+        select(op, H200, "attn_bwd", Config(walk=walk))
