@@ -336,6 +336,18 @@ class _Added(reference.Formula):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Dots(reference.Formula):
+    """The formula with the mean size of the row's scaled dot products in place of lse, or of its logits where those are smaller,
+    as under a cap. What a score adds to them is no sum of many terms, nor is a sink."""
+
+    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
+        p, _, dot, s = self.weights(q, k, sink, place, tile)
+        s, dot = abs(s), abs(dot)
+        size = self.xp.where(s < dot, s, dot)
+        return 0.0, self.xp.sum(p * self.xp.where(self.xp.isfinite(size), size, 0.0), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Subnormal(reference.Formula):
     """The formula on what is lost where weights, p and ds, are rounded to fp16 below its normal numbers: it gives the variances
     of dq, dk and dv.
@@ -365,8 +377,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     to the row's size, the root of the sum of its squared terms p |v|, is the same for all rows but for chance: o may err by twice
     this ratio times the row's size, and by 2 eps of the dtype times the row's largest element. In float32 and float64 the size is
     the sum of p |v|, for the rounding of the sums themselves, and it may err by 2 eps times this. The ratio counts there as at
-    least what a logit errs by if its n terms are added one after the other, as the plain formula may sum by blocks: sqrt(n / 24)
-    eps times the root of the sum of their squares, 1 at least, or sqrt(n / 36) eps times the logit where its partial sums drift.
+    least 1.5 times what a dot product errs by if its n terms are added one after the other, as the plain formula may sum by
+    blocks: sqrt(n / 24) eps times the root of the sum of their squares, 1 at least, or sqrt(n / 36) eps times the dot product
+    where its partial sums drift.
 
     lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
     itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
@@ -395,9 +408,16 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     if functions.is_function(options.get("score")):
         added = _Added(**_fields(_sizes(q, k, options, 1))).forward(q, k, v, *_given(options), options.get("rows"))[1]
         lse_error += 2.0**-23 * tolerance.scaled * _finite(_float64(added))
-    # The squares of n partial sums add up to n / 2 of the squared size, or to n / 3 of the squared logit where they drift to it.
-    drift = np.maximum(np.maximum(1.0, _finite(dot_size)), (2 / 3) ** 0.5 * np.abs(_finite(s_size)))
-    least = 0.0 if tolerance.is_16_bit else 1.5 * (q.shape[-1] / 24) ** 0.5 * np.swapaxes(drift, -1, -2)[..., None]
+    least: Any = 0.0
+    if not tolerance.is_16_bit:
+        # As above, where partial sums do not drift to the dot product; else their squares add up to n / 3 of its square. A row
+        # of o errs most where two keys with opposite values have half of its weight each: by 0.71 of a logit's deviation.
+        # Three of these are allowed, which one such row of 45,000 surpasses.
+        formula, logits = _sizes(q, k, options, 1), s_size
+        if options.get("sinks") is not None or not isinstance(formula.score, scores.Scale):
+            logits = _float64(_Dots(**_fields(formula)).forward(q, k, v, *_given(options), options.get("rows"))[1])
+        drift = np.maximum(np.maximum(1.0, dot_size), (2 / 3) ** 0.5 * _finite(logits))
+        least = 1.5 * (q.shape[-1] / 24) ** 0.5 * np.swapaxes(drift, -1, -2)[..., None]
     return Expected(o, lse, tolerance.rows(plain_o, o, o_size, least), lse_error)
 
 
@@ -446,13 +466,13 @@ def _given(options: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
-    """The root of the sum of the squared terms of scale q.k, in the mean over the keys; in the shape of lse."""
+    """The root of the sum of the squared terms of scale q.k, in the mean over the keys; in the shape of lse. Numbers that are not
+    finite count as 0: a mask may keep other rows from them."""
     scale = options.get("scale")
     rows = slice(None) if options.get("rows") is None else options["rows"]
-    squares = _float64(q)[..., rows, :, :] ** 2, (_float64(k) ** 2).sum(-3, keepdims=True) / max(k.shape[-3], 1)
-    with np.errstate(all="ignore"):
-        keys = np.nan_to_num(np.repeat(squares[1], q.shape[-2] // k.shape[-2], axis=-2))
-        size = np.sqrt((np.nan_to_num(squares[0]) * keys).sum(-1))
+    of_q, of_k = _finite(_float64(q)[..., rows, :, :]) ** 2, _finite(_float64(k)) ** 2
+    keys = np.repeat(of_k.sum(-3, keepdims=True) / max(k.shape[-3], 1), q.shape[-2] // k.shape[-2], axis=-2)
+    size = np.sqrt((of_q * keys).sum(-1))
     return abs(q.shape[-1] ** -0.5 if scale is None else scale) * np.swapaxes(size, -1, -2)
 
 

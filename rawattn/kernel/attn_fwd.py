@@ -88,10 +88,12 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
     """Returns when the workers end ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
     if count > 8 * workers:
         return float(work.mean()) * (count / workers + 0.5)
-    busy = [0.0] * workers
-    for each in np.sort(np.resize(work, count))[::-1]:
-        heapq.heapreplace(busy, busy[0] + float(each))
-    return max(busy)
+    works = np.sort(np.resize(work, count))[::-1].tolist()
+    busy = works[:workers]  # the first of each
+    heapq.heapify(busy)
+    for each in works[workers:]:
+        heapq.heapreplace(busy, busy[0] + each)
+    return max(busy, default=0.0)
 
 
 def rendered(op: Forward, config: Config, arch: str, fields: Fields, options: dict[str, Option]) -> Source:

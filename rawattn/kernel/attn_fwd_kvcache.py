@@ -36,8 +36,8 @@ def kv_kind(op: AttentionKVCache, config: Config) -> type[kv.PagedPanelsKv]:
 
 
 def is_plain(op: Any) -> bool:
-    """Says whether the mask of an operation, or of a tuning shape, is causal or full."""
-    return isinstance(op.mask, (Full, Causal)) and not getattr(op, "causal_each", False)
+    """Says whether the mask of an operation, or of a tuning shape, is causal or full, for all keys of all sequences."""
+    return isinstance(op.mask, (Full, Causal)) and (isinstance(op, Forward) or not any(paging.arrays_of(op)))
 
 
 class AttnFwdKVCache(Kernel[AttentionKVCache]):
@@ -69,7 +69,8 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def legal(self, config: Config, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
         if tight and not is_plain(op):
-            return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; it spills where the mask is neither causal nor full"
+            tiles = f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}"
+            return f"{tiles}; it spills where the mask is neither causal nor full for all keys of all sequences"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[Config]:
@@ -98,7 +99,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         """The option on each axis."""
         like, packs = over_tensors(op), self.packs(op, config)
         order = tiling.lpt_scheduler(like, persistent=True)
-        if op.ragged and not all(paging.arrays_of(op)):  # where the producer has registers for it
+        if op.ragged and not op.kv_begin:  # with first keys it would spill, by Both in tiles of 128
             order = scheduler.BothEndsScheduler()
         own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),

@@ -21,7 +21,7 @@ from rawattn.select import select
 from rawattn.testing import _moved, expect
 from rawattn.variant import kv
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import Both, Causal, Mask, Window
 from tests.caches import NONSENSE, Cached
 from tests.decode import Decode
 from tests.emulator.gpu import KEPT, stand_in
@@ -320,13 +320,24 @@ def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
         select(op, TYPICAL[arch], "attn_fwd_mma", dataclasses.replace(found.config, split=True))
 
 
-@pytest.mark.parametrize("q_len", [8, 512])
-def test_what_a_step_says_of_each_sequence_spills_nothing(q_len: int) -> None:
-    op = Decode(page=16, q_len=q_len, varlen=True, total_q=512, mask=Window(1000, 0)).operation
-    op = dataclasses.replace(op, kv_begin=True, causal_each=True)
+@pytest.mark.parametrize(
+    "q_len, mask, causal_each",
+    [(8, Window(1000, 0), True), (512, Window(1000, 0), True), (512, Both(Causal(), Window(1000, 0)), False)],
+    ids=str,
+)
+def test_what_a_step_says_of_each_sequence_spills_nothing(q_len: int, mask: Mask, causal_each: bool) -> None:
+    op = Decode(page=16, q_len=q_len, varlen=True, total_q=512, mask=mask).operation
+    op = dataclasses.replace(op, kv_begin=True, causal_each=causal_each)
     found = select(op, TYPICAL["sm_90a"])
     binary = compiler.compile(found.kernel.lower(op, found.config, TYPICAL["sm_90a"]).launches[0].source)
     assert found.kernel.name == ("attn_decode" if q_len == 8 else "attn_fwd") and not binary.spill_bytes
+
+
+def test_first_keys_and_tiles_of_256_spill() -> None:
+    op = Decode(page=16, q_len=512, varlen=True, total_q=512, head_dim=64, head_dim_v=64).operation
+    given = select(op, TYPICAL["sm_90a"]), select(dataclasses.replace(op, kv_begin=True), TYPICAL["sm_90a"])
+    tiles = [{config.tile_q for config in (found.config, *found.compiled_with)} for found in given]
+    assert 256 in tiles[0] and 256 not in tiles[1]
 
 
 @pytest.mark.parametrize("dims", [pytest.param((64, 64), marks=pytest.mark.slow), (128, 128)], ids=str)

@@ -367,6 +367,26 @@ def test_lse_tolerance_does_not_grow_with_the_cap(dtype: str) -> None:
     assert errors[2] < 1.1 * errors[1] < 3 * errors[0]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sinks": np.float32([20])}, {"score": lambda s, q, kv: s - 100.0}, {"mask": Causal("top_left")}],
+    ids=["alone", "sinks", "a score that adds", "inf in masked keys"],
+)
+def test_o_tolerance_follows_from_dot_products(options: dict[str, Any]) -> None:
+    """A scale that is off by 2^-18, a key that is left out, and sums of any row that were not rescaled when its maximum moved are
+    found in float32."""
+    q, k, v = Case("fp32", 1, 100, 200, 1, 1, seed=1).inputs()
+    if "mask" in options:
+        k[0, 100:, 0, 0] = INF
+    expected, o = expect(q, k, v, **options), reference.attention(q, k, v, **options)
+    expected.check(o)
+    shorter = reference.attention(q, k[:, 1:], v[:, 1:], **options, q_offset=0, kv_offset=1)
+    for wrong in (reference.attention(q, k, v, **options, scale=(1 + 2.0**-18) / 8), shorter):
+        with pytest.raises(AssertionError, match="allowed"):
+            expected.check(wrong)
+    assert (np.abs(o).max(-1, keepdims=True) * 2.0**-12 > expected.o_error).all()
+
+
 def test_o_tolerance_is_of_the_row() -> None:
     """Under a causal mask the first rows of o are the largest; what they may err is a tenth of what the last rows hold."""
     case = Case("bf16", 1, 1024, 1024, causal=True)

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29590,  # 95 of them for small pages: their map, options and rule; 110 for what pairs of a diagonal share
+    "rawattn": 29610,  # 95 of them for small pages: their map, options and rule; 110 for what pairs of a diagonal share
     "perf": 5810,
     "cuda_src": 12190,  # 170 of them for small pages: a tile, a tensor and two options; 75 for diagonals
-    "tests": 37420,
+    "tests": 37445,
 }
 FUNCTION_LINES = 60
 
