@@ -5,8 +5,8 @@
 // that keep no key have lse = +inf and delta = 0, so that p = exp2(s - inf) = 0 and ds = p (dp - 0) = 0 with no case for them. Clear
 // brings what the next passes want cleared.
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Dlse, Walk, Turn, Clear,
-                       // Statistics, Launch, Scheduler
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Dlse, Turn, Clear, Statistics,
+                       // Launch, Scheduler
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
 #include "tile/strided_tensor.cuh"

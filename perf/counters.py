@@ -2,6 +2,7 @@
 
 python -m perf.counters paper/21                      our kernel, in the configuration that the library chooses
 python -m perf.counters paper/21 --name fa3 --fa3 fa3.so.xz --kernel flash
+python -m perf.counters masks-bwd/0                   of gradients, the kernel that has their products; or --kernel attn_bwd_delta
 
 The verdict says what is far from its target, where the kernel stands under the roofline, and what warps wait for: the reasons by
 how many warps stall for them when one issues, and the source lines on which the samples of the three most sampled ones fall.
@@ -33,8 +34,9 @@ from collections.abc import Sequence
 
 from rawattn import compiler, timing
 from rawattn.compiler import Source
+from rawattn.testing import Case
 
-from .lib import command, machine, peers, report, sets
+from .lib import backward, command, machine, peers, report, sets
 from .lib.ours import sources
 from .lib.task import Task
 
@@ -173,11 +175,17 @@ def verdict(metrics: dict[str, float], spills: int | None = None) -> list[list[s
 
 def run_three_times(name: str, spec: str, fa3: str | None) -> None:
     """A contender on a case, under ncu, which looks at the third run."""
-    call = peers.prepare(name, Task.make(sets.pick(spec)), {} if name.startswith("ours") else peers.installed(fa3))
+    task, installed = Task.make(sets.pick(spec)), {} if name.startswith("ours") else peers.installed(fa3)
+    call = backward.prepare(name, task) if sets.is_backward(task.case) else peers.prepare(name, task, installed)
     with call.context():
         for _ in range(3):
             call.run()
     timing.Gpu().torch.cuda.synchronize()
+
+
+def kernel_of(case: Case) -> str:
+    """The name of the kernel that is looked at where none is given: of gradients the one with their products."""
+    return "^attn_bwd(_mma|_simt|_dkdv|_dkdv_simt)?$" if sets.is_backward(case) else "attn_"
 
 
 def pages(ncu: str, words: Sequence[str | None], kernel: str) -> list[str]:
@@ -200,20 +208,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("counters", __doc__)
     parser.add_argument("case", nargs="?", default="paper/21", help="SET/NUMBER, or a case as JSON")
     parser.add_argument("--name", default="ours", help="ours, ours:128x96s2q2, or a peer")
-    parser.add_argument("--kernel", default="attn_", help="part of the kernel's name")
+    parser.add_argument("--kernel", help="part of the kernel's name, or a regular expression")
     parser.add_argument("--fa3", metavar="FILE", help="FlashAttention 3 as a torch library, .so or .so.xz")
     options = parser.parse_args(argv)
     ncu = shutil.which("ncu") or next(iter(glob.glob("/usr/local/cuda*/bin/ncu") + glob.glob("/opt/nvidia/*/*/ncu")), None)
     if ncu is None:
         raise SystemExit("perf.counters: ncu is not here. " + (__doc__ or "").split("\n\n")[-1])
     device, case, spills, places = machine.gpu("counters"), sets.pick(options.case), None, dict[int, str]()
-    source = Source("", "", (), device.arch)
-    for source in sources({case: [options.name]} if options.name.startswith("ours") else {}, device):
+    source, kernel = Source("", "", (), device.arch), options.kernel or kernel_of(case)
+    given = sources({case: [options.name]} if options.name.startswith("ours") else {}, device)
+    for source in (each for each in given if re.search(kernel, pathlib.PurePath(each.name).stem)):
         binary = compiler.compile(source)
         spills = binary.spill_bytes
         with contextlib.suppress(FileNotFoundError):  # no nvdisasm: no lines
             places = source_lines(compiler.disassemble(binary.cubin, "-c", "-gi"), source)
-    raw, sampled = pages(ncu, [options.name, options.case, options.fa3], options.kernel)
+    raw, sampled = pages(ncu, [options.name, options.case, options.fa3], kernel)
     metrics, instructions = parse_raw(raw), parse_source(sampled)
     table = [["instruction", "line", "samples", "stall"]]
     table += [[x.text, places.get(x.offset, ""), str(x.samples), x.reason] for x in instructions[:MOST_INSTRUCTIONS]]

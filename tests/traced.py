@@ -32,12 +32,17 @@ struct Rows {
 };
 """
 MASK = """
+template <class M>
+bool differs_by_parts(const M& mask, i32 q, i32 kv, bool kept) {{
+    if constexpr (requires {{ mask.key(kv); }}) return kept != mask.keep(q, kv, mask.query(q), mask.key(kv));
+    return false;
+}}
 extern "C" void keep_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, bool* kept) {{
     const FunctionMask mask(*args, *rows, {{b, h, 0, 0}});
     for (i32 q = 0; q < rows->q_len; ++q)
         for (i32 first = 0; first < rows->kv_len; first += step) {{
             const auto row = mask.row(q, first);
-            for (i32 x = 0; x < step; ++x) *kept++ = row.keep(x);
+            for (i32 x = 0; x < step; ++x) *kept++ = row.keep(x) ^ differs_by_parts(mask, q, first + x, row.keep(x));
         }}
 }}
 extern "C" void classify_{i}(const Args* args, const Rows* rows, i32 b, i32 h_first, i32 h_last, i32 tile_q, i32 tile_kv,

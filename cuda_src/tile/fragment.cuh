@@ -186,6 +186,22 @@ __device__ auto kept_ahead(const M& mask, const MaskRows<M>& rows, bool asked, i
     else if constexpr (requires { requires !M::cheap; }) return KeptAhead<M, n, KeptBits<n>>(mask, asked, row, first);
     else return KeptAfter<M, n>(mask, asked, row, first);
 }
+// A mask that says what a query is to all keys, and a key to all queries.
+template <class M>
+concept HasQueries = requires(const M& m, const typename M::Query& query, const typename M::Key& key) { m.query(0), m.key(0), m.keep(0, 0, query, key); };
+// The x of a lane of the warp, by words.
+template <class T>
+__device__ T of_lane(const T& x, i32 from) {
+    if constexpr (sizeof(T) < 4) {
+        return x;
+    } else {
+        struct Words { u32 of[sizeof(T) / 4]; };
+        Words words = __builtin_bit_cast(Words, x);
+#pragma unroll
+        for (u32& word : words.of) word = __shfl_sync(0xffffffffu, word, from);
+        return __builtin_bit_cast(T, words);
+    }
+}
 // The same of a transposed product of one block of rows, whose rows are keys, `key` the upmost, and columns queries from `q` on; likewise.
 template <class M>
 struct KeptTransposed {
@@ -194,23 +210,45 @@ struct KeptTransposed {
 
     __device__ bool operator()(int i) const { return mask.row(q + fragment_column(i), key).keep(8 * fragment_row(i)); }
 };
+// A bit is made for each of 32 ...
 template <int n>
 struct KeptTransposedBits {
-    u32 words[(n + 31) / 32];
+    u32 words[(n + 31) / 32] = {};
 
     template <class M>
     __device__ KeptTransposedBits(const M& mask, i32 q, i32 key, bool asked) {
+        if (!asked) return;
 #pragma unroll
         for (int begin = 0; begin < n; begin += 32) {
             u32 bits = 0;
 #pragma unroll 1
-            for (int i = 0; i < (asked ? min(32, n - begin) : 0); i += 4)
-#pragma unroll 1
+            for (int i = 0; i < min(32, n - begin); i += 4)
+#pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const auto row = mask.row(q + (begin + i) * 2 + j, key);
                     bits |= (u32(row.keep(0)) | u32(row.keep(8)) << 2) << (i + j);
                 }
             words[begin / 32] = bits;
+        }
+    }
+    // ... where the mask knows what a query is to all keys, from two queries of each lane of a warp.
+    template <HasQueries M>
+    __device__ KeptTransposedBits(const M& mask, i32 q, i32 key, bool asked) {
+        if (!asked) return;
+        const i32 lane = threadIdx.x % 32, quad = lane % 4 * 2;
+        const typename M::Key upper = mask.key(key), lower = mask.key(key + 8);
+#pragma unroll
+        for (int begin = 0; begin < n; begin += 16) {
+            const typename M::Query own = mask.query(q - quad + begin * 2 + lane);
+#pragma unroll
+            for (int i = begin; i < min(begin + 16, n); i += 4)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const typename M::Query query = of_lane(own, (i - begin) * 2 + j + quad);
+                    const i32 row = q + i * 2 + j;
+                    words[i / 32] |= u32(mask.keep(row, key, query, upper)) << (i + j) % 32;
+                    words[i / 32] |= u32(mask.keep(row, key + 8, query, lower)) << (i + j + 2) % 32;
+                }
         }
     }
     __device__ bool operator()(int i) const { return words[i / 32] >> i % 32 & 1; }

@@ -15,3 +15,11 @@ struct Ring {
     }
     __device__ Ring previous() const { return stage ? Ring{stage - 1, parity} : Ring{stages - 1, parity ^ 1}; }
 };
+
+// The same of two stages or one, as one number: a register less, and an instruction more where it is asked.
+struct Step {
+    u32 count = 0;
+
+    __device__ u32 stage(u32 stages = 2) const { return count & (stages - 1); }
+    __device__ u32 parity(u32 stages = 2) const { return count >> (stages - 1) & 1; }
+};

@@ -8,14 +8,6 @@
 #include "variant/pair_elements.cuh"
 #include "variant/interfaces_bwd.cuh"
 
-// Rings have two stages or one, and all move once a step: one counter serves them all.
-struct Step {
-    u32 count = 0;
-
-    __device__ u32 stage(u32 stages = 2) const { return count & (stages - 1); }
-    __device__ u32 parity(u32 stages = 2) const { return count >> (stages - 1) & 1; }
-};
-
 // The first warp: takes works and loads their tiles.
 template <class Smem>
 struct KvProducer {

@@ -9,7 +9,7 @@ from ..compiler import Source
 from ..device import Device
 from ..operand import Layout
 from ..operation import Backward, Forward
-from ..program import Buffer, Fields, Program
+from ..program import Buffer, Fields, Launch, Program
 from ..render import wgmma
 from ..variant import Option, clear, order, statistics, steps, store
 from ..variant.element import FP32
@@ -24,6 +24,7 @@ from .backward import BackwardKernel, FirstPass, LastPass
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
+SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqOrdered(), clear.ClearTurns()),
     "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
@@ -72,6 +73,8 @@ def widest(op: Forward) -> int:
 
 def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling."""
+    if lists(op.mask):
+        return dataclasses.replace(list_configs_of(op)[0], store=store)
     found = _registers_of(op, store)
     return dataclasses.replace(found, steps="apart" if _has_two_loops(op, found) else "together")
 
@@ -91,8 +94,6 @@ def _registers_of(op: Forward, store: str) -> Config:
     window, to make dq themselves, for dropout, or for a score that reads elements of pairs; nor for a window or a score where
     sequences use a part of their rows."""
     size, is_cut = widest(op), any(op.lens)
-    if lists(op.mask):
-        return list_configs_of(op, store)[0]
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
@@ -107,14 +108,18 @@ def _registers_of(op: Forward, store: str) -> Config:
     return Config(dq_columns=op.head_dim, store=store)
 
 
-def list_configs_of(op: Forward, store: str = "ordered") -> list[Config]:
+def list_configs_of(op: Forward) -> list[Config]:
     """Those where the mask's tiles are lists. The first warps ask it for them, and how many registers they need depends on it. A
-    warpgroup that makes all columns of a wide dq needs more than they leave."""
-    size = widest(op)
-    parts, columns = (2, 64) if op.head_dim > 96 else (1, op.head_dim)
-    registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224)) if size <= 96 else ((56, 224), (40, 232))
-    plain = Config(dq_parts=parts, dq_columns=columns, store=store)
-    return [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
+    warpgroup that makes all columns of a wide dq needs more than they leave; where heads are wide, the last contributor can
+    finish dq only if whole tiles have a loop of their own."""
+    plain = Config(dq_parts=2, dq_columns=64) if op.head_dim > 96 else Config(dq_columns=op.head_dim)
+    if (size := widest(op)) > 96:
+        plain = dataclasses.replace(plain, producer_registers=56, consumer_registers=224)
+        found = [dataclasses.replace(plain, store=store, steps="apart") for store in ("final", "ordered")]
+        return [*found, dataclasses.replace(plain, order="step_later"), plain]
+    registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224))
+    found = [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
+    return found + [dataclasses.replace(each, store="final") for each in found]
 
 
 def _of_kind(mask: Any) -> Any:
@@ -189,8 +194,8 @@ class AttnBwd(BackwardKernel):
             )
         if config.steps not in STEPS:
             return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
-        if config.steps == "apart" and (config.order != "at_once" or lists(forward.mask)):
-            return "steps is 'apart'; it needs order 'at_once' and a mask whose tiles lie side by side"
+        if config.steps == "apart" and config.order != "at_once" and not lists(forward.mask):
+            return "steps is 'apart'; it needs order 'at_once', or a mask whose tiles are lists"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
@@ -212,14 +217,19 @@ class AttnBwd(BackwardKernel):
     def is_tried(self, op: Backward) -> bool:
         return lists(op.forward.mask)
 
-    def candidates(self, op: Backward, device: Device) -> list[Config]:
-        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later.
+    def small_spill(self, op: Backward) -> int:
+        """Of wide heads, what a work needs between its steps, and one or two words of a step."""
+        return SMALL_SPILL if widest(op.forward) > 96 else 0
 
-        Where tiles are lists and heads are wide, consumers have no registers left to finish it."""
+    def counts_spills(self, launch: Launch) -> bool:
+        """The pass before calls what asks a list's mask: it keeps registers there, once a block."""
+        return launch.entry == self.name
+
+    def candidates(self, op: Backward, device: Device) -> list[Config]:
+        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later."""
         forward = op.forward
         if lists(forward.mask):
-            found = list_configs_of(forward) + list_configs_of(forward, "final") * (widest(forward) <= 96)
-            found += [dataclasses.replace(each, order="step_later") for each in list_configs_of(forward)]
+            found = list_configs_of(forward)
         else:
             found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
         return [each for each in found if self.legal(each, op, device) is None]
@@ -228,13 +238,15 @@ class AttnBwd(BackwardKernel):
         """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
 
         Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own; and then it is better
-        made a step later (notes/attn_bwd.md)."""
+        made a step later (notes/attn_bwd.md). Of a list only the device knows how many they are: few are expected, whatever the
+        length."""
         forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
+        if lists(forward.mask) and (config.store == "final" or config.steps == "apart"):
+            return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else 1.0)
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
-        is_short = forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64]
-        return seconds * (0.95 if is_short else 1.05)
+        return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64] else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
@@ -251,15 +263,18 @@ class AttnBwd(BackwardKernel):
             own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
-        first = FirstPass(
-            config.tile_q, config.tile_kv, 8, STORES[config.store][1], tuple(_of_dq(config).items()), ORDERS[config.order][1]
-        )
+        clears = clear.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
+        first = FirstPass(config.tile_q, config.tile_kv, 8, clears, tuple(_of_dq(config).items()), ORDERS[config.order][1])
         return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
 def _of_dq(config: Config) -> dict[str, int]:
     names = ("dq_parts", "dq_columns", "dq_chains")
     return {name: getattr(config, name) for name in names}
+
+
+def _list(config: Config) -> QListWalk:
+    return QListWalk(ordered=config.store != "unordered", finishes=config.store == "final")
 
 
 def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
@@ -277,9 +292,9 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
         Scheduler=backward.kv_scheduler(op, config.direction),
-        Turn=backward.turn(op), Walk=QListWalk(config.store != "unordered") if lists(op.mask) else group.WALKS[config.walk],
+        Turn=backward.turn(op), Walk=_list(config) if lists(op.mask) else group.WALKS[config.walk],
         Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
-        Steps=STEPS[config.steps],
+        Steps=steps.ListStepsApart() if lists(op.mask) and config.steps == "apart" else STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *every["Group"].fields, DQ, *backward.STATISTICS, *backward.HEADS)

@@ -97,8 +97,9 @@ def all_rows(op: Forward) -> Option:
 
 
 def kv_scheduler(op: Forward, direction: str = "", persistent: bool = True) -> Option:
-    """The schedule of key tiles: in turns up and down where the mask makes some of them longer."""
-    others = "LongestFirst" if lists(op.mask) else "Alternating"  # lists are made for one direction
+    """The schedule of key tiles: in turns up and down where the mask makes some of them longer; of lists in the order of their
+    turns."""
+    others = "ShortestFirst" if lists(op.mask) else "Alternating"
     direction = direction or ("Ascending" if isinstance(op.mask, Full) else others)
     return (scheduler.KvVarlenScheduler if op.varlen else scheduler.KvScheduler)(direction, persistent)
 
@@ -110,8 +111,8 @@ def turn(op: Forward) -> Option:
 
 def wrong_direction(op: Forward, direction: str) -> str | None:
     """The reason why key tiles cannot be taken in this direction; None where they can."""
-    if direction == "Alternating" and lists(op.mask):
-        return f"direction is {direction!r}; where key tiles are lists, they add to dq from the first one on"
+    if direction not in ("", "ShortestFirst") and lists(op.mask):
+        return f"direction is {direction!r}; where key tiles are lists, it must be 'ShortestFirst', the order of their adds to dq"
     return None
 
 
@@ -286,7 +287,7 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
         "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **dict(first.of_dq),
     }  # fmt: skip
     every = options(
-        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Walk=tiling.cursor(op), Clear=first.clears,
+        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Clear=first.clears,
         Statistics=first.statistics, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch),
     )  # fmt: skip
     reads = (Field("o", "StridedTensor", View("o")), Field("d_o", "StridedTensor", View("do")), LSE)

@@ -75,6 +75,10 @@ class Kernel(abc.ABC, Generic[Op]):
         """The bytes of a thread, stored and loaded, up to which a spill costs less than a smaller tile."""
         return 0
 
+    def counts_spills(self, launch: Launch) -> bool:
+        """Says whether what a launch spills tells configurations apart. What short passes around a kernel spill need not."""
+        return True
+
     @abc.abstractmethod
     def legal(self, config: Any, op: Op, device: Device) -> str | None:
         """The reason why the configuration cannot be compiled and run for the operation; None where it can."""
@@ -128,15 +132,16 @@ def without_spills(kernel: Kernel[Any], tried: Sequence[tuple[Any, Sequence[Any]
     spilled: dict[Any, float] = {}
     for first, last in ((0, 1), (1, MOST_TRIED)):
         asked = {
-            config: [launch.source for launch in kernel.lower(op, config, device).launches]
+            config: kernel.lower(op, config, device).launches
             for op, configs in tried
             if not _is_settled(kernel, op, configs[:first], configs[first:MOST_TRIED], spilled, device)
             for config in configs[first:last]
             if config not in spilled
         }
-        binaries = compiler.compile_all({source.key: source for sources in asked.values() for source in sources}.values())
-        for config, sources in asked.items():
-            found = [binaries.get(source.key) for source in sources]
+        sources = {launch.source.key: launch.source for launches in asked.values() for launch in launches}
+        binaries = compiler.compile_all(sources.values())
+        for config, launches in asked.items():
+            found = [binaries.get(launch.source.key) for launch in launches if kernel.counts_spills(launch)]
             spilled[config] = NOT_COMPILED if None in found else sum(each.spill_bytes for each in found if each)
     return [
         min(configs[:MOST_TRIED], key=lambda config: _worth(kernel, op, config, spilled, device), default=None)

@@ -1,12 +1,12 @@
 """The columns of a mask: the parts that depend on a key alone. A warp computes them once for a tile, and threads of all queries
-read them."""
+read them. And the parts that depend on a query alone, for kernels that keep keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from .expressions import Expr, children, nodes
-from .placement import ELEMENT, Placement
+from .placement import ELEMENT, ROW, Placement
 
 _LIGHT = {
     "var", "lin", "lt", "le", "eq", "and", "or", "xor", "not", "where", "min", "max", "neg", "cast", "abs", "band", "bor", "bxor"
@@ -18,8 +18,16 @@ MOST_WORDS = 2  # of 32 bits
 def columns(root: Expr, place: Placement) -> list[Expr]:
     """The outmost parts of a placed expression that depend on no query and take more than a few instructions; none where they
     are more words than kernels have room for."""
+    return _outmost(root, {x for x in nodes(root) if place(x) == ELEMENT and not x.deps & {"q", "s", "less"}})
+
+
+def of_queries(root: Expr, place: Placement) -> list[Expr]:
+    """Those that depend on no key, likewise."""
+    return _outmost(root, {x for x in nodes(root) if place(x) == ROW and "first" not in x.deps})
+
+
+def _outmost(root: Expr, own: set[Expr]) -> list[Expr]:
     order = nodes(root)
-    own = {x for x in order if place(x) == ELEMENT and not x.deps & {"q", "s", "less"}}
     heavy: set[Expr] = set()
     for x in order:
         if x in own and (x.op not in _LIGHT or any(a in heavy for a in children(x))):

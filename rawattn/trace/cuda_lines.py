@@ -12,7 +12,7 @@ from .arithmetic import from_linear, linear
 from .canonical import Code
 from .expressions import INSIDE, Expr, make
 from .fields import Array, Divisor, Made, Number, Size, Step, What
-from .placement import ELEMENT, HOST, PLACES, Placement
+from .placement import ELEMENT, HOST, PLACES, ROW, Placement
 from .proofs import is_nonnegative
 
 CTYPES = {  # element -> the C++ type of an array's elements
@@ -70,6 +70,10 @@ def _place(text: str) -> str:
     return text.removeprefix("function::read(").removesuffix(")")
 
 
+def _declared(lines: Sequence[tuple[str, str, str]]) -> str:
+    return "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in lines)
+
+
 def _needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """The lines that some texts are made of, in order."""
     wanted = {word for text in texts for word in re.findall(r"\w+", text)}
@@ -108,6 +112,13 @@ class Writer:
         found.prefix, found.lines = prefix, {**self.lines, "element": []}
         found.neighbours, found.pairwise = [], {}
         found._names = {x: name for x, name in self._names.items() if self.place(x) < ELEMENT}
+        return found
+
+    def of_pairs(self, prefix: str) -> Writer:
+        """Another writer of lines about one query and one key, with the same head."""
+        found = copy.copy(self)
+        found.prefix, found.lines = prefix, {**self.lines, "row": [], "element": []}
+        found._names = {x: name for x, name in self._names.items() if self.place(x) < ROW}
         return found
 
     def name(self, x: Expr, text: str) -> None:
@@ -320,4 +331,11 @@ class Writer:
         return found
 
     def body(self) -> str:
-        return "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in self.lines["element"])
+        return _declared(self.lines["element"])
+
+    def whole_body(self) -> str:
+        """The lines of a row and of an element, in one scope, with the variables of an element's place that they use."""
+        lines = [*self.lines["row"], *self.lines["element"]]
+        words = {word for _, _, text in lines for word in re.findall(r"\w+", text.replace("function::inside", ""))}
+        used = [name for name in ("offset", "inside") if name in words]
+        return "".join(f"\n        constexpr i32 {name} = 0;" for name in used) + _declared(lines)

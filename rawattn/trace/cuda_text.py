@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .arithmetic import add, mul
 from .canonical import Code
 from .classes import by_blocks, strengthened
-from .columns import column_bytes, columns
+from .columns import column_bytes, columns, of_queries
 from .cuda_lines import Writer
 from .cuda_ranges import RangeWriter, pyramids_of
 from .diagonals import diagonal
@@ -67,7 +67,7 @@ struct FunctionMask : FunctionMaskHead {{
 
     using FunctionMaskHead::FunctionMaskHead;
 
-    __device__ FunctionMaskRow row(i32 q, i32 first) const {{ return FunctionMaskRow(*this, q, first); }}
+    __device__ FunctionMaskRow row(i32 q, i32 first) const {{ return FunctionMaskRow(*this, q, first); }}{of_pairs}
     // 0: no pair of these queries, heads and keys is kept, 2: every one, 1: some, or it cannot tell.
     __device__ i32 classify(function::Range<i32> queries, function::Range<i32> heads, function::Range<i32> keys) const {{
         if (queries.lo > last_q || keys.lo > last_kv) return 0;
@@ -95,6 +95,29 @@ _WITH_COLUMN = """
     }}
     __device__ bool keep(i32 offset, const FunctionMaskColumn& column) const {{{rest_inside}{rest}
         return {result};
+    }}"""
+_PARTS = """\
+// What a query is to all keys, and a key to all queries.
+struct FunctionMaskQuery {{{query_members}
+}};
+struct FunctionMaskKey {{{key_members}
+}};
+"""
+_OF_PAIRS = """
+    // The same in three parts, for rows of a tile, of which some may be past the last ones.
+    using Query = FunctionMaskQuery;
+    using Key = FunctionMaskKey;
+    __device__ Query query(i32 row) const {{
+        const i32 q = min(row, last_q) + q_offset;{query_lines}
+        return {{{query_values}}};
+    }}
+    __device__ Key key(i32 row) const {{
+        const i32 first = min(row, last_kv) + kv_offset;{key_lines}
+        return {{{key_values}}};
+    }}
+    __device__ bool keep(i32 q_row, i32 kv_row, const Query& query, const Key& key) const {{
+        const i32 q = q_row + q_offset, first = kv_row + kv_offset;{lines}
+        return {result} & (kv_row <= last_kv);
     }}"""
 _BY_BLOCKS = "\n    static constexpr bool by_blocks = true;"
 _COLUMN_TYPE = "\n    using Column = FunctionMaskColumn;"
@@ -219,17 +242,19 @@ def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
     of_heads = "h" in code.root.deps
     lines = "\n".join(f"{' ' * (12 if of_heads else 8)}{line}" for line in ranges.lines)
     column, with_column, column_bytes = _columns(code.root, checked, w)
+    parts, of_pairs = ("", "") if _is_cheap(element) else _of_pairs(code.root, checked, w)
     of_boxes = (_CLASS_OF_HEADS if of_heads else _ONE_CLASS).format(ranges=lines, root=root)
     head = _HEAD.format(
         role="mask", code=code, name="FunctionMask", head_members=w.members("head"), head=w.assign("head"),
         includes=_include(*_INCLUDES, "variant/function/pyramid.cuh"),
     )  # fmt: skip
     body = _MASK_STRUCT.format(
-        with_column=with_column, column_type=_COLUMN_TYPE if column else "", of_blocks=_BY_BLOCKS if by_blocks(code) else "",
-        row_members=w.members("row"), row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
+        with_column=with_column, of_pairs=of_pairs, column_type=_COLUMN_TYPE if column else "",
+        of_blocks=_BY_BLOCKS if by_blocks(code) else "", row_members=w.members("row"),
+        row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
         cheap=str(_is_cheap(element)).lower(), classes=of_boxes,
     )  # fmt: skip
-    return Written(head + column + body, _sorted(w.fields), pyramids, column_bytes=column_bytes)
+    return Written(head + column + parts + body, _sorted(w.fields), pyramids, column_bytes=column_bytes)
 
 
 def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
@@ -259,6 +284,29 @@ def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple
     )  # fmt: skip
     members = "".join(f"\n    {kind} of_{i};" for i, kind in enumerate(kinds))
     return _COLUMN.format(members=members), with_column, column_bytes(found)
+
+
+def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str]:
+    """The structs of what a mask makes of a query alone and of a key alone, and its members that make and use them; nothing
+    where neither takes more than a few instructions, or what is left of a pair is not cheap."""
+    placed, moved = positioned(root, checked)
+    queries, keys = of_queries(placed, whole.place), columns(placed, whole.place)
+    if not queries and not keys:
+        return "", ""
+    writers, members, values = [whole.of_pairs(prefix) for prefix in "uyz"], [], []
+    for writer, name, found in zip(writers, ("query", "key"), (queries, keys), strict=False):
+        values.append(", ".join([writer.add(x, moved) for x in found]))
+        kinds = ["i32" if x.type == "bool" else whole.ctype(x.type) for x in found]
+        members.append("".join(f"\n    {kind} of_{i};" for i, kind in enumerate(kinds)))
+        for i, x in enumerate(found):
+            writers[2].name(x, f"({name}.of_{i} != 0)" if x.type == "bool" else f"{name}.of_{i}")
+    result = writers[2].add(placed, moved)
+    if not _is_cheap([*writers[2].lines["row"], *writers[2].lines["element"]]):
+        return "", ""
+    bodies = [writer.whole_body() for writer in writers]
+    return _PARTS.format(query_members=members[0], key_members=members[1]), _OF_PAIRS.format(
+        query_lines=bodies[0], query_values=values[0], key_lines=bodies[1], key_values=values[1], lines=bodies[2], result=result
+    )
 
 
 def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:

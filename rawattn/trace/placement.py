@@ -15,7 +15,7 @@ from .conditions import rebuilt
 from .expressions import FIRST, INSIDE, KV, OFFSET, Expr, S, children, const, is_const, make, nodes, var
 
 PLACES = ("const", "host", "head", "row", "element")
-HOST, ELEMENT = PLACES.index("host"), PLACES.index("element")
+HOST, ROW, ELEMENT = map(PLACES.index, ("host", "row", "element"))
 SCALE = var("scale", "float")
 LESS = var("less", "float")  # what is taken from the exponents of a row
 _OWN = {"load": "head", "param": "host", "dim": "host"}

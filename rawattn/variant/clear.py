@@ -43,6 +43,14 @@ class ClearTurnsDq(ClearTurns):
 
 
 @dataclasses.dataclass(frozen=True)
+class ClearListTurnsDq(ClearTurnsDq):
+    """The same where key tiles are a list."""
+
+    type: ClassVar[str] = "ClearListTurnsDq"
+    source: ClassVar[str] = "variant/clear/list_turns_dq.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class ClearDqSum(Option):
     """The sums to which blocks add in any order (``DqUnordered``)."""
 

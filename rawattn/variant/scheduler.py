@@ -105,7 +105,7 @@ class StreamKScheduler(Option):
         return tuple(Field(name, "i32") for name in ("batches", "split_keys_log2", "most_splits_log2"))
 
 
-DIRECTIONS = {"Ascending": "ascending", "Alternating": "alternating", "LongestFirst": "longest_first"}
+DIRECTIONS = {"Ascending": "ascending", "Alternating": "alternating", "ShortestFirst": "shortest_first"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,3 +22,11 @@ class StepsApart(Option):
 
     type: ClassVar[str] = "StepsApart"
     source: ClassVar[str] = "variant/steps/apart.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ListStepsApart(Option):
+    """The same where tiles are a list; what a warpgroup keeps of a tile is not known before."""
+
+    type: ClassVar[str] = "ListStepsApart"
+    source: ClassVar[str] = "variant/steps/list_apart.cuh"

@@ -123,14 +123,15 @@ class QIntervalByTiles(Option):
 @dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
     """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add
-    to dq."""
+    to dq; of which the last one ``finishes`` it."""
 
     ordered: bool = False
+    finishes: bool = False
     source: ClassVar[str] = "variant/walk/q_list.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"QListWalk<{str(self.ordered).lower()}>"
+        return f"QListWalk<{str(self.ordered).lower()}, {str(self.finishes).lower()}>"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,9 @@ from rawattn.select import select
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.element import FP32, FP64
 from rawattn.variant.mask import Causal, Full, Window
+from rawattn.variant.scheduler import DIRECTIONS
 from rawattn.variant.score import Scale, Softcap
-from tests import operations
+from tests import lists, operations
 from tests.operations import replace
 
 torch = pytest.importorskip("torch")
@@ -409,6 +410,17 @@ def test_illegal_configs(config: Any, message: str) -> None:
     op = changed(OP, head_dim=128, head_dim_v=128) if kernel is ATTN_BWD else changed(OP, head_dim=256, head_dim_v=256)
     reason = kernel.legal(config, op, H200)
     assert reason is not None and message in reason
+
+
+def test_lists_are_taken_in_the_order_of_their_turns() -> None:
+    """Another direction would let blocks wait for works that nobody has begun."""
+    op = changed(OP, head_dim=128, head_dim_v=128, mask=lists.Listed(Causal()))
+    for kernel, config in ((ATTN_BWD, attn_bwd.config_of(op.forward)), (ATTN_BWD_MMA, attn_bwd_mma.config_of(op.forward, H200))):
+        found = {x: kernel.legal(dataclasses.replace(config, direction=x), op, H200) for x in ("", *DIRECTIONS)}  # type: ignore
+        assert [x for x in found if found[x] is None] == ["", "ShortestFirst"]
+        assert str(found["Ascending"]).startswith("direction is 'Ascending'")
+        (main,) = (each for each in kernel.lower(op, config, H200).launches if each.entry == kernel.name)  # type: ignore
+        assert "ShortestFirst>" in dict(main.source.headers)["config.cuh"]
 
 
 def test_more_tiles_than_can_be_counted() -> None:

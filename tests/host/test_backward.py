@@ -82,7 +82,7 @@ SIMT = {
 }
 HOPPER = {
     "64": Case((64, 64), {"mask": Both(Causal(), Window(70)), "score": Softcap(2.0)}, ((300, 420),), heads=(2, 2), grid=3),
-    "64, unordered": Case((64, 64), {"mask": Causal()}, ((300, 300),), heads=(4, 2), store="unordered", direction="LongestFirst"),
+    "64, unordered": Case((64, 64), {"mask": Causal()}, ((300, 300),), (4, 2), store="unordered", direction="ShortestFirst"),
     "128": Case((128, 128), {"mask": Causal()}, ((150, 300),)),
     "128, rows without keys": Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((200, 100),), chains=2, dlse=True),
     "128, final": Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((200, 70),), heads=(2, 2), store="final", chains=2),
@@ -161,7 +161,7 @@ MMA: dict[str, tuple[Config, Case]] = {
     "64, no keys": (LONE, Case((64, 64), {}, ((70, 0),))),
     "64, no queries": (LONE, Case((64, 64), {}, ((0, 70),))),
     "128, causal": (PAIRS, Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((150, 260),))),
-    "128, longest first": (PAIRS, Case((128, 128), {"mask": Causal()}, ((150, 260),), direction="LongestFirst")),
+    "128, shortest first": (PAIRS, Case((128, 128), {"mask": Causal()}, ((150, 260),), direction="ShortestFirst")),
     "128, small tiles": (SMALL, Case((128, 128), {"mask": Causal()}, ((130, 100),), heads=(2, 2))),
     "96 and 128, packed": (PAIRS, Case((96, 128), {"mask": Both(Causal(), Window(60))}, PACKED, heads=(1, 1), varlen=True)),
     "80 and 112, unordered": (SMALL, Case((80, 112), {}, ((70, 150),), heads=(1, 1), store="unordered")),

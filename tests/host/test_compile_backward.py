@@ -38,7 +38,7 @@ KINDS: dict[str, list[Any]] = {
     "varlen": [False, True],
     "element": [BF16, FP16],
     "store": ["ordered", "final", "unordered"],
-    "direction": ["Ascending", "Alternating", "LongestFirst"],
+    "direction": ["Ascending", "Alternating", "ShortestFirst"],
 }
 CI = {
     "size": [
@@ -187,11 +187,13 @@ LISTED = [("block_table", (128, 128)), ("streaming", (128, 128)), ("natten_2d", 
 
 @pytest.mark.parametrize(("name", "size"), LISTED)
 def test_lists_of_wide_heads(name: str, size: tuple[int, int]) -> None:
-    """The chosen configuration keeps all in registers; which one that is only compiling tells."""
+    """The chosen configuration keeps what a step needs in registers; which one that is only compiling tells. It is the one that
+    was ahead in measurements (perf/notes/attn_bwd.md)."""
     op = backward(size, mask=option(name))
     selection = select(op, TYPICAL["sm_90a"], "attn_bwd")
+    assert (selection.config.store, selection.config.steps, selection.compiled_with) == ("final", "apart", ())
     binary = compiler.compile(lowered(op, selection.config)["attn_bwd"])
-    assert not binary.spill_bytes and not binary.advisories
+    assert binary.spill_bytes <= ATTN_BWD.small_spill(op) and not binary.advisories
 
 
 CUT: list[tuple[tuple[int, int], dict[str, Any]]] = [

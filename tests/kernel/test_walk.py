@@ -116,10 +116,13 @@ def test_backward(kernel: Any, name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 70, 300, 3, 1, 128), (2, 700, 1300, 4, 2, 128), (1, 300, 4100, 6, 2, 112)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 70, 300, 3, 1, 128), (2, 700, 1300, 4, 2, 128), (1, 300, 4100, 6, 2, 112), (4, 1500, 1500, 16, 4, 128)], ids=str
+)
 @pytest.mark.parametrize("name", lists.MASKS)
 def test_every_configuration_has_the_same_bits(name: str, shape: tuple[int, ...]) -> None:
-    """Where heads are wide, registers and the order of a step are found by compiling: no result depends on them."""
+    """Where heads are wide, registers and the order of a step are found by compiling: no result depends on them. The last shape
+    has more works than there are blocks."""
     import torch
 
     call = Call(name, shape)

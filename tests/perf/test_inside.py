@@ -9,6 +9,7 @@ import dataclasses
 import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -120,6 +121,11 @@ def test_counters_are_parsed_and_judged() -> None:
     assert add == counters.Instruction(0x10, "FADD R1, R2", 1500, {"wait": 1400, "math": 100}) and add.reason == "wait"
     assert (multiply.offset, multiply.samples, multiply.reason) == (0, 400, "math")
     assert counters.parse_raw("==ERROR== none") == {} and counters.parse_source("") == []
+    kernel = counters.kernel_of(sets.pick("masks-bwd/0"))
+    assert [name for name in ("attn_bwd_delta", "attn_bwd", "attn_bwd_convert", "attn_bwd_mma") if re.search(kernel, name)] == [
+        "attn_bwd", "attn_bwd_mma"
+    ]  # fmt: skip
+    assert counters.kernel_of(sets.pick("paper/21")) == "attn_"
     assert next(csv.reader(io.StringIO(RAW.splitlines()[1])))[0] == "ID"
 
 

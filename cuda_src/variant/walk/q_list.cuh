@@ -5,9 +5,11 @@
 // more registers than consumers can spare.
 //
 //   barrier          arrives                    waits                       protects
-//   board.full[i]    lane 0 of the producer     the finder, or all others   board.lists[i] until read
-//   board.found[i]   lane 0 of the finder       all others                  the same, with who adds next
+//   board.full[i]    lane 0 of the producer     the finder and consumers    board.lists[i] until read
+//   board.found[i]   lane 0 of the finder       writers                     the same, with who adds next
 //   board.empty[i]   one lane of each reader    producer                    the same until written again
+//
+// Consumers wait for the finder only where the last of them that adds `finishes` dq; where nothing is ordered, nobody does.
 #include "tile/ring.cuh"
 #include "variant/interfaces_bwd.cuh"
 #include "variant/walk/turn_list.cuh"
@@ -19,9 +21,10 @@ struct alignas(16) ListStep {
 };
 
 // The steps of a work, as a warp reads them, or one lane `alone`.
-template <bool ordered, bool alone = false>
+template <bool ordered, bool finishes, bool alone = false>
 struct QListWalk {
-    using OfLane = QListWalk<ordered, true>;
+    using OfLane = QListWalk<ordered, finishes, true>;
+    static constexpr bool asks_who = ordered && (alone || finishes);  // adds next
     static constexpr u32 finders = ordered ? 1 : 0;  // warps that read works, and lists, to complete them
     struct Board {
         ListStep lists[2][33];
@@ -30,16 +33,15 @@ struct QListWalk {
         __device__ void init(u32 readers) {
             for (int i = 0; i < 2; ++i) full[i].init(1), found[i].init(1), empty[i].init(readers + finders);
         }
-        __device__ ptx::Mbarrier& ready(u32 i) { return ordered ? found[i] : full[i]; }
     };
-    using Place = Ring<2>;  // of the list that comes next
+    using Place = Step;  // of the list that comes next
     const KvWorkTile& work;
-    typename QListWalk<ordered, false>::Board& board;
+    typename QListWalk<ordered, finishes>::Board& board;
     Place& place;
     u32 next = 0;  // in the list
     i32 head, tile, full, after;
 
-    __device__ QListWalk(const Args&, const Rows&, const KvWorkTile& work, typename QListWalk<ordered, false>::Board& board, Place& place)
+    __device__ QListWalk(const Args&, const Rows&, const KvWorkTile& work, typename QListWalk<ordered, finishes>::Board& board, Place& place)
         : work(work), board(board), place(place) {
         advance();
     }
@@ -51,9 +53,9 @@ struct QListWalk {
     // A list is left as soon as its last step was read. Else a warp that waits for what others make of this step would keep the list,
     // and they may need the one after the next for that: dq is made a step later and told of two steps later.
     __device__ void advance() {
-        if (next == 0) board.ready(place.stage).wait(place.parity);
-        const ListStep* const step = &board.lists[place.stage][next++];
-        head = uniform(step->head), tile = uniform(step->tile), full = uniform(step->full), after = uniform(step->after);
+        if (next == 0) (asks_who ? board.found : board.full)[place.stage()].wait(place.parity());
+        const ListStep* const step = &board.lists[place.stage()][next++];
+        head = uniform(step->head), tile = uniform(step->tile), full = uniform(step->full), after = asks_who ? uniform(step->after) : -1;
         if (head >= 0 && uniform(step[1].head) >= 0) return;
         leave();
         next = 0;
@@ -62,8 +64,8 @@ struct QListWalk {
     // The list has been read.
     __device__ void leave() {
         if (!alone) __syncwarp();
-        if (alone || threadIdx.x % 32 == 0) board.empty[place.stage].arrive();
-        place.advance();
+        if (alone || threadIdx.x % 32 == 0) board.empty[place.stage()].arrive();
+        ++place.count;
     }
 
     // The first warp: all of it finds steps, and one lane loads them.
@@ -88,13 +90,13 @@ struct QListWalk {
         }
         Board& board = producer.smem.board;
         Place& place = producer.place;
-        board.empty[place.stage].wait(place.parity ^ 1);
+        board.empty[place.stage()].wait(place.parity() ^ 1);
         if (threadIdx.x == 0) {
-            board.lists[place.stage][0].head = -1;
-            board.full[place.stage].arrive();
+            board.lists[place.stage()][0].head = -1;
+            board.full[place.stage()].arrive();
         }
         __syncwarp();
-        place.advance();
+        ++place.count;
     }
     // A list of the tiles of a group.
     template <class Producer>
@@ -102,13 +104,13 @@ struct QListWalk {
         Board& board = producer.smem.board;
         Place& place = producer.place;
         const i32 lane = threadIdx.x % 32, tile = scan.tile(lane);
-        ListStep* const list = board.lists[place.stage];
-        board.empty[place.stage].wait(place.parity ^ 1);
+        ListStep* const list = board.lists[place.stage()];
+        board.empty[place.stage()].wait(place.parity() ^ 1);
         if (scan.mine != 0) list[__popc(scan.tiles & ((1u << lane) - 1))] = {scan.line.head, tile, i32(scan.mine), -1};
         if (lane == 0) list[__popc(scan.tiles)].head = -2;
         __syncwarp();
-        if (lane == 0) board.full[place.stage].arrive();
-        place.advance();
+        if (lane == 0) board.full[place.stage()].arrive();
+        ++place.count;
         return list;
     }
 
@@ -121,13 +123,13 @@ struct QListWalk {
         Place place;
         for (KvWorkTile work = next_work(smem, works); !work.is_last(); work = next_work(smem, works)) {
             const Rows rows(args, work.batch);
-            for (bool more = true; more; place.advance()) {
-                board.full[place.stage].wait(place.parity);
-                more = complete(args, rows, work, board.lists[place.stage]);
+            for (bool more = true; more; ++place.count) {
+                board.full[place.stage()].wait(place.parity());
+                more = complete(args, rows, work, board.lists[place.stage()]);
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {
-                    board.found[place.stage].arrive();
-                    board.empty[place.stage].arrive();
+                    board.found[place.stage()].arrive();
+                    board.empty[place.stage()].arrive();
                 }
             }
         }
@@ -138,7 +140,9 @@ struct QListWalk {
         const i32 head = list[0].head;
         if (head < 0) return false;
         const Mask mask(args, rows, {work.batch, head, 0, 0});
-        if (!(behind & (2u << lane) - 1)) list[lane].after = ListTurn::find_next({mask, rows, head}, list[lane].tile, work.kv_tile);
+        const bool asks = !(behind & (2u << lane) - 1);
+        const i32 after = ListTurn::find_next({mask, rows, head}, asks, list[lane].tile, work.kv_tile);
+        if (asks) list[lane].after = after;
         return true;
     }
 };

@@ -44,8 +44,8 @@ struct QListSteps {
             if (group >= 0) scan.resume(group);
             if (!scan.next_group([&](i32 tile) { return u32(scan.line.classify(tile)); })) continue;
             const i32 tile = scan.tile(lane);
-            if (scan.mine != 0)
-                board.steps[__popc(scan.tiles & ((1u << lane) - 1))] = {head, tile, scan.mine == 2, ordered ? ListTurn::find_next(scan.line, tile, work.kv_tile) : -1};
+            const i32 after = ordered ? ListTurn::find_next(scan.line, scan.mine != 0, tile, work.kv_tile) : -1;
+            if (scan.mine != 0) board.steps[__popc(scan.tiles & ((1u << lane) - 1))] = {head, tile, scan.mine == 2, after};
             if (lane == 0) board.next = 0, board.count = __popc(scan.tiles), board.head = head, board.group = scan.group;
             break;
         }

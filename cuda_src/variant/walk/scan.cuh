@@ -24,8 +24,9 @@ struct Boxes {
         return found == 2 && kv_left < kv_count ? 1 : found;
     }
 };
-// The key tiles of some query rows ...
+// The key tiles of some query rows, from the last one on ...
 struct KeyTiles : Boxes {
+    static constexpr bool ascend = false;
     const i32 q_begin, q_count;
 
     __device__ KeyTiles(const Mask& mask, const Rows& rows, i32 head, i32 q_begin, i32 q_count)
@@ -37,8 +38,10 @@ struct KeyTiles : Boxes {
         return Boxes::classify(q_begin, q_count, first * cfg::tile_kv, tiles * cfg::tile_kv);
     }
 };
-// ... and the query tiles of a key tile. Key tile n is visited by query tile t exactly if t is by n: both ask for the same box.
+// ... and the query tiles of a key tile, from the first one on. Key tile n is visited by query tile t exactly if t is by n: both ask for
+// the same box.
 struct QueryTiles : Boxes {
+    static constexpr bool ascend = true;
     const i32 kv_tile;
 
     __device__ QueryTiles(const Mask& mask, const Rows& rows, i32 head, i32 kv_tile) : Boxes{mask, rows, head}, kv_tile(kv_tile) {}
@@ -55,8 +58,8 @@ struct Visit {
     u32 classes;
 };
 
-// The last tile first, or with `up` the first one.
-template <class Tiles, bool up = false>
+// In the direction of these, or as `up` says.
+template <class Tiles, bool up = Tiles::ascend>
 struct Scan {
     const Tiles line;
     const i32 regions;               // of 32 groups of 32 tiles
@@ -68,6 +71,7 @@ struct Scan {
     __device__ bool is_one_group() const { return line.count() <= 32; }
     // Bits stand for tiles, or groups, in the order in which they are visited.
     __device__ static i32 nth(i32 of, i32 bit) { return of * 32 + (up ? bit : 31 - bit); }
+    __device__ static i32 bit_of(i32 tile) { return up ? tile % 32 : 31 - tile % 32; }
     __device__ i32 tile(i32 bit) const { return nth(group, bit); }
 
     // By the whole warp: goes on to the next group that has tiles; false where there is none. `classes_of` says of a tile what is to be
@@ -88,10 +92,18 @@ struct Scan {
     }
     // To behind a group that it was at before. By the whole warp.
     __device__ void resume(i32 after) {
-        const i32 at = after / 32, lane = threadIdx.x % 32, bit = up ? after % 32 : 31 - after % 32;
+        const i32 at = after / 32, lane = threadIdx.x % 32;
         left = up ? regions - at : at + 1;
-        groups = __ballot_sync(0xffffffffu, lane > bit && line.classify(nth(region(), lane) * 32, 32) != 0);
+        groups = __ballot_sync(0xffffffffu, lane > bit_of(after) && line.classify(nth(region(), lane) * 32, 32) != 0);
         --left;
+    }
+    // To behind a tile, likewise.
+    template <class ClassesOf>
+    __device__ void resume_behind(i32 last, ClassesOf classes_of) {
+        resume(group = last / 32);
+        const i32 lane = threadIdx.x % 32;
+        mine = lane > bit_of(last) ? classes_of(tile(lane)) : 0;
+        tiles = __ballot_sync(0xffffffffu, mine != 0);
     }
     __device__ i32 region() const { return up ? regions - left : left - 1; }
     template <class ClassesOf>
@@ -107,18 +119,3 @@ struct Scan {
         return bit;
     }
 };
-
-// The tile after one of these, by a lane alone; -1 for none.
-template <class Tiles>
-__device__ i32 tile_after(const Tiles& line, i32 tile) {
-    i32 together = 1;
-    for (i32 at = tile + 1, end = line.count(); at < end;) {
-        while (together < 1024 && at % (32 * together) == 0) together *= 32;
-        while (line.classify(at, together) != 0) {
-            if (together == 1) return at;
-            together /= 32;
-        }
-        at += together;
-    }
-    return -1;
-}

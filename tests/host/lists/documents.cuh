@@ -30,4 +30,9 @@ struct Documents {
     __device__ Row row(i32 q, i32 first) const {
         return {doc + kv_offset + first, function::read(doc + function::inside(q + q_offset, args.mask_0_length)), kv_len - first};
     }
+    struct Query { i32 own; };
+    struct Key { i32 own; };
+    __device__ Query query(i32 q) const { return {function::read(doc + min(q, q_len - 1) + q_offset)}; }
+    __device__ Key key(i32 kv) const { return {function::read(doc + min(kv, kv_len - 1) + kv_offset)}; }
+    __device__ bool keep(i32, i32 kv, const Query& query, const Key& key) const { return query.own == key.own && kv < kv_len; }
 };
